@@ -1,0 +1,97 @@
+"""Celery's configuration, and the one place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+
+from kombu import Queue
+from pydantic import SecretStr
+from pydantic_settings import BaseSettings
+
+from idempotency.queues import EXCHANGE, quorum_queue
+from idempotency.settings import PREFIX, Settings
+
+
+class Environment(BaseSettings):
+    """The addresses. A missing one is an error that names it; its value never appears."""
+
+    model_config = {"hide_input_in_errors": True}
+
+    database_url: SecretStr
+    redis_url: SecretStr | None = None
+    broker_url: SecretStr
+    stripe_api_key: SecretStr = SecretStr("sk_test_sandbox")
+    stripe_api_base: str = "https://api.stripe.com"
+    # Seconds until a charge is certain to be found by search. Stripe: "usually within a minute".
+    stripe_search_lag: float = 60.0
+    # Seconds without an answer after which a call's outcome is unknown.
+    stripe_timeout: float = 10.0
+    smtp_url: str = "smtp://127.0.0.1:25"
+    mail_from: str = "payments@shop.example"
+
+
+environment = Environment()
+
+# ---------------------------------------------------------------- the broker
+
+broker_url = environment.broker_url.get_secret_value()
+broker_connection_retry_on_startup = True
+broker_channel_error_retry = True
+# A dead peer is noticed within half a minute; Celery's default would take four.
+broker_heartbeat = 15
+broker_transport_options: dict[str, object] = {"confirm_publish": True}
+if not broker_url.startswith("amqp"):
+    # Redis as the broker hands a message out again after this time, so it must outlast the longest attempt.
+    broker_transport_options = {"visibility_timeout": 3600}
+
+task_queues: list[Queue] = [quorum_queue(name) for name in ("payments", "refunds", "notifications", "maintenance")]
+task_default_queue = "payments"
+task_default_exchange = EXCHANGE
+task_default_exchange_type = "topic"  # native delayed delivery needs it
+task_default_queue_type = "quorum"
+task_default_routing_key = "payments"
+task_create_missing_queues = False  # they would be classic queues without a delivery limit
+task_routes = {
+    "payments.*": {"queue": "payments"},
+    "refunds.*": {"queue": "refunds"},
+    "notifications.*": {"queue": "notifications"},
+    "maintenance.*": {"queue": "maintenance"},
+}
+
+# ---------------------------------------------------------------- acknowledgement: nothing is lost with its worker
+
+task_acks_late = True
+task_reject_on_worker_lost = True
+task_retry_on_worker_lost = False  # would end in an acknowledgement without a dead letter
+task_acks_on_failure = True  # an exception leaves IdempotentTask only after the record says failed
+task_acks_on_timeout = False  # a hard limit that passes before the claim must not acknowledge
+worker_prefetch_multiplier = 1
+worker_enable_prefetch_count_reduction = False
+worker_cancel_long_running_tasks_on_connection_loss = True
+worker_soft_shutdown_timeout = 30.0
+worker_enable_soft_shutdown_on_idle = True
+worker_deduplicate_successful_tasks = False  # reads as protection and is none
+task_soft_time_limit, task_time_limit = 60, 90
+
+task_serializer = result_serializer = "json"
+accept_content = ["json"]
+# Results are in Postgres with the effects; a result backend may be set beside it.
+task_ignore_result = True
+task_send_sent_event = worker_send_task_events = True
+timezone = "UTC"
+
+# ---------------------------------------------------------------- the promise
+
+# Every setting of idempotency.settings may be given as IDEMPOTENCY_<NAME>.
+for _name in Settings.model_fields:
+    if (_value := os.environ.get(f"{PREFIX}{_name}".upper())) is not None:
+        globals()[PREFIX + _name] = _value
+idempotency_database_url = environment.database_url
+idempotency_redis_url = environment.redis_url
+
+_sweep = float(globals().get("idempotency_sweep", Settings.model_fields["sweep"].default))
+beat_schedule = {
+    # A tick that nobody took in time is not worth taking: the next one does its work.
+    "recover": {"task": "maintenance.recover", "schedule": _sweep, "options": {"expires": _sweep}},
+    "purge": {"task": "maintenance.purge", "schedule": 600.0, "options": {"expires": 600.0}},
+}

@@ -1,0 +1,71 @@
+"""Celery tasks whose effects happen once.
+
+Give a task an idempotency key, and its database effects, its result and the messages it sends are committed
+together, once, however often the message is delivered. Start reading at `idempotency.task`.
+"""
+
+from .delivery import Operation
+from .effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
+from .errors import (
+    AttemptsExhausted,
+    CallRefused,
+    Defer,
+    EffectMismatch,
+    EffectNameReused,
+    EffectUnknown,
+    FingerprintMismatch,
+    IdempotencyError,
+    InvalidArguments,
+    InvalidKey,
+    InvalidResult,
+    LeaseLost,
+    MissingKey,
+    OpenTransaction,
+    OperationBusy,
+    OperationFailed,
+    OperationNotFound,
+    PermanentError,
+    SessionNotYours,
+    SettingsError,
+    StoredFailure,
+    UnsupportedControl,
+)
+from .handle import Handle, StoredOperation, lookup
+from .keys import OperationId, content_hash
+from .task import IdempotentTask
+
+__all__ = [
+    "AttemptsExhausted",
+    "CallRefused",
+    "Defer",
+    "DidNotHappen",
+    "EffectInDoubt",
+    "EffectMismatch",
+    "EffectNameReused",
+    "EffectUnknown",
+    "FingerprintMismatch",
+    "Handle",
+    "Happened",
+    "IdempotencyError",
+    "IdempotentTask",
+    "InvalidArguments",
+    "InvalidKey",
+    "InvalidResult",
+    "LeaseLost",
+    "MissingKey",
+    "OpenTransaction",
+    "Operation",
+    "OperationBusy",
+    "OperationFailed",
+    "OperationId",
+    "OperationNotFound",
+    "PermanentError",
+    "SessionNotYours",
+    "SettingsError",
+    "StillUnknown",
+    "StoredFailure",
+    "StoredOperation",
+    "UnsupportedControl",
+    "content_hash",
+    "lookup",
+]

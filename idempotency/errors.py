@@ -1,0 +1,174 @@
+"""Every error of the library, and what each one means for the message.
+
+    IdempotencyError
+    ├── SettingsError               the configuration cannot keep the promise: nothing starts
+    ├── CallRefused                 raised where the call is made: nothing was written, nothing was published
+    │   ├── MissingKey
+    │   ├── InvalidKey
+    │   └── InvalidArguments
+    ├── PermanentError              ends the operation as failed, without another attempt
+    │   ├── AttemptsExhausted
+    │   ├── EffectMismatch          the same name with other arguments
+    │   ├── EffectNameReused        the same name twice in one attempt
+    │   ├── EffectUnknown           nobody can say whether it happened: a person decides
+    │   ├── InvalidResult           not JSON, or over the limit
+    │   ├── OpenTransaction         a call outside while the session has a transaction open
+    │   ├── SessionNotYours         commit() on the attempt's session
+    │   └── UnsupportedControl      Ignore, Reject or replace() from a body
+    ├── Defer                       not the operation's fault: later, without using an attempt
+    ├── StoredFailure               the provider replays a stored failure under this key
+    ├── LeaseLost                   this attempt is no longer the holder: it must stop
+    ├── OutcomeInDoubt              a COMMIT whose reply was lost: the operation is claimed again
+    ├── FingerprintMismatch         this key was used with other arguments: nothing ran
+    ├── OperationBusy               another attempt holds the operation (eager calls, on_busy="raise")
+    ├── OperationFailed             a duplicate of an operation that has failed
+    └── OperationNotFound
+
+Celery serialises exceptions as ``(type, args)`` and rebuilds them, so each one keeps in ``args`` exactly what
+its constructor takes.
+"""
+
+from __future__ import annotations
+
+
+class IdempotencyError(Exception):
+    """Base of everything this library raises."""
+
+
+class SettingsError(IdempotencyError):
+    """The configuration cannot keep the promise. The message names both values."""
+
+
+class CallRefused(IdempotencyError):
+    """The call was refused where it was made; nothing was written and nothing was published."""
+
+
+class MissingKey(CallRefused):
+    """No idempotency key: the call has none and the task's template yields none."""
+
+
+class InvalidKey(CallRefused):
+    """The idempotency key breaks a rule; the message names the rule and what was got."""
+
+
+class InvalidArguments(CallRefused):
+    """The arguments or options cannot be accepted; the message names the field and the limit."""
+
+
+class PermanentError(IdempotencyError):
+    """Raise it from a body, an effect or a step to end the operation as failed, without another attempt.
+
+    `message` is stored and shown to operators, so it must hold no secret; `code` is a short word for programs.
+    """
+
+    default_code = "permanent_error"
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message, code)
+        self.message = message
+        self.code = code or self.default_code
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class AttemptsExhausted(PermanentError):
+    """The last allowed attempt has failed, or died."""
+
+    default_code = "attempts_exhausted"
+
+
+class EffectMismatch(PermanentError):
+    """An effect or step was begun under this name with other arguments."""
+
+    default_code = "effect_mismatch"
+
+
+class EffectNameReused(PermanentError):
+    """The same effect or step name was used twice in one attempt."""
+
+    default_code = "effect_name_reused"
+
+
+class EffectUnknown(PermanentError):
+    """Nobody can say any more whether the effect happened; a person has to."""
+
+    default_code = "effect_unknown"
+
+
+class InvalidResult(PermanentError):
+    """The result is not JSON, or larger than `result_limit` bytes; nothing was committed."""
+
+    default_code = "invalid_result"
+
+
+class OpenTransaction(PermanentError):
+    """`effect` or `step` was called while the session has a transaction open, reads included."""
+
+    default_code = "open_transaction"
+
+
+class SessionNotYours(PermanentError):
+    """`commit()` or `begin()` on the attempt's session; use `self.step` for what must be committed earlier."""
+
+    default_code = "session_not_yours"
+
+
+class UnsupportedControl(PermanentError):
+    """`Ignore`, `Reject` or `replace()` from a body would acknowledge past the record."""
+
+    default_code = "unsupported_control"
+
+
+class Defer(IdempotencyError):
+    """Raise it when it is not the operation's fault: the next attempt comes after `seconds`, and none is used.
+
+    Bounded by `defer_budget` from the first claim of the operation; after that it counts as an ordinary error.
+    """
+
+    def __init__(self, seconds: float, reason: str) -> None:
+        super().__init__(seconds, reason)
+        self.seconds = seconds
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class StoredFailure(IdempotencyError):
+    """Raise it from an effect when the provider replays a stored failure under this idempotency key.
+
+    Calling again under the same key can never succeed (Stripe keeps the first answer of a key, 500s included),
+    so the effect moves to its next key once `reconcile` has proven that nothing happened.
+    """
+
+
+class LeaseLost(IdempotencyError):
+    """This attempt is no longer the holder; whatever it still writes matches nothing."""
+
+
+class OutcomeInDoubt(IdempotencyError):
+    """A commit was sent and its answer never came; the record decides, under a new fence."""
+
+
+class FingerprintMismatch(IdempotencyError):
+    """This key was used before with other arguments; nothing ran and the stored result is untouched."""
+
+
+class OperationBusy(IdempotencyError):
+    """Another attempt holds this operation now."""
+
+
+class OperationFailed(IdempotencyError):
+    """The operation this call duplicates has failed; `code` and the message are the stored ones."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class OperationNotFound(IdempotencyError):
+    """No operation has this key (or none that this tenant may see)."""

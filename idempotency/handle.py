@@ -1,0 +1,82 @@
+"""A handle on an operation: what became of it, and its result once there is one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery
+
+from . import records, results
+from .errors import OperationBusy, OperationFailed, OperationNotFound
+from .keys import OperationId
+from .runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOperation:
+    """An operation as its record has it."""
+
+    id: OperationId
+    status: str
+    generation: int
+    attempts: int
+    duplicates: int
+    result_text: str | None
+    error: dict[str, str] | None
+
+    @property
+    def result(self) -> Any:
+        """The stored result; None also when there is none, so look at `status` first."""
+        return None if self.result_text is None else results.from_text(self.result_text)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Returned by `enqueue`; also made from an app and a key alone. Reads Postgres, never a result backend."""
+
+    app: Celery
+    id: OperationId
+    task_id: str | None = None
+
+    def lookup(self) -> StoredOperation | None:
+        """The stored operation; None before its first attempt."""
+        with Runtime.of(self.app).autocommit() as connection:
+            row = records.lookup(connection, self.id)
+        if row is None:
+            return None
+        error = None if row.error is None else records.error_fields(row.error)
+        return StoredOperation(self.id, row.status, row.generation, row.attempts, row.duplicates, row.result, error)
+
+    def status(self) -> str:
+        """`waiting` before the first attempt, then the record's status."""
+        operation = self.lookup()
+        return "waiting" if operation is None else operation.status
+
+    def wait(self, timeout: float) -> StoredOperation:
+        """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            operation = self.lookup()
+            if operation is not None and operation.status in ("completed", "failed"):
+                return operation
+            if time.monotonic() >= deadline:
+                raise OperationBusy(f"{self.id.operation}: not finished within {timeout} s")
+            time.sleep(0.05)
+
+    def result(self, timeout: float = 0.0) -> Any:
+        """The result. Raises `OperationFailed` with the stored error, `OperationBusy` when there is none yet."""
+        operation = self.wait(timeout)
+        if operation.error is not None and operation.status == "failed":
+            raise OperationFailed(operation.error["message"], operation.error["code"])
+        return operation.result
+
+
+def lookup(app: Celery, operation: str, key: str, *, tenant: str | None = None) -> StoredOperation:
+    """Read the stored operation of a task name and key. Raises `OperationNotFound`."""
+    id = OperationId(tenant or Runtime.of(app).settings.tenant, operation, key)
+    stored = Handle(app, id).lookup()
+    if stored is None:
+        raise OperationNotFound(f"{operation}: no operation has this key")
+    return stored

@@ -1,0 +1,222 @@
+"""Leases: the hint in Redis that saves work, and the heartbeat that keeps what an attempt holds.
+
+Redis may say "somebody is on it", never "go", and its word alone acknowledges a message only while the lease
+carries the guarded mark, which is set after a duplicate was counted on the record. Losing Redis, or everything in
+it, costs round trips and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import redis
+import structlog
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from . import metrics
+from .keys import OperationId
+from .records import Claimed, Renewal
+
+log = structlog.get_logger("idempotency")
+
+# Value of a lease: "<token> <fingerprint>", with " guarded" behind it once a duplicate was counted.
+_TAKE = """
+local value = redis.call('GET', KEYS[1])
+if not value then
+    redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+    return ARGV[1]
+end
+return value
+"""
+_GUARD = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+    return redis.call('SET', KEYS[1], ARGV[1] .. ' guarded', 'KEEPTTL')
+end
+"""
+# The holder's word is Postgres': a missing or foreign lease is set again, a guarded one keeps its mark.
+_RENEW = """
+local value = redis.call('GET', KEYS[1])
+if value ~= ARGV[1] .. ' guarded' then value = ARGV[1] end
+redis.call('SET', KEYS[1], value, 'PX', ARGV[2])
+"""
+_DROP = """
+local value = redis.call('GET', KEYS[1])
+if value == ARGV[1] or value == ARGV[1] .. ' guarded' then redis.call('DEL', KEYS[1]) end
+"""
+
+
+class Hint(StrEnum):
+    FREE = "free"  # ours now, or nothing known
+    HELD = "held"  # somebody is on it: ask Postgres, duplicate first
+    GUARDED = "guarded"  # a duplicate of this request was counted: this one may go
+
+
+class Leases:
+    """The leases in Redis. Every call is one round trip of at most `redis_timeout`, and none ever raises."""
+
+    def __init__(self, url: str | None, *, lease: float, timeout: float, pause: float) -> None:
+        self._lease_ms = max(int(lease * 1000), 1)
+        self._pause = pause
+        self._skip_until = 0.0
+        self._redis: redis.Redis | None = None
+        if url is not None:
+            self._redis = redis.Redis.from_url(
+                url,
+                decode_responses=True,
+                socket_timeout=timeout,
+                socket_connect_timeout=timeout,
+                # redis-py's own retries can outlast a lease, and find their own first answer on the second try.
+                retry=Retry(NoBackoff(), 0),
+            )
+            self._take = self._redis.register_script(_TAKE)
+            self._guard = self._redis.register_script(_GUARD)
+            self._renew = self._redis.register_script(_RENEW)
+            self._drop = self._redis.register_script(_DROP)
+
+    def take(self, id: OperationId, token: str, fingerprint: str) -> Hint:
+        """Ask whether somebody is on it, and leave our lease if nobody is."""
+        mine = f"{token} {fingerprint}"
+        value = self._ask(lambda: self._take([_name(id)], [mine, self._lease_ms]))
+        if value is None or str(value).startswith(mine):
+            return Hint.FREE
+        return Hint.GUARDED if str(value).endswith(f" {fingerprint} guarded") else Hint.HELD
+
+    def guard(self, id: OperationId, token: str, fingerprint: str) -> None:
+        """Mark the holder's lease: one duplicate was counted, so further ones need no Postgres."""
+        self._ask(lambda: self._guard([_name(id)], [f"{token} {fingerprint}"]))
+
+    def hold(self, held: Sequence[tuple[OperationId, str, str]]) -> None:
+        """Set the leases of confirmed holders (operation, token, fingerprint), whatever is there now."""
+
+        def send() -> object:
+            assert self._redis is not None
+            pipeline = self._redis.pipeline(transaction=False)
+            for id, token, fingerprint in held:
+                self._renew([_name(id)], [f"{token} {fingerprint}", self._lease_ms], client=pipeline)
+            return pipeline.execute()
+
+        self._ask(send)
+
+    def drop(self, id: OperationId, token: str, fingerprint: str) -> None:
+        """Drop our own lease; somebody else's stays."""
+        self._ask(lambda: self._drop([_name(id)], [f"{token} {fingerprint}"]))
+
+    def _ask(self, send: Callable[[], object]) -> object | None:
+        if self._redis is None or time.monotonic() < self._skip_until:
+            return None
+        try:
+            return send()
+        except redis.RedisError as error:
+            # One slow call is enough: every task of the next seconds goes to Postgres alone.
+            self._skip_until = time.monotonic() + self._pause
+            metrics.redis_unavailable.inc()
+            log.warning("redis_unavailable", error=type(error).__name__, pause_seconds=self._pause)
+            return None
+
+
+def _name(id: OperationId) -> str:
+    return f"idempotency:lease:{id.digest}"
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """One attempt's hold on its operation. `lost` is a property of the attempt, not of the key or the task."""
+
+    claim: Claimed
+    fingerprint: str
+    renewed_at: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+    lost: bool = False
+
+
+class Heartbeat:
+    """Renews all leases of a process from one thread, every `interval` seconds, Postgres first.
+
+    Only Postgres can say held or lost. An answer that stays away for a whole lease counts as lost, by the
+    monotonic clock. A short attempt never meets the thread at all.
+    """
+
+    def __init__(
+        self,
+        renew: Callable[[Sequence[Claimed]], dict[str, Renewal]],
+        leases: Leases,
+        *,
+        lease: float,
+        interval: float,
+        longest_run: float,
+    ) -> None:
+        self._renew = renew
+        self._leases = leases
+        self._lease = lease
+        self._interval = interval
+        self._longest_run = longest_run
+        self._holdings: dict[str, Holding] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def hold(self, holding: Holding) -> None:
+        with self._lock:
+            self._holdings[holding.claim.token] = holding
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="idempotency-heartbeat", daemon=True)
+                self._thread.start()
+
+    def drop(self, holding: Holding) -> None:
+        with self._lock:
+            self._holdings.pop(holding.claim.token, None)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self.run_once()
+            except Exception:  # a heartbeat that dies would lose every lease of the process
+                log.exception("heartbeat_failed")
+
+    def run_once(self) -> None:
+        """Renew once what is held for longer than an interval's beginning, and mark what is lost."""
+        with self._lock:
+            holdings = list(self._holdings.values())
+        now = time.monotonic()
+        renewable = []
+        for holding in holdings:
+            if now - holding.since < self._longest_run:
+                renewable.append(holding)
+            elif not holding.lost:
+                self._lose(holding, "max_run")
+        if not renewable:
+            return
+        try:
+            verdicts = self._renew([holding.claim for holding in renewable])
+        except Exception as error:
+            log.warning("heartbeat_unanswered", error=type(error).__name__)
+            verdicts = {}
+        held = []
+        for holding in renewable:
+            match verdicts.get(holding.claim.token, Renewal.UNKNOWN):
+                case Renewal.HELD:
+                    holding.renewed_at = now
+                    held.append((holding.claim.id, holding.claim.token, holding.fingerprint))
+                case Renewal.LOST:
+                    self._lose(holding, "taken_over")
+                case Renewal.UNKNOWN:
+                    if time.monotonic() - holding.renewed_at > self._lease:
+                        self._lose(holding, "unknown_for_a_lease")
+        if held:
+            self._leases.hold(held)
+
+    def _lose(self, holding: Holding, why: str) -> None:
+        with self._lock:
+            if self._holdings.get(holding.claim.token) is not holding:
+                return  # finished meanwhile
+            holding.lost = True
+        metrics.leases_lost.labels(holding.claim.id.operation).inc()
+        log.warning("lease_lost", why=why, operation=holding.claim.id.operation, key=holding.claim.id.key)

@@ -1,0 +1,140 @@
+"""A message as it goes over the wire, and as the record and the outbox keep it: one text.
+
+A record holds its whole delivery, so that recovery needs no message to survive; every later delivery is that
+message under the same task id. Arguments stay the text that was sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from celery import Celery
+from kombu.utils.json import dumps as kombu_dumps
+
+KEY_HEADER = "idempotency-key"
+TENANT_HEADER = "idempotency-tenant"
+# Set on deliveries of the outbox that repeat an earlier one (retry, recover, reconcile, replay): Redis' word does
+# not acknowledge them, because they may be the only way on.
+ORIGIN_HEADER = "idempotency-origin"
+# How often a duplicate with on_busy="wait" has come back.
+WAITS_HEADER = "idempotency-waits"
+OUTBOX_HEADER = "idempotency-outbox-id"
+
+# The fields of Celery's message protocol 2 that travel as headers (docs.celeryq.dev, "Message Protocol").
+_PROTOCOL_HEADERS = (
+    "lang",
+    "task",
+    "id",
+    "shadow",
+    "group",
+    "group_index",
+    "retries",
+    "timelimit",
+    "root_id",
+    "parent_id",
+    "argsrepr",
+    "kwargsrepr",
+    "origin",
+    "ignore_result",
+    "replaced_task_nesting",
+    "stamped_headers",
+    "stamps",
+)
+_EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+# A native delayed delivery arrives through this exchange, its delay spelled in bits before the real routing key.
+_DELAY_EXCHANGE = "celery_delayed_"
+_DELAY_BITS = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One task message: what Celery's producer would send, and where to."""
+
+    headers: dict[str, Any]
+    body: str
+    route: dict[str, Any]
+    properties: dict[str, Any]
+
+    @classmethod
+    def composed(
+        cls,
+        app: Celery,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        task_id: str,
+        headers: Mapping[str, Any],
+        queue: str | None = None,
+        priority: int | None = None,
+        **options: Any,
+    ) -> Message:
+        """The message that `apply_async` would send for this call."""
+        wire = app.amqp.as_task_v2(task_id, name, args, kwargs, **options)
+        routed = app.amqp.router.route({"queue": queue} if queue else {}, name, args, kwargs)
+        target = routed.get("queue")
+        route = (
+            {"queue": getattr(target, "name", target)}
+            if target is not None
+            else {"exchange": routed.get("exchange", ""), "routing_key": routed.get("routing_key", "")}
+        )
+        properties: dict[str, Any] = {"correlation_id": task_id}
+        if priority is not None:
+            properties["priority"] = priority
+        # the record's available_at decides when, never the broker
+        fields = {name: value for name, value in wire.headers.items() if name not in ("eta", "expires")}
+        return cls({**fields, **headers}, kombu_dumps(wire.body), route, properties)
+
+    @classmethod
+    def delivered(cls, request: Any) -> Message:
+        """The message a worker was given, from Celery's request."""
+        headers = {
+            name: getattr(request, name) for name in _PROTOCOL_HEADERS if getattr(request, name, None) is not None
+        }
+        custom = {
+            name: value
+            for name, value in (request.headers or {}).items()
+            if not name.startswith("x-") and name not in (ORIGIN_HEADER, OUTBOX_HEADER)
+        }
+        body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
+        properties = {"correlation_id": request.id}
+        delivery = request.delivery_info or {}
+        if request.reply_to:
+            properties["reply_to"] = request.reply_to
+        if delivery.get("priority"):
+            properties["priority"] = delivery["priority"]
+        exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
+        route = {"exchange": exchange, "routing_key": routing_key}
+        if exchange.startswith(_DELAY_EXCHANGE):
+            route = {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
+        return cls({**headers, **custom}, kombu_dumps(body), route, properties)
+
+    @classmethod
+    def from_text(cls, text: str) -> Message:
+        fields = json.loads(text)
+        return cls(fields["headers"], fields["body"], fields["route"], fields["properties"])
+
+    def to_text(self) -> str:
+        return json.dumps(
+            {"headers": self.headers, "properties": self.properties, "route": self.route, "body": self.body}
+        )
+
+    def marked(self, *, origin: str, outbox_id: str) -> Message:
+        """The same message, saying which outbox row it comes from."""
+        marks = {OUTBOX_HEADER: outbox_id} | ({} if origin == "enqueue" else {ORIGIN_HEADER: origin})
+        return replace(self, headers=self.headers | marks)
+
+    def destination(self, app: Celery) -> tuple[str, str]:
+        """Exchange and routing key. Raises KeyError for a queue this application does not have."""
+        if (queue := self.route.get("queue")) is not None:
+            known = app.amqp.queues[queue]
+            return known.exchange.name, known.routing_key
+        if (delayed := self.route.get("delayed")) is not None:
+            for known in app.amqp.queues.values():
+                if delayed in (known.routing_key, known.name):
+                    return known.exchange.name, known.routing_key
+            raise KeyError(delayed)
+        return self.route["exchange"], self.route["routing_key"]

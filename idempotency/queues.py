@@ -1,0 +1,43 @@
+"""Queues that lose nothing: quorum, a delivery limit as a backstop, and a dead-letter queue behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kombu import Exchange, Queue
+
+# One topic exchange for all tasks: Celery's native delayed delivery does not work with a direct one.
+EXCHANGE = "tasks"
+DEAD_LETTER_QUEUE = "dead_letters"
+# A backstop only: attempts are counted on the record. RabbitMQ counts lost connections too, so it must not be small.
+DELIVERY_LIMIT = 20
+
+
+def quorum_queue(
+    name: str, *, exchange: str = EXCHANGE, dead_letter_queue: str = DEAD_LETTER_QUEUE, limit: int = DELIVERY_LIMIT
+) -> Queue:
+    """A task queue on which an accepted message is never dropped.
+
+    `limit` is how often the broker delivers one message before it goes to the dead-letter queue; at least 20.
+    The dead-letter queue is declared by the relay; until it exists RabbitMQ keeps dead letters where they are.
+    """
+    return Queue(
+        name,
+        Exchange(exchange, type="topic"),
+        routing_key=name,
+        queue_arguments={
+            "x-queue-type": "quorum",
+            "x-delivery-limit": limit,
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": dead_letter_queue,
+            # the broker keeps a dead letter until the dead-letter queue has confirmed it; needs reject-publish
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        },
+    )
+
+
+def dead_letter_queues(queues: Iterable[Queue]) -> list[Queue]:
+    """The dead-letter queues that these queues point to."""
+    names = {(queue.queue_arguments or {}).get("x-dead-letter-routing-key") for queue in queues}
+    return [Queue(name, routing_key=name, queue_arguments={"x-queue-type": "quorum"}) for name in names if name]

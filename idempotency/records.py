@@ -1,0 +1,416 @@
+"""The record of an operation: every transition, one guarded statement each.
+
+    (none) ──claim──▶ started ──complete──▶ completed ──purge──▶ (none)
+                       │  ▲  └────fail────▶ failed ─────purge──▶ (none)
+              release, │  │ claim, when due    │
+              recover  ▼  │                    │ replay
+                      released ◀───────────────┘
+
+Whoever changes a record after the claim proves that it is still the holder: status, fence and token are in every
+WHERE. The token is there because a sequence can hand a fence out twice after a crash or a restore. Zero rows means
+"not yours any more", never "probably fine". All times are the database's `clock_timestamp()`; `now()` is the start
+of the transaction, and a claim that waited for a lock would write a lease that is already over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from . import results
+from .keys import OperationId
+
+Parameters = Mapping[str, Any]
+
+# ---------------------------------------------------------------- what a claim answers
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Ours: run the body. `attempts` counts this one; `effects` are those of earlier attempts."""
+
+    id: OperationId
+    fence: int
+    token: str
+    attempts: int
+    generation: int
+    age: float  # seconds since the first claim of this generation
+    effects: dict[str, dict[str, Any]]
+    first_claim: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Done before: here is the stored result, as the text it was stored in."""
+
+    result: str
+
+    def value(self) -> Any:
+        return results.from_text(self.result)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Ended before, without success."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The key belongs to a request with other arguments."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Somebody holds it, or its next delivery is not due yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The row moved between the upsert and its explanation: ask again."""
+
+
+Answer = Claimed | Completed | Failed | Mismatch | Busy | Changed
+
+
+class Renewal(StrEnum):
+    HELD = "held"
+    LOST = "lost"
+    UNKNOWN = "unknown"  # the row is locked by somebody, or could not be read
+
+
+# ---------------------------------------------------------------- statements
+
+_ROW = "tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
+_MINE = f"{_ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
+
+_CLAIM = f"""
+WITH claimed AS (
+    INSERT INTO idempotency.records AS r
+        (tenant, operation, key, status, fence, token, locked_until, locked_by, fingerprint, message)
+    VALUES (%(tenant)s, %(operation)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
+            clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s)
+    ON CONFLICT (tenant, operation, key) DO UPDATE SET
+        status = 'started',
+        fence = nextval('idempotency.fence'),
+        token = excluded.token,
+        -- the same token again is the same attempt, resolving a doubt
+        attempts = r.attempts + (r.token IS DISTINCT FROM excluded.token)::int,
+        locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
+        locked_by = excluded.locked_by,
+        available_at = NULL,
+        updated_at = clock_timestamp()
+    WHERE r.fingerprint = excluded.fingerprint
+      AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
+        OR r.status = 'released' AND r.available_at <= clock_timestamp())
+    RETURNING fence, attempts, generation, effects, opened_at
+)
+SELECT 'claimed' AS answer, fence, attempts, generation, effects,
+       extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error
+FROM claimed
+UNION ALL
+SELECT CASE
+           WHEN fingerprint <> %(fingerprint)s THEN 'mismatch'
+           WHEN status IN ('completed', 'failed') THEN status
+           WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
+           WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
+           ELSE 'changed'
+       END, NULL, NULL, generation, NULL, NULL, result, error
+FROM idempotency.records
+WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
+"""
+
+# The only proof that allows a duplicate in flight to be acknowledged: one row, under this guard. Zero rows flush
+# nothing and prove nothing.
+_COUNT_DUPLICATE = f"""
+UPDATE idempotency.records
+SET duplicates = duplicates + 1, updated_at = clock_timestamp()
+WHERE {_ROW} AND fingerprint = %(fingerprint)s
+  AND (status = 'started' AND locked_until > clock_timestamp()
+    OR status = 'released' AND available_at > clock_timestamp())
+RETURNING token
+"""
+
+# A skipped row is locked by somebody (its own finish, perhaps): unknown, not lost. Without SKIP LOCKED one slow
+# transaction would keep every lease of the process from being renewed.
+_RENEW = """
+WITH held AS (
+    SELECT * FROM unnest(%(tenants)s::text[], %(operations)s::text[], %(keys)s::text[],
+                         %(fences)s::bigint[], %(tokens)s::text[])
+        AS h(tenant, operation, key, fence, token)
+), mine AS MATERIALIZED (
+    SELECT r.tenant, r.operation, r.key
+    FROM idempotency.records r JOIN held h USING (tenant, operation, key)
+    WHERE r.status = 'started' AND r.fence = h.fence AND r.token = h.token
+    ORDER BY r.tenant, r.operation, r.key
+    FOR UPDATE OF r SKIP LOCKED
+), renewed AS (
+    UPDATE idempotency.records r SET locked_until = clock_timestamp() + make_interval(secs => %(lease)s)
+    FROM mine WHERE (r.tenant, r.operation, r.key) = (mine.tenant, mine.operation, mine.key)
+    RETURNING r.token
+)
+SELECT h.token,
+       EXISTS (SELECT FROM renewed WHERE renewed.token = h.token) AS renewed,
+       EXISTS (SELECT FROM idempotency.records r
+               WHERE (r.tenant, r.operation, r.key) = (h.tenant, h.operation, h.key)
+                 AND r.status = 'started' AND r.fence = h.fence AND r.token = h.token) AS still_mine
+FROM held h
+"""
+
+_BEGIN_EFFECT = f"""
+UPDATE idempotency.records
+SET effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
+        || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)),
+    updated_at = clock_timestamp()
+WHERE {_MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' = 'not_happened')
+RETURNING effects -> %(name)s ->> 'begun_at'
+"""
+
+_CHANGE_EFFECT = f"""
+UPDATE idempotency.records
+SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(change)s::jsonb),
+    updated_at = clock_timestamp()
+WHERE {_MINE} AND effects -> %(name)s ->> 'state' = 'begun'
+RETURNING 1
+"""
+
+_EFFECT_AGE = "SELECT extract(epoch FROM clock_timestamp())::float8 - %(begun_at)s"
+
+# Raises division_by_zero by itself when it matches no row, so that it can share a flush with COMMIT. A holder
+# frozen between this statement and COMMIT is evicted by the server within half a lease: nobody waits behind it.
+_FINISH = """
+WITH settings AS (
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+), finished AS (
+    UPDATE idempotency.records SET {changes}, updated_at = clock_timestamp()
+    FROM settings WHERE {guard} RETURNING 1
+)
+SELECT 1 / count(*) FROM finished
+"""
+
+_RECORD_STEP = _FINISH.format(
+    changes="""effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
+        || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8))""",
+    guard=f"{_MINE} AND NOT effects ? %(name)s",
+)
+
+_TERMINAL = """completed_at = clock_timestamp(), locked_until = NULL,
+        expires_at = clock_timestamp() + make_interval(secs => %(retention)s)"""
+
+_COMPLETE = _FINISH.format(
+    changes=f"status = 'completed', result = %(result)s, response_code = 200, {_TERMINAL}", guard=_MINE
+)
+
+_FAIL = _FINISH.format(
+    changes=f"""status = 'failed', error = %(error)s, first_error = coalesce(first_error, %(error)s),
+        response_code = %(response_code)s, {_TERMINAL}""",
+    guard=_MINE,
+)
+
+# The next delivery leaves with the release itself: no message has to survive for the operation to go on.
+_RELEASE = f"""
+WITH released AS (
+    UPDATE idempotency.records
+    SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
+        available_at = clock_timestamp() + make_interval(secs => %(delay)s),
+        attempts = attempts - %(given_back)s,
+        error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
+        updated_at = clock_timestamp()
+    WHERE {_MINE}
+    RETURNING tenant, operation, key, fingerprint, message, available_at
+), next_delivery AS (
+    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, available_at)
+    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, 'retry', available_at
+    FROM released WHERE %(deliver)s
+)
+SELECT count(*) FROM released
+"""
+
+_LOOKUP = f"""
+SELECT status, generation, fence, attempts, duplicates, fingerprint, result, error, response_code, effects,
+       available_at, locked_until, created_at, completed_at, expires_at
+FROM idempotency.records WHERE {_ROW}
+"""
+
+
+# ---------------------------------------------------------------- transitions
+
+
+def claim(
+    connection: Connection,
+    id: OperationId,
+    *,
+    token: str,
+    fingerprint: str,
+    message: str,
+    holder: str,
+    lease: float,
+) -> Answer:
+    """Claim the operation by writing first; read only to explain a lost claim.
+
+    One statement: a new record, one that is due again, one whose lease is over, or our own claim after a doubt.
+    """
+    row = connection.exec_driver_sql(
+        _CLAIM,
+        _row(id) | {"token": token, "fingerprint": fingerprint, "message": message, "holder": holder, "lease": lease},
+    ).one_or_none()
+    if row is None:
+        return Changed()
+    match row.answer:
+        case "claimed":
+            return Claimed(
+                id,
+                row.fence,
+                token,
+                row.attempts,
+                row.generation,
+                max(row.age, 0.0),
+                row.effects,
+                row.attempts == 1,
+            )
+        case "completed":
+            return Completed(row.result)
+        case "failed":
+            return Failed(**error_fields(row.error))
+        case "mismatch":
+            return Mismatch(row.generation)
+        case "busy":
+            return Busy()
+        case _:
+            return Changed()
+
+
+def count_duplicate(connection: Connection, id: OperationId, fingerprint: str) -> tuple[bool, str | None]:
+    """Count a duplicate of an operation in flight. Returns whether a row was counted, and its holder's token."""
+    row = connection.exec_driver_sql(_COUNT_DUPLICATE, _row(id) | {"fingerprint": fingerprint}).one_or_none()
+    return (False, None) if row is None else (True, row.token)
+
+
+def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> dict[str, Renewal]:
+    """Renew all leases of a process in one statement. Returns the verdict by token."""
+    rows = connection.exec_driver_sql(
+        _RENEW,
+        {
+            "tenants": [claim.id.tenant for claim in claims],
+            "operations": [claim.id.operation for claim in claims],
+            "keys": [claim.id.key for claim in claims],
+            "fences": [claim.fence for claim in claims],
+            "tokens": [claim.token for claim in claims],
+            "lease": lease,
+        },
+    )
+    return {row.token: _renewal(row) for row in rows}
+
+
+def _renewal(row: Row[Any]) -> Renewal:
+    if row.renewed:
+        return Renewal.HELD
+    return Renewal.UNKNOWN if row.still_mine else Renewal.LOST
+
+
+def begin_effect(connection: Connection, claim: Claimed, name: str, effect: Parameters) -> float | None:
+    """Record that an effect is about to be called. Returns the database's time in seconds; None: not the holder."""
+    row = connection.exec_driver_sql(
+        _BEGIN_EFFECT, _guard(claim) | {"name": name, "effect": json.dumps(effect)}
+    ).one_or_none()
+    return None if row is None else float(row[0])
+
+
+def change_effect(connection: Connection, claim: Claimed, name: str, change: Parameters) -> bool:
+    """Record what became of an effect that was begun. False: not the holder, or no longer open."""
+    row = connection.exec_driver_sql(
+        _CHANGE_EFFECT, _guard(claim) | {"name": name, "change": json.dumps(change)}
+    ).one_or_none()
+    return row is not None
+
+
+def effect_age(connection: Connection, begun_at: float) -> float:
+    """Seconds since an effect was begun, by the database's clock; never negative."""
+    return max(float(connection.exec_driver_sql(_EFFECT_AGE, {"begun_at": begun_at}).scalar_one()), 0.0)
+
+
+def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:
+    """Record a step's result in its own transaction; raises `DivisionByZero` when not the holder."""
+    parameters = {"name": name, "effect": json.dumps(effect), "idle_ms": _idle_ms(lease)}
+    connection.exec_driver_sql(_RECORD_STEP, _guard(claim) | parameters)
+
+
+def complete(connection: Connection, claim: Claimed, result: str, *, retention: float, lease: float) -> None:
+    """Finish with a result, in the transaction of the effects; raises `DivisionByZero` when not the holder."""
+    parameters = {"result": result, "retention": retention, "idle_ms": _idle_ms(lease)}
+    connection.exec_driver_sql(_COMPLETE, _guard(claim) | parameters)
+
+
+def fail(
+    connection: Connection, claim: Claimed, error: str, *, response_code: int, retention: float, lease: float
+) -> None:
+    """Finish without success; raises `DivisionByZero` when not the holder. The dead letter goes in the same transaction."""
+    parameters = {
+        "error": error,
+        "response_code": response_code,
+        "retention": retention,
+        "idle_ms": _idle_ms(lease),
+    }
+    connection.exec_driver_sql(_FAIL, _guard(claim) | parameters)
+
+
+def release(
+    connection: Connection,
+    claim: Claimed,
+    *,
+    delay: float,
+    error: str | None,
+    give_back: bool = False,
+    deliver: bool = True,
+) -> bool:
+    """Let go, due again after `delay` seconds, with the next delivery in the same statement. False: not the holder.
+
+    `give_back` returns the attempt: it was a deferral or a shutdown, not the operation's fault.
+    """
+    parameters = {"delay": delay, "error": error, "given_back": int(give_back), "deliver": deliver}
+    return bool(connection.exec_driver_sql(_RELEASE, _guard(claim) | parameters).scalar_one())
+
+
+def lookup(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """Read a record, for people and for handles; decisions are never made on it."""
+    return connection.exec_driver_sql(_LOOKUP, _row(id)).one_or_none()
+
+
+# ---------------------------------------------------------------- the error as it is stored
+
+
+def error_text(code: str, message: str) -> str:
+    """Write an error as it is stored: JSON with code and message."""
+    return json.dumps({"code": code, "message": message})
+
+
+def error_fields(text: str) -> dict[str, str]:
+    fields = json.loads(text)
+    return {"code": fields["code"], "message": fields["message"]}
+
+
+def _row(id: OperationId) -> dict[str, Any]:
+    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+
+
+def _guard(claim: Claimed) -> dict[str, Any]:
+    return _row(claim.id) | {"fence": claim.fence, "token": claim.token}
+
+
+def _idle_ms(lease: float) -> str:
+    # Below half a lease, so that a holder frozen before COMMIT is gone before anybody may take over.
+    return str(max(math.floor(lease * 1000 / 2) - 1, 1))
+
+
+def keys_of(rows: Iterable[Row[Any]]) -> list[OperationId]:
+    return [OperationId(row.tenant, row.operation, row.key) for row in rows]

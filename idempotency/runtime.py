@@ -1,0 +1,160 @@
+"""What one process holds open for one Celery application: settings, connections, leases, heartbeat.
+
+Made on first use in the process that uses it, so that a forked pool child never shares a socket with its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from celery import Celery
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.pool import NullPool
+
+from . import records, settings
+from .errors import SettingsError
+from .lease import Heartbeat, Leases
+from .records import Claimed, Renewal
+from .settings import Settings
+
+
+class Runtime:
+    """The open ends of one process. Use `Runtime.of(app)`; do not construct it."""
+
+    _by_app: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
+    _lock = threading.Lock()
+
+    def __init__(self, app: Celery) -> None:
+        self.pid = os.getpid()
+        self.settings = settings.from_app(app)
+        self.holder = process_identity()
+        self.engine = make_engine(self.settings)
+        self.leases = Leases(
+            None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
+            lease=self.settings.lease,
+            timeout=self.settings.redis_timeout,
+            pause=self.settings.redis_pause,
+        )
+        # A connection of its own: a pool emptied by busy attempts must not stop the renewals.
+        self._heartbeat_engine = make_engine(self.settings, poolclass=NullPool)
+        self.heartbeat = Heartbeat(
+            self._renew,
+            self.leases,
+            lease=self.settings.lease,
+            interval=self.settings.heartbeat,
+            longest_run=self.settings.longest_run,
+        )
+
+    @classmethod
+    def of(cls, app: Celery) -> Runtime:
+        """The runtime of this application in this process. Raises `SettingsError`."""
+        runtime = cls._by_app.get(app)
+        if runtime is None or runtime.pid != os.getpid():
+            with cls._lock:
+                runtime = cls._by_app.get(app)
+                if runtime is None or runtime.pid != os.getpid():
+                    if runtime is not None:
+                        runtime.abandon()
+                    runtime = cls._by_app[app] = cls(app)
+        return runtime
+
+    @classmethod
+    def discard(cls, app: Celery) -> None:
+        """Close what this process holds open for the application; the next use opens it anew."""
+        with cls._lock:
+            runtime = cls._by_app.pop(app, None)
+        if runtime is not None:
+            runtime.heartbeat.stop()
+            runtime.engine.dispose()
+
+    def abandon(self) -> None:
+        """Forget inherited connections without closing the parent's sockets."""
+        self.engine.dispose(close=False)
+
+    def autocommit(self) -> Connection:
+        """A connection on which every statement is its own short transaction."""
+        return self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+
+    def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
+        with self._heartbeat_engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            return records.renew(connection, claims, self.settings.lease)
+
+
+def make_engine(settings: Settings, **options: Any) -> Engine:
+    """An engine on the database of the promise, with its rules set on every connection."""
+    if "poolclass" not in options:
+        options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
+    # Nobody waits behind a frozen holder for longer than a lease lasts; it is evicted by then.
+    lock_ms = max(int(settings.lease * 1000), 1)
+    engine = create_engine(
+        settings.database_url.get_secret_value(),
+        hide_parameters=True,  # errors and logs never show arguments
+        connect_args={
+            "options": f"-c synchronous_commit=on -c lock_timeout={lock_ms}",
+            "connect_timeout": 5,
+            # A peer that vanished is noticed within a lease, not after the kernel's two hours.
+            "keepalives_idle": max(int(settings.lease / 4), 1),
+            "keepalives_interval": max(int(settings.lease / 8), 1),
+            "keepalives_count": 3,
+        },
+        **options,
+    )
+    event.listen(engine, "first_connect", _require_read_committed)
+    return engine
+
+
+def _require_read_committed(dbapi_connection: Any, _: Any) -> None:
+    with dbapi_connection.cursor() as cursor:
+        level = cursor.execute("SHOW default_transaction_isolation").fetchone()[0]
+    dbapi_connection.rollback()
+    if level != "read committed":
+        # Under a higher level every renewal and every counted duplicate would fail the finish with 40001.
+        raise SettingsError(f"default_transaction_isolation: need 'read committed', got {level!r}")
+
+
+def process_identity() -> str:
+    """Name this process so that another one on the same host can prove it dead: host, boot, namespace, pid, start.
+
+    Without Linux's /proc the boot id is empty and nothing is ever proven: recovery waits for the lease instead.
+    """
+    boot = _read("/proc/sys/kernel/random/boot_id")
+    namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    return "|".join([socket.gethostname(), boot, namespace, str(os.getpid()), start_time(os.getpid())])
+
+
+def is_provably_dead(holder: str) -> bool:
+    """Whether the process of this name is gone: same host, boot and pid namespace, and no such process any more.
+
+    A closed connection proves nothing, and a process elsewhere is never proven dead.
+    """
+    try:
+        host, boot, namespace, pid, started = holder.split("|")
+    except ValueError:
+        return False
+    mine = process_identity().split("|")
+    if not boot or [host, boot, namespace] != mine[:3]:
+        return False
+    return start_time(int(pid)) != started
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in clock ticks since boot; empty when it is gone or a zombie."""
+    stat = _read(f"/proc/{pid}/stat")
+    # The command in parentheses may hold anything; the fields after the last one are fixed (proc(5): 3 state, 22 start).
+    fields = stat.rpartition(")")[2].split()
+    if len(fields) < 20 or fields[0] in "ZX":
+        return ""
+    return fields[19]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,114 @@
+"""The settings, their defaults, and the rules between them.
+
+They live in Celery's configuration under `idempotency_`, so that an application has one place to configure:
+`idempotency_lease = 30`. Durations are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from celery import Celery
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from .errors import SettingsError
+
+PREFIX = "idempotency_"
+HOUR = 3600.0
+DAY = 24 * HOUR
+
+
+class Settings(BaseModel):
+    """What an application may set. Every duration is in seconds, every size in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    # A Postgres URL in SQLAlchemy's form; the tables of the promise and of the business share one database.
+    database_url: SecretStr
+    # Redis saves work and decides nothing; without an address every claim goes to Postgres alone.
+    redis_url: SecretStr | None = None
+    # Scopes every key when a call names no tenant.
+    tenant: str = Field("default", min_length=1, max_length=255)
+
+    # How long a claim is respected without renewal. Long enough to outlast a garbage collection or a busy
+    # machine, short enough that a dead holder on another host is replaced within about a minute.
+    lease: float = Field(60.0, gt=0)
+    # Two renewals may fail before a lease runs out.
+    heartbeat: float = Field(20.0, gt=0)
+    # The longest one attempt is renewed: a hung body must not hold for ever. Default: 10 leases.
+    max_run: float | None = Field(None, gt=0)
+    # How often orphaned operations are looked for.
+    sweep: float = Field(15.0, gt=0)
+    # How long a duplicate with on_busy="wait" stays attached to the running attempt.
+    wait: float = Field(30.0, ge=0)
+
+    max_attempts: int = Field(5, ge=1)
+    # Exponential back-off with full jitter: uniform between 0 and min(retry_cap, retry_base * 2 ** (attempt - 1)).
+    retry_base: float = Field(1.0, ge=0)
+    retry_cap: float = Field(300.0, ge=0)
+    # Deferrals use no attempt, so time has to bound them, and below what the provider keeps a key for.
+    defer_budget: float = Field(12 * HOUR, gt=0)
+    # How long the provider keeps an idempotency key. Stripe: at least 24 hours (docs.stripe.com/api/idempotent_requests).
+    provider_key_retention: float = Field(24 * HOUR, gt=0)
+
+    # A bug made on Friday evening is still there on Monday.
+    retention_completed: float = Field(72 * HOUR, gt=0)
+    retention_failed: float = Field(30 * DAY, gt=0)
+    # The latest moment at which a message may still be delivered: the longest backlog, delay or dead-letter stay.
+    redelivery_horizon: float = Field(24 * HOUR, gt=0)
+
+    # Messages and records carry references, not documents. RabbitMQ accepts 16 MiB by default.
+    result_limit: int = Field(256 * 1024, gt=0)
+    arguments_limit: int = Field(1024 * 1024, gt=0)
+
+    # Redis may save a round trip; it may not cost more than this when it hangs.
+    redis_timeout: float = Field(0.1, gt=0)
+    redis_pause: float = Field(5.0, ge=0)
+    # Connections of the attempts' pool per process; the heartbeat has its own.
+    pool_size: int = Field(10, ge=1)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.heartbeat >= self.lease / 2:
+            raise ValueError(f"heartbeat must be below half the lease: heartbeat={self.heartbeat} lease={self.lease}")
+        if self.retry_base > self.retry_cap:
+            raise ValueError(f"retry_base must not exceed retry_cap: {self.retry_base} > {self.retry_cap}")
+        for name in ("retention_completed", "retention_failed"):
+            retention = getattr(self, name)
+            if retention < self.redelivery_horizon:
+                raise ValueError(
+                    f"{name} must outlive the redelivery horizon: {name}={retention} "
+                    f"redelivery_horizon={self.redelivery_horizon}"
+                )
+        if self.defer_budget >= self.provider_key_retention:
+            raise ValueError(
+                f"defer_budget must stay below what the provider keeps a key for: defer_budget={self.defer_budget} "
+                f"provider_key_retention={self.provider_key_retention}"
+            )
+        if self.longest_run < self.lease:
+            raise ValueError(f"max_run must not be shorter than the lease: max_run={self.max_run} lease={self.lease}")
+        return self
+
+    @property
+    def longest_run(self) -> float:
+        """Seconds for which one attempt is renewed."""
+        return self.max_run or 10 * self.lease
+
+
+def from_app(app: Celery) -> Settings:
+    """Read the settings of a Celery application.
+
+    Raises `SettingsError`: one line per problem, naming the setting and, where two disagree, both values; never
+    a URL or a password.
+    """
+    given: dict[str, Any] = {
+        name.removeprefix(PREFIX): value for name, value in app.conf.items() if name.startswith(PREFIX)
+    }
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors(include_url=False, include_context=False, include_input=False):
+            field = PREFIX + ".".join(map(str, problem["loc"])) if problem["loc"] else "settings"
+            lines.append(f"{field}: {problem['msg'].removeprefix('Value error, ')}")
+        raise SettingsError("\n".join(lines)) from None

@@ -1,0 +1,510 @@
+"""IdempotentTask: claim, run, commit. The file to read first.
+
+    @app.task(base=IdempotentTask, bind=True, key="{payment_id}")
+    def capture_payment(self, payment_id): ...
+
+Nothing leaves the wrapper unexplained, because whatever Celery sees decides whether the message is acknowledged:
+
+    a value, or an exception of the body     the record is completed, or failed: acknowledged
+    Retry                                    released, and the next delivery is committed: acknowledged
+    Ignore                                   a duplicate in flight, and one row was counted: acknowledged
+    Reject(requeue=False)                    everything else: the dead-letter queue stores it
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NoReturn
+
+import structlog
+from celery import Task
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.utils.time import maybe_make_aware
+from kombu.utils.uuid import uuid
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.orm import Session
+
+from . import dead_letters, keys, metrics, outbox, records
+from .attempt import Attempt, AttemptSession, OnFailed, Policy, describe
+from .crash_points import crash_point
+from .delivery import Delivery
+from .effects import Reconcile
+from .errors import (
+    AttemptsExhausted,
+    CallRefused,
+    Defer,
+    FingerprintMismatch,
+    IdempotencyError,
+    InvalidArguments,
+    LeaseLost,
+    MissingKey,
+    OperationBusy,
+    OperationFailed,
+    OutcomeInDoubt,
+    PermanentError,
+    SettingsError,
+    UnsupportedControl,
+)
+from .handle import Handle
+from .keys import KeyFunction, OperationId
+from .lease import Hint
+from .message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER, WAITS_HEADER, Message
+from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
+from .runtime import Runtime
+
+log = structlog.get_logger("idempotency")
+
+# A doubt is resolved by claiming again. Each round moves the fence, so five in a row mean something is broken.
+DOUBT_ROUNDS = 5
+# How often a claim is tried again while Postgres is away; the message stays unacknowledged meanwhile.
+POSTGRES_PAUSE = 0.5
+# The options of enqueue() that are not arguments of the task.
+ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant")
+
+OnBusy = Literal["ack", "wait", "raise"]
+
+
+class IdempotentTask(Task):
+    """A Celery task whose database effects, result and messages are committed together, once per key.
+
+    Use it as `base=`. The options stand in the decorator like Celery's own:
+
+    key             a template (`"{customer_id}:{request_id}"`), a function of the arguments by name,
+                    `content_hash(...)`, or None: then every call gives `idempotency_key=`
+    on_failed       `on_failed(session, operation, error)`, run in the failing transaction
+    permanent_errors exception types that end the operation at once
+    on_busy         what a duplicate of a running operation does: "ack" (default), "wait", or "raise" (eager calls)
+    max_attempts, retention_completed, retention_failed   override the settings; retentions in seconds
+    """
+
+    abstract = True
+    acks_late = True
+    reject_on_worker_lost = True
+
+    key: ClassVar[str | KeyFunction | None] = None
+    on_failed: ClassVar[OnFailed | None] = None
+    permanent_errors: ClassVar[Sequence[type[BaseException]]] = ()
+    on_busy: ClassVar[OnBusy] = "ack"
+    max_attempts: ClassVar[int | None] = None
+    retention_completed: ClassVar[float | None] = None
+    retention_failed: ClassVar[float | None] = None
+
+    _key_function: ClassVar[KeyFunction | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for option in ("key", "on_failed"):
+            if inspect.isfunction(value := cls.__dict__.get(option)):
+                setattr(cls, option, staticmethod(value))
+        if cls.on_busy not in ("ack", "wait", "raise"):
+            raise SettingsError(f"on_busy: must be 'ack', 'wait' or 'raise', got {cls.on_busy!r}")
+        cls._key_function = keys.template(cls.key) if isinstance(cls.key, str) else cls.key
+        if (run := cls.__dict__.get("run")) is not None and cls._key_function is not None:
+            parameters = inspect.signature(getattr(run, "__func__", run)).parameters
+            for field in getattr(cls._key_function, "fields", ()):
+                if field not in parameters:
+                    raise SettingsError(f"key of {cls.__name__}: the task has no argument {field!r}")
+
+    # ------------------------------------------------------------ claim, run, commit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.request.called_directly:
+            # A plain call is protected like any other: it runs here, under the same key.
+            return self.apply(args, kwargs, throw=True).get()
+        try:
+            outcome = self._perform(self._delivery())
+        except Exception as error:
+            if self.request.is_eager:
+                raise
+            log.exception("rejected", operation=self.name, task_id=self.request.id)
+            raise Reject(describe(error), requeue=False) from error
+        if isinstance(outcome, Raised):
+            raise outcome.error
+        return outcome.value
+
+    def _perform(self, delivery: Delivery) -> Returned | Raised:
+        runtime = Runtime.of(self.app)
+        policy = Policy.of(self, runtime.settings)
+        token = secrets.token_hex(16)
+        ending: Ending | None = None
+        for _ in range(DOUBT_ROUNDS):
+            match self._claim(runtime, delivery, token):
+                case Claimed() as claim:
+                    self.request.retries = max(claim.attempts - 1, 0)
+                    self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
+                    try:
+                        if ending is None:
+                            try:
+                                return Returned(self._run(attempt))
+                            except (LeaseLost, OutcomeInDoubt):
+                                raise
+                            except BaseException as error:
+                                ending = end_for(error, attempt)
+                        ending.apply(attempt)
+                    except (LeaseLost, OutcomeInDoubt, DBAPIError, SoftTimeLimitExceeded):
+                        if ending is not None and not isinstance(ending.outcome, Exception):
+                            raise ending.outcome from None  # the process ends; recovery has the rest
+                        continue  # claim again, with the same token: the record decides
+                    finally:
+                        attempt.close()
+                        self.request.attempt = None
+                    if isinstance(ending, Release) and delivery.is_eager and not ending.give_back:
+                        return self._perform(delivery)  # nobody delivers again: the next attempt is here and now
+                    return Raised(ending.outcome)
+                case Completed() as completed:
+                    metrics.duplicates.labels(self.name).inc()
+                    return Returned(completed.value())
+                case Failed(code, message):
+                    metrics.duplicates.labels(self.name).inc()
+                    return Raised(OperationFailed(message, code))
+                case Mismatch(generation):
+                    return Raised(self._refuse(runtime, delivery, generation))
+                case Busy():
+                    metrics.busy.labels(self.name).inc()
+                    return self._yield_to_holder(runtime, delivery)
+        raise IdempotencyError(f"{self.name}: still in doubt after {DOUBT_ROUNDS} rounds")
+
+    def _run(self, attempt: Attempt) -> Any:
+        crash_point("claimed")
+        if attempt.claim.attempts > attempt.policy.max_attempts:
+            raise AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts; the last one died")
+        crash_point("body.entered")
+        result = self.run(*self.request.args, **self.request.kwargs)
+        attempt.complete(result)
+        return result
+
+    def _claim(
+        self, runtime: Runtime, delivery: Delivery, token: str
+    ) -> Claimed | Completed | Failed | Mismatch | Busy:
+        """Claim the operation, or learn from the record why not. Waits for Postgres as long as it takes."""
+        leases, id = runtime.leases, delivery.id
+        hint = Hint.FREE if delivery.resent else leases.take(id, token, delivery.fingerprint)
+        if hint is Hint.GUARDED:
+            return Busy()  # a duplicate was counted before this one: the record will be finished without it
+        while True:
+            try:
+                with runtime.autocommit() as connection:
+                    if hint is Hint.HELD and self._counted(runtime, connection, delivery):
+                        return Busy()
+                    answer = self._ask(runtime, connection, delivery, token)
+                    if isinstance(answer, Changed) or (
+                        isinstance(answer, Busy) and not self._counted(runtime, connection, delivery)
+                    ):
+                        continue  # the row became claimable meanwhile
+                    break
+            except (OperationalError, SoftTimeLimitExceeded) as error:
+                # Postgres is away, or a lock was not to be had: try again, never acknowledge.
+                log.warning("claim_waits", operation=self.name, error=describe(error))
+                time.sleep(POSTGRES_PAUSE)
+        if isinstance(answer, Claimed):
+            metrics.claims.labels(self.name).inc()
+            if answer.attempts > 1:
+                metrics.takeovers.labels(self.name).inc()
+            if hint is Hint.HELD or delivery.resent:
+                leases.hold([(id, token, delivery.fingerprint)])
+        elif hint is Hint.FREE:
+            leases.drop(id, token, delivery.fingerprint)
+        return answer
+
+    def _ask(self, runtime: Runtime, connection: Connection, delivery: Delivery, token: str) -> records.Answer:
+        return records.claim(
+            connection,
+            delivery.id,
+            token=token,
+            fingerprint=delivery.fingerprint,
+            message=delivery.message,
+            holder=runtime.holder,
+            lease=runtime.settings.lease,
+        )
+
+    def _counted(self, runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
+        counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint)
+        if counted and holder is not None:
+            runtime.leases.guard(delivery.id, holder, delivery.fingerprint)
+        return counted
+
+    def _refuse(self, runtime: Runtime, delivery: Delivery, generation: int) -> FingerprintMismatch:
+        """Another request under a used key: keep it as a dead letter, touch nothing else."""
+        error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
+        if not delivery.is_eager:
+            with runtime.autocommit() as connection:
+                dead_letters.store_refusal(
+                    connection,
+                    delivery.id,
+                    delivery,
+                    generation=generation,
+                    reason="fingerprint_mismatch",
+                    error=records.error_text("fingerprint_mismatch", str(error)),
+                )
+        metrics.mismatches.labels(self.name).inc()
+        log.warning("fingerprint_mismatch", operation=self.name, key=delivery.id.key)
+        return error
+
+    def _yield_to_holder(self, runtime: Runtime, delivery: Delivery) -> Raised:
+        """A duplicate in flight, counted: it may go. With on_busy="wait" it comes back for the result."""
+        if delivery.is_eager:
+            return Raised(OperationBusy(f"{self.name}: another attempt holds this operation"))
+        if self.on_busy == "wait":
+            waits = int(delivery.headers.get(WAITS_HEADER, 0))
+            # 0.5 + 1 + 2 + … seconds: parked in the outbox, so that waiting never takes a worker's slot
+            delay = 0.5 * 2**waits
+            if 0.5 * (2**waits - 1) < runtime.settings.wait:
+                message = Message.from_text(delivery.message)
+                message.headers[WAITS_HEADER] = waits + 1
+                with runtime.autocommit() as connection:
+                    outbox.insert(
+                        connection,
+                        delivery.id,
+                        delivery.fingerprint,
+                        message,
+                        countdown=delay,
+                        origin="retry",
+                    )
+        return Raised(Ignore())
+
+    def _delivery(self) -> Delivery:
+        request = self.request
+        headers = request.headers or {}
+        arguments = keys.bind(self._signature, request.args or (), request.kwargs or {})
+        id = self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
+        return Delivery(
+            id=id,
+            fingerprint=keys.fingerprint(arguments),
+            arguments=arguments,
+            task_id=request.id,
+            message=Message.delivered(request).to_text(),
+            headers=headers,
+            queue=(request.delivery_info or {}).get("routing_key") or "",
+            resent=ORIGIN_HEADER in headers,
+            is_eager=bool(request.is_eager),
+        )
+
+    # ------------------------------------------------------------ what a body uses
+
+    @property
+    def session(self) -> AttemptSession:
+        """The SQLAlchemy session of this attempt: opened on first use, committed with the result."""
+        return self._attempt.session
+
+    def effect(
+        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Reconcile | None = None, **kwargs: Any
+    ) -> Any:
+        """Call the outside world: `fn(*args, idempotency_key=..., **kwargs)`, its result recorded before it returns.
+
+        No transaction may be open. `reconcile(*args, doubt=..., **kwargs)` is asked first when an earlier call has
+        no recorded outcome. Raises `EffectUnknown`, `EffectMismatch`, `EffectNameReused`, `OpenTransaction`, `LeaseLost`.
+        """
+        return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
+
+    def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once."""
+        return self._attempt.step(name, fn, *args, **kwargs)
+
+    def check_lease(self) -> None:
+        """Raise `LeaseLost` when another attempt may hold the operation; for long loops."""
+        self._attempt.check_lease()
+
+    @property
+    def _attempt(self) -> Attempt:
+        attempt: Attempt | None = getattr(self.request, "attempt", None)
+        if attempt is None:
+            raise IdempotencyError(f"{self.name}: session, effect and step exist only while the task runs")
+        return attempt
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: BaseException | None = None,
+        throw: bool = True,
+        eta: Any = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        **options: Any,
+    ) -> Retry:
+        """Let this attempt go and come back later, under the same key and task id; the delay is kept in Postgres.
+
+        Raises `Retry`, or `AttemptsExhausted` beyond `max_retries`. Other arguments would be another operation.
+        """
+        if args is not None or kwargs is not None:
+            raise UnsupportedControl("retry: other arguments are another operation; enqueue it under its own key")
+        if isinstance(exc, PermanentError | Defer | LeaseLost | OutcomeInDoubt):
+            raise exc  # autoretry_for must not turn a final word into another attempt
+        if max_retries is not None and self.request.retries >= max_retries:
+            raise AttemptsExhausted(f"no result after {max_retries} retries") from exc
+        if eta is not None:
+            countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
+        retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
+        if throw:
+            raise retry
+        return retry
+
+    def replace(self, sig: Any) -> NoReturn:
+        raise UnsupportedControl("replace: the record would never end; enqueue the other task instead")
+
+    # ------------------------------------------------------------ calls
+
+    def enqueue(self, session: Session | Connection, /, *args: Any, **kwargs: Any) -> Handle:
+        """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
+
+        The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
+        priority, queue, task_id, idempotency_key and tenant; an argument of the task wins over an option of its name.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments` at once; then nothing was written.
+        """
+        parameters = self._signature.parameters
+        options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
+        countdown = float(options.pop("countdown", None) or 0.0)
+        eta = options.pop("eta", None)
+        task_id = options.pop("task_id", None) or uuid()
+        id, headers, arguments = self._checked(
+            args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None)
+        )
+        message = Message.composed(
+            self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
+        )
+        outbox.insert(session, id, keys.fingerprint(arguments), message, countdown=countdown, eta=eta)
+        return Handle(self.app, id, task_id)
+
+    def apply_async(
+        self,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        task_id: str | None = None,
+        *,
+        idempotency_key: object = None,
+        tenant: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for."""
+        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        if options.get("expires") is not None:
+            raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
+        given = options.pop("headers", None) or {}
+        id, headers, _ = self._checked(
+            args, kwargs, idempotency_key or given.get(KEY_HEADER), tenant or given.get(TENANT_HEADER)
+        )
+        return super().apply_async(args, kwargs, task_id, headers={**given, **headers}, **(_shown(id) | options))
+
+    def apply(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        *,
+        idempotency_key: object = None,
+        tenant: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run the task here, eagerly, under its key; retries follow at once."""
+        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        given = options.pop("headers", None) or {}
+        _, headers, _ = self._checked(
+            args, kwargs, idempotency_key or given.get(KEY_HEADER), tenant or given.get(TENANT_HEADER)
+        )
+        return super().apply(args, kwargs, headers={**given, **headers}, **options)
+
+    def _checked(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: object, tenant: str | None
+    ) -> tuple[OperationId, dict[str, str], dict[str, Any]]:
+        """Everything that can be refused about a call is refused where it is made."""
+        arguments = keys.bind(self._signature, args, kwargs)
+        id = self._operation(arguments, key, tenant)
+        limit = Runtime.of(self.app).settings.arguments_limit
+        if (size := len(keys.canonical_json(arguments))) > limit:
+            raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
+        return id, {KEY_HEADER: id.key, TENANT_HEADER: id.tenant}, arguments
+
+    def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
+        if key is None and self._key_function is not None:
+            key = type(self)._key_function(arguments)  # type: ignore[misc]
+        if key is None:
+            raise MissingKey(f"{self.name}: give idempotency_key=, or the task a key template")
+        tenant = tenant or Runtime.of(self.app).settings.tenant
+        return OperationId(keys.check_key(tenant, field="tenant"), self.name, keys.check_key(key))
+
+    @property
+    def _signature(self) -> inspect.Signature:
+        signature: inspect.Signature | None = self.__dict__.get("_cached_signature")
+        if signature is None:
+            signature = self.__dict__["_cached_signature"] = inspect.signature(self.run)
+        return signature
+
+
+def _shown(id: OperationId) -> dict[str, Any]:
+    """What Flower and the logs may show of a call: its key, never its arguments."""
+    return {"argsrepr": f"idempotency-key={id.key}", "kwargsrepr": "{}"}
+
+
+# ---------------------------------------------------------------- how an attempt ends
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The operation ends without success."""
+
+    failure: PermanentError
+    outcome: BaseException
+
+    def apply(self, attempt: Attempt) -> None:
+        attempt.fail(self.failure, cause=self.outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Another attempt later."""
+
+    delay: float
+    cause: BaseException | None
+    outcome: BaseException
+    give_back: bool = False
+
+    def apply(self, attempt: Attempt) -> None:
+        attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back)
+
+
+Ending = Fail | Release
+
+
+def end_for(error: BaseException, attempt: Attempt) -> Ending:
+    """What an exception of the body means for the operation."""
+    policy, settings, attempts = attempt.policy, attempt.runtime.settings, attempt.claim.attempts
+    match error:
+        case SystemExit() | KeyboardInterrupt():
+            # the worker shuts down: due at once, elsewhere, and no attempt used
+            return Release(0.0, None, error, give_back=True)
+        case PermanentError():
+            return Fail(error, error)
+        case CallRefused():
+            # a call the body makes is refused the same way every time
+            return Fail(PermanentError(describe(error), "call_refused"), error)
+        case Ignore() | Reject():
+            refused = UnsupportedControl(f"{type(error).__name__} from a body would acknowledge past the record")
+            return Fail(refused, refused)
+        case Defer(seconds=seconds) if attempt.claim.age + seconds <= settings.defer_budget:
+            return Release(seconds, error, Retry(exc=error, when=seconds), give_back=True)
+        case _ if isinstance(error, policy.permanent_errors):
+            return Fail(PermanentError(describe(error), type(error).__name__), error)
+    cause = (error.exc or error) if isinstance(error, Retry) else error
+    if attempts >= policy.max_attempts:
+        last = f"attempt {attempts} of {policy.max_attempts}: {describe(cause)}"
+        return Fail(AttemptsExhausted(last), cause)
+    if isinstance(error, Retry) and isinstance(error.when, int | float):
+        return Release(float(error.when), cause, error)
+    # full jitter: a burst that failed together does not come back together
+    delay = random.uniform(0.0, min(settings.retry_cap, settings.retry_base * 2 ** (attempts - 1)))
+    return Release(delay, cause, Retry(exc=cause, when=delay))

@@ -1,0 +1,165 @@
+"""`python -m sandbox provider|mail|all`: run the stand-ins, each announced by one line `ready URL` on
+stdout.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from sandbox import mail, provider
+from sandbox.faults import MAIL_FAULTS, PROVIDER_FAULTS, FaultPlan
+
+HOST = "127.0.0.1"
+PLAN_TIMES = ("latency_ms", "hold_ms", "search_lag_ms")
+
+Service = Callable[[asyncio.Event], Awaitable[None]]
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_until_stopped`: uvicorn would raise them again and end with a non-zero status."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def provider_service(port: int, data: Path, plan: FaultPlan, api_key: str) -> Service:
+    """Prepare the payment provider; it listens at once and runs until the event is set."""
+    config = uvicorn.Config(
+        provider.application(data, api_key=api_key, plan=plan),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        # A connection cut on purpose is an error to uvicorn.
+        log_level="critical",
+        timeout_keep_alive=300,
+        # A client held by `timeout_after` does not hold up the stop.
+        timeout_graceful_shutdown=1,
+    )
+    listener = _listen(port)
+
+    async def serve(stop: asyncio.Event) -> None:
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        _ready("http", listener)
+        await stop.wait()
+        server.should_exit = True
+        await serving
+
+    return serve
+
+
+def mail_service(port: int, data: Path, rates: dict[str, float], seed: int) -> Service:
+    """Prepare the mail server; it listens at once and runs until the event is set."""
+    sink = mail.MailSink(data, rates, seed)
+    listener = _listen(port)
+
+    async def serve(stop: asyncio.Event) -> None:
+        server = await asyncio.get_running_loop().create_server(sink.protocol, sock=listener)
+        _ready("smtp", listener)
+        await stop.wait()
+        server.close()
+
+    return serve
+
+
+async def _until_stopped(services: list[Service], *, with_stdin: bool) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if with_stdin:
+        # The other end of the pipe is the process that started this one; it closes however that process ends.
+        loop.add_reader(sys.stdin.fileno(), stop.set)
+    async with asyncio.TaskGroup() as tasks:
+        for service in services:
+            tasks.create_task(_run(service, stop))
+
+
+async def _run(service: Service, stop: asyncio.Event) -> None:
+    await service(stop)
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, port))
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _ready(scheme: str, listener: socket.socket) -> None:
+    print(f"ready {scheme}://{HOST}:{listener.getsockname()[1]}", flush=True)
+
+
+def _faults(text: str) -> dict[str, float]:
+    faults: dict[str, float] = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        try:
+            faults[name.strip()] = float(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{item!r} is not name=number") from None
+    return faults
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--data", type=Path, required=True, metavar="DIR", help="where the ledger is kept")
+    common.add_argument("--seed", type=int, default=0, help="decides which requests a fault's rate falls on")
+    common.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input closes")
+    payment = argparse.ArgumentParser(add_help=False)
+    payment.add_argument("--api-key", default=provider.API_KEY, help="the one key accepted (not a secret)")
+    names = ", ".join(PROVIDER_FAULTS)
+    provider_faults = f"rates from 0 to 1 of {names}; {', '.join(PLAN_TIMES)} in milliseconds"
+    mail_faults = f"rates from 0 to 1 of {', '.join(MAIL_FAULTS)}"
+
+    only_provider = commands.add_parser("provider", parents=[common, payment], help="the payment provider")
+    only_provider.add_argument("--port", type=int, default=0)
+    only_provider.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help=provider_faults)
+    only_mail = commands.add_parser("mail", parents=[common], help="the mail server")
+    only_mail.add_argument("--port", type=int, default=0)
+    only_mail.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help=mail_faults)
+    both = commands.add_parser("all", parents=[common, payment], help="both, in one process")
+    both.add_argument("--provider-port", type=int, default=0)
+    both.add_argument("--mail-port", type=int, default=0)
+    both.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help="of either")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what the command line asks for until SIGTERM or SIGINT. Exits with 2 for a bad argument."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    faults: dict[str, float] = options.faults
+    services: list[Service] = []
+    try:
+        if options.command == "all":
+            rates = {name: faults.pop(name) for name in MAIL_FAULTS if name in faults}
+            services.append(mail_service(options.mail_port, options.data, rates, options.seed))
+            options.port = options.provider_port
+        if options.command == "mail":
+            services.append(mail_service(options.port, options.data, faults, options.seed))
+        else:
+            times: dict[str, Any] = {name: faults.pop(name) for name in PLAN_TIMES if name in faults}
+            plan = FaultPlan(rates=faults, seed=options.seed, **times)
+            services.append(provider_service(options.port, options.data, plan, options.api_key))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    uvloop.run(_until_stopped(services, with_stdin=options.exit_with_stdin))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Which requests go wrong, and how: at rates decided by a seed, or one by one as queued.
+
+A rate is decided by a hash of (seed, fault, identity), so the same seed gives the same plan in whatever
+order the requests come. Who it happens to is the idempotency key; for `declined` it is the purchase, so
+that a second try under another key is declined again.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+# In the order they are considered: a request meets one fault at most.
+PROVIDER_FAULTS = ("rate_limited", "declined", "error_500_before", "error_500_after", "timeout_after")
+MAIL_FAULTS = ("reject", "drop_after_data")
+
+
+def fires(seed: int, fault: str, identity: str, rate: float) -> bool:
+    """Decide whether a fault of this rate (0 to 1) happens to `identity`; a seed always decides the same."""
+    digest = blake2b(f"{seed}\0{fault}\0{identity}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < rate * 2**64
+
+
+def check_rates(rates: Mapping[str, float], known: Iterable[str]) -> dict[str, float]:
+    """Return the rates as given; ValueError names a fault that does not exist or a rate outside 0 to 1."""
+    for fault, rate in rates.items():
+        if fault not in known:
+            raise ValueError(f"unknown fault {fault!r}; there are {', '.join(known)}")
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise ValueError(f"the rate of {fault} is {rate!r}; it must be between 0 and 1")
+    return dict(rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """One fault for the next request whose metadata has these values."""
+
+    fault: str
+    only: Mapping[str, str]
+
+
+@dataclass
+class FaultPlan:
+    """What the provider does wrong. Times are in milliseconds.
+
+    `latency_ms` delays every POST before it has any effect; `hold_ms` is how long `timeout_after` keeps a
+    client waiting before the connection is cut; `search_lag_ms` is how long a new payment stays invisible to
+    search.
+    """
+
+    rates: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    only: Mapping[str, str] = field(default_factory=dict)
+    latency_ms: float = 0
+    hold_ms: float = 30_000
+    search_lag_ms: float = 0
+    queued: list[Queued] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_rates(self.rates, PROVIDER_FAULTS)
+        for name in ("latency_ms", "hold_ms", "search_lag_ms"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 3_600_000:
+                raise ValueError(f"{name} is {value!r}; it must be between 0 and 3600000")
+
+    def take(self, metadata: Mapping[str, str]) -> str | None:
+        """Take the first queued fault meant for a request with this metadata."""
+        for queued in self.queued:
+            if _matches(queued.only, metadata):
+                self.queued.remove(queued)
+                return queued.fault
+        return None
+
+    def planned(self, idempotency_key: str, metadata: Mapping[str, str]) -> Iterable[str]:
+        """Yield the faults the rates and the seed hold for this request."""
+        if not _matches(self.only, metadata):
+            return
+        for fault in PROVIDER_FAULTS:
+            rate = self.rates.get(fault, 0)
+            identity = metadata.get("purchase_id", "") if fault == "declined" else idempotency_key
+            if rate and identity and fires(self.seed, fault, identity, rate):
+                yield fault
+
+
+def _matches(only: Mapping[str, str], metadata: Mapping[str, str]) -> bool:
+    return all(metadata.get(key) == value for key, value in only.items())

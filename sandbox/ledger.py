@@ -1,0 +1,191 @@
+"""What really happened, on disk: the sandbox appends to it, a checker reads it.
+
+Nothing here is unique but the provider's own object ids: a purchase charged twice is two rows. Every
+answer leaves after its commit. WAL without fsync keeps what was committed when the process is killed; a
+power cut is not covered.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+PROVIDER_FILE = "provider.sqlite"
+MAIL_FILE = "mail.sqlite"
+
+_INJECTED = """
+CREATE TABLE IF NOT EXISTS injected (
+    fault TEXT NOT NULL, identity TEXT NOT NULL, PRIMARY KEY (fault, identity)
+) WITHOUT ROWID;
+"""
+
+_PROVIDER_SCHEMA = (
+    """
+CREATE TABLE IF NOT EXISTS charges (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, amount INTEGER NOT NULL, currency TEXT NOT NULL,
+    payment_method TEXT NOT NULL, idempotency_key TEXT NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS declines (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, amount INTEGER NOT NULL, currency TEXT NOT NULL,
+    payment_method TEXT NOT NULL, idempotency_key TEXT NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS refunds (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, payment_intent TEXT NOT NULL, amount INTEGER NOT NULL,
+    currency TEXT NOT NULL, idempotency_key TEXT NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS charges_purchase ON charges (json_extract(metadata, '$."purchase_id"'));
+CREATE INDEX IF NOT EXISTS declines_purchase ON declines (json_extract(metadata, '$."purchase_id"'));
+CREATE INDEX IF NOT EXISTS refunds_intent ON refunds (payment_intent);
+CREATE TABLE IF NOT EXISTS answers (
+    idempotency_key TEXT NOT NULL UNIQUE, endpoint TEXT NOT NULL, fingerprint BLOB NOT NULL,
+    status INTEGER NOT NULL, body TEXT NOT NULL, request_id TEXT NOT NULL, created REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS calls (
+    endpoint TEXT NOT NULL, idempotency_key TEXT NOT NULL, count INTEGER NOT NULL,
+    PRIMARY KEY (idempotency_key, endpoint)
+) WITHOUT ROWID;
+"""
+    + "".join(
+        f"""
+CREATE TRIGGER IF NOT EXISTS {table}_no_{verb} BEFORE {verb} ON {table}
+BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END;
+"""
+        for table in ("charges", "declines", "refunds")
+        for verb in ("update", "delete")
+    )
+    + _INJECTED
+)
+
+_MAIL_SCHEMA = (
+    """
+CREATE TABLE IF NOT EXISTS messages (
+    seq INTEGER PRIMARY KEY, message_id TEXT NOT NULL, recipient TEXT NOT NULL, subject TEXT NOT NULL,
+    created REAL NOT NULL
+);
+"""
+    + _INJECTED
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """A captured payment. `id` is the payment intent's; `amount` is in the currency's minor unit."""
+
+    id: str
+    amount: int
+    currency: str
+    idempotency_key: str
+    metadata: dict[str, str]
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refund:
+    """Money given back on one payment intent."""
+
+    id: str
+    payment_intent: str
+    amount: int
+    currency: str
+    idempotency_key: str
+    metadata: dict[str, str]
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An accepted e-mail, once for each of its recipients."""
+
+    message_id: str
+    recipient: str
+    subject: str
+    created: float
+
+
+class Ledger(NamedTuple):
+    """Charges and refunds in the order they were made."""
+
+    charges: list[Charge]
+    refunds: list[Refund]
+
+
+def read(directory: str | Path) -> Ledger:
+    """Read what the provider sandbox charged and refunded, as one snapshot, without disturbing it.
+
+    `directory` is what the sandbox was given as `--data`. FileNotFoundError if no sandbox ran there.
+    """
+    with _reading(Path(directory) / PROVIDER_FILE) as db:
+        charges = db.execute(
+            "SELECT id, amount, currency, idempotency_key, metadata, created FROM charges ORDER BY seq"
+        )
+        refunds = db.execute(
+            "SELECT id, payment_intent, amount, currency, idempotency_key, metadata, created FROM refunds ORDER BY seq"
+        )
+        return Ledger(
+            [
+                Charge(identifier, amount, currency, key, json.loads(metadata), created)
+                for identifier, amount, currency, key, metadata, created in charges
+            ],
+            [
+                Refund(identifier, intent, amount, currency, key, json.loads(metadata), created)
+                for identifier, intent, amount, currency, key, metadata, created in refunds
+            ],
+        )
+
+
+def read_mail(directory: str | Path) -> list[Message]:
+    """Read the e-mails the mail sandbox accepted, in the order it accepted them.
+
+    `directory` is what the sandbox was given as `--data`. FileNotFoundError if no sandbox ran there.
+    """
+    with _reading(Path(directory) / MAIL_FILE) as db:
+        rows = db.execute("SELECT message_id, recipient, subject, created FROM messages ORDER BY seq")
+        return [Message(*row) for row in rows]
+
+
+def open_provider(directory: Path) -> sqlite3.Connection:
+    """Open the provider's ledger for its one writer, creating it where it is missing."""
+    return _writing(directory / PROVIDER_FILE, _PROVIDER_SCHEMA)
+
+
+def open_mail(directory: Path) -> sqlite3.Connection:
+    """Open the mail ledger for its one writer, creating it where it is missing."""
+    return _writing(directory / MAIL_FILE, _MAIL_SCHEMA)
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commit everything written inside together, or nothing of it."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def inject_once(db: sqlite3.Connection, fault: str, identity: str) -> bool:
+    """Record that a fault is about to happen to `identity`; False if it has happened to it before."""
+    return db.execute("INSERT OR IGNORE INTO injected VALUES (?, ?)", (fault, identity)).rowcount == 1
+
+
+def _writing(path: Path, schema: str) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=OFF")
+    db.executescript(schema)
+    return db
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    if not path.exists():
+        raise FileNotFoundError(f"no ledger at {path}: was the sandbox started with --data {path.parent}?")
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)) as db:
+        db.execute("BEGIN")
+        yield db

@@ -1,0 +1,325 @@
+"""Payment intents and refunds as Stripe has them: parameters, rules, and the JSON of objects and errors.
+
+Left out on purpose: minimum charge amounts per currency, saved customers, manual capture, 3-D Secure,
+failed refunds. An amount is an integer of at least 1 in the currency's minor unit.
+"""
+
+import json
+import re
+import secrets
+import sqlite3
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+# Stripe's documented test payment method for a card that is always declined.
+DECLINING_METHOD = "pm_card_chargeDeclined"
+MAX_AMOUNT = 99_999_999
+_INTENT_PARAMS = {
+    "amount",
+    "automatic_payment_methods[allow_redirects]",
+    "automatic_payment_methods[enabled]",
+    "confirm",
+    "currency",
+    "payment_method",
+}
+_METADATA_NAME = re.compile(r"metadata\[([^\]]*)\]")
+_QUERY = re.compile(r"""\s*metadata\[(['"])([\w-]{1,40})\1\]\s*:\s*(['"])((?:\\.|(?!\3)[^\\])*)\3\s*""")
+_COLUMNS = "seq, id, amount, currency, payment_method, metadata, created"
+
+
+class ApiError(Exception):
+    """An answer other than 2xx, as Stripe words it."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        error = {"type": kind, "message": message, "code": code, "param": param, **more}
+        self.body = {"error": {name: value for name, value in error.items() if value is not None}}
+
+
+def invalid(message: str, *, code: str | None = None, param: str | None = None, status: int = 400) -> ApiError:
+    """Build the error for a request that can never succeed as it is."""
+    return ApiError(status, "invalid_request_error", message, code=code, param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A status and a JSON body, as stored under an idempotency key."""
+
+    status: int
+    body: str
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any], status: int = 200) -> Self:
+        return cls(status, json.dumps(value, separators=(",", ":")))
+
+    @classmethod
+    def error(cls, error: ApiError) -> Self:
+        return cls.of(error.body, error.status)
+
+
+@dataclass(frozen=True, slots=True)
+class NewPaymentIntent:
+    """The parameters of POST /v1/payment_intents, checked."""
+
+    amount: int
+    currency: str
+    payment_method: str
+    metadata: dict[str, str]
+
+    @classmethod
+    def parse(cls, form: Mapping[str, str]) -> Self:
+        metadata = _metadata(form)
+        _known(form, _INTENT_PARAMS)
+        if _required(form, "confirm") != "true":
+            raise invalid("This sandbox only captures at once: confirm must be true.", param="confirm")
+        if form.get("automatic_payment_methods[allow_redirects]") != "never":
+            raise invalid(
+                "Confirming without a return_url needs automatic_payment_methods[allow_redirects]=never.",
+                param="automatic_payment_methods",
+            )
+        currency = _required(form, "currency").lower()
+        if not re.fullmatch("[a-z]{3}", currency):
+            raise invalid("Invalid currency: it must be a three-letter ISO code.", param="currency")
+        return cls(_amount(_required(form, "amount")), currency, _required(form, "payment_method"), metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRefund:
+    """The parameters of POST /v1/refunds, checked. No amount: all that is left."""
+
+    payment_intent: str
+    amount: int | None
+    metadata: dict[str, str]
+
+    @classmethod
+    def parse(cls, form: Mapping[str, str]) -> Self:
+        metadata = _metadata(form)
+        _known(form, {"payment_intent", "amount"})
+        amount = _amount(form["amount"]) if "amount" in form else None
+        return cls(_required(form, "payment_intent"), amount, metadata)
+
+
+def create_payment_intent(
+    db: sqlite3.Connection, new: NewPaymentIntent, idempotency_key: str, now: float, *, decline: bool
+) -> Answer:
+    """Charge, or decline. Either is on disk when the surrounding transaction commits."""
+    decline = decline or new.payment_method == DECLINING_METHOD
+    row = (_identifier("pi"), new.amount, new.currency, new.payment_method, json.dumps(new.metadata), now)
+    db.execute(
+        f"INSERT INTO {'declines' if decline else 'charges'}"
+        " (id, amount, currency, payment_method, idempotency_key, metadata, created)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (*row[:4], idempotency_key, *row[4:]),
+    )
+    intent = _payment_intent(row, declined=decline)
+    if decline:
+        return Answer.error(
+            ApiError(
+                402,
+                "card_error",
+                "Your card was declined.",
+                code="card_declined",
+                decline_code="generic_decline",
+                payment_intent=intent,
+            )
+        )
+    return Answer.of(intent)
+
+
+def create_refund(db: sqlite3.Connection, new: NewRefund, idempotency_key: str, now: float) -> Answer:
+    """Give money back, never more than is left of the payment intent."""
+    intent = db.execute("SELECT amount, currency FROM charges WHERE id = ?", (new.payment_intent,)).fetchone()
+    if intent is None:
+        return Answer.error(
+            invalid(
+                f"No such payment_intent: '{new.payment_intent}'",
+                code="resource_missing",
+                param="payment_intent",
+            )
+        )
+    charged, currency = intent
+    (refunded,) = db.execute(
+        "SELECT coalesce(sum(amount), 0) FROM refunds WHERE payment_intent = ?", (new.payment_intent,)
+    ).fetchone()
+    if refunded == charged:
+        return Answer.error(invalid("The charge has already been refunded.", code="charge_already_refunded"))
+    left = charged - refunded
+    amount = left if new.amount is None else new.amount
+    if amount > left:
+        return Answer.error(
+            invalid(
+                f"Refund amount ({amount}) is greater than unrefunded amount on charge ({left})",
+                param="amount",
+            )
+        )
+    row = (_identifier("re"), new.payment_intent, amount, currency, json.dumps(new.metadata), now)
+    db.execute(
+        "INSERT INTO refunds (id, payment_intent, amount, currency, idempotency_key, metadata, created)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (*row[:4], idempotency_key, *row[4:]),
+    )
+    return Answer.of(_refund(row))
+
+
+def get_payment_intent(db: sqlite3.Connection, identifier: str) -> dict[str, Any]:
+    """Look one payment intent up; 404 if there is none."""
+    for table, declined in (("charges", False), ("declines", True)):
+        row = db.execute(f"SELECT {_COLUMNS} FROM {table} WHERE id = ?", (identifier,)).fetchone()
+        if row is not None:
+            return _payment_intent(row[1:], declined=declined)
+    raise invalid(f"No such payment_intent: '{identifier}'", code="resource_missing", param="intent", status=404)
+
+
+def search_payment_intents(db: sqlite3.Connection, query: Mapping[str, str], visible_before: float) -> dict[str, Any]:
+    """Find payment intents by one metadata value, newest first, as far as search has caught up."""
+    _known(query, {"query", "limit", "page"})
+    match = _QUERY.fullmatch(_required(query, "query"))
+    if match is None:
+        raise invalid("This sandbox understands one clause: metadata['key']:'value'.", param="query")
+    name, value = match[2], re.sub(r"\\(.)", r"\1", match[4])
+    limit, offset = _limit(query), query.get("page", "0")
+    if not re.fullmatch("[0-9]{1,9}", offset):
+        raise invalid("Invalid page.", param="page")
+    # The name is spelled out, not bound, so that SQLite finds the index on purchase_id.
+    clause = f"""WHERE json_extract(metadata, '$."{name}"') = ? AND created <= ?"""
+    rows = db.execute(
+        f"SELECT {_COLUMNS}, 0 FROM charges {clause} UNION ALL SELECT {_COLUMNS}, 1 FROM declines {clause}"
+        " ORDER BY created DESC, seq DESC LIMIT ? OFFSET ?",
+        (value, visible_before, value, visible_before, limit + 1, int(offset)),
+    ).fetchall()
+    return {
+        "object": "search_result",
+        "url": "/v1/payment_intents/search",
+        "has_more": len(rows) > limit,
+        "next_page": str(int(offset) + limit) if len(rows) > limit else None,
+        "data": [_payment_intent(row[1:-1], declined=bool(row[-1])) for row in rows[:limit]],
+    }
+
+
+def get_refund(db: sqlite3.Connection, identifier: str) -> dict[str, Any]:
+    """Look one refund up; 404 if there is none."""
+    row = db.execute(
+        "SELECT id, payment_intent, amount, currency, metadata, created FROM refunds WHERE id = ?",
+        (identifier,),
+    ).fetchone()
+    if row is None:
+        raise invalid(f"No such refund: '{identifier}'", code="resource_missing", param="id", status=404)
+    return _refund(row)
+
+
+def list_refunds(db: sqlite3.Connection, query: Mapping[str, str]) -> dict[str, Any]:
+    """List the refunds of a payment intent, newest first. Unlike search, a list never lags."""
+    _known(query, {"payment_intent", "limit", "starting_after"})
+    limit = _limit(query)
+    before: int | None = None
+    if "starting_after" in query:
+        found = db.execute("SELECT seq FROM refunds WHERE id = ?", (query["starting_after"],)).fetchone()
+        if found is None:
+            raise invalid(
+                f"No such refund: '{query['starting_after']}'",
+                code="resource_missing",
+                param="starting_after",
+            )
+        (before,) = found
+    rows = db.execute(
+        "SELECT id, payment_intent, amount, currency, metadata, created FROM refunds"
+        " WHERE payment_intent = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
+        (_required(query, "payment_intent"), before, before, limit + 1),
+    ).fetchall()
+    return {
+        "object": "list",
+        "url": "/v1/refunds",
+        "has_more": len(rows) > limit,
+        "data": [_refund(row) for row in rows[:limit]],
+    }
+
+
+def _payment_intent(row: tuple[Any, ...], *, declined: bool) -> dict[str, Any]:
+    identifier, amount, currency, payment_method, metadata, created = row
+    return {
+        "id": identifier,
+        "object": "payment_intent",
+        "amount": amount,
+        "amount_received": 0 if declined else amount,
+        "capture_method": "automatic_async",
+        "created": int(created),
+        "currency": currency,
+        "latest_charge": "ch" + identifier[2:],
+        "livemode": False,
+        "metadata": json.loads(metadata),
+        "payment_method": None if declined else payment_method,
+        "payment_method_types": ["card"],
+        "status": "requires_payment_method" if declined else "succeeded",
+    }
+
+
+def _refund(row: tuple[Any, ...]) -> dict[str, Any]:
+    identifier, payment_intent, amount, currency, metadata, created = row
+    return {
+        "id": identifier,
+        "object": "refund",
+        "amount": amount,
+        "charge": "ch" + payment_intent[2:],
+        "created": int(created),
+        "currency": currency,
+        "metadata": json.loads(metadata),
+        "payment_intent": payment_intent,
+        "status": "succeeded",
+    }
+
+
+def _identifier(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def _metadata(form: Mapping[str, str]) -> dict[str, str]:
+    metadata = {match[1]: value for name, value in form.items() if (match := _METADATA_NAME.fullmatch(name))}
+    if len(metadata) > 50:
+        raise invalid("Metadata can have at most 50 keys.", param="metadata")
+    for name, value in metadata.items():
+        if not 1 <= len(name) <= 40:
+            raise invalid("Metadata keys must have 1 to 40 characters.", param="metadata")
+        if len(value) > 500:
+            raise invalid("Metadata values can have at most 500 characters.", param=f"metadata[{name}]")
+    return metadata
+
+
+def _known(form: Mapping[str, str], names: Iterable[str]) -> None:
+    for name in form:
+        if name not in names and not _METADATA_NAME.fullmatch(name):
+            raise invalid(f"Received unknown parameter: {name}", code="parameter_unknown", param=name)
+
+
+def _required(form: Mapping[str, str], name: str) -> str:
+    value = form.get(name, "")
+    if not value:
+        raise invalid(f"Missing required param: {name}.", code="parameter_missing", param=name)
+    return value
+
+
+def _amount(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,12}", text) or not 1 <= int(text) <= MAX_AMOUNT:
+        raise invalid(
+            f"Invalid amount: it must be an integer from 1 to {MAX_AMOUNT} in the minor unit.",
+            code="parameter_invalid_integer",
+            param="amount",
+        )
+    return int(text)
+
+
+def _limit(query: Mapping[str, str]) -> int:
+    text = query.get("limit", "10")
+    if not re.fullmatch("[0-9]{1,3}", text) or not 1 <= int(text) <= 100:
+        raise invalid("Invalid limit: it must be an integer from 1 to 100.", param="limit")
+    return int(text)

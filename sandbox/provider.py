@@ -1,0 +1,255 @@
+"""The payment provider: Stripe's HTTP API as far as `tasks.gateway` uses it, with faults on demand.
+
+One process, one event loop, one connection to the ledger: between two awaits nothing else runs, and every
+transaction is one such stretch. Nothing is kept in memory for a request but the keys being executed right
+now.
+"""
+
+import asyncio
+import secrets
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from sandbox import answers, ledger, payments
+from sandbox.faults import PROVIDER_FAULTS, FaultPlan, Queued
+from sandbox.payments import Answer, ApiError, invalid
+
+# Not a secret: the sandbox holds no money. Whoever wants another says so.
+API_KEY = "sk_test_sandbox"
+RETRY_AFTER_SECONDS = 1
+
+T = TypeVar("T", payments.NewPaymentIntent, payments.NewRefund)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def application(directory: Path, *, api_key: str = API_KEY, plan: FaultPlan | None = None) -> Starlette:
+    """Build the provider with its ledger in `directory`."""
+    return _Provider(ledger.open_provider(directory), api_key, plan or FaultPlan()).application()
+
+
+class _Provider:
+    def __init__(self, db: sqlite3.Connection, api_key: str, plan: FaultPlan) -> None:
+        self._db = db
+        self._authorization = f"Bearer {api_key}"
+        self._plan = plan
+        self._executing: set[str] = set()
+
+    def application(self) -> Starlette:
+        api = "/v1/payment_intents", "/v1/refunds"
+        return Starlette(
+            routes=[
+                self._route("POST", api[0], self._create_payment_intent),
+                self._route("GET", api[0] + "/search", self._search_payment_intents),
+                self._route("GET", api[0] + "/{id}", self._get_payment_intent),
+                self._route("POST", api[1], self._create_refund),
+                self._route("GET", api[1], self._list_refunds),
+                self._route("GET", api[1] + "/{id}", self._get_refund),
+                Route("/_sandbox/faults", self._set_faults, methods=["POST"]),
+                Route("/_sandbox/requests", self._requests, methods=["GET"]),
+                Route("/_sandbox/health", self._health, methods=["GET"]),
+            ],
+            exception_handlers={404: _no_such_url, 405: _no_such_url},
+        )
+
+    def _route(self, method: str, path: str, handler: Handler) -> Route:
+        endpoint = f"{method} {path}"
+
+        async def answer(request: Request) -> Response:
+            request.state.endpoint = endpoint
+            request.state.id = f"req_{secrets.token_hex(7)}"
+            idempotency_key = request.headers.get("idempotency-key", "") if method == "POST" else ""
+            try:
+                if not secrets.compare_digest(
+                    request.headers.get("authorization", "").encode(), self._authorization.encode()
+                ):
+                    raise ApiError(401, "invalid_request_error", "Invalid API Key provided.")
+                answers.check_key(idempotency_key)
+                self._count(endpoint, idempotency_key)
+                response = await handler(request)
+            except ApiError as error:
+                response = _json(Answer.error(error))
+                if error.status == 429:
+                    response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+            response.headers["Request-Id"] = request.state.id
+            if idempotency_key.isascii() and idempotency_key:
+                response.headers["Idempotency-Key"] = idempotency_key
+            return response
+
+        return Route(path, answer, methods=[method])
+
+    # the API
+
+    async def _create_payment_intent(self, request: Request) -> Response:
+        return await self._post(
+            request,
+            payments.NewPaymentIntent.parse,
+            lambda new, key, now, fault: payments.create_payment_intent(
+                self._db, new, key, now, decline=fault == "declined"
+            ),
+        )
+
+    async def _create_refund(self, request: Request) -> Response:
+        return await self._post(
+            request,
+            payments.NewRefund.parse,
+            lambda new, key, now, _: payments.create_refund(self._db, new, key, now),
+        )
+
+    async def _get_payment_intent(self, request: Request) -> Response:
+        return _json(Answer.of(payments.get_payment_intent(self._db, request.path_params["id"])))
+
+    async def _get_refund(self, request: Request) -> Response:
+        return _json(Answer.of(payments.get_refund(self._db, request.path_params["id"])))
+
+    async def _list_refunds(self, request: Request) -> Response:
+        return _json(Answer.of(payments.list_refunds(self._db, request.query_params)))
+
+    async def _search_payment_intents(self, request: Request) -> Response:
+        visible_before = time.time() - self._plan.search_lag_ms / 1000
+        return _json(Answer.of(payments.search_payment_intents(self._db, request.query_params, visible_before)))
+
+    async def _post(
+        self,
+        request: Request,
+        parse: Callable[[dict[str, str]], T],
+        execute: Callable[[T, str, float, str | None], Answer],
+    ) -> Response:
+        endpoint: str = request.state.endpoint
+        key = request.headers.get("idempotency-key", "")
+        form = _form(await request.body())
+        parameters = answers.fingerprint(form)
+        if key in self._executing:
+            raise answers.in_progress()
+        if key and (stored := answers.find(self._db, key, endpoint, parameters, time.time())):
+            return _json(stored.answer, {"Idempotent-Replayed": "true", "Original-Request": stored.request_id})
+        new = parse(form)
+        fault = self._fault(endpoint, key, new.metadata)
+        if fault == "rate_limited":
+            raise ApiError(429, "invalid_request_error", "Too many requests.", code="rate_limit")
+
+        if key:
+            self._executing.add(key)
+        try:
+            if self._plan.latency_ms:
+                await asyncio.sleep(self._plan.latency_ms / 1000)
+            with ledger.transaction(self._db):
+                now = time.time()
+                if fault != "error_500_before":
+                    answer = execute(new, key, now, fault)
+                if fault in ("error_500_before", "error_500_after"):
+                    answer = Answer.error(ApiError(500, "api_error", "An unknown error occurred."))
+                if key:
+                    stored = answers.Stored(answer, request.state.id)
+                    answers.store(self._db, key, endpoint, parameters, stored, now)
+        finally:
+            self._executing.discard(key)
+        return _Unanswered(self._plan.hold_ms / 1000) if fault == "timeout_after" else _json(answer)
+
+    def _fault(self, endpoint: str, key: str, metadata: dict[str, str]) -> str | None:
+        queued = self._plan.take(metadata)
+        if queued is not None:
+            ledger.inject_once(self._db, queued, key)
+            return queued
+        for fault in self._plan.planned(key, metadata):
+            if fault == "declined":
+                # A property of the purchase: declined again under every key. There is no declining a refund.
+                if endpoint == "POST /v1/payment_intents":
+                    ledger.inject_once(self._db, fault, metadata["purchase_id"])
+                    return fault
+            elif ledger.inject_once(self._db, fault, key):
+                return fault
+        return None
+
+    def _count(self, endpoint: str, key: str) -> None:
+        self._db.execute(
+            "INSERT INTO calls VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1", (endpoint, key)
+        )
+
+    # the sandbox's own controls
+
+    async def _set_faults(self, request: Request) -> Response:
+        """Queue one-shot faults ("next") or replace the plan ("rates", "seed", the times)."""
+        try:
+            wanted = await request.json()
+            if not isinstance(wanted, dict):
+                raise ValueError("the body must be a JSON object")
+            following = wanted.pop("next", None)
+            if following is not None:
+                self._queue(following, wanted.pop("only", {}))
+            if wanted:
+                self._plan = FaultPlan(queued=self._plan.queued, **wanted)
+        except (ValueError, TypeError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return JSONResponse({"queued": [queued.fault for queued in self._plan.queued]})
+
+    def _queue(self, faults: Any, only: dict[str, str]) -> None:
+        if not isinstance(faults, list) or any(fault not in PROVIDER_FAULTS for fault in faults):
+            raise ValueError(f"next must be a list of {', '.join(PROVIDER_FAULTS)}")
+        self._plan.queued.extend(Queued(fault, only) for fault in faults)
+
+    async def _requests(self, request: Request) -> Response:
+        """Count the calls per endpoint and per key (called `at_least` so often), and the faults injected."""
+        at_least = request.query_params.get("at_least", "1")
+        if not at_least.isdecimal():
+            return JSONResponse({"error": "at_least must be a whole number"}, status_code=400)
+        return JSONResponse(
+            {
+                "endpoints": dict(
+                    self._db.execute("SELECT endpoint, sum(count) FROM calls GROUP BY endpoint ORDER BY endpoint")
+                ),
+                "keys": dict(
+                    self._db.execute(
+                        "SELECT idempotency_key, sum(count) AS called FROM calls WHERE idempotency_key != ''"
+                        " GROUP BY idempotency_key HAVING called >= ?",
+                        (int(at_least),),
+                    )
+                ),
+                "faults": dict(self._db.execute("SELECT fault, count(*) FROM injected GROUP BY fault")),
+            }
+        )
+
+    async def _health(self, _: Request) -> Response:
+        self._db.execute("SELECT 1")
+        return JSONResponse({"status": "ok"})
+
+
+class _Unanswered(Response):
+    """Keep the client waiting until it hangs up, or for `hold` seconds; then cut the connection."""
+
+    def __init__(self, hold: float) -> None:
+        super().__init__()
+        self._hold = hold
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._hold):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+        # ASGI has no way to hang up. Announcing a body and returning without it makes the server do so.
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+
+
+def _json(answer: Answer, headers: dict[str, str] | None = None) -> Response:
+    return Response(answer.body, answer.status, headers, media_type="application/json")
+
+
+def _form(body: bytes) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=200))
+    except ValueError:
+        raise invalid("The body must be at most 200 form-encoded fields in UTF-8.") from None
+
+
+async def _no_such_url(request: Request, _: Exception) -> Response:
+    return _json(Answer.error(invalid(f"Unrecognized request URL ({request.method}: {request.url.path}).", status=404)))

@@ -1,0 +1,50 @@
+"""End the servers when their owner dies without having done so: ``python -m services.guard PID DIRECTORY``.
+
+A signal on the parent's death (PR_SET_PDEATHSIG) would not do: it follows the thread that started the server, is lost
+when Postgres changes its user, does not reach children, and leaves the directory behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from services import process
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.guard", description=__doc__)
+    parser.add_argument("owner", type=int, help="pid of the process whose death ends the servers")
+    parser.add_argument("directory", type=Path, help="where the servers' directories are")
+    parser.add_argument("--remove", action="store_true", help="remove the directory afterwards")
+    arguments = parser.parse_args()
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(arguments.owner).wait()
+    end_all(arguments.directory)
+    # The owner may have died between the start of a server and the line in which that server recorded itself.
+    time.sleep(0.5)
+    end_all(arguments.directory)
+    if arguments.remove:
+        shutil.rmtree(arguments.directory, ignore_errors=True)
+    return 0
+
+
+def end_all(directory: Path) -> None:
+    """End every server recorded below the directory, and what belongs to it."""
+    for record in sorted(directory.glob("*/*pid")):
+        if (found := process.find(record)) is not None:
+            # Postgres gives its shared memory back on SIGQUIT, and so do its children; the others are killed.
+            how = signal.SIGQUIT if record.parent.name == "postgres" else signal.SIGKILL
+            process.end(found, how, timeout=5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

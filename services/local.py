@@ -1,0 +1,197 @@
+"""The three servers together: which are given, which are started here, and what ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from services import packages, postgres
+from services.postgres import Postgres
+from services.rabbitmq import RabbitMQ
+from services.rabbitmq_container import RabbitMQContainer, docker_answers
+from services.redis import Redis, RedisBroker
+from services.server import READY_SECONDS, Server, ServiceError
+
+NEEDS = ("postgres", "redis", "rabbitmq")
+_VARIABLES = {"postgres": "DATABASE_URL", "redis": "REDIS_URL", "rabbitmq": "BROKER_URL"}
+
+_Server = TypeVar("_Server", bound=Server)
+Broker = Literal["rabbitmq", "redis", "given"]
+
+
+class Services:
+    """The servers below one directory, and the addresses of all three.
+
+    `needs` names those that are wanted, by default all. ValueError for an unknown name.
+    """
+
+    def __init__(
+        self, directory: Path, *, needs: Sequence[str] = NEEDS, given: Mapping[str, str] | None = None
+    ) -> None:
+        unknown = sorted(set(needs) - set(NEEDS))
+        if unknown:
+            raise ValueError(f"needs: unknown service {unknown[0]!r}, use some of {', '.join(NEEDS)}")
+        environment = os.environ if given is None else given
+        self.directory = directory
+        self._needs = tuple(needs)
+        self._given = {
+            name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)
+        }
+        self.servers: dict[str, Server] = {
+            name: self._server(name) for name in NEEDS if name in needs and name not in self._given
+        }
+
+    @property
+    def database_url(self) -> str:
+        """The SQLAlchemy address of Postgres."""
+        return self._url("postgres")
+
+    @property
+    def redis_url(self) -> str:
+        """The address of the Redis that carries the leases."""
+        return self._url("redis")
+
+    @property
+    def broker_url(self) -> str:
+        """The broker's address; `broker` says which kind it is."""
+        return self._url("rabbitmq")
+
+    @property
+    def broker(self) -> Broker:
+        """What the broker is: a RabbitMQ of our own, a Redis standing in for it, or one that was given."""
+        if "rabbitmq" in self._given:
+            return "given"
+        return "redis" if isinstance(self.servers.get("rabbitmq"), Redis) else "rabbitmq"
+
+    @property
+    def postgres(self) -> Postgres:
+        """The Postgres started here; ServiceError when it was given or not asked for."""
+        return self._started("postgres", Postgres)
+
+    @property
+    def redis(self) -> Redis:
+        """The Redis for the leases started here; ServiceError when it was given or not asked for."""
+        return self._started("redis", Redis)
+
+    @property
+    def rabbitmq(self) -> RabbitMQ:
+        """The RabbitMQ started here; ServiceError when it was given or Redis is the broker."""
+        return self._started("rabbitmq", RabbitMQ)
+
+    def environment(self) -> dict[str, str]:
+        """The addresses as environment variables, for processes started with them."""
+        return {_VARIABLES[name]: self._url(name) for name in NEEDS if name in self._needs}
+
+    def create_database(self, name: str) -> str:
+        """Create an empty database and return its address."""
+        return postgres.create_database(self.database_url, name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database and end its connections; nothing happens when it does not exist."""
+        postgres.drop_database(self.database_url, name)
+
+    def create_vhost(self, name: str) -> str:
+        """Create a virtual host in our RabbitMQ and return its AMQP address."""
+        return self.rabbitmq.create_vhost(name)
+
+    def delete_vhost(self, name: str) -> None:
+        """Delete a virtual host of our RabbitMQ with everything in it."""
+        self.rabbitmq.delete_vhost(name)
+
+    def start(self, timeout: float = READY_SECONDS) -> None:
+        """Start what is not given and does not run, all at once; return when every server answers."""
+        # RabbitMQ first: it takes longest, and none waits for another.
+        for name in reversed(NEEDS):
+            if name in self.servers:
+                self.servers[name].launch()
+        for server in self.servers.values():
+            server.wait_until_ready(timeout)
+
+    def stop(self) -> None:
+        """Stop in order and keep the data."""
+        for server in self.servers.values():
+            server.stop()
+
+    def discard(self) -> None:
+        """End at once; the data may be lost."""
+        for server in self.servers.values():
+            server.discard()
+
+    def _server(self, name: str) -> Server:
+        if name == "postgres":
+            return Postgres(self.directory / name)
+        if name == "redis":
+            return Redis(self.directory / name)
+        return self._broker()
+
+    def _broker(self) -> Server:
+        if packages.rabbitmq_program() is None and packages.can_install():
+            with contextlib.suppress(packages.PackageError):
+                packages.install("rabbitmq-server")
+        if packages.rabbitmq_program() is not None:
+            return RabbitMQ(self.directory / RabbitMQ.name)
+        if docker_answers():
+            return RabbitMQContainer(self.directory / RabbitMQContainer.name)
+        print(
+            "RabbitMQ is not installed and Docker does not answer: a second Redis server is the broker",
+            file=sys.stderr,
+        )
+        return RedisBroker(self.directory / RedisBroker.name)
+
+    def _url(self, name: str) -> str:
+        if name in self._given:
+            return self._given[name]
+        if name not in self.servers:
+            raise ServiceError(f"{name} is not among the services asked for: {', '.join(self._needs)}")
+        return self.servers[name].url
+
+    def _started(self, name: str, kind: type[_Server]) -> _Server:
+        server = self.servers.get(name)
+        if isinstance(server, kind):
+            return server
+        reason = f"{_VARIABLES[name]} is set" if name in self._given else f"running here: {', '.join(self.servers)}"
+        raise ServiceError(f"{name} was not started here ({reason})")
+
+
+@contextlib.contextmanager
+def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> Iterator[Services]:
+    """Start the servers, give them to the block, and end them with it.
+
+    Without `directory` they live in a private one, which is removed with them, also when this process is killed. With
+    it their data is kept there. ServiceError when one cannot be started.
+    """
+    private = directory is None
+    place = Path(tempfile.mkdtemp(prefix="services-")) if directory is None else directory
+    guard: subprocess.Popen[bytes] | None = None
+    try:
+        guard = _start_guard(place, remove=private)
+        services = Services(place, needs=needs)
+        try:
+            services.start()
+            yield services
+        finally:
+            services.discard() if private else services.stop()
+    finally:
+        if guard is not None:
+            guard.kill()
+            guard.wait()
+        if private:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _start_guard(directory: Path, *, remove: bool) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "services.guard", str(os.getpid()), str(directory)]
+    return subprocess.Popen(
+        command + ["--remove"] * remove,
+        cwd=Path(__file__).parent.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )

@@ -1,0 +1,150 @@
+"""Bring in the system packages the servers need: with root by apt, without root by naming them.
+
+Standard library only and runnable as a file, so that set-up can start it beside pip, before the virtual
+environment exists: ``python3 services/packages.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+RABBITMQ_PROGRAMS = (
+    # The scripts below /usr/lib run as any user; Debian's /usr/sbin/rabbitmq-server insists on its own account.
+    "/usr/lib/rabbitmq/bin/rabbitmq-server",
+    "/usr/local/lib/rabbitmq/bin/rabbitmq-server",
+)
+POLICY = Path("/usr/sbin/policy-rc.d")
+POLICY_ASIDE = Path("/usr/sbin/policy-rc.d.set-aside")
+REFUSE_TO_START = "#!/bin/sh\n# Placed for the length of one installation: no service may start.\nexit 101\n"
+UNITS = ("rabbitmq-server.service", "redis-server.service", "epmd.service", "epmd.socket")  # may be enabled
+LOCK = Path("/run/lock/idempotency-packages.lock")
+
+
+class PackageError(RuntimeError):
+    """A system package is missing and could not be installed; the message is one line for the user."""
+
+
+def rabbitmq_program() -> Path | None:
+    """The start script of an installed RabbitMQ, or None."""
+    for candidate in RABBITMQ_PROGRAMS:
+        if Path(candidate).is_file():
+            return Path(candidate)
+    on_path = shutil.which("rabbitmq-server")
+    return Path(on_path) if on_path and not on_path.startswith("/usr/sbin/") else None
+
+
+def can_install() -> bool:
+    """Whether this process may install packages: root on a machine with apt."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def install(*packages: str) -> None:
+    """Install packages with apt, without recommended ones and without starting any service.
+
+    Raises PackageError when apt fails, with apt's last line.
+    """
+    print(f"installing {' '.join(packages)} (apt) ...", file=sys.stderr, flush=True)
+    enabled_before = _enabled_units()
+    with _one_at_a_time(), _no_service_starts():
+        # The lists on the machine are tried first: an update costs seconds and is rarely needed.
+        failure = _apt("install", *packages)
+        if failure is not None:
+            failure = _apt("update") or _apt("install", *packages)
+    if failure is not None:
+        raise PackageError(f"apt-get could not install {' '.join(packages)}: {failure}")
+    # Packages enable their own services for the next boot; this project starts its servers itself.
+    for unit in _enabled_units() - enabled_before:
+        _systemctl("disable", unit)
+
+
+def _apt(verb: str, *packages: str) -> str | None:
+    command = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=2"]
+    # A package can be installed again; syncing every unpacked file costs more than half of the time.
+    command += ["-o", "Dpkg::Options::=--force-unsafe-io", "-o", "Dpkg::Use-Pty=0"]
+    command += [verb, *(["--no-install-recommends", *packages] if packages else [])]
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode == 0:
+        return None
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("E:")), lines[-1] if lines else "no output")
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Two installers at once would each put the other's policy file back."""
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _no_service_starts() -> Iterator[None]:
+    """Refuse service starts while packages are configured, and put the machine's own policy back afterwards."""
+    if POLICY.exists() and POLICY.read_text(errors="replace") != REFUSE_TO_START:
+        POLICY.replace(POLICY_ASIDE)
+    POLICY.write_text(REFUSE_TO_START)
+    POLICY.chmod(0o755)
+    # A terminated installer must still put the policy back.
+    previous = signal.getsignal(signal.SIGTERM)
+    in_main_thread = _on_sigterm(lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        POLICY.unlink(missing_ok=True)
+        if POLICY_ASIDE.exists():
+            POLICY_ASIDE.replace(POLICY)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _on_sigterm(handler: object) -> bool:
+    try:
+        signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
+    except ValueError:  # not the main thread
+        return False
+    return True
+
+
+def _enabled_units() -> set[str]:
+    if shutil.which("systemctl") is None:
+        return set()
+    return {unit for unit in UNITS if _systemctl("is-enabled", unit) == "enabled"}
+
+
+def _systemctl(verb: str, unit: str) -> str:
+    done = subprocess.run(["systemctl", verb, unit], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def main() -> int:
+    """Install what is missing, or say in one line what would be needed."""
+    if os.environ.get("BROKER_URL") or rabbitmq_program() is not None:
+        return 0
+    if not can_install():
+        print(
+            "RabbitMQ is not installed (package rabbitmq-server) and this user cannot install it:"
+            " Docker is used if it answers, else a second Redis server is the broker.",
+            file=sys.stderr,
+        )
+        return 0
+    try:
+        install("rabbitmq-server")
+    except PackageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

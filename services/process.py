@@ -1,0 +1,115 @@
+"""A long-running program in a session of its own, found again by the record it wrote about itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+# The process writes its own /proc/self/stat line before it becomes the program: there is no moment in which it
+# runs unrecorded, and the start time in that line tells it from a later process with the same pid.
+_LAUNCH = 'read -r line < /proc/$$/stat && echo "$line" > "$1" && cd "$2" && shift 2 && exec "$@"'
+_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat, counted after the program's name
+
+
+def launch(
+    command: Sequence[str | Path], *, record: Path, log: Path, directory: Path, environment: Mapping[str, str]
+) -> int:
+    """Start a program in the background, its output appended to `log`, and return its pid.
+
+    A session of its own keeps Ctrl-C at the terminal from reaching it before its owner has finished with it.
+    """
+    record.unlink(missing_ok=True)
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return os.posix_spawn(
+        "/bin/sh",
+        ["sh", "-c", _LAUNCH, "sh", record, directory, *command],
+        environment,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, append, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+
+
+def find(record: Path) -> psutil.Process | None:
+    """The process that wrote `record`, or None when it has ended, whoever has its pid by now."""
+    try:
+        pid, started = _identity(record.read_text())
+        state, started_now = _state(Path(f"/proc/{pid}/stat").read_text())
+        # A zombie has ended; its files and ports are free.
+        return psutil.Process(pid) if started == started_now and state not in "ZX" else None
+    except (OSError, IndexError, ValueError, psutil.NoSuchProcess):
+        return None
+
+
+def end(process: psutil.Process, how: signal.Signals, timeout: float) -> None:
+    """Send `how`, wait, and after `timeout` seconds kill whatever is left of the process and its children."""
+    members = family(process)
+    # The parent first, so that it cannot replace its children.
+    signal_all(members if how is signal.SIGKILL else [process], how)
+    # A stopped process acts on a signal only once it is continued.
+    signal_all(members, signal.SIGCONT)
+    if not _wait(members, timeout):
+        signal_all(members, signal.SIGKILL)
+        _wait(members, timeout=10)
+
+
+def signal_all(family: Sequence[psutil.Process], which: signal.Signals) -> None:
+    """Send a signal to each process that still exists."""
+    for member in family:
+        _send(member, which)
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all its descendants, parents first."""
+    return [process, *_children(process)]
+
+
+def _identity(line: str) -> tuple[int, str]:
+    return int(line.split(maxsplit=1)[0]), _state(line)[1]
+
+
+def _state(line: str) -> tuple[str, str]:
+    fields = line.rpartition(")")[2].split()
+    return fields[_STATE], fields[_STARTED]
+
+
+def _wait(members: Sequence[psutil.Process], timeout: float) -> bool:
+    """Whether all ended in time. A zombie counts as ended: its reaper may be slow, and is not ours."""
+    deadline = time.monotonic() + timeout
+    while any(_runs(member) for member in members):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return True
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+    except psutil.NoSuchProcess:
+        pass
+    return False
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _send(process: psutil.Process, which: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(which)

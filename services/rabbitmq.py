@@ -1,0 +1,150 @@
+"""A RabbitMQ node of its own: own node name, cookie, port mapper and directories, loopback only."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import os
+import secrets
+import shutil
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+
+import amqp
+
+from services import packages, process
+from services.server import Server, ServiceError
+
+_USER = "services"
+
+
+class RabbitMQ(Server):
+    """RabbitMQ with quorum queues and the management API."""
+
+    name = "rabbitmq"
+    port_names = ("amqp", "management", "distribution", "epmd")
+
+    @property
+    def url(self) -> str:
+        return self.vhost_url("/")
+
+    def vhost_url(self, vhost: str) -> str:
+        """The AMQP address of a virtual host."""
+        return f"amqp://{_USER}:{self.password}@127.0.0.1:{self.port}/{_quote(vhost)}"
+
+    def create_vhost(self, name: str) -> str:
+        """Create a virtual host, empty of queues, and return its AMQP address."""
+        self._request("PUT", f"/api/vhosts/{_quote(name)}")
+        return self.vhost_url(name)
+
+    def delete_vhost(self, name: str) -> None:
+        """Delete a virtual host with everything in it and close its connections."""
+        self._request("DELETE", f"/api/vhosts/{_quote(name)}")
+
+    def launch(self) -> None:
+        if process.find(self._epmd_record) is None:
+            # Left to itself RabbitMQ starts a shared, lasting epmd; this one belongs to the node and ends with it.
+            epmd = [_epmd_program(), "-address", "127.0.0.1", "-port", str(self.ports["epmd"])]
+            self._spawn(epmd, self._epmd_record)
+        super().launch()
+
+    def stop(self) -> None:
+        super().stop()
+        self._end_epmd()
+
+    def discard(self) -> None:
+        super().discard()
+        self._end_epmd()
+
+    @property
+    def _epmd_record(self) -> Path:
+        return self.directory / "epmd.pid"
+
+    def _end_epmd(self) -> None:
+        if (epmd := process.find(self._epmd_record)) is not None:
+            process.end(epmd, self.discard_signal, timeout=5)
+
+    def _command(self) -> Sequence[str | Path]:
+        program = packages.rabbitmq_program()
+        if program is None:
+            raise ServiceError("RabbitMQ was not found: install the package rabbitmq-server, or set BROKER_URL")
+        config = self.directory / "rabbitmq.conf"
+        config.touch(mode=0o600)
+        config.write_text(
+            f"listeners.tcp.local = 127.0.0.1:{self.port}\n"
+            f"default_user = {_USER}\n"
+            f"default_pass = {self.password}\n"
+            "default_vhost = /\n"
+            "disk_free_limit.absolute = 50MB\n"
+            "management.tcp.ip = 127.0.0.1\n"
+            f"management.tcp.port = {self.ports['management']}\n"
+            # Message rates cost processor time for every queue; counts of messages are still reported.
+            "management.rates_mode = none\n"
+            "log.console = true\n"
+            "log.console.level = warning\n"
+            "log.file = false\n"
+        )
+        (self.directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
+        cookie = self.directory / ".erlang.cookie"
+        if not cookie.exists():
+            cookie.touch(mode=0o600)
+            cookie.write_text(secrets.token_hex(16))
+            cookie.chmod(0o400)
+        return [program]
+
+    def _environment(self) -> dict[str, str]:
+        directory = self.directory
+        return super()._environment() | {
+            "RABBITMQ_NODENAME": "services@localhost",
+            "RABBITMQ_DIST_PORT": str(self.ports["distribution"]),
+            "ERL_EPMD_PORT": str(self.ports["epmd"]),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "ERL_CRASH_DUMP": str(directory / "erl_crash.dump"),
+            "RABBITMQ_CONF_ENV_FILE": os.devnull,
+            "RABBITMQ_CONFIG_FILE": str(directory / "rabbitmq.conf"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(directory / "advanced.config"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(directory / "enabled_plugins"),
+            "RABBITMQ_MNESIA_BASE": str(directory),
+            "RABBITMQ_MNESIA_DIR": str(directory / "data"),
+            "RABBITMQ_FEATURE_FLAGS_FILE": str(directory / "feature_flags"),
+            "RABBITMQ_LOG_BASE": str(directory),
+            "RABBITMQ_GENERATED_CONFIG_DIR": str(directory / "generated"),
+            "RABBITMQ_PLUGINS_EXPAND_DIR": str(directory / "plugins"),
+            "RABBITMQ_PID_FILE": str(directory / "rabbitmq.pid"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+            # The start script then becomes the node instead of watching over it: one pid, one signal.
+            "RUNNING_UNDER_SYSTEMD": "true",
+        }
+
+    def _check(self) -> None:
+        self._request("GET", "/api/vhosts")
+        with amqp.Connection(
+            f"127.0.0.1:{self.port}", userid=_USER, password=self.password, connect_timeout=2, read_timeout=2
+        ):
+            pass
+
+    def _request(self, method: str, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["management"], timeout=30)
+        credentials = base64.b64encode(f"{_USER}:{self.password}".encode()).decode()
+        try:
+            connection.request(method, path, headers={"Authorization": f"Basic {credentials}"})
+            response = connection.getresponse()
+            body = response.read()
+        finally:
+            connection.close()
+        if response.status >= http.client.BAD_REQUEST:
+            raise ServiceError(f"RabbitMQ answered {response.status} to {method} {path}: {body[:200].decode()}")
+        return body
+
+
+def _quote(name: str) -> str:
+    return urllib.parse.quote(name, safe="")
+
+
+def _epmd_program() -> Path:
+    on_path = shutil.which("epmd")
+    found = [Path(on_path)] if on_path else sorted(Path("/usr/lib/erlang").glob("erts-*/bin/epmd"))
+    if not found:
+        raise ServiceError("Erlang's epmd was not found beside RabbitMQ")
+    return found[-1]

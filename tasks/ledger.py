@@ -1,0 +1,28 @@
+"""Double entry: every amount leaves one account and arrives in another."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sqlalchemy.orm import Session
+
+from .models import Payment, Posting
+
+PROVIDER = "provider"  # what the provider holds for us
+REVENUE = "revenue"
+
+
+def post(session: Session, kind: Literal["capture", "refund"], reference: str, payment: Payment, amount: int) -> None:
+    """Post a capture or a refund of a payment; its reference can be posted once."""
+    debit, credit = (PROVIDER, REVENUE) if kind == "capture" else (REVENUE, PROVIDER)
+    session.add(
+        Posting(
+            kind=kind,
+            reference=reference,
+            payment_id=payment.id,
+            debit=debit,
+            credit=credit,
+            amount=amount,
+            currency=payment.currency,
+        )
+    )

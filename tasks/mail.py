@@ -1,0 +1,153 @@
+"""E-mail over SMTP, with an identity that survives a repeat.
+
+SMTP has no idempotency key: when the connection is lost after the text was handed over, nobody can say
+whether it was accepted, and sending again may deliver it twice. The Message-ID comes from the idempotency
+key, so that a receiver, or a person, can recognise the second copy.
+"""
+
+import hashlib
+import os
+import re
+import smtplib
+import threading
+from email.message import EmailMessage
+from email.policy import SMTP
+from email.utils import formatdate
+from typing import Any, Never
+
+from idempotency import Defer, PermanentError
+
+UNAVAILABLE_SECONDS = 5.0
+TRY_LATER_SECONDS = 30.0
+# RFC 5321 allows a path of 256 characters, angle brackets included.
+MAX_ADDRESS = 254
+MAX_SUBJECT = 500
+_ADDRESS = re.compile(r"[!-;=?-~]+@[A-Za-z0-9.-]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class MailError(Exception):
+    """The connection was lost after the message was handed over: nobody knows whether it was accepted."""
+
+
+class _Connection(threading.local):
+    smtp: smtplib.SMTP | None = None
+    pid: int = 0
+
+
+class Mailer:
+    """Sends e-mail through one SMTP server, over one kept connection per thread.
+
+    `sender` is the address mail comes from; Message-IDs end in its domain. `timeout` is in seconds.
+    """
+
+    def __init__(self, host: str, port: int, *, sender: str, timeout: float = 10.0) -> None:
+        if not _ADDRESS.fullmatch(sender):
+            raise ValueError("sender must be one e-mail address")
+        if not 0 < timeout <= 3600:
+            raise ValueError(f"timeout is {timeout}; it must be above 0 and at most 3600 seconds")
+        self._host = host
+        self._port = port
+        self._sender = sender
+        self._timeout = timeout
+        self._connection = _Connection()
+
+    def message_id(self, idempotency_key: str) -> str:
+        """Name the message sent under this key, the same in every attempt."""
+        digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
+        return f"<{digest[:40]}@{self._sender.rpartition('@')[2]}>"
+
+    def send(self, recipient: str, subject: str, body: str, *, idempotency_key: str) -> dict[str, Any]:
+        """Send one e-mail and return its `message_id`.
+
+        Defer when the server is away or says 4xx; PermanentError when it says 5xx or a field is malformed;
+        MailError when the connection broke after the text was handed over.
+        """
+        _check(recipient, subject)
+        message = EmailMessage(policy=SMTP)
+        message["From"] = self._sender
+        message["To"] = recipient
+        message["Subject"] = subject
+        message["Date"] = formatdate()
+        message["Message-ID"] = self.message_id(idempotency_key)
+        message.set_content(body)
+        text = message.as_bytes()
+
+        smtp = self._connected()
+        try:
+            self._envelope(smtp, recipient)
+            self._data(smtp, text)
+        except BaseException:
+            self.close()
+            raise
+        return {"message_id": str(message["Message-ID"])}
+
+    def close(self) -> None:
+        """Close the calling thread's connection; the next call opens another."""
+        smtp, self._connection.smtp = self._connection.smtp, None
+        if smtp is not None:
+            smtp.close()
+
+    def _connected(self) -> smtplib.SMTP:
+        kept = self._connection.smtp
+        if kept is not None and self._connection.pid == os.getpid() and _alive(kept):
+            return kept
+        self.close()
+        try:
+            smtp = smtplib.SMTP(self._host, self._port, timeout=self._timeout)
+            self._connection.smtp, self._connection.pid = smtp, os.getpid()
+            smtp.ehlo_or_helo_if_needed()
+        except smtplib.SMTPResponseException as error:
+            self.close()
+            # Refusing the whole connection says nothing about this message, whatever the code.
+            raise Defer(TRY_LATER_SECONDS, f"the mail server takes no connection: {error.smtp_code}") from None
+        except (OSError, smtplib.SMTPException):
+            self.close()
+            raise Defer(UNAVAILABLE_SECONDS, "the mail server is unreachable") from None
+        return smtp
+
+    def _envelope(self, smtp: smtplib.SMTP, recipient: str) -> None:
+        try:
+            for what, (code, _) in (
+                ("the sender", smtp.mail(self._sender)),
+                ("the recipient", smtp.rcpt(recipient)),
+            ):
+                if code >= 300:
+                    _refused(code, what)
+        except (OSError, smtplib.SMTPException):
+            raise Defer(UNAVAILABLE_SECONDS, "the mail server hung up before the message") from None
+
+    def _data(self, smtp: smtplib.SMTP, text: bytes) -> None:
+        try:
+            code, _ = smtp.data(text)
+        except smtplib.SMTPDataError as error:
+            # Its answer to DATA was no: the text was never sent.
+            code = error.smtp_code
+        except (OSError, smtplib.SMTPException):
+            raise MailError("the mail server hung up during the message; it may have been accepted") from None
+        if code >= 300:
+            _refused(code, "the message")
+
+
+def _check(recipient: str, subject: str) -> None:
+    if len(recipient) > MAX_ADDRESS or not _ADDRESS.fullmatch(recipient):
+        raise PermanentError(
+            f"recipient must be one ASCII e-mail address of at most {MAX_ADDRESS} characters",
+            "invalid_recipient",
+        )
+    if len(subject) > MAX_SUBJECT or _CONTROL.search(subject):
+        raise PermanentError(f"subject must be one line of at most {MAX_SUBJECT} characters", "invalid_subject")
+
+
+def _alive(smtp: smtplib.SMTP) -> bool:
+    try:
+        return smtp.noop()[0] == 250
+    except (OSError, smtplib.SMTPException):
+        return False
+
+
+def _refused(code: int, what: str) -> Never:
+    # The server's own words may quote the message: only its code is passed on.
+    if code < 500:
+        raise Defer(TRY_LATER_SECONDS, f"the mail server wants {what} later: {code}")
+    raise PermanentError(f"the mail server refused {what}: {code}", f"smtp_{code}")

@@ -1,0 +1,111 @@
+"""The business tables. Amounts are integers in the minor unit of their currency, never floats."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import BigInteger, CheckConstraint, DateTime, Engine, ForeignKey, UniqueConstraint, func
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class Base(DeclarativeBase):
+    type_annotation_map = {int: BigInteger, datetime: DateTime(timezone=True)}
+
+
+class Payment(Base):
+    """One purchase to be paid. Its primary key is the second wall behind the idempotency record."""
+
+    __tablename__ = "payments"
+    __table_args__ = (
+        CheckConstraint("amount >= 0", name="amount_not_negative"),
+        CheckConstraint("refunded BETWEEN 0 AND amount", name="refunded_within_amount"),
+        CheckConstraint("status IN ('pending', 'captured', 'free', 'failed', 'unknown')", name="status_known"),
+        CheckConstraint("(status = 'captured') = (charge_id IS NOT NULL)", name="captured_has_a_charge"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    customer_id: Mapped[str]
+    amount: Mapped[int]
+    currency: Mapped[str]
+    status: Mapped[str] = mapped_column(default="pending")
+    charge_id: Mapped[str | None]
+    # what has been given back or is reserved for a refund under way
+    refunded: Mapped[int] = mapped_column(default=0)
+    failure: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Refund(Base):
+    """One request to give money back. `payment_id` is what was asked for: it may name nothing."""
+
+    __tablename__ = "refunds"
+    __table_args__ = (
+        CheckConstraint("amount > 0", name="amount_positive"),
+        CheckConstraint(
+            "status IN ('pending', 'reserved', 'refunded', 'refused', 'unknown')",
+            name="status_known",
+        ),
+        CheckConstraint("(status = 'refunded') = (provider_refund_id IS NOT NULL)", name="refunded_has_an_id"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    payment_id: Mapped[str] = mapped_column(index=True)
+    amount: Mapped[int]
+    reason: Mapped[str]
+    status: Mapped[str] = mapped_column(default="pending")
+    provider_refund_id: Mapped[str | None]
+    failure: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Notification(Base):
+    """One e-mail about one event."""
+
+    __tablename__ = "notifications"
+
+    event: Mapped[str] = mapped_column(primary_key=True)
+    recipient: Mapped[str]
+    subject: Mapped[str]
+    body: Mapped[str]
+    status: Mapped[str] = mapped_column(default="pending")
+    message_id: Mapped[str | None]
+    failure: Mapped[str | None]
+
+
+class Posting(Base):
+    """A line of the double-entry ledger: one amount from one account to another.
+
+    Debit and credit stand in one row, so the sum over all accounts is zero by construction; the view
+    `ledger_entries` shows the two entries of each.
+    """
+
+    __tablename__ = "ledger"
+    __table_args__ = (
+        UniqueConstraint("kind", "reference", name="posted_once"),
+        CheckConstraint("amount > 0", name="amount_positive"),
+        CheckConstraint("debit <> credit", name="two_accounts"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str]  # capture or refund
+    reference: Mapped[str]  # the payment's or the refund's id
+    payment_id: Mapped[str] = mapped_column(ForeignKey("payments.id"))
+    debit: Mapped[str]
+    credit: Mapped[str]
+    amount: Mapped[int]
+    currency: Mapped[str]
+
+
+LEDGER_ENTRIES = """
+CREATE OR REPLACE VIEW ledger_entries AS
+SELECT id, kind, reference, debit AS account, currency, amount FROM ledger
+UNION ALL
+SELECT id, kind, reference, credit, currency, -amount FROM ledger
+"""
+
+
+def create_tables(engine: Engine) -> None:
+    """Create the business tables where they are missing."""
+    Base.metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(LEDGER_ENTRIES)

@@ -1,0 +1,31 @@
+"""The outside world as configured: the payment provider and the mail server."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import celeryconfig
+
+from .gateway import Gateway, StripeGateway
+from .mail import Mailer
+
+
+def _gateway() -> Gateway:
+    settings = celeryconfig.environment
+    return StripeGateway(
+        settings.stripe_api_key.get_secret_value(),
+        url=settings.stripe_api_base,
+        connect_timeout=settings.stripe_timeout,
+        read_timeout=settings.stripe_timeout,
+        search_lag=settings.stripe_search_lag,
+    )
+
+
+def _mailer() -> Mailer:
+    url = urlsplit(celeryconfig.environment.smtp_url)
+    return Mailer(url.hostname or "127.0.0.1", url.port or 25, sender=celeryconfig.environment.mail_from)
+
+
+# Both are made for sharing: they open their connections on first use, one set per process and thread.
+gateway = _gateway()
+mailer = _mailer()

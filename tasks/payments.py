@@ -1,0 +1,67 @@
+"""Payments: the application inserts one as pending together with its outbox row; the task settles it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError
+
+from . import app, ledger
+from .models import Payment
+from .notifications import notify
+from .outside import gateway
+from .validation import check_amount, check_currency, check_id
+
+
+def submit_payment(session: Session, *, payment_id: str, customer_id: str, amount: int, currency: str) -> Handle:
+    """Accept a purchase: its pending row and its message leave with the caller's commit.
+
+    `amount` is in the minor unit; 0 is a free purchase. Raises `ValueError` naming the field and the limit.
+    """
+    payment = Payment(
+        id=check_id("purchase_id", payment_id),
+        customer_id=check_id("customer_id", customer_id),
+        amount=check_amount("amount_cents", amount, at_least=0),
+        currency=check_currency("currency", currency),
+    )
+    session.add(payment)
+    session.flush()
+    return capture_payment.enqueue(session, payment_id=payment_id)
+
+
+def payment_failed(session: Session, operation: Operation, error: PermanentError) -> None:
+    """The row says so in the transaction that makes the operation fail."""
+    payment = session.get(Payment, operation.key, with_for_update=True)
+    if payment is not None and payment.status == "pending":
+        payment.status = "unknown" if isinstance(error, EffectUnknown) else "failed"
+        payment.failure = error.code
+
+
+@app.task(base=IdempotentTask, bind=True, name="payments.capture_payment", key="{payment_id}", on_failed=payment_failed)
+def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
+    """Charge the customer, once."""
+    payment = self.session.get(Payment, payment_id)
+    if payment is None:
+        raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
+    request = {
+        "payment_id": payment.id,
+        "customer_id": payment.customer_id,
+        "amount": payment.amount,
+        "currency": payment.currency,
+    }
+    self.session.rollback()  # nothing stays open during a call outside
+
+    charge = None
+    if request["amount"] > 0:
+        charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
+
+    payment = self.session.get_one(Payment, payment_id, with_for_update=True)
+    if charge is None:
+        payment.status = "free"
+    else:
+        payment.status, payment.charge_id = "captured", charge["id"]
+        ledger.post(self.session, "capture", payment.id, payment, payment.amount)
+    notify(self.session, "payment.captured", payment.id, payment)
+    return {"status": payment.status, "charge": payment.charge_id}

@@ -1,0 +1,88 @@
+"""Refunds: never more than was captured, even when two race: reserve under the payment's row lock, refund, post."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from idempotency import Defer, EffectUnknown, Handle, IdempotentTask, Operation, PermanentError
+
+from . import app, ledger
+from .models import Payment, Refund
+from .notifications import notify
+from .outside import gateway
+from .validation import check_amount, check_id
+
+# A payment still pending is settled within seconds as a rule; asking more often would only load the queues.
+PENDING_PAUSE = 2.0
+
+
+def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: int, reason: str) -> Handle:
+    """Accept a refund request: its row and its message leave with the caller's commit.
+
+    `amount` is in the minor unit, at least 1. Raises `ValueError` naming the field and the limit.
+    """
+    refund = Refund(
+        id=check_id("refund_id", refund_id),
+        payment_id=check_id("purchase_id", payment_id),
+        amount=check_amount("amount_cents", amount, at_least=1),
+        reason=reason,
+    )
+    session.add(refund)
+    session.flush()
+    return refund_payment.enqueue(session, refund_id=refund_id)
+
+
+def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
+    """Refused: what was reserved is free again. Unknown: it stays reserved, for it may have been paid out."""
+    refund = session.get(Refund, operation.key, with_for_update=True)
+    if refund is None or refund.status not in ("pending", "reserved"):
+        return
+    if isinstance(error, EffectUnknown):
+        refund.status = "unknown"
+    else:
+        if refund.status == "reserved":
+            session.get_one(Payment, refund.payment_id, with_for_update=True).refunded -= refund.amount
+        refund.status = "refused"
+    refund.failure = error.code
+
+
+def reserve(session: Session, refund_id: str) -> dict[str, Any]:
+    """Set the amount aside on the payment, or say why there will be no refund."""
+    refund = session.get(Refund, refund_id, with_for_update=True)
+    if refund is None:
+        raise PermanentError(f"refund {refund_id}: unknown", "refund_unknown")
+    payment = session.get(Payment, refund.payment_id, with_for_update=True)
+    if payment is None:
+        raise PermanentError("the payment does not exist", "payment_unknown")
+    if payment.status == "pending":
+        raise Defer(PENDING_PAUSE, f"payment {payment.id}: still pending")
+    if payment.status != "captured":
+        raise PermanentError(f"payment {payment.id}: {payment.status}, nothing to refund", f"payment_{payment.status}")
+    left = payment.amount - payment.refunded
+    if refund.amount > left:
+        raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
+    payment.refunded += refund.amount
+    refund.status = "reserved"
+    return {
+        "refund_id": refund.id,
+        "payment_id": payment.id,
+        "charge_id": payment.charge_id,
+        "amount": refund.amount,
+    }
+
+
+@app.task(base=IdempotentTask, bind=True, name="refunds.refund_payment", key="{refund_id}", on_failed=refund_failed)
+def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
+    """Give money back, once."""
+    request = self.step("reserve", reserve, refund_id)
+
+    given_back = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
+
+    refund = self.session.get_one(Refund, refund_id, with_for_update=True)
+    payment = self.session.get_one(Payment, refund.payment_id)
+    refund.status, refund.provider_refund_id = "refunded", given_back["id"]
+    ledger.post(self.session, "refund", refund.id, payment, refund.amount)
+    notify(self.session, "payment.refunded", refund.id, payment)
+    return {"status": "refunded", "refund": given_back["id"]}

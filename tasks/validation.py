@@ -1,0 +1,35 @@
+"""What the application accepts. Every refusal names the field and the limit, never the value of another field."""
+
+from __future__ import annotations
+
+from idempotency.errors import CallRefused
+from idempotency.keys import check_key
+
+# Two decimals each, so that "cents" is the minor unit; others would need their own exponent (ISO 4217).
+CURRENCIES = frozenset({"AUD", "CAD", "CHF", "EUR", "GBP", "NOK", "NZD", "SEK", "USD"})
+# The provider's own limit: eight digits in the minor unit (docs.stripe.com/currencies).
+MAX_AMOUNT = 99_999_999
+
+
+def check_id(field: str, value: object) -> str:
+    """An identifier that can be an idempotency key. Raises `ValueError`."""
+    try:
+        return check_key(value, field=field)
+    except CallRefused as error:
+        raise ValueError(str(error)) from None
+
+
+def check_amount(field: str, value: object, *, at_least: int) -> int:
+    """An amount in the minor unit. Raises `ValueError` for anything but an integer within the limits."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field}: must be an integer in the minor unit, got {type(value).__name__}")
+    if not at_least <= value <= MAX_AMOUNT:
+        raise ValueError(f"{field}: must be between {at_least} and {MAX_AMOUNT}, got {value}")
+    return value
+
+
+def check_currency(field: str, value: object) -> str:
+    """A currency this application handles. Raises `ValueError`."""
+    if not isinstance(value, str) or value not in CURRENCIES:
+        raise ValueError(f"{field}: must be one of {', '.join(sorted(CURRENCIES))}")
+    return value
