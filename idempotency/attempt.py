@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import structlog
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
@@ -20,11 +19,10 @@ from .crash_points import crash_point
 from .delivery import Delivery, Operation
 from .errors import LeaseLost, OutcomeInDoubt, PermanentError, SessionNotYours
 from .lease import Holding
+from .logs import log
 from .records import Claimed
 from .runtime import Runtime
 from .settings import Settings
-
-log = structlog.get_logger("idempotency")
 
 # Enough for a sentence; a record is not a log file.
 ERROR_LIMIT = 500

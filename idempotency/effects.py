@@ -13,9 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import structlog
+from typing import TYPE_CHECKING, Any
 
 from . import metrics, records, results
 from .crash_points import crash_point
@@ -32,8 +30,6 @@ from .keys import OperationId, fingerprint
 
 if TYPE_CHECKING:
     from .attempt import Attempt
-
-log = structlog.get_logger("idempotency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +62,8 @@ class EffectInDoubt:
     ended: bool
 
 
-class Reconcile(Protocol):
-    """Asks the provider whether an effect happened; takes the effect's own arguments and `doubt`."""
-
-    def __call__(self, *args: Any, doubt: EffectInDoubt, **kwargs: Any) -> Happened | DidNotHappen | StillUnknown: ...
+# Asks the provider whether an effect happened: called with the effect's own arguments and `doubt=`.
+Reconcile = Callable[..., Happened | DidNotHappen | StillUnknown]
 
 
 def provider_key(id: OperationId, name: str, number: int) -> str:

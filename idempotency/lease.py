@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import redis
-import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from . import metrics
 from .keys import OperationId
+from .logs import log
 from .records import Claimed, Renewal
-
-log = structlog.get_logger("idempotency")
 
 # Value of a lease: "<token> <fingerprint>", with " guarded" behind it once a duplicate was counted.
 _TAKE = """

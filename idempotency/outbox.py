@@ -15,7 +15,6 @@ from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
-import structlog
 from amqp.exceptions import AMQPError, ChannelError
 from celery import Celery
 from kombu import Connection as BrokerConnection
@@ -28,11 +27,10 @@ from sqlalchemy.orm import Session
 from . import metrics
 from .crash_points import crash_point
 from .keys import OperationId
+from .logs import log
 from .message import Message
 from .queues import dead_letter_queues
 from .runtime import Runtime
-
-log = structlog.get_logger("idempotency")
 
 # Rows leased per pass: enough to keep the broker busy, few enough that a killed relay delays little.
 BATCH = 100

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn
 
-import structlog
 from celery import Task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.time import maybe_make_aware
@@ -54,11 +53,10 @@ from .errors import (
 from .handle import Handle
 from .keys import KeyFunction, OperationId
 from .lease import Hint
+from .logs import log
 from .message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER, WAITS_HEADER, Message
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
-
-log = structlog.get_logger("idempotency")
 
 # A doubt is resolved by claiming again. Each round moves the fence, so five in a row mean something is broken.
 DOUBT_ROUNDS = 5
@@ -86,6 +84,8 @@ class IdempotentTask(Task):
     abstract = True
     acks_late = True
     reject_on_worker_lost = True
+    # Celery logs a result and shows it in Flower; a result may hold what neither should.
+    resultrepr_maxsize = 1
 
     key: ClassVar[str | KeyFunction | None] = None
     on_failed: ClassVar[OnFailed | None] = None

@@ -232,7 +232,8 @@ class _Unanswered(Response):
         self._hold = hold
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(TimeoutError):
+        # Cancelled means that the sandbox stops.
+        with suppress(TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(self._hold):
                 while (await receive())["type"] != "http.disconnect":
                     pass

@@ -28,7 +28,8 @@ def submit_payment(session: Session, *, payment_id: str, customer_id: str, amoun
     )
     session.add(payment)
     session.flush()
-    return capture_payment.enqueue(session, payment_id=payment_id)
+    handle: Handle = capture_payment.enqueue(session, payment_id=payment_id)
+    return handle
 
 
 def payment_failed(session: Session, operation: Operation, error: PermanentError) -> None:
@@ -45,7 +46,7 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
     payment = self.session.get(Payment, payment_id)
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
-    request = {
+    request: dict[str, Any] = {
         "payment_id": payment.id,
         "customer_id": payment.customer_id,
         "amount": payment.amount,

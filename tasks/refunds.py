@@ -31,7 +31,8 @@ def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: 
     )
     session.add(refund)
     session.flush()
-    return refund_payment.enqueue(session, refund_id=refund_id)
+    handle: Handle = refund_payment.enqueue(session, refund_id=refund_id)
+    return handle
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:

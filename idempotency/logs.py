@@ -1,0 +1,20 @@
+"""The library's log: transitions only, as key=value lines through the standard `logging`, under "idempotency".
+
+Every line names operation, key, fence and attempt where it has them; never arguments or results.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import structlog
+
+log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+    logging.getLogger("idempotency"),
+    wrapper_class=structlog.stdlib.BoundLogger,
+    processors=[
+        structlog.stdlib.filter_by_level,
+        structlog.processors.format_exc_info,
+        structlog.processors.LogfmtRenderer(key_order=["event", "operation", "key", "fence", "attempt"]),
+    ],
+)

@@ -1,0 +1,210 @@
+"""E-mail through the real mail sandbox: what each answer of an SMTP server means for an operation."""
+
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from idempotency import Defer, PermanentError
+from sandbox import ledger, process
+from sandbox.process import Sandbox
+from tasks.mail import Mailer, MailError
+
+SENDER = "shop@shop.example"
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    with process.running("mail", tmp_path) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def mailer(sandbox: Sandbox) -> Iterator[Mailer]:
+    with closing(mailer_for(sandbox)) as mailer:
+        yield mailer
+
+
+def mailer_for(sandbox: Sandbox) -> Mailer:
+    return Mailer("127.0.0.1", sandbox.port, sender=SENDER, timeout=5)
+
+
+def test_an_accepted_message_is_in_the_ledger(sandbox: Sandbox, mailer: Mailer) -> None:
+    result = mailer.send("a@shop.example", "Your receipt: 12,50 €", "Thank you.\n", idempotency_key="k-1")
+    (message,) = ledger.read_mail(sandbox.data)
+    assert (message.recipient, message.subject) == ("a@shop.example", "Your receipt: 12,50 €")
+    assert {"message_id": message.message_id} == result
+    assert message.message_id.endswith("@shop.example>")
+
+
+def test_the_same_key_is_the_same_message_id_and_another_key_another(mailer: Mailer) -> None:
+    first = mailer.send("a@shop.example", "s", "b", idempotency_key="k-1")
+    assert mailer.send("a@shop.example", "s", "b", idempotency_key="k-1") == first
+    assert mailer.send("a@shop.example", "s", "b", idempotency_key="k-2") != first
+
+
+def test_a_message_sent_twice_is_in_the_ledger_twice_in_the_order_received(sandbox: Sandbox, mailer: Mailer) -> None:
+    for subject, key in (("first", "k"), ("second", "k"), ("third", "k-3")):
+        mailer.send("a@shop.example", subject, "b", idempotency_key=key)
+    messages = ledger.read_mail(sandbox.data)
+    assert [message.subject for message in messages] == ["first", "second", "third"]
+    assert messages[0].message_id == messages[1].message_id != messages[2].message_id
+
+
+@pytest.mark.parametrize("body", ["", ".\n..\n", "x" * 5000, "ünï\r\nwith a dot\r\n.\r\nend"], ids=len)
+def test_any_body_arrives_as_one_message(sandbox: Sandbox, mailer: Mailer, body: str) -> None:
+    mailer.send("a@shop.example", "s", body, idempotency_key="k")
+    mailer.send("a@shop.example", "s", "after", idempotency_key="k-2")
+    assert len(ledger.read_mail(sandbox.data)) == 2
+
+
+def test_try_later_is_deferred_and_the_next_try_is_accepted(tmp_path: Path) -> None:
+    with process.running("mail", tmp_path, "--faults", "reject=1") as sandbox, closing(mailer_for(sandbox)) as mailer:
+        with pytest.raises(Defer, match="451"):
+            mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+        assert ledger.read_mail(tmp_path) == []
+        mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+        assert len(ledger.read_mail(tmp_path)) == 1
+
+
+def test_a_recipient_that_does_not_exist_is_permanent(sandbox: Sandbox, mailer: Mailer) -> None:
+    with pytest.raises(PermanentError, match="recipient") as refused:
+        mailer.send("a@invalid.example", "s", "b", idempotency_key="k")
+    assert refused.value.code == "smtp_550"
+    mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+    assert len(ledger.read_mail(sandbox.data)) == 1
+
+
+def test_a_connection_lost_after_the_text_is_an_unknown_outcome(tmp_path: Path) -> None:
+    with (
+        process.running("mail", tmp_path, "--faults", "drop_after_data=1") as sandbox,
+        closing(mailer_for(sandbox)) as mailer,
+    ):
+        with pytest.raises(MailError):
+            mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+        assert len(ledger.read_mail(tmp_path)) == 1
+        again = mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+        assert [message.message_id for message in ledger.read_mail(tmp_path)] == [again["message_id"]] * 2
+
+
+def test_an_unreachable_server_is_deferred() -> None:
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with pytest.raises(Defer, match="unreachable"):
+        Mailer("127.0.0.1", port, sender=SENDER).send("a@shop.example", "s", "b", idempotency_key="k")
+
+
+def test_a_server_that_never_says_hello_is_deferred() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        mailer = Mailer("127.0.0.1", silent.getsockname()[1], sender=SENDER, timeout=0.2)
+        with pytest.raises(Defer, match="unreachable"):
+            mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+
+
+@pytest.mark.parametrize("greeting", [b"421 too busy\r\n", b"554 not you\r\n"])
+def test_a_server_that_takes_no_connections_is_deferred_whatever_its_code(greeting: bytes) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as rude:
+
+        def greet() -> None:
+            connection, _ = rude.accept()
+            with connection:
+                connection.sendall(greeting)
+                connection.recv(100)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        mailer = Mailer("127.0.0.1", rude.getsockname()[1], sender=SENDER, timeout=5)
+        with pytest.raises(Defer, match=greeting[:3].decode()):
+            mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+        thread.join()
+
+
+def test_a_connection_is_kept_and_replaced_when_the_server_was_restarted(sandbox: Sandbox, mailer: Mailer) -> None:
+    mailer.send("a@shop.example", "before", "b", idempotency_key="k-1")
+    sandbox.restart()
+    mailer.send("a@shop.example", "after", "b", idempotency_key="k-2")
+    assert [message.subject for message in ledger.read_mail(sandbox.data)] == ["before", "after"]
+
+
+def test_a_killed_server_keeps_what_it_accepted(sandbox: Sandbox, mailer: Mailer) -> None:
+    for number in range(20):
+        mailer.send("a@shop.example", str(number), "b", idempotency_key=f"k-{number}")
+    sandbox.kill()
+    assert len(ledger.read_mail(sandbox.data)) == 20
+
+
+def test_threads_and_forked_children_use_connections_of_their_own(sandbox: Sandbox, mailer: Mailer) -> None:
+    mailer.send("a@shop.example", "parent", "b", idempotency_key="k")
+    with ThreadPoolExecutor(4) as threads:
+        list(
+            threads.map(
+                lambda number: mailer.send("a@shop.example", "thread", "b", idempotency_key=f"t-{number}"), range(20)
+            )
+        )
+    children = [
+        multiprocessing.get_context("fork").Process(target=_send_in_child, args=(mailer, number)) for number in range(3)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(20)
+    assert [child.exitcode for child in children] == [0] * 3
+    mailer.send("a@shop.example", "parent", "b", idempotency_key="k-2")
+    subjects = [message.subject for message in ledger.read_mail(sandbox.data)]
+    assert sorted(subjects) == ["child"] * 3 + ["parent"] * 2 + ["thread"] * 20
+
+
+def _send_in_child(mailer: Mailer, number: int) -> None:
+    mailer.send("a@shop.example", "child", "b", idempotency_key=f"c-{number}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("recipient", "subject", "field"),
+    [
+        ("a@shop.example\r\nBcc: b@shop.example", "s", "recipient"),
+        ("a@shop.example\n", "s", "recipient"),
+        ("a@shop.example, b@shop.example", "s", "recipient"),
+        ("Ann <a@shop.example>", "s", "recipient"),
+        ("ünï@shop.example", "s", "recipient"),
+        ("a" * 250 + "@shop.example", "s", "recipient"),
+        ("", "s", "recipient"),
+        ("a@shop.example", "s\r\nBcc: b@shop.example", "subject"),
+        ("a@shop.example", "s\rx", "subject"),
+        ("a@shop.example", "s" * 501, "subject"),
+    ],
+)
+def test_a_malformed_field_is_refused_by_name_and_not_repeated_back(
+    sandbox: Sandbox, mailer: Mailer, recipient: str, subject: str, field: str
+) -> None:
+    with pytest.raises(PermanentError, match=field) as refused:
+        mailer.send(recipient, subject, "b", idempotency_key="k")
+    assert refused.value.code == f"invalid_{field}"
+    assert "example" not in str(refused.value)
+    assert ledger.read_mail(sandbox.data) == []
+
+
+@pytest.mark.parametrize("recipient", ["a@shop.example", "first.last+tag@sub.shop.example", "o'neil@shop.example"])
+def test_ordinary_recipients_are_accepted(sandbox: Sandbox, mailer: Mailer, recipient: str) -> None:
+    mailer.send(recipient, "s" * 500, "b", idempotency_key="k")
+    (message,) = ledger.read_mail(sandbox.data)
+    assert (message.recipient, message.subject) == (recipient, "s" * 500)
+
+
+def test_sigterm_stops_it_cleanly_while_a_client_is_connected(sandbox: Sandbox, mailer: Mailer) -> None:
+    mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+    assert sandbox.stop() == 0
+    assert (sandbox.data / "mail.log").read_text() == ""
+
+
+@pytest.mark.parametrize(("sender", "timeout", "name"), [("nobody", 1, "sender"), (SENDER, 0, "timeout")])
+def test_a_setting_out_of_range_is_refused_by_name(sender: str, timeout: float, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Mailer("127.0.0.1", 25, sender=sender, timeout=timeout)
