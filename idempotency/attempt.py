@@ -143,7 +143,7 @@ class Attempt:
             self._session.rollback()
         self.check_lease()
         settings = self.runtime.settings
-        described = records.error_text(error.code, describe(cause) if cause is not None else str(error))
+        described = records.error_text(error.code, str(error) if cause in (None, error) else describe(cause))
         session = self.session
         reason = error.code
         if self.policy.on_failed is not None and self.claim.attempts <= self.policy.max_attempts + ON_FAILED_TRIES:

@@ -144,6 +144,9 @@ class Relay:
             except OperationalError as error:
                 log.warning("postgres_unavailable", error=type(error.orig).__name__)
                 pause = 1.0
+            except Exception:  # a relay that dies on one surprise would stop every message
+                log.exception("relay_pass_failed")
+                pause = 1.0
         self.close()
 
     def run_once(self) -> Relayed:
@@ -187,8 +190,8 @@ class Relay:
         producer, broker, self._producer, self._broker = self._producer, self._broker, None, None
         if broker is not None:
             del producer
-            # A broker that hangs must not hang us: collapse() closes the socket without a handshake.
-            broker.collapse()
+            # A broker that hangs must not hang us: the socket goes without a handshake.
+            broker.collect()
 
     def _publish(self, row: Row[Any]) -> None:
         message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)

@@ -21,6 +21,7 @@ _INTENT_PARAMS = {
     "automatic_payment_methods[enabled]",
     "confirm",
     "currency",
+    "error_on_requires_action",
     "payment_method",
 }
 _METADATA_NAME = re.compile(r"metadata\[([^\]]*)\]")

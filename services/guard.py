@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from services import process
+from services import process, rabbitmq_container
 
 
 def main() -> int:
@@ -44,6 +44,8 @@ def end_all(directory: Path) -> None:
             # Postgres gives its shared memory back on SIGQUIT, and so do its children; the others are killed.
             how = signal.SIGQUIT if record.parent.name == "postgres" else signal.SIGKILL
             process.end(found, how, timeout=5)
+    for container in directory.glob(f"*/{rabbitmq_container.CONTAINER}"):
+        rabbitmq_container.remove(container.parent)
 
 
 if __name__ == "__main__":

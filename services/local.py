@@ -108,6 +108,8 @@ class Services:
     def start(self, timeout: float = READY_SECONDS) -> None:
         """Start what is not given and does not run, all at once; return when every server answers."""
         # RabbitMQ first: it takes longest, and none waits for another.
+        if self.broker == "redis":
+            print("RabbitMQ is not installed and Docker does not answer: a second Redis is the broker", file=sys.stderr)
         for name in reversed(NEEDS):
             if name in self.servers:
                 self.servers[name].launch()
@@ -132,17 +134,14 @@ class Services:
         return self._broker()
 
     def _broker(self) -> Server:
-        if packages.rabbitmq_program() is None and packages.can_install():
-            with contextlib.suppress(packages.PackageError):
-                packages.install("rabbitmq-server")
+        # What runs already stays, even if something better has been installed since.
+        for kind in (RabbitMQ, RabbitMQContainer, RedisBroker):
+            if (self.directory / kind.name).exists() and (server := kind(self.directory / kind.name)).running:
+                return server
         if packages.rabbitmq_program() is not None:
             return RabbitMQ(self.directory / RabbitMQ.name)
         if docker_answers():
             return RabbitMQContainer(self.directory / RabbitMQContainer.name)
-        print(
-            "RabbitMQ is not installed and Docker does not answer: a second Redis server is the broker",
-            file=sys.stderr,
-        )
         return RedisBroker(self.directory / RedisBroker.name)
 
     def _url(self, name: str) -> str:
@@ -160,6 +159,16 @@ class Services:
         raise ServiceError(f"{name} was not started here ({reason})")
 
 
+def provide(needs: Sequence[str] = NEEDS) -> None:
+    """Install RabbitMQ if it is wanted, missing and this process may; otherwise another broker takes its place."""
+    wanted = "rabbitmq" in needs and not os.environ.get(_VARIABLES["rabbitmq"])
+    if wanted and packages.rabbitmq_program() is None and packages.can_install():
+        try:
+            packages.install("rabbitmq-server")
+        except packages.PackageError as error:
+            print(error, file=sys.stderr)
+
+
 @contextlib.contextmanager
 def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> Iterator[Services]:
     """Start the servers, give them to the block, and end them with it.
@@ -172,6 +181,7 @@ def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> I
     guard: subprocess.Popen[bytes] | None = None
     try:
         guard = _start_guard(place, remove=private)
+        provide(needs)
         services = Services(place, needs=needs)
         try:
             services.start()

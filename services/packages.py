@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -123,28 +124,36 @@ def _enabled_units() -> set[str]:
 
 
 def _systemctl(verb: str, unit: str) -> str:
-    done = subprocess.run(["systemctl", verb, unit], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command = ["systemctl", verb, unit]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return done.stdout.strip()
 
 
-def main() -> int:
-    """Install what is missing, or say in one line what would be needed."""
-    if os.environ.get("BROKER_URL") or rabbitmq_program() is not None:
-        return 0
-    if not can_install():
-        print(
-            "RabbitMQ is not installed (package rabbitmq-server) and this user cannot install it:"
-            " Docker is used if it answers, else a second Redis server is the broker.",
-            file=sys.stderr,
-        )
-        return 0
-    try:
-        install("rabbitmq-server")
-    except PackageError as error:
-        print(error, file=sys.stderr)
-        return 1
+def missing() -> list[str]:
+    """The system packages that are wanted here and not installed."""
+    wanted = []
+    if not os.environ.get("BROKER_URL") and rabbitmq_program() is None:
+        wanted.append("rabbitmq-server")
+    # The wheel that brings Redis exists for these only.
+    in_wheel = sys.version_info < (3, 13) and platform.machine() == "x86_64"
+    if not os.environ.get("REDIS_URL") and not in_wheel and shutil.which("redis-server") is None:
+        wanted.append("redis-server")
+    return wanted
+
+
+def main(packages: list[str]) -> int:
+    """Install the packages, by default those that are missing here, or name them in one line."""
+    wanted = packages or missing()
+    if wanted and not can_install():
+        print(f"not installed, and only root can install it (apt): {', '.join(wanted)}", file=sys.stderr)
+    elif wanted:
+        try:
+            install(*wanted)
+        except PackageError as error:
+            print(error, file=sys.stderr)
+            return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -28,7 +28,7 @@ def launch(
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     return os.posix_spawn(
         "/bin/sh",
-        ["sh", "-c", _LAUNCH, "sh", record, directory, *command],
+        ("sh", "-c", _LAUNCH, "sh", record, directory, *command),
         environment,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

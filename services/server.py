@@ -35,7 +35,7 @@ class Server(ABC):
     """
 
     name: ClassVar[str]
-    port_names: ClassVar[tuple[str, ...]] = ("main",)
+    port_names: ClassVar[Sequence[str]] = ("main",)
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
     # For servers whose data is thrown away: ends at once, but leaves nothing behind outside the directory.
     discard_signal: ClassVar[signal.Signals] = signal.SIGKILL
@@ -75,6 +75,14 @@ class Server(ABC):
     def running(self) -> bool:
         """Whether the server's main process exists, answering or not."""
         return process.find(self._record) is not None
+
+    def answers(self) -> bool:
+        """Whether the server answers its clients now, within a few seconds."""
+        try:
+            self._check()
+        except Exception:
+            return False
+        return True
 
     def start(self, timeout: float = READY_SECONDS) -> None:
         """Start the server and return when it answers; ServiceError with its last words otherwise."""

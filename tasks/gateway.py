@@ -13,7 +13,7 @@ long as the outcome is unknown. What an answer means for the operation is decide
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,12 @@ from tasks.circuit import Circuit, Unavailable
 
 T = TypeVar("T")
 Outcome = Happened | DidNotHappen | StillUnknown
+
+CAPTURED = frozenset({"succeeded"})
+NOT_CAPTURED = frozenset({"requires_payment_method", "canceled"})
+# A pending refund is made: what is pending is the customer's bank.
+REFUNDED = frozenset({"succeeded", "pending"})
+NOT_REFUNDED = frozenset({"failed", "canceled"})
 
 # Long enough for the other call under this key to finish, short enough not to be noticed.
 IN_PROGRESS_SECONDS = 2.0
@@ -138,7 +144,8 @@ class StripeGateway:
             "currency": currency,
             "confirm": True,
             "payment_method": self._payment_method,
-            # No one is there to be redirected to their bank.
+            # No one is there to be redirected to their bank, or asked to confirm: then it is declined.
+            "error_on_requires_action": True,
             "automatic_payment_methods": {"enabled": True, "allow_redirects": "never"},
             "metadata": {
                 "purchase_id": payment_id,
@@ -146,9 +153,10 @@ class StripeGateway:
                 "effect_key": idempotency_key,
             },
         }
-        return _result(
-            self._call(lambda client: client.v1.payment_intents.create(params, {"idempotency_key": idempotency_key}))
+        intent = self._call(
+            lambda client: client.v1.payment_intents.create(params, {"idempotency_key": idempotency_key})
         )
+        return _completed(intent.to_dict(), CAPTURED)
 
     def refund(
         self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, idempotency_key: str
@@ -163,9 +171,8 @@ class StripeGateway:
                 "effect_key": idempotency_key,
             },
         }
-        return _result(
-            self._call(lambda client: client.v1.refunds.create(params, {"idempotency_key": idempotency_key}))
-        )
+        refund = self._call(lambda client: client.v1.refunds.create(params, {"idempotency_key": idempotency_key}))
+        return _completed(refund.to_dict(), REFUNDED)
 
     def find_capture(
         self, *, payment_id: str, customer_id: str, amount: int, currency: str, doubt: EffectInDoubt
@@ -177,7 +184,8 @@ class StripeGateway:
         # Search compares case-insensitively; a declined try is an intent too, without a charge.
         return _settle(
             (intent for intent in found if _says(intent, "purchase_id", payment_id)),
-            nothing={"requires_payment_method", "canceled"},
+            done=CAPTURED,
+            nothing=NOT_CAPTURED,
             ended=doubt.ended and doubt.age > self._search_lag,
         )
 
@@ -189,7 +197,8 @@ class StripeGateway:
         # Lists, unlike search, are current: no lag to wait for.
         return _settle(
             (refund for refund in found if _says(refund, "refund_id", refund_id)),
-            nothing={"failed", "canceled"},
+            done=REFUNDED,
+            nothing=NOT_REFUNDED,
             ended=doubt.ended,
         )
 
@@ -287,24 +296,28 @@ def _header(error: stripe.StripeError, name: str) -> str:
     return next((value for header, value in headers.items() if header.lower() == name), "")
 
 
-def _all(page: Any) -> list[Any]:
-    found: Iterator[Any] = page.auto_paging_iter()
-    return list(found)
+def _all(page: Any) -> list[dict[str, Any]]:
+    return [thing.to_dict() for thing in page.auto_paging_iter()]
 
 
-def _says(found: Any, name: str, value: str) -> bool:
-    return bool((found.metadata or {}).get(name) == value)
+def _says(found: dict[str, Any], name: str, value: str) -> bool:
+    return bool((found["metadata"] or {}).get(name) == value)
 
 
-def _settle(found: Iterable[Any], *, nothing: set[str], ended: bool) -> Outcome:
-    """Weigh what was found; `nothing` are the states in which no money moved."""
+def _settle(found: Iterable[dict[str, Any]], *, done: frozenset[str], nothing: frozenset[str], ended: bool) -> Outcome:
     undecided = False
     for thing in found:
-        if thing.status == "succeeded":
+        if thing["status"] in done:
             return Happened(_result(thing))
-        undecided = undecided or thing.status not in nothing
+        undecided = undecided or thing["status"] not in nothing
     return DidNotHappen() if ended and not undecided else StillUnknown()
 
 
-def _result(thing: Any) -> dict[str, Any]:
-    return {"id": thing.id, "amount": thing.amount, "currency": thing.currency, "status": thing.status}
+def _completed(thing: dict[str, Any], done: frozenset[str]) -> dict[str, Any]:
+    if thing["status"] not in done:
+        raise GatewayError(f"the payment provider has not finished: {thing['object']} is {thing['status']}")
+    return _result(thing)
+
+
+def _result(thing: dict[str, Any]) -> dict[str, Any]:
+    return {name: thing[name] for name in ("id", "amount", "currency", "status")}

@@ -1,0 +1,72 @@
+# `make` lists the targets. Each one prepares what it needs: system packages, .venv, servers.
+#   PYTHON=python3.12         the interpreter for .venv
+#   ARGS='-k outbox -x'       passed on to the tool behind the target
+#   PURCHASES= REFUNDS= COPIES=  options of the demo
+
+STARTED := $(shell date +%s)
+VENV := .venv/bin
+# The sandbox's addresses for the processes below; set your own to use another provider or mail server.
+export STRIPE_API_BASE ?= http://127.0.0.1:8420
+export SMTP_URL ?= smtp://127.0.0.1:8425
+with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
+
+.DEFAULT_GOAL := help
+.PHONY: help venv up down status demo test lint types sandbox worker relay beat flower bench clean migrate
+
+help:
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: .venv/ready ## make .venv (again only when pyproject.toml or constraints.txt changed)
+
+.venv/ready: pyproject.toml constraints.txt scripts/bootstrap
+	@PYTHON='$(PYTHON)' scripts/bootstrap
+
+up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their data is kept
+	@$(VENV)/python -m services up
+
+down: .venv/ready ## stop them
+	@$(VENV)/python -m services down
+
+status: .venv/ready ## show them
+	@$(VENV)/python -m services status
+
+demo: .venv/ready ## the whole system under load and faults, checked at the end
+	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
+		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(ARGS)
+
+test: .venv/ready ## all tests, against real servers
+	@$(VENV)/python -m pytest $(ARGS)
+
+lint: .venv/ready ## ruff: rules and formatting
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+
+types: .venv/ready ## mypy, strict
+	@$(VENV)/mypy $(ARGS)
+
+sandbox: .venv/ready ## the payment provider's sandbox and the mail sink
+	@mkdir -p var/sandbox
+	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
+
+migrate: up
+	@$(with_services) $(VENV)/idempotency migrate
+
+worker: migrate ## a Celery worker
+	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)
+
+relay: migrate ## the relay from the outbox to the broker
+	@$(with_services) $(VENV)/idempotency relay $(ARGS)
+
+beat: migrate ## Celery beat
+	@$(with_services) $(VENV)/celery -A tasks beat --schedule var/celerybeat-schedule $(ARGS)
+
+flower: up ## Flower on 127.0.0.1:5555
+	@$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
+
+bench: .venv/ready ## the benchmarks
+	@$(VENV)/python -m benchmarks $(ARGS)
+
+clean: ## stop the servers; remove .venv, their data and all caches
+	@if [ -x $(VENV)/python ]; then $(VENV)/python -m services down; fi
+	rm -rf .venv var .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,121 @@
+"""``python -m services up | down | status | env``: the servers for development, kept in var/services."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.local import NEEDS, Services, provide
+from services.server import Server, ServiceError
+
+STATE = Path(__file__).parent.parent / "var" / "services"
+
+app = typer.Typer(help="Postgres, Redis and RabbitMQ for development.", add_completion=False, no_args_is_help=True)
+
+
+@app.command()
+def up() -> None:
+    """Start what does not run yet; the data of earlier runs is still there."""
+    with _alone():
+        provide()
+        services = Services(STATE)
+        began = time.monotonic()
+        services.start()
+        given = "" if len(services.servers) == len(NEEDS) else ", the rest is given in the environment"
+        names = ", ".join(server.name for server in services.servers.values()) or "nothing"
+        print(f"running: {names} ({time.monotonic() - began:.1f} s){given}")
+
+
+@app.command()
+def down() -> None:
+    """Stop what `up` started and keep the data."""
+    with _alone():
+        # What was started without an address in the environment is stopped even if one is set by now.
+        services = Services(STATE, given={})
+        stopped = [server.name for server in services.servers.values() if server.running]
+        services.stop()
+        print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array instead of the table.")] = False,
+) -> None:
+    """Show each server: whether it runs and answers, its pid and its address without the password."""
+    services = Services(STATE)
+    rows = [_row(services, name) for name in NEEDS]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("service", "state", "pid", "address")
+    colours = {"running": "green", "given": "cyan", "silent": "red", "stopped": "yellow"}
+    for row in rows:
+        colour = colours[str(row["state"])]
+        table.add_row(str(row["service"]), f"[{colour}]{row['state']}[/]", str(row["pid"] or ""), str(row["address"]))
+    Console().print(table)
+
+
+@app.command()
+def env() -> None:
+    """Print the addresses as export lines: eval "$(python -m services env)"."""
+    services = Services(STATE)
+    for server in services.servers.values():
+        if not server.running:
+            raise ServiceError(f"{server.name} is not running; start it with: make up")
+    for variable, address in services.environment().items():
+        print(f"export {variable}={shlex.quote(address)}")
+
+
+def _row(services: Services, name: str) -> dict[str, str | int | None]:
+    server = services.servers.get(name)
+    if server is None:
+        given = {"postgres": "database_url", "redis": "redis_url", "rabbitmq": "broker_url"}
+        return {"service": name, "state": "given", "pid": None, "address": _public(getattr(services, given[name]))}
+    pid = server.pid if server.running else None
+    return {"service": server.name, "state": _state(server), "pid": pid, "address": _public(server.url)}
+
+
+def _state(server: Server) -> str:
+    if not server.running:
+        return "stopped"
+    return "running" if server.answers() else "silent"
+
+
+def _public(address: str) -> str:
+    """The address without user, password and options, which may carry a password as well."""
+    parts = urlsplit(address)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Two `up` at once would each start their own servers."""
+    STATE.mkdir(parents=True, exist_ok=True)
+    with (STATE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    try:
+        app()
+    except ServiceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Real servers for the whole run, and a fresh database, queue and Redis for each test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import kombu.pools
+import pytest
+import redis
+from celery import Celery
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import Engine, make_url
+
+import services
+from idempotency import schema
+from idempotency.maintenance import recover
+from idempotency.outbox import Relay
+from idempotency.runtime import Runtime
+from tests.deliveries import Deliveries
+from tests.processes import Processes, Worker
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[services.Services]:
+    with services.running() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def template(servers: services.Services) -> Iterator[str]:
+    """A migrated database; each test gets a copy of it."""
+    name = f"template_{uuid4().hex[:8]}"
+    engine = create_engine(servers.create_database(name))
+    schema.migrate(engine)
+    with engine.begin() as connection:
+        # no uniqueness anywhere: what happened twice is there twice
+        connection.execute(text("CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint)"))
+        connection.execute(text("CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text)"))
+    engine.dispose()
+    yield name
+    servers.drop_database(name)
+
+
+@pytest.fixture
+def database(servers: services.Services, template: str) -> Iterator[str]:
+    """The address of a fresh database with the library's tables and two of the test's own."""
+    name = f"test_{uuid4().hex[:12]}"
+    admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+    admin.dispose()
+    yield make_url(servers.database_url).set(database=name).render_as_string(hide_password=False)
+    servers.drop_database(name)
+
+
+@pytest.fixture
+def engine(database: str) -> Iterator[Engine]:
+    engine = create_engine(database, isolation_level="AUTOCOMMIT")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def redis_url(servers: services.Services) -> str:
+    client = redis.Redis.from_url(servers.redis_url)
+    client.flushdb()
+    client.close()
+    return servers.redis_url
+
+
+@pytest.fixture
+def environment(servers: services.Services, database: str, redis_url: str) -> Iterator[dict[str, str]]:
+    """What a worker process of this test is started with."""
+    crash_directory = Path(tempfile.mkdtemp(prefix="crash-"))
+    yield {
+        **os.environ,
+        "DATABASE_URL": database,
+        "REDIS_URL": redis_url,
+        "BROKER_URL": servers.broker_url,
+        "BANK_QUEUE": f"bank-{uuid4().hex[:8]}",
+        "CRASH_DIRECTORY": str(crash_directory),
+        "PYTHONPATH": os.getcwd(),
+    }
+    shutil.rmtree(crash_directory, ignore_errors=True)
+
+
+@pytest.fixture
+def bank(environment: dict[str, str]) -> Iterator[Celery]:
+    """The application of tests/bank.py, configured for this test, in this process."""
+    from tests import bank
+
+    bank.configure(environment)
+    yield bank.app
+    Runtime.discard(bank.app)
+    delete_queue(environment)
+    kombu.pools.reset()
+
+
+def delete_queue(environment: dict[str, str]) -> None:
+    from tests import bank
+
+    with bank.app.connection_for_write() as connection:
+        for name in (environment["BANK_QUEUE"], f"{environment['BANK_QUEUE']}-dead"):
+            channel = connection.default_channel
+            channel.queue_delete(name)
+
+
+@pytest.fixture
+def deliveries(bank: Celery) -> Deliveries:
+    """Hands messages to tasks as a worker does, in this process and in the order the test says."""
+    return Deliveries(bank)
+
+
+@pytest.fixture
+def processes(environment: dict[str, str]) -> Iterator[Processes]:
+    running = Processes(environment)
+    yield running
+    running.kill_all()
+
+
+@pytest.fixture
+def worker(bank: Celery, processes: Processes) -> Worker:
+    """A real prefork worker with two pool children."""
+    return processes.worker()
+
+
+@pytest.fixture
+def relay(bank: Celery) -> Iterator[Relay]:
+    """A relay that also recovers, in a thread of this process."""
+    relay = Relay(bank)
+    stop = threading.Event()
+    thread = threading.Thread(target=relay.run, args=(stop, lambda: (recover(bank), None)[1]), daemon=True)
+    thread.start()
+    yield relay
+    stop.set()
+    thread.join(10)

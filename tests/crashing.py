@@ -1,0 +1,62 @@
+"""Kills, stops or holds a worker process at a named moment, once for each plan.
+
+A plan is a file `<point>` in $CRASH_DIRECTORY whose text says what to do. Whoever removes the file acts on it, so
+that exactly one process does, however many reach the point.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from idempotency import crash_points
+
+KILL_CHILD = "kill child"  # F1: the pool child alone
+KILL_WORKER = "kill worker"  # F2: the whole worker, parent first
+STOP = "stop"  # F3: SIGSTOP; its pid is left in `<point>.stopped`
+HOLD = "hold"  # waits for `<point>.go`; its pid is left in `<point>.held`
+RAISE_EXIT = "exit"  # SystemExit, as a shutdown raises it
+
+
+def install() -> None:
+    crash_points.install(reach)
+
+
+def plan(directory: str | Path, point: str, action: str) -> Path:
+    """Arm a point; the returned path disappears when it is reached."""
+    path = Path(directory) / point
+    path.with_name(f"{point}.new").write_text(action)
+    return path.with_name(f"{point}.new").rename(path)
+
+
+def reach(point: str) -> None:
+    directory = os.environ.get("CRASH_DIRECTORY")
+    if directory is None:
+        return
+    path = Path(directory) / point
+    mine = Path(directory) / f"{point}.{os.getpid()}"
+    try:
+        path.rename(mine)
+    except FileNotFoundError:
+        return
+    action = mine.read_text()
+    if action == KILL_CHILD:
+        mine.rename(Path(directory) / f"{point}.reached")
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == KILL_WORKER:
+        mine.rename(Path(directory) / f"{point}.reached")
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    elif action == STOP:
+        (Path(directory) / f"{point}.stopping").write_text(str(os.getpid()))
+        (Path(directory) / f"{point}.stopping").rename(Path(directory) / f"{point}.stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == HOLD:
+        (Path(directory) / f"{point}.holding").write_text(str(os.getpid()))
+        (Path(directory) / f"{point}.holding").rename(Path(directory) / f"{point}.held")
+        deadline = time.monotonic() + 60
+        while not (Path(directory) / f"{point}.go").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    elif action == RAISE_EXIT:
+        raise SystemExit(0)
