@@ -139,8 +139,7 @@ class Attempt:
 
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> None:
         """End without success: `on_failed`'s rows, the record and the dead letter in one commit."""
-        if self._session is not None:
-            self._session.rollback()
+        self._roll_back()
         self.check_lease()
         settings = self.runtime.settings
         described = records.error_text(error.code, str(error) if cause in (None, error) else describe(cause))
@@ -183,8 +182,7 @@ class Attempt:
 
     def release(self, *, delay: float, error: BaseException | None, give_back: bool = False) -> None:
         """Let go; the next delivery is committed with it and is due after `delay` seconds."""
-        if self._session is not None:
-            self._session.rollback()
+        self._roll_back()
         described = None if error is None else records.error_text(type(error).__name__, describe(error))
         with self.runtime.autocommit() as connection:
             released = records.release(
@@ -208,8 +206,16 @@ class Attempt:
         self.runtime.heartbeat.drop(self._holding)
         self.runtime.leases.drop(self.claim.id, self.claim.token, self.delivery.fingerprint)
         metrics.attempt_seconds.labels(self.claim.id.operation).observe(time.monotonic() - self._holding.since)
+        self._roll_back()
         if self._session is not None:
             self._session.close()
+
+    def _roll_back(self) -> None:
+        if self._session is not None:
+            try:
+                self._session.rollback()
+            except Exception:  # interrupted in the middle of a statement: the connection is of no more use
+                self._session.invalidate()
 
     # ------------------------------------------------------------ the commit
 

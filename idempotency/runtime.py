@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery
 from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from . import records, settings
@@ -77,9 +79,18 @@ class Runtime:
         """Forget inherited connections without closing the parent's sockets."""
         self.engine.dispose(close=False)
 
-    def autocommit(self) -> Connection:
+    @contextmanager
+    def autocommit(self) -> Iterator[Connection]:
         """A connection on which every statement is its own short transaction."""
-        return self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            try:
+                yield connection
+            except SQLAlchemyError:
+                raise
+            except BaseException:
+                # A signal in the middle of a statement leaves its answer on the wire: nobody may use that again.
+                connection.invalidate()
+                raise
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
         with self._heartbeat_engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:

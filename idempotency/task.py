@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
 
 from celery import Task
@@ -187,6 +188,7 @@ class IdempotentTask(Task):
         hint = Hint.FREE if delivery.resent else leases.take(id, token, delivery.fingerprint)
         if hint is Hint.GUARDED:
             return Busy()  # a duplicate was counted before this one: the record will be finished without it
+        crash_point("lease.taken")
         while True:
             try:
                 with runtime.autocommit() as connection:
@@ -386,9 +388,7 @@ class IdempotentTask(Task):
         if options.get("expires") is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
         given = options.pop("headers", None) or {}
-        id, headers, _ = self._checked(
-            args, kwargs, idempotency_key or given.get(KEY_HEADER), tenant or given.get(TENANT_HEADER)
-        )
+        id, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply_async(args, kwargs, task_id, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
@@ -403,16 +403,21 @@ class IdempotentTask(Task):
         """Run the task here, eagerly, under its key; retries follow at once."""
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         given = options.pop("headers", None) or {}
-        _, headers, _ = self._checked(
-            args, kwargs, idempotency_key or given.get(KEY_HEADER), tenant or given.get(TENANT_HEADER)
-        )
+        _, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
 
     def _checked(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: object, tenant: str | None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: object,
+        tenant: str | None,
+        headers: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[OperationId, dict[str, str], dict[str, Any]]:
         """Everything that can be refused about a call is refused where it is made."""
         arguments = keys.bind(self._signature, args, kwargs)
+        key = headers.get(KEY_HEADER) if key is None else key
+        tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
         id = self._operation(arguments, key, tenant)
         limit = Runtime.of(self.app).settings.arguments_limit
         if (size := len(keys.canonical_json(arguments))) > limit:
@@ -424,7 +429,8 @@ class IdempotentTask(Task):
             key = type(self)._key_function(arguments)  # type: ignore[misc]
         if key is None:
             raise MissingKey(f"{self.name}: give idempotency_key=, or the task a key template")
-        tenant = tenant or Runtime.of(self.app).settings.tenant
+        if tenant is None:
+            tenant = Runtime.of(self.app).settings.tenant
         return OperationId(keys.check_key(tenant, field="tenant"), self.name, keys.check_key(key))
 
     @property

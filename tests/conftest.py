@@ -6,15 +6,16 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import kombu.pools
 import pytest
 import redis
 from celery import Celery
-from sqlalchemy import create_engine, text
+from sqlalchemy import Row, create_engine, text
 from sqlalchemy.engine import Engine, make_url
 
 import services
@@ -23,6 +24,7 @@ from idempotency.maintenance import recover
 from idempotency.outbox import Relay
 from idempotency.runtime import Runtime
 from tests.deliveries import Deliveries
+from tests.outside import OutsideWorld
 from tests.processes import Processes, Worker
 
 
@@ -64,6 +66,31 @@ def engine(database: str) -> Iterator[Engine]:
     engine = create_engine(database, isolation_level="AUTOCOMMIT")
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def entries(engine: Engine) -> Callable[[str], int]:
+    """How many rows of an account are visible: the oracle of every test that counts effects."""
+
+    def count(account: str) -> int:
+        with engine.connect() as connection:
+            query = text("SELECT count(*) FROM entries WHERE account = :account")
+            return int(connection.execute(query, {"account": account}).scalar_one())
+
+    return count
+
+
+@pytest.fixture
+def record(engine: Engine) -> Callable[..., Row[Any] | None]:
+    """The record of a key, whatever its task."""
+
+    def read(key: str) -> Row[Any] | None:
+        with engine.connect() as connection:
+            return connection.execute(
+                text("SELECT * FROM idempotency.records WHERE key = :key"), {"key": key}
+            ).one_or_none()
+
+    return read
 
 
 @pytest.fixture
@@ -115,6 +142,14 @@ def delete_queue(environment: dict[str, str]) -> None:
 def deliveries(bank: Celery) -> Deliveries:
     """Hands messages to tasks as a worker does, in this process and in the order the test says."""
     return Deliveries(bank)
+
+
+@pytest.fixture
+def outside() -> Iterator[OutsideWorld]:
+    """A provider that acts once per key and records every call."""
+    world = OutsideWorld()
+    yield world
+    world.close()
 
 
 @pytest.fixture

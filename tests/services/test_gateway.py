@@ -497,28 +497,31 @@ def test_a_failure_reported_late_does_not_hide_behind_the_open_circuit() -> None
 # processes, secrets, settings
 
 
-def _charge_in_child(gateway: StripeGateway, purchase: dict[str, Any], key: str) -> None:
+def _charge_in_child(gateway: StripeGateway, purchase: dict[str, Any], key: str, start: Any) -> None:
+    start.wait(10)
     result = gateway.capture(**purchase, idempotency_key=key)
-    os._exit(0 if result["status"] == "succeeded" else 1)
+    os._exit(0 if result["amount"] == purchase["amount"] else 1)
 
 
-def test_a_gateway_used_before_a_fork_works_in_every_child(
+def test_children_of_a_fork_share_no_connection_with_each_other_or_their_parent(
     sandbox: Sandbox, gateway: StripeGateway, purchase: dict[str, Any], key: str
 ) -> None:
     gateway.capture(**purchase, idempotency_key=key)
+    # slow enough that all are under way at once: on one connection they would read each other's answers
+    faults(sandbox, latency_ms=200)
+    fork = multiprocessing.get_context("fork")
+    start = fork.Barrier(4)
     children = [
-        multiprocessing.get_context("fork").Process(
-            target=_charge_in_child, args=(gateway, purchase, f"{key}-{number}")
-        )
-        for number in range(4)
+        fork.Process(target=_charge_in_child, args=(gateway, purchase | {"amount": number}, f"{key}-{number}", start))
+        for number in range(1, 5)
     ]
     for child in children:
         child.start()
     for child in children:
         child.join(20)
     assert [child.exitcode for child in children] == [0] * 4
-    assert gateway.capture(**purchase, idempotency_key=key)["status"] == "succeeded"
-    assert len(charges(sandbox, purchase)) == 5
+    assert gateway.capture(**purchase, idempotency_key=key)["amount"] == 1250
+    assert sorted(charge.amount for charge in charges(sandbox, purchase)) == [1, 2, 3, 4, 1250]
 
 
 @pytest.mark.parametrize(

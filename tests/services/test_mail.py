@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,9 +149,9 @@ def test_threads_and_forked_children_use_connections_of_their_own(sandbox: Sandb
                 lambda number: mailer.send("a@shop.example", "thread", "b", idempotency_key=f"t-{number}"), range(20)
             )
         )
-    children = [
-        multiprocessing.get_context("fork").Process(target=_send_in_child, args=(mailer, number)) for number in range(3)
-    ]
+    fork = multiprocessing.get_context("fork")
+    start = fork.Barrier(3)
+    children = [fork.Process(target=_send_in_child, args=(mailer, number, start)) for number in range(3)]
     for child in children:
         child.start()
     for child in children:
@@ -158,11 +159,13 @@ def test_threads_and_forked_children_use_connections_of_their_own(sandbox: Sandb
     assert [child.exitcode for child in children] == [0] * 3
     mailer.send("a@shop.example", "parent", "b", idempotency_key="k-2")
     subjects = [message.subject for message in ledger.read_mail(sandbox.data)]
-    assert sorted(subjects) == ["child"] * 3 + ["parent"] * 2 + ["thread"] * 20
+    assert sorted(subjects) == ["child"] * 30 + ["parent"] * 2 + ["thread"] * 20
 
 
-def _send_in_child(mailer: Mailer, number: int) -> None:
-    mailer.send("a@shop.example", "child", "b", idempotency_key=f"c-{number}")
+def _send_in_child(mailer: Mailer, number: int, start: Any) -> None:
+    start.wait(10)
+    for message in range(10):
+        mailer.send("a@shop.example", "child", "b", idempotency_key=f"c-{number}-{message}")
     os._exit(0)
 
 

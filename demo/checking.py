@@ -1,0 +1,312 @@
+"""The check: three ledgers that know nothing of each other must tell the same story about every accepted line.
+
+They are the business tables, the idempotency records, and what the provider and the mail server wrote down
+themselves. What was accepted is known from the files, so a row that vanished from all three would be missed too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from sqlalchemy import Engine, text
+
+from demo.input import Intake, Line
+from sandbox import ledger
+
+CAPTURE, REFUND, MAIL = "payments.capture_payment", "refunds.refund_payment", "notifications.send_notification"
+# How a business row ends, and what the record of its operation says then. Any other status is not an end.
+ENDS = {
+    "captured": "completed",
+    "free": "completed",
+    "failed": "failed",
+    "refunded": "completed",
+    "refused": "failed",
+    "unknown": "failed",
+}
+
+T = TypeVar("T")
+Kind = Literal["lost", "doubled", "wrong"]
+
+
+class Payment(NamedTuple):
+    customer_id: str
+    amount: int
+    currency: str
+    status: str
+    charge_id: str | None
+    refunded: int
+    failure: str | None
+
+
+class Refund(NamedTuple):
+    payment_id: str
+    amount: int
+    status: str
+    provider_refund_id: str | None
+    failure: str | None
+
+
+class Posting(NamedTuple):
+    kind: str
+    reference: str
+    amount: int
+    currency: str
+
+
+class Record(NamedTuple):
+    status: str
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Books:
+    """Everything that is compared. Amounts are in the minor unit; `balances` sum the double entries by currency."""
+
+    purchases: Sequence[Line]
+    refund_requests: Sequence[Line]
+    payments: Mapping[str, Payment]
+    refunds: Mapping[str, Refund]
+    postings: Sequence[Posting]
+    balances: Mapping[str, int]
+    notifications: Mapping[str, str]
+    records: Mapping[tuple[str, str], Record]
+    provider: ledger.Ledger
+    mails: Sequence[ledger.Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Discrepancy:
+    """One thing the ledgers disagree about, by the id of the operation."""
+
+    kind: Kind
+    id: str
+    what: str
+
+
+@dataclass
+class Verdict:
+    """What the comparison found. `repeated` counts e-mails that arrived again under the same Message-ID."""
+
+    discrepancies: list[Discrepancy] = field(default_factory=list)
+    doubled: int = 0
+    completed: int = 0
+    failed: int = 0
+    charged_cents: int = 0
+    refunds: int = 0
+    refunded_cents: int = 0
+    emails: int = 0
+    repeated: int = 0
+
+    @property
+    def lost(self) -> int:
+        """Accepted operations that did not end, or ended without the effect their outcome claims."""
+        return len({found.id for found in self.discrepancies if found.kind == "lost"})
+
+    def add(self, kind: Kind, id: str, what: str) -> None:
+        """Note a discrepancy."""
+        self.discrepancies.append(Discrepancy(kind, id, what))
+
+
+def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Books:
+    """Read all ledgers; nothing may be running any more. `provider` and `mail` are the sandboxes' data directories."""
+    with engine.connect() as connection:
+
+        def rows(query: str) -> Iterable[Any]:
+            # By portions: the driver would otherwise hold every row a second time.
+            return connection.execute(text(query).execution_options(yield_per=1000))
+
+        return Books(
+            purchases=list(intake.accepted("purchase")),
+            refund_requests=list(intake.accepted("refund")),
+            payments={
+                id: Payment(*values)
+                for id, *values in rows(
+                    "SELECT id, customer_id, amount, currency, status, charge_id, refunded, failure FROM payments"
+                )
+            },
+            refunds={
+                id: Refund(*values)
+                for id, *values in rows("SELECT id, payment_id, amount, status, provider_refund_id, failure FROM refunds")
+            },
+            postings=[Posting(*row) for row in rows("SELECT kind, reference, amount, currency FROM ledger")],
+            balances={
+                currency: int(total)
+                for currency, total in rows("SELECT currency, sum(amount) FROM ledger_entries GROUP BY currency")
+            },
+            notifications=dict(tuple(row) for row in rows("SELECT event, status FROM notifications")),
+            records={
+                (operation, key): Record(status, error)
+                for operation, key, status, error in rows("SELECT operation, key, status, error FROM idempotency.records")
+            },
+            provider=ledger.read(provider),
+            mails=ledger.read_mail(mail),
+        )
+
+
+def check(books: Books) -> Verdict:
+    """Compare the ledgers line by line. Everything they disagree about is in the verdict, by id."""
+    return _Check(books).verdict
+
+
+class _Check:
+    def __init__(self, books: Books) -> None:
+        self.books = books
+        self.verdict = Verdict()
+        self.charges = _grouped(books.provider.charges, lambda charge: charge.metadata.get("purchase_id", ""))
+        self.given_back = _grouped(books.provider.refunds, lambda refund: refund.metadata.get("refund_id", ""))
+        self.by_charge = _grouped(books.provider.refunds, lambda refund: refund.payment_intent)
+        self.postings = _grouped(books.postings, lambda posting: f"{posting.kind}:{posting.reference}")
+        # The subject of a mail names its event.
+        self.mails = _grouped(books.mails, lambda mail: mail.subject.replace(" ", ":", 1))
+        self.expected: set[tuple[str, str]] = set()
+
+        for line in books.purchases:
+            self._purchase(line)
+        for line in books.refund_requests:
+            self._refund(line)
+        self._strangers()
+        self._sums()
+
+    def _purchase(self, line: Line) -> None:
+        payment = self.books.payments.get(line.id)
+        self._operation(CAPTURE, line.id, None if payment is None else payment.status)
+        if payment is None:
+            return
+        wanted = (line.customer_id, line.amount, line.currency)
+        if payment[:3] != wanted:
+            self.verdict.add("wrong", line.id, f"payment: {payment[:3]}, the file has {wanted}")
+        captured, settled = payment.status == "captured", payment.status in ("captured", "free")
+        self.verdict.completed += settled
+        self.verdict.failed += payment.status in ("failed", "unknown")
+
+        charges = self.charges.get(line.id, [])
+        self._exactly_one(line.id, "charge", charges, wanted=captured, status=payment.status)
+        for charge in charges:
+            amount, currency = charge.amount, charge.currency.upper()
+            if (amount, currency) != (line.amount, line.currency):
+                self.verdict.add("wrong", line.id, f"charge {charge.id}: {amount} {currency}, not {line.amount} {line.currency}")
+        if captured and charges and payment.charge_id not in {charge.id for charge in charges}:
+            self.verdict.add("wrong", line.id, f"payment: names charge {payment.charge_id}, which is not among its charges")
+        given_back = sum(refund.amount for charge in charges for refund in self.by_charge.get(charge.id, []))
+        if given_back > line.amount:
+            self.verdict.add("wrong", line.id, f"refunds: {given_back} given back of {line.amount}")
+        if given_back != payment.refunded:
+            self.verdict.add("wrong", line.id, f"payment: says {payment.refunded} given back, the provider {given_back}")
+        self._posting("capture", line.id, line.amount, wanted=captured, status=payment.status)
+        self._mail(f"payment.captured:{line.id}", wanted=settled, status=payment.status)
+
+    def _refund(self, line: Line) -> None:
+        refund = self.books.refunds.get(line.id)
+        self._operation(REFUND, line.id, None if refund is None else refund.status)
+        if refund is None:
+            return
+        if refund[:2] != (line.purchase_id, line.amount):
+            self.verdict.add("wrong", line.id, f"refund: {refund[:2]}, the file has {(line.purchase_id, line.amount)}")
+        refunded = refund.status == "refunded"
+        self.verdict.refunds += refunded
+
+        payment = self.books.payments.get(line.purchase_id)
+        given_back = self.given_back.get(line.id, [])
+        self._exactly_one(line.id, "refund", given_back, wanted=refunded, status=refund.status)
+        for done in given_back:
+            if done.amount != line.amount:
+                self.verdict.add("wrong", line.id, f"refund {done.id}: {done.amount}, not {line.amount}")
+            if payment is None or done.payment_intent != payment.charge_id:
+                self.verdict.add("wrong", line.id, f"refund {done.id}: of {done.payment_intent}, another payment's charge")
+        if refunded and given_back and refund.provider_refund_id not in {done.id for done in given_back}:
+            self.verdict.add("wrong", line.id, f"refund: names {refund.provider_refund_id}, which the provider does not have")
+        self._posting("refund", line.id, line.amount, wanted=refunded, status=refund.status)
+        self._mail(f"payment.refunded:{line.id}", wanted=refunded, status=refund.status)
+
+    def _operation(self, operation: str, key: str, status: str | None) -> None:
+        self.expected.add((operation, key))
+        record = self.books.records.get((operation, key))
+        found = "missing" if record is None else record.status
+        if found not in ("completed", "failed"):
+            self.verdict.add("lost", key, f"{operation}: the record is {found}")
+        elif status is None:
+            self.verdict.add("lost", key, f"{operation}: the record is {found}, the business row is missing")
+        elif status not in ENDS:
+            self.verdict.add("lost", key, f"{operation}: the record is {found}, the business row still {status}")
+        elif ENDS[status] != found:
+            self.verdict.add("wrong", key, f"{operation}: the record is {found}, the business row {status}")
+
+    def _exactly_one(self, id: str, what: str, found: Sequence[object], *, wanted: bool, status: str) -> None:
+        if wanted and not found:
+            self.verdict.add("lost", id, f"{what}: missing, though {status}")
+        if not wanted and found:
+            self.verdict.add("wrong", id, f"{what}: there is one, though {status}")
+        if len(found) > 1:
+            self.verdict.doubled += len(found) - 1
+            self.verdict.add("doubled", id, f"{what}: {len(found)} times")
+
+    def _posting(self, kind: str, reference: str, amount: int, *, wanted: bool, status: str) -> None:
+        postings = self.postings.get(f"{kind}:{reference}", [])
+        self._exactly_one(reference, f"{kind} posting", postings, wanted=wanted, status=status)
+        if any(posting.amount != amount for posting in postings):
+            self.verdict.add("wrong", reference, f"{kind} posting: not of {amount}")
+
+    def _mail(self, event: str, *, wanted: bool, status: str) -> None:
+        messages = [mail.message_id for mail in self.mails.get(event, [])]
+        distinct = set(messages)
+        self._exactly_one(event, "e-mail", sorted(distinct), wanted=wanted, status=status)
+        self.verdict.repeated += len(messages) - len(distinct)
+        if wanted:
+            notification = self.books.notifications.get(event)
+            self.expected.add((MAIL, event))
+            record = self.books.records.get((MAIL, event))
+            found = "missing" if record is None else record.status
+            if (notification, found) != ("sent", "completed"):
+                self.verdict.add("lost", event, f"notification: {notification or 'missing'}, its record is {found}")
+
+    def _strangers(self) -> None:
+        """What no accepted line accounts for."""
+        purchases = {line.id for line in self.books.purchases}
+        refunds = {line.id for line in self.books.refund_requests}
+        events = {key for operation, key in self.expected if operation == MAIL}
+        for what, found, known in (
+            ("payment", self.books.payments, purchases),
+            ("charge", self.charges, purchases),
+            ("refund row", self.books.refunds, refunds),
+            ("refund", self.given_back, refunds),
+            ("posting", self.postings, {f"capture:{id}" for id in purchases} | {f"refund:{id}" for id in refunds}),
+            ("notification", self.books.notifications, events),
+            ("e-mail", self.mails, events),
+        ):
+            for id in found:
+                if id not in known:
+                    self.verdict.add("wrong", id, f"{what}: nothing accepted accounts for it")
+        for operation, key in self.books.records:
+            if (operation, key) not in self.expected:
+                self.verdict.add("wrong", key, f"{operation}: a record that nothing accepted accounts for")
+
+    def _sums(self) -> None:
+        charges, refunds = self.books.provider
+        self.verdict.charged_cents = sum(charge.amount for charge in charges)
+        self.verdict.refunded_cents = sum(refund.amount for refund in refunds)
+        self.verdict.emails = len({mail.message_id for mail in self.books.mails})
+        for currency, balance in self.books.balances.items():
+            if balance != 0:
+                self.verdict.add("wrong", currency, f"double entry: the accounts sum to {balance}, not 0")
+        posted: Counter[str] = Counter()
+        for posting in self.books.postings:
+            posted[posting.currency] += posting.amount if posting.kind == "capture" else -posting.amount
+        held: Counter[str] = Counter()
+        for charge in charges:
+            held[charge.currency.upper()] += charge.amount
+        for refund in refunds:
+            held[refund.currency.upper()] -= refund.amount
+        for currency in sorted(posted.keys() | held.keys()):
+            if posted[currency] != held[currency]:
+                self.verdict.add("wrong", currency, f"posted {posted[currency]}, the provider holds {held[currency]}")
+
+
+def _grouped(things: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    groups: dict[str, list[T]] = defaultdict(list)
+    for thing in things:
+        groups[name(thing)].append(thing)
+    return dict(groups)

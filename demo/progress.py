@@ -1,0 +1,137 @@
+"""How far it is: counted in the database, shown while it runs, plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from sqlalchemy import Engine, text
+
+from demo.checking import CAPTURE, MAIL, REFUND
+
+# Without a terminal nobody watches: a line now and then is enough.
+PLAIN_SECONDS = 5.0
+
+_COUNT = text("""
+SELECT operation, status IN ('completed', 'failed') AS ended, status = 'completed' AS completed, count(*)
+FROM idempotency.records GROUP BY 1, 2, 3
+""")
+_PENDING = text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
+_OPEN = text("""
+SELECT operation || ' ' || key || ': ' || status FROM idempotency.records WHERE status IN ('started', 'released')
+UNION ALL
+SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || coalesce(last_error, status)
+FROM idempotency.outbox WHERE status = 'pending'
+LIMIT 10
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Operations by kind. `open` counts records that have not ended, whatever their kind."""
+
+    purchases: int = 0
+    refunds: int = 0
+    mails: int = 0
+    completed: int = 0
+    open: int = 0
+    pending: int = 0
+
+    @property
+    def ended(self) -> int:
+        """Purchases and refunds that have come to an end, good or bad."""
+        return self.purchases + self.refunds
+
+    @property
+    def mails_to_send(self) -> int:
+        """Every completed purchase and refund sends one."""
+        return self.completed
+
+
+class Counter:
+    """Counts in the database, and never so often that counting costs more than a twentieth of the time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._next = 0.0
+        self.counts = Counts()
+
+    def look(self) -> Counts:
+        """The latest counts; they are taken anew when it is time."""
+        if (began := time.monotonic()) >= self._next:
+            self.counts = self._count()
+            took = time.monotonic() - began
+            self._next = time.monotonic() + max(0.1, 20 * took)
+        return self.counts
+
+    def open_work(self) -> list[str]:
+        """Up to ten things that have not ended."""
+        with self._engine.connect() as connection:
+            return list(connection.scalars(_OPEN))
+
+    def _count(self) -> Counts:
+        ended = dict.fromkeys((CAPTURE, REFUND, MAIL), 0)
+        completed = still_open = 0
+        with self._engine.connect() as connection:
+            for operation, has_ended, is_completed, number in connection.execute(_COUNT):
+                if has_ended:
+                    ended[operation] += number
+                    completed += number if is_completed and operation != MAIL else 0
+                else:
+                    still_open += number
+            pending = connection.scalar(_PENDING) or 0
+        return Counts(ended[CAPTURE], ended[REFUND], ended[MAIL], completed, still_open, pending)
+
+
+class Display:
+    """Shows accepted and ended operations as bars on a terminal, as lines elsewhere."""
+
+    def __init__(self, console: Console, *, purchases: int, refunds: int) -> None:
+        self._console = console
+        self._total = purchases + refunds
+        self._began = time.monotonic()
+        self._next_line = 0.0
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description:10}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+            totals = {"accepted": self._total, "purchases": purchases, "refunds": refunds, "e-mails": self._total}
+            self._tasks = {name: self._bars.add_task(name, total=total, rate="") for name, total in totals.items()}
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def event(self, text: str) -> None:
+        """Print something that happened."""
+        self._console.print(f"  {text}", highlight=False, markup=False)
+
+    def show(self, counts: Counts, *, accepted: int, refused: int) -> None:
+        """Show how far it is."""
+        rate = counts.ended / max(time.monotonic() - self._began, 0.001)
+        if self._bars is not None:
+            self._bars.update(self._tasks["accepted"], completed=accepted, total=self._total - refused)
+            self._bars.update(self._tasks["purchases"], completed=counts.purchases, rate=f"{rate:.0f} operations/s")
+            self._bars.update(self._tasks["refunds"], completed=counts.refunds)
+            self._bars.update(self._tasks["e-mails"], completed=counts.mails, total=max(counts.mails_to_send, 1))
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + PLAIN_SECONDS
+            self.event(
+                f"accepted {accepted}, ended {counts.purchases} purchases and {counts.refunds} refunds,"
+                f" {counts.mails} e-mails, {rate:.0f} operations/s"
+            )

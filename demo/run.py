@@ -1,0 +1,215 @@
+"""One run from the first server to the verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+from rich.console import Console
+from sqlalchemy import create_engine
+
+import services
+from demo import checking
+from demo.faults import MAIL_FAULTS, PROVIDER_FAULTS, Faults, spelled
+from demo.input import Intake
+from demo.processes import Processes, ProcessError
+from demo.progress import Counter, Counts, Display
+from demo.report import Report, refusals
+from idempotency import schema
+from sandbox import process as sandbox
+from tasks.models import create_tables
+
+# Shorter than in production, so that a killed worker's operations and a lost answer are settled within the run.
+TIMES = {
+    "IDEMPOTENCY_LEASE": "10",
+    "IDEMPOTENCY_HEARTBEAT": "3",
+    "IDEMPOTENCY_SWEEP": "2",
+    "STRIPE_TIMEOUT": "2",
+    # The sandbox finds a charge at once, unlike Stripe.
+    "STRIPE_SEARCH_LAG": "0.2",
+}
+BATCH = 20
+# Accepted and not yet ended: enough to keep the workers busy, few enough that submitting never runs far ahead.
+WINDOW = 500
+# A short file is submitted over the length of the run as well, or its end would be accepted before anything goes wrong.
+WINDOW_SHARE, LEAST_WINDOW = 0.2, 20
+PAUSE = 0.05
+# Longer than any deferral and back-off of the run: after this without any change nothing will come any more.
+STALLED_SECONDS = 90.0
+
+
+class Stalled(RuntimeError):
+    """Something accepted does not come to an end; the message names what is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`copies` is how often each message is sent; `started` is when the run began, in seconds since the epoch."""
+
+    copies: int
+    seed: int
+    workers: int
+    started: float
+
+
+class Stopwatch:
+    """How long each phase took, in seconds."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a block."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = time.monotonic() - began
+
+
+def run(intake: Intake, options: Options, console: Console) -> Report:
+    """Start everything, submit every line, let things go wrong, wait for quiet, compare.
+
+    Raises `ProcessError`, `Stalled` and `services.ServiceError`; the logs are kept then, and the screen says where.
+    """
+    watch = Stopwatch()
+    if os.environ.pop("REDIS_URL", None):
+        console.print("REDIS_URL is set, but this run wipes its Redis: it starts one of its own")
+    with ExitStack() as stack:
+        with watch.phase("servers"):
+            servers = stack.enter_context(services.running())
+        broker = "redis" if urlsplit(servers.broker_url).scheme.startswith("redis") else "rabbitmq"
+        console.print(f"servers: Postgres, Redis, {broker}; faults: {spelled(PROVIDER_FAULTS | MAIL_FAULTS)}")
+        console.print(f"shorter times than in production: {', '.join(f'{k}={v}' for k, v in TIMES.items())}")
+        directory = servers.directory
+        with watch.phase("tables and sandboxes"):
+            seed = str(options.seed)
+            provider = stack.enter_context(
+                sandbox.running(
+                    "provider", directory / "provider", "--seed", seed, "--faults", spelled(PROVIDER_FAULTS)
+                )
+            )
+            mail = stack.enter_context(
+                sandbox.running("mail", directory / "mail", "--seed", seed, "--faults", spelled(MAIL_FAULTS))
+            )
+            # A database of its own: the check accounts for every row in it.
+            database_url = servers.create_database(f"demo_{os.getpid()}")
+            stack.callback(servers.drop_database, f"demo_{os.getpid()}")
+            engine = create_engine(database_url, hide_parameters=True)
+            stack.callback(engine.dispose)
+            schema.migrate(engine)
+            create_tables(engine)
+        metrics = directory / "metrics"
+        metrics.mkdir()
+        environment = {
+            **servers.environment(),
+            **TIMES,
+            "DATABASE_URL": database_url,
+            "STRIPE_API_BASE": provider.url,
+            "SMTP_URL": mail.url,
+            "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+        }
+        processes = Processes(directory, environment)
+        stack.callback(processes.stop)
+        try:
+            with watch.phase("start of the application"):
+                victim, *_ = [processes.start_worker() for _ in range(options.workers)]
+                processes.start_relay()
+                processes.start_beat()
+                os.environ.update(environment)
+                # Only now: importing the tasks reads the addresses from the environment.
+                from demo.submission import Submission
+
+                submission = Submission(engine, intake, copies=options.copies)
+                stack.callback(submission.close)
+            faults = Faults(processes, victim, servers.redis_url)
+            display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
+            work = _Work(intake, submission, Counter(engine), processes, faults, display)
+            with display:
+                with watch.phase("submitting"):
+                    work.submit()
+                with watch.phase("until quiet"):
+                    work.wait_for_quiet()
+            with watch.phase("stop of the application"):
+                processes.stop()
+            with watch.phase("check"):
+                books = checking.read_books(engine, intake, provider.data, mail.data)
+                verdict = checking.check(books)
+                suppressed = _suppressed(metrics)
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt | SystemExit):
+                console.print(f"logs: {processes.keep_logs()}", highlight=False)
+            raise
+        report = Report(
+            purchases=intake.purchases,
+            refunds_requested=intake.refunds,
+            verdict=verdict,
+            duplicates_suppressed=suppressed,
+            broker=broker,
+            started=options.started,
+            refused=refusals(intake, books),
+            events=faults.events,
+            missing_steps=faults.missing,
+            phases=watch.phases,
+        )
+        if not report.agrees:
+            console.print(f"logs: {processes.keep_logs()}", highlight=False)
+        return report
+
+
+class _Work:
+    """Submits as fast as operations end, and takes the faults when they are due."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        submission: Submission,
+        counter: Counter,
+        processes: Processes,
+        faults: Faults,
+        display: Display,
+    ) -> None:
+        self._intake = intake
+        self._submission = submission
+        self._counter = counter
+        self._processes = processes
+        self._faults = faults
+        self._display = display
+        self._lines = intake.purchases + intake.refunds
+        self._window = max(LEAST_WINDOW, min(WINDOW, int(WINDOW_SHARE * self._lines)))
+        self._changed: tuple[Counts, float] = (Counts(), time.monotonic())
+
+    def submit(self) -> None:
+        """Submit every line, with at most a window of operations and e-mails under way."""
+        for batch in self._intake.batches(min(BATCH, self._window // 2)):
+            self._submission.submit(batch)
+            while self._under_way(self._look()) > self._window - BATCH // 2:
+                time.sleep(PAUSE)
+
+    def wait_for_quiet(self) -> None:
+        """Wait until every operation has ended, every message has left the outbox, and the queues are empty."""
+        quiet = 0
+        while quiet < 2:
+            counts = self._look()
+            done = not (self._under_way(counts) or counts.open or counts.pending or self._faults.missing)
+            # Twice, because a message between the queue and a worker is in neither.
+            quiet = quiet + 1 if done and not self._submission.messages_waiting() else 0
+            time.sleep(PAUSE * 4)
+
+    def _look(self) -> Counts:
+        counts = self._counter.look()
+        total = self._lines - self._intake_refused()
+        for event in self._faults.take(counts.ended, total):
+            self._display.event(event)
+        self._processes.check()
+        self._display.show(counts, accepted=self._submission.accepted, refused=self._intake_refused())
+        self._check_for_stall(counts)
+        return counts

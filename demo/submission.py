@@ -1,0 +1,78 @@
+"""Submitting: the business row and its message in one commit, then the same message again as plain duplicates.
+
+Importing this reads the environment (celeryconfig), so the servers' addresses must be in it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session
+
+from demo.input import Intake, Line
+from idempotency import Handle
+from tasks import app
+from tasks.payments import capture_payment, submit_payment
+from tasks.refunds import refund_payment, submit_refund
+
+QUEUES = ("payments", "refunds", "notifications")
+
+
+class Submission:
+    """Submits lines and counts them. `copies` is how often each message is sent in all, at least 1."""
+
+    def __init__(self, engine: Engine, intake: Intake, *, copies: int) -> None:
+        self._engine = engine
+        self._intake = intake
+        self._duplicates = copies - 1
+        self._open = ExitStack()
+        self._producer: Any = self._open.enter_context(app.producer_or_acquire())
+        self.accepted = 0
+        self.refused = 0
+
+    def submit(self, batch: Sequence[Line]) -> None:
+        """Accept a batch in one commit; a line that is refused is noted with its reason, and the others go on."""
+        accepted: list[tuple[Line, Handle]] = []
+        with Session(self._engine) as session, session.begin():
+            for line in batch:
+                try:
+                    accepted.append((line, _submit(session, line)))
+                except ValueError as error:
+                    self._intake.refuse(line, str(error))
+        self.accepted += len(accepted)
+        self.refused += len(batch) - len(accepted)
+        for line, handle in accepted:
+            task, argument = (
+                (capture_payment, "payment_id") if line.kind == "purchase" else (refund_payment, "refund_id")
+            )
+            for _ in range(self._duplicates):
+                task.apply_async(kwargs={argument: line.id}, task_id=handle.task_id, producer=self._producer)
+
+    def messages_waiting(self) -> int:
+        """How many messages lie in the broker's queues, not yet handed to a worker."""
+        waiting = 0
+        with app.connection_for_read() as connection, connection.channel() as channel:
+            for name in QUEUES:
+                try:
+                    waiting += app.amqp.queues[name](channel).queue_declare(passive=True).message_count
+                except connection.channel_errors:
+                    # Redis keeps no empty queue, and says so in this way.
+                    continue
+        return waiting
+
+    def close(self) -> None:
+        """Return the connection to the broker."""
+        self._open.close()
+
+
+def _submit(session: Session, line: Line) -> Handle:
+    if line.kind == "purchase":
+        return submit_payment(
+            session, payment_id=line.id, customer_id=line.customer_id, amount=line.amount, currency=line.currency
+        )
+    return submit_refund(
+        session, refund_id=line.id, payment_id=line.purchase_id, amount=line.amount, reason=line.reason
+    )
