@@ -130,7 +130,9 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
             },
             refunds={
                 id: Refund(*values)
-                for id, *values in rows("SELECT id, payment_id, amount, status, provider_refund_id, failure FROM refunds")
+                for id, *values in rows(
+                    "SELECT id, payment_id, amount, status, provider_refund_id, failure FROM refunds"
+                )
             },
             postings=[Posting(*row) for row in rows("SELECT kind, reference, amount, currency FROM ledger")],
             balances={
@@ -140,7 +142,9 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
             notifications=dict(tuple(row) for row in rows("SELECT event, status FROM notifications")),
             records={
                 (operation, key): Record(status, error)
-                for operation, key, status, error in rows("SELECT operation, key, status, error FROM idempotency.records")
+                for operation, key, status, error in rows(
+                    "SELECT operation, key, status, error FROM idempotency.records"
+                )
             },
             provider=ledger.read(provider),
             mails=ledger.read_mail(mail),
@@ -188,14 +192,20 @@ class _Check:
         for charge in charges:
             amount, currency = charge.amount, charge.currency.upper()
             if (amount, currency) != (line.amount, line.currency):
-                self.verdict.add("wrong", line.id, f"charge {charge.id}: {amount} {currency}, not {line.amount} {line.currency}")
+                self.verdict.add(
+                    "wrong", line.id, f"charge {charge.id}: {amount} {currency}, not {line.amount} {line.currency}"
+                )
         if captured and charges and payment.charge_id not in {charge.id for charge in charges}:
-            self.verdict.add("wrong", line.id, f"payment: names charge {payment.charge_id}, which is not among its charges")
+            self.verdict.add(
+                "wrong", line.id, f"payment: names charge {payment.charge_id}, which is not among its charges"
+            )
         given_back = sum(refund.amount for charge in charges for refund in self.by_charge.get(charge.id, []))
         if given_back > line.amount:
             self.verdict.add("wrong", line.id, f"refunds: {given_back} given back of {line.amount}")
         if given_back != payment.refunded:
-            self.verdict.add("wrong", line.id, f"payment: says {payment.refunded} given back, the provider {given_back}")
+            self.verdict.add(
+                "wrong", line.id, f"payment: says {payment.refunded} given back, the provider {given_back}"
+            )
         self._posting("capture", line.id, line.amount, wanted=captured, status=payment.status)
         self._mail(f"payment.captured:{line.id}", wanted=settled, status=payment.status)
 
@@ -216,9 +226,13 @@ class _Check:
             if done.amount != line.amount:
                 self.verdict.add("wrong", line.id, f"refund {done.id}: {done.amount}, not {line.amount}")
             if payment is None or done.payment_intent != payment.charge_id:
-                self.verdict.add("wrong", line.id, f"refund {done.id}: of {done.payment_intent}, another payment's charge")
+                self.verdict.add(
+                    "wrong", line.id, f"refund {done.id}: of {done.payment_intent}, another payment's charge"
+                )
         if refunded and given_back and refund.provider_refund_id not in {done.id for done in given_back}:
-            self.verdict.add("wrong", line.id, f"refund: names {refund.provider_refund_id}, which the provider does not have")
+            self.verdict.add(
+                "wrong", line.id, f"refund: names {refund.provider_refund_id}, which the provider does not have"
+            )
         self._posting("refund", line.id, line.amount, wanted=refunded, status=refund.status)
         self._mail(f"payment.refunded:{line.id}", wanted=refunded, status=refund.status)
 

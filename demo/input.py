@@ -73,6 +73,7 @@ class Intake:
     def __init__(self, purchases: Path, refunds: Path, *, seed: int) -> None:
         self._files = {"purchase": purchases.name, "refund": refunds.name}
         self._seed = seed
+        self.refused_lines = 0
         # Without a name it is a temporary file of SQLite's own, gone with the connection.
         self._db = sqlite3.connect("", isolation_level=None)
         self._db.executescript(_SCHEMA)
@@ -92,6 +93,7 @@ class Intake:
     def refuse(self, line: Line, reason: str) -> None:
         """Note that a line was not accepted."""
         self._db.execute("UPDATE lines SET refused = ? WHERE seq = ?", (reason, line.seq))
+        self.refused_lines += 1
 
     def accepted(self, kind: Kind) -> Iterator[Line]:
         """The lines that were not refused."""
@@ -129,6 +131,7 @@ class Intake:
                 self._after(purchase_id) if kind == "refund" else None,
             ),
         )
+        self.refused_lines += refused is not None
         return 1
 
     def _after(self, purchase_id: str) -> float:
@@ -179,7 +182,9 @@ def _row(number: int, text: str, header: list[str]) -> _Row:
 
 
 def _not_an_integer(text: str) -> str | None:
-    return None if _INTEGER.fullmatch(text) else f"amount_cents: must be an integer in the minor unit, got {text[:40]!r}"
+    return (
+        None if _INTEGER.fullmatch(text) else f"amount_cents: must be an integer in the minor unit, got {text[:40]!r}"
+    )
 
 
 def _not_a_sentence(text: str) -> str | None:

@@ -32,7 +32,10 @@ LIMIT 10
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Operations by kind. `open` counts records that have not ended, whatever their kind."""
+    """What has ended, by kind; `completed` are purchases and refunds, each of which sends an e-mail.
+
+    `open` counts records that have not ended, whatever their kind, and `pending` messages still in the outbox.
+    """
 
     purchases: int = 0
     refunds: int = 0
@@ -45,11 +48,6 @@ class Counts:
     def ended(self) -> int:
         """Purchases and refunds that have come to an end, good or bad."""
         return self.purchases + self.refunds
-
-    @property
-    def mails_to_send(self) -> int:
-        """Every completed purchase and refund sends one."""
-        return self.completed
 
 
 class Counter:
@@ -113,7 +111,9 @@ class Display:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bars is not None:
             self._bars.stop()
 
@@ -128,7 +128,7 @@ class Display:
             self._bars.update(self._tasks["accepted"], completed=accepted, total=self._total - refused)
             self._bars.update(self._tasks["purchases"], completed=counts.purchases, rate=f"{rate:.0f} operations/s")
             self._bars.update(self._tasks["refunds"], completed=counts.refunds)
-            self._bars.update(self._tasks["e-mails"], completed=counts.mails, total=max(counts.mails_to_send, 1))
+            self._bars.update(self._tasks["e-mails"], completed=counts.mails, total=max(counts.completed, 1))
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_SECONDS
             self.event(

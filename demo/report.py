@@ -39,7 +39,7 @@ class Report:
     @property
     def failed(self) -> int:
         """Purchases refused on their way in, declined, or ended as failed."""
-        return self.verdict.failed + sum(entry["kind"] == "purchase" and entry["stage"] == "input" for entry in self.refused)
+        return self.verdict.failed + sum(entry["kind"] == "purchase" for entry in self._refused_at_input())
 
     @property
     def agrees(self) -> bool:
@@ -124,7 +124,9 @@ class Report:
         ):
             table.add_row(name, f"{count:,}", "" if cents is None else f"{cents:,}")
         console.print(table)
-        _some(console, "refused", [f"{e['file']}:{e['line']} {e['id']}: {e['reason']}" for e in self._refused_at_input()])
+        _some(
+            console, "refused", [f"{e['file']}:{e['line']} {e['id']}: {e['reason']}" for e in self._refused_at_input()]
+        )
         _some(console, "discrepancies", [_text(found) for found in verdict.discrepancies])
         _some(console, "faults that did not take place", self.missing_steps)
         took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
@@ -19,12 +20,15 @@ import services
 from demo import checking
 from demo.faults import MAIL_FAULTS, PROVIDER_FAULTS, Faults, spelled
 from demo.input import Intake
-from demo.processes import Processes, ProcessError
+from demo.processes import Processes
 from demo.progress import Counter, Counts, Display
 from demo.report import Report, refusals
 from idempotency import schema
 from sandbox import process as sandbox
 from tasks.models import create_tables
+
+if TYPE_CHECKING:
+    from demo.submission import Submission
 
 # Shorter than in production, so that a killed worker's operations and a lost answer are settled within the run.
 TIMES = {
@@ -185,7 +189,7 @@ class _Work:
         self._display = display
         self._lines = intake.purchases + intake.refunds
         self._window = max(LEAST_WINDOW, min(WINDOW, int(WINDOW_SHARE * self._lines)))
-        self._changed: tuple[Counts, float] = (Counts(), time.monotonic())
+        self._last, self._changed_at = Counts(), time.monotonic()
 
     def submit(self) -> None:
         """Submit every line, with at most a window of operations and e-mails under way."""
@@ -199,17 +203,35 @@ class _Work:
         quiet = 0
         while quiet < 2:
             counts = self._look()
-            done = not (self._under_way(counts) or counts.open or counts.pending or self._faults.missing)
+            done = not (self._under_way(counts) or counts.open or counts.pending)
             # Twice, because a message between the queue and a worker is in neither.
             quiet = quiet + 1 if done and not self._submission.messages_waiting() else 0
-            time.sleep(PAUSE * 4)
+            time.sleep(4 * PAUSE)
 
     def _look(self) -> Counts:
         counts = self._counter.look()
-        total = self._lines - self._intake_refused()
-        for event in self._faults.take(counts.ended, total):
+        accepted, refused = self._submission.accepted, self._intake.refused_lines
+        for event in self._faults.take(counts.ended, self._lines - refused):
             self._display.event(event)
         self._processes.check()
-        self._display.show(counts, accepted=self._submission.accepted, refused=self._intake_refused())
-        self._check_for_stall(counts)
+        self._display.show(counts, accepted=accepted, refused=refused)
+        if counts != self._last:
+            self._last, self._changed_at = counts, time.monotonic()
+        elif time.monotonic() - self._changed_at > STALLED_SECONDS:
+            still_open = self._counter.open_work() or [f"{self._submission.messages_waiting()} messages in the queues"]
+            raise Stalled(f"no change for {STALLED_SECONDS:.0f} s; still open:\n  " + "\n  ".join(still_open))
         return counts
+
+    def _under_way(self, counts: Counts) -> int:
+        """Accepted operations that have not ended, and e-mails of ended ones that have not been sent."""
+        return self._submission.accepted - counts.ended + counts.completed - counts.mails
+
+
+def _suppressed(directory: Path) -> int:
+    """How many deliveries were recognised as duplicates, over all workers, killed ones included."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(directory))  # type: ignore[no-untyped-call]
+    names = ("idempotency_duplicates_total", "idempotency_busy_total")
+    samples = (sample for metric in registry.collect() for sample in metric.samples)
+    total: float = sum(sample.value for sample in samples if sample.name in names)
+    return int(total)

@@ -31,7 +31,6 @@ class Submission:
         self._open = ExitStack()
         self._producer: Any = self._open.enter_context(app.producer_or_acquire())
         self.accepted = 0
-        self.refused = 0
 
     def submit(self, batch: Sequence[Line]) -> None:
         """Accept a batch in one commit; a line that is refused is noted with its reason, and the others go on."""
@@ -43,7 +42,6 @@ class Submission:
                 except ValueError as error:
                     self._intake.refuse(line, str(error))
         self.accepted += len(accepted)
-        self.refused += len(batch) - len(accepted)
         for line, handle in accepted:
             task, argument = (
                 (capture_payment, "payment_id") if line.kind == "purchase" else (refund_payment, "refund_id")

@@ -25,8 +25,9 @@ def launch(
     A session of its own keeps Ctrl-C at the terminal from reaching it before its owner has finished with it.
     """
     record.unlink(missing_ok=True)
+    record.touch()
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return os.posix_spawn(
+    pid = os.posix_spawn(
         "/bin/sh",
         ("sh", "-c", _LAUNCH, "sh", record, directory, *command),
         environment,
@@ -37,6 +38,11 @@ def launch(
         ],
         setsid=True,
     )
+    # Until the line is there the process could not be found; it is written in one piece.
+    deadline = time.monotonic() + 10
+    while record.stat().st_size == 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return pid
 
 
 def find(record: Path) -> psutil.Process | None:

@@ -145,10 +145,6 @@ class Server(ABC):
 
     def _spawn(self, command: Sequence[str | Path], record: Path) -> None:
         process.launch(command, record=record, log=self.log, directory=self.directory, environment=self._environment())
-        # The record appears when the shell has started; without it the process could not be found.
-        deadline = time.monotonic() + 10
-        while not record.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
 
     def _process(self) -> psutil.Process:
         found = process.find(self._record)

@@ -49,13 +49,14 @@ class Mailer:
         self._host = host
         self._port = port
         self._sender = sender
+        self._domain = sender.rpartition("@")[2]
         self._timeout = timeout
         self._connection = _Connection()
 
     def message_id(self, idempotency_key: str) -> str:
         """Name the message sent under this key, the same in every attempt."""
         digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
-        return f"<{digest[:40]}@{self._sender.rpartition('@')[2]}>"
+        return f"<{digest[:40]}@{self._domain}>"
 
     def send(self, recipient: str, subject: str, body: str, *, idempotency_key: str) -> dict[str, Any]:
         """Send one e-mail and return its `message_id`.
@@ -94,7 +95,8 @@ class Mailer:
             return kept
         self.close()
         try:
-            smtp = smtplib.SMTP(self._host, self._port, timeout=self._timeout)
+            # Named after the sender: left to itself, smtplib asks DNS for this machine's name at each connection.
+            smtp = smtplib.SMTP(self._host, self._port, local_hostname=self._domain, timeout=self._timeout)
             self._connection.smtp, self._connection.pid = smtp, os.getpid()
             smtp.ehlo_or_helo_if_needed()
         except smtplib.SMTPResponseException as error:

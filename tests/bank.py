@@ -99,6 +99,14 @@ def slow_deposit(self: IdempotentTask, account: str, seconds: float) -> str:
     return account
 
 
+@app.task(base=IdempotentTask, bind=True, key="{account}", on_busy="wait")
+def waited_deposit(self: IdempotentTask, account: str) -> str:
+    """Its duplicates wait for the result."""
+    crashing.reach("working")
+    self.session.execute(INSERT, {"account": account, "amount": 1})
+    return account
+
+
 @app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure, max_attempts=3)
 def failing(self: IdempotentTask, account: str, how: str) -> None:
     """Writes a row and fails in the way it is told."""

@@ -13,6 +13,9 @@ from tests import bank
 from tests.proxy import Proxy
 from tests.services.test_core import ROW, make_task
 
+# as psycopg sends it; "BEGIN ISOLATION LEVEL READ COMMITTED" is something else
+COMMIT = b"\x0bCOMMIT\x00"
+
 
 @pytest.fixture
 def proxy(database, environment) -> Iterator[Proxy]:
@@ -33,7 +36,7 @@ def app(proxy, environment, deliveries):
 
 def test_a_lost_reply_to_the_finishing_commit_runs_nothing_twice(proxy, deliveries, entries, record):
     deliveries.deliver(bank.deposit, "warm-up")
-    proxy.cut_reply_to(b"COMMIT")
+    proxy.cut_reply_to(COMMIT)
     outcome = deliveries.deliver(bank.deposit, "a", 5)
 
     assert proxy.cuts == 1
@@ -60,7 +63,7 @@ def test_a_lost_reply_to_a_steps_commit_does_the_step_once(proxy, deliveries, en
 
     task = make_task(app, body)
     deliveries.deliver(bank.deposit, "warm-up")
-    proxy.cut_reply_to(b"COMMIT")
+    proxy.cut_reply_to(COMMIT)
     outcome = deliveries.deliver(task, key="k")
 
     assert proxy.cuts == 1
@@ -86,7 +89,7 @@ def test_a_lost_reply_to_the_finish_of_a_body_without_a_session_is_resolved(prox
 
 def test_a_lost_reply_to_the_failing_commit_leaves_one_dead_letter(proxy, deliveries, record, engine):
     deliveries.deliver(bank.deposit, "warm-up")
-    proxy.cut_reply_to(b"COMMIT")
+    proxy.cut_reply_to(COMMIT)
     outcome = deliveries.deliver(bank.failing, "a", "permanent")
 
     assert proxy.cuts == 1

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from idempotency import (
     DidNotHappen,
@@ -25,6 +26,16 @@ from tests import bank as app_module
 from tests.services.test_core import ROW, age, make_task
 
 KEY = OperationId("default", "t", "k")
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Entry(Base):
+    __tablename__ = "entries"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    account: Mapped[str]
 
 
 def test_a_recorded_effect_is_not_called_again(bank, deliveries, outside, record, engine):
@@ -183,16 +194,6 @@ def test_an_effect_after_rollback_is_accepted(bank, deliveries, outside):
 
 
 def test_an_effect_with_pending_objects_in_the_session_is_refused(bank, deliveries, outside):
-    from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-
-    class Base(DeclarativeBase):
-        pass
-
-    class Entry(Base):
-        __tablename__ = "entries"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        account: Mapped[str]
-
     def body(self):
         self.session.add(Entry(account="row"))
         self.effect("call", app_module.call, outside.url)

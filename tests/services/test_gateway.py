@@ -49,7 +49,7 @@ def sandbox(shared: Sandbox) -> Iterator[Sandbox]:
 
 @pytest.fixture
 def gateway(sandbox: Sandbox) -> Iterator[StripeGateway]:
-    gateway = StripeGateway(KEY, url=sandbox.url, read_timeout=2)
+    gateway = StripeGateway(KEY, url=sandbox.url, read_timeout=10)
     yield gateway
     gateway.close()
 
@@ -477,7 +477,7 @@ def test_a_failure_reported_late_does_not_hide_behind_the_open_circuit() -> None
     started, finish = threading.Barrier(2), threading.Event()
 
     def late() -> None:
-        started.wait(10)
+        started.wait(60)
         finish.wait(10)
         raise Unavailable(1, "late")
 
@@ -486,7 +486,7 @@ def test_a_failure_reported_late_does_not_hide_behind_the_open_circuit() -> None
 
     with ThreadPoolExecutor(1) as thread:
         second = thread.submit(circuit.call, late)
-        started.wait(10)
+        started.wait(60)
         with pytest.raises(Unavailable, match="first"):
             circuit.call(fail)
         finish.set()
@@ -498,7 +498,7 @@ def test_a_failure_reported_late_does_not_hide_behind_the_open_circuit() -> None
 
 
 def _charge_in_child(gateway: StripeGateway, purchase: dict[str, Any], key: str, start: Any) -> None:
-    start.wait(10)
+    start.wait(60)
     result = gateway.capture(**purchase, idempotency_key=key)
     os._exit(0 if result["amount"] == purchase["amount"] else 1)
 
@@ -518,7 +518,7 @@ def test_children_of_a_fork_share_no_connection_with_each_other_or_their_parent(
     for child in children:
         child.start()
     for child in children:
-        child.join(20)
+        child.join(60)
     assert [child.exitcode for child in children] == [0] * 4
     assert gateway.capture(**purchase, idempotency_key=key)["amount"] == 1250
     assert sorted(charge.amount for charge in charges(sandbox, purchase)) == [1, 2, 3, 4, 1250]

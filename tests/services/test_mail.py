@@ -33,7 +33,7 @@ def mailer(sandbox: Sandbox) -> Iterator[Mailer]:
 
 
 def mailer_for(sandbox: Sandbox) -> Mailer:
-    return Mailer("127.0.0.1", sandbox.port, sender=SENDER, timeout=5)
+    return Mailer("127.0.0.1", sandbox.port, sender=SENDER, timeout=30)
 
 
 def test_an_accepted_message_is_in_the_ledger(sandbox: Sandbox, mailer: Mailer) -> None:
@@ -121,7 +121,7 @@ def test_a_server_that_takes_no_connections_is_deferred_whatever_its_code(greeti
 
         thread = threading.Thread(target=greet)
         thread.start()
-        mailer = Mailer("127.0.0.1", rude.getsockname()[1], sender=SENDER, timeout=5)
+        mailer = Mailer("127.0.0.1", rude.getsockname()[1], sender=SENDER, timeout=30)
         with pytest.raises(Defer, match=greeting[:3].decode()):
             mailer.send("a@shop.example", "s", "b", idempotency_key="k")
         thread.join()
@@ -155,7 +155,7 @@ def test_threads_and_forked_children_use_connections_of_their_own(sandbox: Sandb
     for child in children:
         child.start()
     for child in children:
-        child.join(20)
+        child.join(60)
     assert [child.exitcode for child in children] == [0] * 3
     mailer.send("a@shop.example", "parent", "b", idempotency_key="k-2")
     subjects = [message.subject for message in ledger.read_mail(sandbox.data)]
@@ -163,7 +163,7 @@ def test_threads_and_forked_children_use_connections_of_their_own(sandbox: Sandb
 
 
 def _send_in_child(mailer: Mailer, number: int, start: Any) -> None:
-    start.wait(10)
+    start.wait(60)
     for message in range(10):
         mailer.send("a@shop.example", "child", "b", idempotency_key=f"c-{number}-{message}")
     os._exit(0)

@@ -43,7 +43,7 @@ def purchase() -> str:
     return f"purchase-{uuid.uuid4().hex}"
 
 
-def client(sandbox: Sandbox, *, key: str = KEY, timeout: float = 5) -> stripe.StripeClient:
+def client(sandbox: Sandbox, *, key: str = KEY, timeout: float = 30) -> stripe.StripeClient:
     return stripe.StripeClient(
         key,
         base_addresses={"api": sandbox.url},
@@ -64,7 +64,7 @@ def params(purchase: str, amount: int = 1250, **more: Any) -> Any:
 
 
 def pay(
-    sandbox: Sandbox, purchase: str, key: str | None = None, *, timeout: float = 5, **more: Any
+    sandbox: Sandbox, purchase: str, key: str | None = None, *, timeout: float = 30, **more: Any
 ) -> stripe.PaymentIntent:
     intents = client(sandbox, timeout=timeout).v1.payment_intents
     return intents.create(params(purchase, **more), {"idempotency_key": key or purchase})

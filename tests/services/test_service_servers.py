@@ -16,6 +16,7 @@ import psutil
 import psycopg
 import pytest
 from redis import Redis as RedisClient
+from redis.exceptions import AuthenticationError
 
 import services
 from services import packages
@@ -111,9 +112,9 @@ def test_postgres_and_redis_refuse_a_wrong_password(light: services.Services) ->
     wrong_database = light.database_url.replace(light.postgres.password, "wrong")
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         query(wrong_database, "SELECT 1")
-    with RedisClient(host="127.0.0.1", port=light.redis.port, password="wrong") as client:
-        with pytest.raises(Exception, match="invalid username-password"):
-            client.ping()
+    client = RedisClient(host="127.0.0.1", port=light.redis.port, password="wrong", retry=None)
+    with client, pytest.raises(AuthenticationError):
+        client.ping()
 
 
 def test_postgres_keeps_its_port_and_what_was_committed_across_a_kill(light: services.Services) -> None:
@@ -169,7 +170,10 @@ def test_a_paused_server_is_silent_until_it_is_resumed(name: str) -> None:
         server = s.servers[name]
         server.pause()
         stopped = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        assert becomes_true(lambda: {process.status() for process in stopped} == {psutil.STATUS_STOPPED})
+        # A session that has just ended stays a zombie for as long as its stopped parent cannot notice.
+        quiet = {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+        assert becomes_true(lambda: {process.status() for process in stopped} <= quiet)
+        assert stopped[0].status() == psutil.STATUS_STOPPED
         assert server.running
         if name != "rabbitmq":  # its check waits half a minute for an answer
             assert not server.answers()

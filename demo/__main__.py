@@ -1,0 +1,90 @@
+"""`python -m demo`: every purchase and refund of two files, duplicates, a killed worker, a wiped Redis, and the check.
+
+Exit status 0 only if every ledger agrees and every fault took place; 1 otherwise; 2 for a bad file or option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from demo.input import InputError, Intake
+from demo.processes import ProcessError
+from demo.run import Options, Stalled, run
+from services import ServiceError
+
+DATA = Path(__file__).parent / "data"
+MAX_COPIES, MAX_WORKERS = 100, 32
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"demo: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo and return the exit status."""
+    began = time.time()
+    given = _parser().parse_args(arguments)
+    # Programs read stdout; people read along on stderr.
+    console = Console(stderr=given.json, soft_wrap=True)
+    # However this process is asked to end, everything it started ends with it.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        intake = Intake(given.purchases, given.refunds, seed=given.seed)
+        options = Options(given.copies, given.seed, given.workers, given.started or began)
+        report = run(intake, options, console)
+        if given.report is not None:
+            given.report.write_text(report.as_json() + "\n")
+    except InputError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    except (ProcessError, ServiceError, Stalled) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; everything it started has been stopped", file=sys.stderr)
+        return 130
+    report.show(console)
+    if given.json:
+        print(report.as_json())
+    console.print(report.line, highlight=False)
+    return 0 if report.agrees else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--purchases", type=Path, default=DATA / "purchases.csv", metavar="FILE")
+    parser.add_argument("--refunds", type=Path, default=DATA / "refunds.csv", metavar="FILE")
+    parser.add_argument("--copies", type=_at_most(MAX_COPIES), default=2, help="how often each message is sent")
+    parser.add_argument("--seed", type=int, default=1, help="decides the faults, and where the refunds go")
+    parser.add_argument("--workers", type=_at_most(MAX_WORKERS), default=2)
+    parser.add_argument("--started", type=float, metavar="EPOCH", help="when the run began; default: now")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the whole report as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, and all else on stderr")
+    return parser
+
+
+def _at_most(most: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+        if not 1 <= number <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {most}, got {text[:20]!r}")
+        return number
+
+    return whole_number
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

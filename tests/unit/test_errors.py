@@ -1,0 +1,68 @@
+"""Every error survives what Celery does to it: taken apart as (type, args), and pickled."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+from celery.utils.serialization import get_pickleable_exception
+
+from idempotency import errors
+
+ALL = sorted(
+    (value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)),
+    key=lambda value: value.__name__,
+)
+ARGUMENTS = {errors.Defer: (1.5, "rate limited"), errors.OperationFailed: ("card declined", "card_declined")}
+
+
+def example(kind: type[Exception]) -> Exception:
+    return kind(*ARGUMENTS.get(kind, ("what went wrong",)))
+
+
+def state(error: Exception) -> tuple[object, ...]:
+    return type(error), str(error), error.args, vars(error)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_is_rebuilt_from_its_type_and_arguments(kind: type[Exception]) -> None:
+    error = example(kind)
+    assert state(type(error)(*error.args)) == state(error)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_survives_pickling(kind: type[Exception]) -> None:
+    error = example(kind)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert state(pickle.loads(pickle.dumps(error, protocol))) == state(error)
+    assert get_pickleable_exception(error) is error
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_reads_as_its_message(kind: type[Exception]) -> None:
+    assert str(example(kind)) in {"what went wrong", "rate limited", "card declined"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if issubclass(kind, errors.PermanentError)])
+def test_a_permanent_error_has_a_code_that_may_be_given(kind: type[errors.PermanentError]) -> None:
+    assert kind("no").code == kind.default_code == re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    given = kind("no", "card_declined")
+    assert given.code == "card_declined"
+    assert state(type(given)(*given.args)) == state(given)
+
+
+def test_the_tree_in_the_documentation_is_the_real_one() -> None:
+    drawn: dict[str, str | None] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        branch = re.match(r"    ((?:│   |    )*)[├└]── (\w+)", line)
+        if branch is not None:
+            depth = len(branch[1]) // 4 + 1
+            path = [*path[:depth], branch[2]]
+            drawn[branch[2]] = path[depth - 1]
+        elif line.strip() == "IdempotencyError":
+            path = ["IdempotencyError"]
+            drawn["IdempotencyError"] = "Exception"
+    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in ALL}
+    assert all(len(kind.__bases__) == 1 for kind in ALL)

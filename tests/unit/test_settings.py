@@ -1,0 +1,178 @@
+"""The settings: their defaults, and the combinations that cannot keep the promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from idempotency.errors import SettingsError
+from idempotency.settings import Settings, from_app
+
+HOUR = 3600.0
+PASSWORD = "s3cret-Pa55"
+URLS = {
+    "database_url": f"postgresql+psycopg://app:{PASSWORD}@db.example:5432/app",
+    "redis_url": f"redis://:{PASSWORD}@redis.example:6379/0",
+}
+
+
+def settings(**given: Any) -> Settings:
+    app = Celery("settings", set_as_current=False)
+    app.conf.update({f"idempotency_{name}": value for name, value in (URLS | given).items()})
+    return from_app(app)
+
+
+def refusal(**given: Any) -> str:
+    with pytest.raises(SettingsError) as refused:
+        settings(**given)
+    return str(refused.value)
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    defaults = settings()
+    assert (defaults.lease, defaults.heartbeat) == (60, 20)
+    assert (defaults.sweep, defaults.wait) == (15, 30)
+    assert defaults.max_attempts == 5
+    assert (defaults.retry_base, defaults.retry_cap) == (1, 300)
+    assert defaults.retention_completed == 72 * HOUR
+    assert defaults.retention_failed == 30 * 24 * HOUR
+    assert defaults.redelivery_horizon == 24 * HOUR
+    assert defaults.defer_budget < defaults.provider_key_retention == 24 * HOUR
+    assert defaults.max_run is None
+    assert defaults.longest_run == 10 * defaults.lease
+    assert defaults.tenant == "default"
+
+
+def test_only_the_database_has_to_be_named() -> None:
+    app = Celery("settings", set_as_current=False)
+    with pytest.raises(SettingsError, match=r"^idempotency_database_url: Field required$"):
+        from_app(app)
+    app.conf.idempotency_database_url = URLS["database_url"]
+    assert from_app(app).redis_url is None
+
+
+# The twin that is accepted, the one that is refused, and the two values that the refusal names.
+CROSS_CHECKS = [
+    ({"heartbeat": 29.9, "lease": 60}, {"heartbeat": 30, "lease": 60}, ("heartbeat=30", "lease=60")),
+    ({"retry_base": 300, "retry_cap": 300}, {"retry_base": 301, "retry_cap": 300}, ("retry_base", "301", "300")),
+    (
+        {"retention_completed": 48 * HOUR, "redelivery_horizon": 48 * HOUR},
+        {"retention_completed": 47 * HOUR, "redelivery_horizon": 48 * HOUR},
+        ("retention_completed=169200", "redelivery_horizon=172800"),
+    ),
+    (
+        {"retention_failed": 24 * HOUR},
+        {"retention_failed": 24 * HOUR - 1},
+        ("retention_failed=86399", "redelivery_horizon=86400"),
+    ),
+    (
+        {"defer_budget": 24 * HOUR - 1},
+        {"defer_budget": 24 * HOUR},
+        ("defer_budget=86400", "provider_key_retention=86400"),
+    ),
+    ({"max_run": 60, "lease": 60}, {"max_run": 59, "lease": 60}, ("max_run=59", "lease=60")),
+]
+
+
+@pytest.mark.parametrize(("accepted", "refused", "named"), CROSS_CHECKS)
+def test_settings_that_cannot_hold_together_are_refused_with_both_values(
+    accepted: dict[str, Any], refused: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    assert settings(**accepted)
+    message = refusal(**refused)
+    assert "\n" not in message
+    for part in named:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "accepted"),
+    [
+        ("lease", 0, 45),
+        ("lease", -1, 45),
+        ("lease", "soon", "45"),
+        ("lease", float("nan"), 45),
+        ("heartbeat", 0, 0.1),
+        ("max_run", 0, 600),
+        ("sweep", 0, 1),
+        ("wait", -0.1, 0),
+        ("max_attempts", 0, 1),
+        ("max_attempts", 2.5, 2),
+        ("retry_base", -1, 0),
+        ("retry_cap", -1, 1),
+        ("defer_budget", 0, 1),
+        ("retention_completed", 0, 72 * HOUR),
+        ("retention_failed", None, 72 * HOUR),
+        ("result_limit", 0, 1),
+        ("arguments_limit", 0, 1),
+        ("redis_timeout", 0, 0.05),
+        ("redis_pause", -1, 0),
+        ("pool_size", 0, 1),
+        ("tenant", "", "acme"),
+        ("tenant", "t" * 256, "t" * 255),
+        ("database_url", None, URLS["database_url"]),
+        ("redis_url", 6379, None),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_setting(
+    name: str, refused: object, accepted: object
+) -> None:
+    assert settings(**{name: accepted})
+    message = refusal(**{name: refused})
+    assert message.startswith(f"idempotency_{name}: ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["lease", "retention_completed", "retention_failed"])
+def test_a_duration_without_end_is_refused(name: str) -> None:
+    # Postgres has no interval of that length: every claim or finish would fail instead
+    assert f"idempotency_{name}" in refusal(**{name: float("inf")})
+
+
+def test_an_unknown_setting_is_refused_by_its_name() -> None:
+    assert "idempotency_leese" in refusal(leese=30)
+
+
+def test_settings_of_others_are_left_alone() -> None:
+    app = Celery("settings", set_as_current=False)
+    app.conf.update(idempotency_database_url=URLS["database_url"], task_acks_late=True, idempotence_lease=1)
+    assert from_app(app).lease == 60
+
+
+def test_every_problem_has_its_line() -> None:
+    lines = refusal(lease=0, max_attempts=0, leese=30).splitlines()
+    assert sorted(line.partition(":")[0] for line in lines) == [
+        "idempotency_lease",
+        "idempotency_leese",
+        "idempotency_max_attempts",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [refused for _, refused, _ in CROSS_CHECKS]
+    + [
+        {"lease": PASSWORD},
+        {"leese": PASSWORD},
+        {"database_url": [URLS["database_url"]]},
+        {"redis_url": {"u": PASSWORD}},
+    ],
+)
+def test_no_refusal_shows_an_address_or_a_password(given: dict[str, Any]) -> None:
+    message = refusal(**given)
+    assert PASSWORD not in message
+    assert "example" not in message
+    assert "://" not in message
+
+
+def test_the_settings_themselves_show_no_address() -> None:
+    for text in (repr(settings()), str(settings()), settings().model_dump_json()):
+        assert PASSWORD not in text
+        assert "example" not in text
+
+
+def test_settings_do_not_change_once_read() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        settings().lease = 1  # type: ignore[misc]
