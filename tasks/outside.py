@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from urllib.parse import urlsplit
 
 import celeryconfig
 
 from .gateway import Gateway, StripeGateway
 from .mail import Mailer
+
+# The SDK logs every address it calls, and those carry charge ids.
+logging.getLogger("stripe").setLevel(logging.WARNING)
 
 
 def _gateway() -> Gateway:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -68,10 +69,8 @@ class Deliveries:
             return value
 
         tracer = build_tracer(task.name, _Calling(task, call), app=self.app)
-        try:
+        with contextlib.suppress(Reject):
             tracer(id, wire_args, wire_kwargs, request)
-        except Reject:
-            pass
         return seen[-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -53,10 +54,8 @@ class Worker:
 
     def kill(self) -> None:
         """SIGKILL to the whole worker."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait(10)
 
     def terminate(self) -> None:

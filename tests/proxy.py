@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 
@@ -76,8 +77,6 @@ class Proxy:
 
 
 def _end(each: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         each.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
     each.close()

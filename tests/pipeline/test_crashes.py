@@ -138,7 +138,9 @@ def test_a_duplicate_that_waits_comes_back_for_the_result(bank, worker, relay, e
     app_module.waited_deposit.delay("a")
     eventually((directory / "working.held").exists)
     duplicate = app_module.waited_deposit.apply_async(("a",), task_id="the-duplicate")
-    eventually(lambda: "the-duplicate" in worker.log and "Task tests.bank.waited_deposit[the-duplicate] ignored" in worker.log)
+    eventually(
+        lambda: "the-duplicate" in worker.log and "Task tests.bank.waited_deposit[the-duplicate] ignored" in worker.log
+    )
     (directory / "working.go").touch()
     eventually(lambda: "Task tests.bank.waited_deposit[the-duplicate] succeeded" in worker.log, timeout=40)
     assert duplicate.id == "the-duplicate"

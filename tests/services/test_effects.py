@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 
-import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -251,13 +250,17 @@ def test_a_step_that_raises_leaves_nothing(bank, deliveries, entries, record):
     assert record("k").effects == {}
 
 
-def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(bank, deliveries, outside, entries, engine, record):
+def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(
+    bank, deliveries, outside, entries, engine, record
+):
     def body(self):
         self.session.execute(ROW)
         self.session.rollback()
         if record("k").attempts == 1:  # somebody takes over while we are in the body
             with engine.connect() as connection:
-                connection.execute(text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s'"))
+                connection.execute(
+                    text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s'")
+                )
             outcomes.append(deliveries.deliver(task, key="k", origin="recover"))
         self.effect("call", app_module.call, outside.url)
         self.session.execute(ROW)

@@ -148,6 +148,11 @@ def test_rabbitmq_keeps_vhosts_queues_and_messages_across_a_kill() -> None:
             channel = connection.channel()
             channel.queue_declare("q", durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"})
             channel.basic_publish(amqp.Message(b"kept", delivery_mode=2), routing_key="q", mandatory=True)
+        # RabbitMQ 3.10 writes the list of its quorum queues behind: one declared in the last half second before a
+        # crash comes back without a leader.
+        names = s.rabbitmq.directory / "data" / "quorum" / "services@localhost" / "names.dets"
+        if names.exists():
+            assert becomes_true(lambda: b"orders/1_q" in names.read_bytes())
         s.rabbitmq.kill()
         s.rabbitmq.start()
         with amqp.Connection(f"127.0.0.1:{s.rabbitmq.port}", **login) as connection:
@@ -155,7 +160,7 @@ def test_rabbitmq_keeps_vhosts_queues_and_messages_across_a_kill() -> None:
             assert becomes_true(lambda: channel.queue_declare("q", passive=True).message_count == 1)
             message = channel.basic_get("q", no_ack=True)
             assert message is not None
-            assert bytes(message.body, "ascii") if isinstance(message.body, str) else message.body == b"kept"
+            assert message.body in (b"kept", "kept")
         assert set(s.rabbitmq.queue_lengths("orders/1")) == {"q"}
         s.delete_vhost("orders/1")
         with pytest.raises(services.ServiceError, match="404"):

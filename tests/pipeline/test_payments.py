@@ -1,0 +1,272 @@
+"""The application on real servers, a real worker, the provider's sandbox and a mail sink."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import requests
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
+
+from sandbox import ledger
+from sandbox import process as sandbox_process
+from tests.processes import Processes, eventually
+
+
+class Shop:
+    """The application in this process and in one worker, and what the outside world has seen."""
+
+    def __init__(self, stack: ExitStack, database: str, environment: dict[str, str], data: Path) -> None:
+        self.provider = stack.enter_context(sandbox_process.running("provider", data / "provider"))
+        mail = stack.enter_context(sandbox_process.running("mail", data / "mail"))
+        self.data = data
+        addresses = {
+            "DATABASE_URL": database,
+            "REDIS_URL": environment["REDIS_URL"],
+            "BROKER_URL": environment["BROKER_URL"],
+            "STRIPE_API_BASE": self.provider.url,
+            "STRIPE_SEARCH_LAG": "0.2",
+            "STRIPE_TIMEOUT": "1",
+            "SMTP_URL": mail.url,
+            "IDEMPOTENCY_RETRY_BASE": "0.1",
+        }
+        os.environ.update(addresses)
+        stack.callback(lambda: [os.environ.pop(name) for name in addresses])
+        import threading
+
+        import tasks
+        from idempotency.maintenance import recover
+        from idempotency.outbox import Relay
+        from idempotency.runtime import Runtime
+        from tasks import models, payments, refunds
+
+        self.app, self.payments, self.refunds = tasks.app, payments, refunds
+        self.engine = create_engine(database)
+        stack.callback(self.engine.dispose)
+        models.create_tables(self.engine)
+        stack.callback(Runtime.discard, tasks.app)
+        self.processes = Processes({**os.environ, "PYTHONPATH": os.getcwd()})
+        stack.callback(self.processes.kill_all)
+        queues = "payments,refunds,notifications,maintenance"
+        self.worker = self.processes.worker("--concurrency", "4", "-Q", queues, app="tasks")
+        stop = threading.Event()
+        periodic = lambda: (recover(tasks.app), None)[1]  # noqa: E731
+        thread = threading.Thread(target=Relay(tasks.app).run, args=(stop, periodic), daemon=True)
+        thread.start()
+        stack.callback(lambda: (stop.set(), thread.join(10)))
+
+    def buy(self, amount: int = 1000, *, faults: list[str] | None = None) -> str:
+        payment_id = f"p-{uuid4().hex[:10]}"
+        if faults:
+            body = {"next": faults, "only": {"purchase_id": payment_id}}
+            requests.post(f"{self.provider.url}/_sandbox/faults", json=body, timeout=5).raise_for_status()
+        with Session(self.engine) as session, session.begin():
+            self.payments.submit_payment(
+                session, payment_id=payment_id, customer_id="c1", amount=amount, currency="USD"
+            )
+        return payment_id
+
+    def give_back(self, payment_id: str, amount: int) -> str:
+        refund_id = f"r-{uuid4().hex[:10]}"
+        with Session(self.engine) as session, session.begin():
+            self.refunds.submit_refund(
+                session, refund_id=refund_id, payment_id=payment_id, amount=amount, reason="test"
+            )
+        return refund_id
+
+    def row(self, table: str, id: str) -> Any:
+        with self.engine.connect() as connection:
+            return connection.execute(text(f"SELECT * FROM {table} WHERE id = :id"), {"id": id}).one()
+
+    def record(self, key: str) -> Any:
+        with self.engine.connect() as connection:
+            return connection.execute(
+                text("SELECT * FROM idempotency.records WHERE key = :key"), {"key": key}
+            ).one_or_none()
+
+    def settled(self, table: str, id: str, *, timeout: float = 40) -> Any:
+        def ended() -> Any:
+            record = self.record(id)
+            return record is not None and record.status in ("completed", "failed")
+
+        eventually(ended, timeout=timeout, what=f"{table} {id} settled")
+        return self.row(table, id)
+
+    def charges(self, payment_id: str) -> list[int]:
+        charges = ledger.read(self.data / "provider").charges
+        return [charge.amount for charge in charges if charge.metadata["purchase_id"] == payment_id]
+
+    def refunds_of(self, payment_id: str) -> list[int]:
+        read = ledger.read(self.data / "provider")
+        ids = {charge.id for charge in read.charges if charge.metadata["purchase_id"] == payment_id}
+        return [refund.amount for refund in read.refunds if refund.payment_intent in ids]
+
+
+@pytest.fixture(scope="module")
+def shop(servers: Any, template: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    name = f"shop_{uuid4().hex[:8]}"
+    admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+    database = admin.url.set(database=name).render_as_string(hide_password=False)
+    admin.dispose()
+    with ExitStack() as stack:
+        stack.callback(servers.drop_database, name)
+        yield Shop(stack, database, servers.environment(), tmp_path_factory.mktemp("shop"))
+
+
+def test_a_purchase_is_charged_posted_and_told_about_once(shop: Shop) -> None:
+    payment_id = shop.buy(1234)
+    for _ in range(3):
+        shop.payments.capture_payment.delay(payment_id=payment_id)
+    payment = shop.settled("payments", payment_id)
+
+    assert payment.status == "captured"
+    assert shop.charges(payment_id) == [1234]
+    eventually(lambda: mails(shop, payment_id) == 1)
+    with shop.engine.connect() as connection:
+        entries = connection.execute(
+            text("SELECT account, amount FROM ledger_entries WHERE reference = :id ORDER BY account"),
+            {"id": payment_id},
+        ).all()
+    assert [tuple(entry) for entry in entries] == [("provider", 1234), ("revenue", -1234)]
+
+
+def test_a_free_purchase_is_completed_without_a_charge(shop: Shop) -> None:
+    payment_id = shop.buy(0)
+    assert shop.settled("payments", payment_id).status == "free"
+    assert shop.charges(payment_id) == []
+
+
+@pytest.mark.parametrize("fault", ["error_500_after", "timeout_after", "error_500_before", "rate_limited"])
+def test_whatever_the_provider_does_a_purchase_is_charged_once(shop: Shop, fault: str) -> None:
+    payment_id = shop.buy(500, faults=[fault])
+    assert shop.settled("payments", payment_id).status == "captured"
+    assert shop.charges(payment_id) == [500]
+
+
+def test_a_declined_card_fails_the_payment_and_leaves_a_dead_letter(shop: Shop) -> None:
+    payment_id = shop.buy(500, faults=["declined"])
+    payment = shop.settled("payments", payment_id)
+    assert (payment.status, payment.failure) == ("failed", "card_declined")
+    assert shop.charges(payment_id) == []
+    with shop.engine.connect() as connection:
+        reasons = connection.execute(
+            text("SELECT reason FROM idempotency.dead_letters WHERE key = :key"), {"key": payment_id}
+        ).scalars()
+        assert list(reasons) == ["card_declined"]
+
+
+def test_a_rate_limit_uses_no_attempt(shop: Shop) -> None:
+    payment_id = shop.buy(500, faults=["rate_limited"])
+    shop.settled("payments", payment_id)
+    assert shop.record(payment_id).attempts == 1
+
+
+def test_two_refunds_that_race_past_the_total_give_back_one(shop: Shop) -> None:
+    payment_id = shop.buy(1000)
+    shop.settled("payments", payment_id)
+    first, second = shop.give_back(payment_id, 600), shop.give_back(payment_id, 600)
+    statuses = sorted(shop.settled("refunds", id).status for id in (first, second))
+
+    assert statuses == ["refunded", "refused"]
+    assert shop.refunds_of(payment_id) == [600]
+    assert shop.row("payments", payment_id).refunded == 600
+
+
+def test_two_refunds_within_the_total_are_both_given_back(shop: Shop) -> None:
+    payment_id = shop.buy(1000)
+    shop.settled("payments", payment_id)
+    refunds = [shop.give_back(payment_id, 400), shop.give_back(payment_id, 600)]
+    assert [shop.settled("refunds", id).status for id in refunds] == ["refunded", "refunded"]
+    assert sorted(shop.refunds_of(payment_id)) == [400, 600]
+
+
+def test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt(shop: Shop) -> None:
+    payment_id = f"p-{uuid4().hex[:10]}"
+    with Session(shop.engine) as session, session.begin():
+        session.add(shop.payments.Payment(id=payment_id, customer_id="c", amount=700, currency="USD"))
+    refund_id = shop.give_back(payment_id, 700)
+    eventually(lambda: (row := shop.record(refund_id)) is not None and row.status == "released")
+    assert shop.record(refund_id).attempts == 0
+
+    with Session(shop.engine) as session, session.begin():
+        shop.payments.capture_payment.enqueue(session, payment_id=payment_id)
+    assert shop.settled("refunds", refund_id).status == "refunded"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("unknown", "payment_unknown"), ("free", "payment_free"), ("failed", "payment_failed")]
+)
+def test_a_refund_of_what_was_never_captured_is_refused_and_the_row_says_why(shop: Shop, kind: str, code: str) -> None:
+    if kind == "unknown":
+        payment_id = "p-nowhere"
+    else:
+        payment_id = shop.buy(0) if kind == "free" else shop.buy(500, faults=["declined"])
+        shop.settled("payments", payment_id)
+    refund = shop.settled("refunds", shop.give_back(payment_id, 100))
+    assert (refund.status, refund.failure) == ("refused", code)
+
+
+def test_a_refund_answered_500_after_it_was_made_is_made_once(shop: Shop) -> None:
+    payment_id = shop.buy(1000)
+    shop.settled("payments", payment_id)
+    body = {"next": ["error_500_after"], "only": {"purchase_id": payment_id}}
+    requests.post(f"{shop.provider.url}/_sandbox/faults", json=body, timeout=5).raise_for_status()
+    assert shop.settled("refunds", shop.give_back(payment_id, 300)).status == "refunded"
+    assert shop.refunds_of(payment_id) == [300]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("amount", -1, "amount_cents: must be between 0"),
+        ("amount", 1.5, "amount_cents: must be an integer"),
+        ("amount", 10**12, "amount_cents: must be between 0"),
+        ("currency", "XXX", "currency: must be one of"),
+        ("payment_id", "", "purchase_id: must not be empty"),
+        ("payment_id", "x" * 256, "purchase_id: at most 255 characters, got 256"),
+    ],
+)
+def test_a_bad_purchase_is_refused_by_field_and_nothing_is_written(
+    shop: Shop, field: str, value: Any, says: str
+) -> None:
+    purchase = {
+        "payment_id": f"p-{uuid4().hex[:10]}",
+        "customer_id": "c1",
+        "amount": 5,
+        "currency": "USD",
+        field: value,
+    }
+    with Session(shop.engine) as session, session.begin(), pytest.raises(ValueError, match=says):
+        shop.payments.submit_payment(session, **purchase)
+    with shop.engine.connect() as connection:
+        assert not connection.execute(
+            text("SELECT 1 FROM idempotency.outbox WHERE key = :key"), {"key": purchase["payment_id"]}
+        ).all()
+
+
+def test_every_currency_sums_to_zero(shop: Shop) -> None:
+    with shop.engine.connect() as connection:
+        sums = connection.execute(text("SELECT currency, sum(amount) FROM ledger_entries GROUP BY currency")).all()
+    assert sums
+    assert {total for _, total in sums} == {0}
+
+
+def test_no_log_line_of_the_worker_shows_arguments_results_or_secrets(shop: Shop) -> None:
+    log = shop.worker.log
+    assert "succeeded" in log
+    for word in ("sk_test_sandbox", r"\bpi_", "customers.example", re.escape(str(shop.engine.url.password))):
+        assert not re.search(word, log)
+
+
+def mails(shop: Shop, payment_id: str) -> int:
+    subject = f"payment.captured {payment_id}"
+    return sum(message.subject == subject for message in ledger.read_mail(shop.data / "mail"))
