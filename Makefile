@@ -18,7 +18,7 @@ help:
 
 venv: .venv/ready ## make .venv (again only when pyproject.toml or constraints.txt changed)
 
-.venv/ready: pyproject.toml constraints.txt scripts/bootstrap
+.venv/ready: pyproject.toml constraints.txt
 	@PYTHON='$(PYTHON)' scripts/bootstrap
 
 up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their data is kept

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from demo.input import InputError, Intake
 from demo.processes import ProcessError
-from demo.run import Options, Stalled, run
+from demo.run import Options, run
 from services import ServiceError
 
 DATA = Path(__file__).parent / "data"
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    except (ProcessError, ServiceError, Stalled) as error:
+    except (ProcessError, ServiceError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -26,6 +26,11 @@ SELECT operation || ' ' || key || ': ' || status FROM idempotency.records WHERE 
 UNION ALL
 SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || coalesce(last_error, status)
 FROM idempotency.outbox WHERE status = 'pending'
+UNION ALL
+SELECT operation || ' ' || key || ': sent, and no worker has taken it' FROM idempotency.outbox o
+WHERE status = 'published' AND NOT EXISTS (
+    SELECT FROM idempotency.records r WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
+)
 LIMIT 10
 """)
 

@@ -29,7 +29,7 @@ class Report:
     started: float
     refused: list[dict[str, Any]]
     events: list[str]
-    missing_steps: list[str]
+    problems: list[str]
     phases: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -39,7 +39,7 @@ class Report:
     @property
     def failed(self) -> int:
         """Purchases refused on their way in, declined, or ended as failed."""
-        return self.verdict.failed + sum(entry["kind"] == "purchase" for entry in self._refused_at_input())
+        return self.verdict.failed + len([entry for entry in self._refused_at_input() if entry["kind"] == "purchase"])
 
     @property
     def agrees(self) -> bool:
@@ -47,7 +47,7 @@ class Report:
         return (
             not self.verdict.discrepancies
             and self.purchases == self.verdict.completed + self.failed
-            and not self.missing_steps
+            and not self.problems
         )
 
     @property
@@ -96,7 +96,8 @@ class Report:
                     "seconds": round(self.seconds, 1),
                 },
                 "discrepancies": [asdict(found) for found in verdict.discrepancies],
-                "faults": {"taken": self.events, "missing": self.missing_steps},
+                "faults": self.events,
+                "problems": self.problems,
                 "phases_seconds": {name: round(seconds, 1) for name, seconds in self.phases.items()},
                 "refused": self.refused,
             },
@@ -128,7 +129,7 @@ class Report:
             console, "refused", [f"{e['file']}:{e['line']} {e['id']}: {e['reason']}" for e in self._refused_at_input()]
         )
         _some(console, "discrepancies", [_text(found) for found in verdict.discrepancies])
-        _some(console, "faults that did not take place", self.missing_steps)
+        _some(console, "problems", self.problems)
         took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
         console.print(f"where the time went: {took}", highlight=False)
 

@@ -49,7 +49,7 @@ PAUSE = 0.05
 STALLED_SECONDS = 90.0
 
 
-class Stalled(RuntimeError):
+class Stalled(Exception):
     """Something accepted does not come to an end; the message names what is open."""
 
 
@@ -82,7 +82,8 @@ class Stopwatch:
 def run(intake: Intake, options: Options, console: Console) -> Report:
     """Start everything, submit every line, let things go wrong, wait for quiet, compare.
 
-    Raises `ProcessError`, `Stalled` and `services.ServiceError`; the logs are kept then, and the screen says where.
+    Raises `ProcessError` and `services.ServiceError`. Whenever something is wrong the logs are kept, and the screen
+    says where.
     """
     watch = Stopwatch()
     if os.environ.pop("REDIS_URL", None):
@@ -137,11 +138,16 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             faults = Faults(processes, victim, servers.redis_url)
             display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
             work = _Work(intake, submission, Counter(engine), processes, faults, display)
+            problems: list[str] = []
             with display:
-                with watch.phase("submitting"):
-                    work.submit()
-                with watch.phase("until quiet"):
-                    work.wait_for_quiet()
+                try:
+                    with watch.phase("submitting"):
+                        work.submit()
+                    with watch.phase("until quiet"):
+                        work.wait_for_quiet()
+                except Stalled as stalled:
+                    # The ledgers say what is missing; that is worth more than an exception.
+                    problems.append(str(stalled))
             with watch.phase("stop of the application"):
                 processes.stop()
             with watch.phase("check"):
@@ -161,7 +167,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             started=options.started,
             refused=refusals(intake, books),
             events=faults.events,
-            missing_steps=faults.missing,
+            problems=problems + [f"did not take place: {name}" for name in faults.missing],
             phases=watch.phases,
         )
         if not report.agrees:

@@ -133,9 +133,11 @@ def _as_unprivileged() -> list[str | Path]:
         return []
     account = pwd.getpwnam(_ACCOUNT)
     # The programs may lie below /root, which only root may enter. The capability lets this one process tree pass
-    # without changing permissions there; it is no stronger than the root that starts it.
-    change = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
-    return [*change, "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    # without changing permissions there; it is no stronger than the root that starts it. Without the secure bit the
+    # kernel leaves capabilities out of access(), by which initdb looks for its companions.
+    change: list[str | Path] = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
+    change += ["--securebits=+no_setuid_fixup", "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    return change
 
 
 def _plain(url: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from services.rabbitmq import USER, RabbitMQ
 from services.server import Server, ServiceError
 
-IMAGE = "rabbitmq:4.2.1-management"
+IMAGE = "rabbitmq:4.2-management"
 # The file in the server's directory that names its container, for whoever has to end it.
 CONTAINER = "container"
 

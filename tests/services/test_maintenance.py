@@ -21,6 +21,7 @@ from tests import bank as b
 from tests import operations as op
 from tests.deliveries import Deliveries
 from tests.operations import age, at_once, completed, due, early, expired, failed, new_id, record, started
+from tests.processes import eventually
 
 DAY = 24 * 3600.0
 
@@ -166,8 +167,6 @@ def test_a_process_that_ended_but_was_not_waited_for_is_dead(
     assert holder.stdout is not None
     holder.kill()
     assert holder.stdout.read() == ""  # its end is closed: it is gone, and a zombie until somebody waits
-    from tests.processes import eventually
-
     eventually(lambda: recover(bank), timeout=10, what="the zombie's operation")
     assert status(connection, held.id) == "released"
 

@@ -1,0 +1,55 @@
+"""The same job twice: one row and a result. Once as a careful plain Celery task, once as an idempotent one."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from celery import Celery
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask
+from idempotency.queues import quorum_queue
+
+QUEUES = ("idle", "plain", "unique")
+INSERT = text("INSERT INTO jobs (job, number) VALUES (:job, :number)")
+
+app = Celery("benchmarks")
+app.conf.update(
+    broker_url=os.environ.get("BROKER_URL", ""),
+    broker_transport_options={"confirm_publish": True},
+    task_queues=[quorum_queue(name, exchange="bench") for name in QUEUES],
+    task_default_queue="idle",
+    task_default_exchange="bench",
+    task_default_exchange_type="topic",
+    task_create_missing_queues=False,
+    task_acks_late=True,
+    task_reject_on_worker_lost=True,
+    task_ignore_result=True,
+    task_serializer="json",
+    worker_prefetch_multiplier=4,
+    worker_enable_prefetch_count_reduction=False,
+    idempotency_database_url=os.environ.get("DATABASE_URL", ""),
+    idempotency_redis_url=os.environ.get("REDIS_URL"),
+)
+
+
+@lru_cache(maxsize=1)
+def engine(_pid: int) -> Engine:
+    return create_engine(os.environ["DATABASE_URL"])
+
+
+@app.task(queue="plain")
+def plain(number: int) -> dict[str, int]:
+    """What a Celery and SQLAlchemy user writes today: late acknowledgement, one transaction."""
+    with Session(engine(os.getpid())) as session, session.begin():
+        session.execute(INSERT, {"job": "plain", "number": number})
+    return {"number": number}
+
+
+@app.task(base=IdempotentTask, bind=True, key="{number}", queue="unique")
+def unique(self: IdempotentTask, number: int) -> dict[str, int]:
+    """The same job with the promise."""
+    self.session.execute(INSERT, {"job": "unique", "number": number})
+    return {"number": number}

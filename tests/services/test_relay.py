@@ -1,0 +1,411 @@
+"""The relay: exactly the committed rows, marked once the broker has confirmed them, whatever breaks in between."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.orm import Session
+
+from idempotency import crash_points, outbox
+from idempotency.keys import OperationId
+from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
+from idempotency.outbox import Relay, Relayed
+from idempotency.runtime import Runtime
+from tests import bank as b
+from tests import operations as op
+from tests.operations import at_once
+
+IDLE = Relayed(0, 0)
+
+
+@pytest.fixture
+def connection(engine: Engine) -> Iterator[Connection]:
+    with engine.connect() as connection:
+        yield connection
+
+
+@pytest.fixture
+def relays(bank: Celery) -> Iterator[Callable[..., Relay]]:
+    """Makes relays that the test runs pass by pass."""
+    made: list[Relay] = []
+
+    def make(**options: Any) -> Relay:
+        made.append(Relay(bank, **options))
+        return made[-1]
+
+    yield make
+    for relay in made:
+        relay.close()
+
+
+@pytest.fixture
+def at_point() -> Iterator[Callable[[str, Callable[[], None]], None]]:
+    """Does something, once, when the relay reaches a point."""
+    planned: dict[str, Callable[[], None]] = {}
+
+    def reached(name: str) -> None:
+        if (action := planned.pop(name, None)) is not None:
+            action()
+
+    crash_points.install(reached)
+    yield planned.__setitem__
+    crash_points.install(None)
+
+
+def drained(app: Celery) -> list[Any]:
+    """Every message in the queue, taken out of it."""
+    messages = []
+    with app.connection_for_write() as broker:
+        queue = app.amqp.queues[app.conf.task_default_queue](broker.default_channel)
+        queue.declare()
+        while (message := queue.get(no_ack=True)) is not None:
+            messages.append(message)
+    return messages
+
+
+def keys(messages: list[Any]) -> list[str]:
+    return [message.headers[KEY_HEADER] for message in messages]
+
+
+def states(connection: Connection) -> list[str]:
+    return [row.status for row in op.outbox(connection)]
+
+
+def write(connection: Connection, key: str, *, route: dict[str, Any] | None = None, **properties: Any) -> str:
+    """A row with a message of its own; without a route to the queue of the test."""
+    composed = Message.composed(
+        b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers={KEY_HEADER: key}, queue=None
+    )
+    message = Message(composed.headers, composed.body, route or composed.route, composed.properties | properties)
+    return outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
+
+
+def make_due(connection: Connection) -> None:
+    """Let back-offs and leases of relays be over."""
+    past = "clock_timestamp() - interval '1 s'"
+    connection.execute(text(f"UPDATE idempotency.outbox SET available_at = {past} WHERE status = 'pending'"))
+    connection.execute(text(f"UPDATE idempotency.outbox SET relayed_until = {past} WHERE relayed_until IS NOT NULL"))
+
+
+# ---------------------------------------------------------------- what is published
+
+
+def test_a_committed_row_is_published_once_and_marked(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    b.deposit.enqueue(connection, account="a1", amount=5, task_id="t-1")
+    relay = relays()
+    assert relay.run_once() == Relayed(1, 0)
+    assert relay.run_once() == IDLE
+    (message,) = drained(bank)
+    (row,) = op.outbox(connection)
+    assert (row.status, row.relayed_until, row.last_error) == ("published", None, None)
+    assert row.published_at is not None
+    assert message.headers["id"] == message.properties["correlation_id"] == "t-1"
+    assert message.headers[KEY_HEADER] == "a1"
+    assert message.headers[OUTBOX_HEADER] == row.event_id
+    assert ORIGIN_HEADER not in message.headers
+    assert message.payload[1] == {"account": "a1", "amount": 5}
+    assert (message.content_type, message.content_encoding) == ("application/json", "utf-8")
+    assert message.properties["delivery_mode"] == 2
+
+
+def test_a_later_delivery_is_marked_with_its_origin(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    b.deposit.enqueue(connection, account="a1")
+    connection.execute(text("UPDATE idempotency.outbox SET origin = 'recover'"))
+    relays().run_once()
+    (message,) = drained(bank)
+    assert message.headers[ORIGIN_HEADER] == "recover"
+
+
+def test_a_rolled_back_row_is_never_published(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    relay = relays()
+    with Session(Runtime.of(bank).engine) as session:
+        b.deposit.enqueue(session, account="rolled back")
+        session.flush()
+        assert relay.run_once() == IDLE
+        session.rollback()
+    with Session(Runtime.of(bank).engine) as session, session.begin():
+        b.deposit.enqueue(session, account="committed")
+        with session.begin_nested() as savepoint:
+            b.deposit.enqueue(session, account="to the savepoint")
+            savepoint.rollback()
+    assert relay.run_once() == Relayed(1, 0)
+    assert relay.run_once() == IDLE
+    assert keys(drained(bank)) == ["committed"]
+    assert states(connection) == ["published"]
+
+
+def test_a_row_committed_late_with_a_small_id_is_not_skipped(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    relay = relays()
+    with Runtime.of(bank).engine.connect() as slow:
+        b.deposit.enqueue(slow, account="early id")
+        b.deposit.enqueue(connection, account="late id")
+        assert relay.run_once() == Relayed(1, 0)
+        assert keys(drained(bank)) == ["late id"]
+        slow.commit()
+    first, second = op.outbox(connection)
+    assert (first.key, second.key) == ("early id", "late id")
+    assert relay.run_once() == Relayed(1, 0)
+    assert keys(drained(bank)) == ["early id"]
+
+
+def test_a_row_is_published_when_it_is_due_and_not_before(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    relay = relays()
+    b.deposit.enqueue(connection, account="later", countdown=600)
+    b.deposit.enqueue(connection, account="now")
+    assert relay.run_once() == Relayed(1, 0)
+    assert relay.run_once() == IDLE
+    assert keys(drained(bank)) == ["now"]
+    make_due(connection)
+    assert relay.run_once() == Relayed(1, 0)
+    assert keys(drained(bank)) == ["later"]
+
+
+def test_a_pass_takes_one_batch_oldest_first(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    relay = relays(batch=3)
+    for number in range(5):
+        write(connection, str(number))
+    assert relay.run_once() == Relayed(3, 0)
+    assert states(connection) == ["published"] * 3 + ["pending"] * 2
+    assert relay.run_once() == Relayed(2, 0)
+    assert keys(drained(bank)) == ["0", "1", "2", "3", "4"]
+
+
+# ---------------------------------------------------------------- rows that cannot be published
+
+
+@pytest.mark.parametrize(
+    ("route", "error"),
+    [
+        (lambda queue: {"exchange": queue, "routing_key": "nowhere"}, "NO_ROUTE"),
+        (lambda queue: {"exchange": "missing", "routing_key": queue}, "NOT_FOUND"),
+        (lambda _: {"queue": "unknown"}, "unknown"),
+        (lambda _: {"delayed": "unknown"}, "unknown"),
+    ],
+    ids=["unroutable", "no such exchange", "no such queue", "delayed to no such queue"],
+)
+def test_a_row_without_a_queue_is_kept_and_backs_off_while_the_others_flow(
+    bank: Celery,
+    relays: Callable[..., Relay],
+    connection: Connection,
+    route: Callable[[str], dict[str, Any]],
+    error: str,
+) -> None:
+    relay = relays()
+    write(connection, "before")
+    write(connection, "astray", route=route(bank.conf.task_default_queue))
+    write(connection, "after")
+    assert relay.run_once() == Relayed(2, 1)
+    assert keys(drained(bank)) == ["before", "after"]
+    assert states(connection) == ["published", "pending", "published"]
+    delays = []
+    for attempts in range(1, 4):
+        (row,) = [row for row in op.outbox(connection) if row.status == "pending"]
+        assert (row.attempts, row.relayed_until, row.published_at) == (attempts, None, None)
+        assert error in row.last_error
+        delays.append(
+            connection.execute(
+                text(
+                    "SELECT extract(epoch FROM available_at - clock_timestamp()) FROM idempotency.outbox WHERE id = :id"
+                ),
+                {"id": row.id},
+            ).scalar_one()
+        )
+        assert relay.run_once() == IDLE
+        make_due(connection)
+        assert relay.run_once() == Relayed(0, 1)
+    assert 0 < delays[0] < delays[1] < delays[2]
+    write(connection, "later")
+    assert relay.run_once() == Relayed(1, 0)
+
+
+def test_the_back_off_of_a_row_has_a_limit(bank: Celery, relays: Callable[..., Relay], connection: Connection) -> None:
+    write(connection, "astray", route={"exchange": bank.conf.task_default_queue, "routing_key": "nowhere"})
+    connection.execute(text("UPDATE idempotency.outbox SET attempts = 100000"))
+    assert relays().run_once() == Relayed(0, 1)
+    waits = text("SELECT extract(epoch FROM available_at - clock_timestamp()) FROM idempotency.outbox")
+    assert 50 < connection.execute(waits).scalar_one() <= outbox.BACKOFF_CAP
+
+
+def test_a_row_whose_queue_comes_back_is_published(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    write(connection, "astray", route={"exchange": bank.conf.task_default_queue, "routing_key": "nowhere"})
+    relay = relays()
+    assert relay.run_once() == Relayed(0, 1)
+    queue = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        broker.default_channel.queue_bind(queue, queue, "nowhere")
+    make_due(connection)
+    assert relay.run_once() == Relayed(1, 0)
+    (row,) = op.outbox(connection)
+    assert (row.status, row.last_error) == ("published", None)
+    assert keys(drained(bank)) == ["astray"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"properties": {"priority": 1000}},
+        {"properties": {"correlation_id": "t" * 300}},
+        {"route": {"exchange": "x" * 300, "routing_key": "y"}},
+        {"message": "{"},
+    ],
+    ids=["priority out of range", "task id too long", "exchange name too long", "not a message"],
+)
+def test_a_row_that_can_never_be_published_does_not_stop_the_others(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection, broken: dict[str, Any]
+) -> None:
+    event_id = write(connection, "broken", route=broken.get("route"), **broken.get("properties", {}))
+    if "message" in broken:
+        connection.execute(
+            text("UPDATE idempotency.outbox SET message = :message WHERE event_id = :id"),
+            {"message": broken["message"], "id": event_id},
+        )
+    write(connection, "after")
+    relay = relays()
+    assert relay.run_once() == Relayed(1, 1)
+    assert keys(drained(bank)) == ["after"]
+    first, second = op.outbox(connection)
+    assert first.status != "published"
+    assert first.last_error
+    assert second.status == "published"
+
+
+# ---------------------------------------------------------------- a broker that goes away
+
+
+def test_rows_wait_unmarked_while_the_broker_is_away(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    relay = relays()
+    address = bank.conf.broker_url
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: every connection is refused
+        bank.conf.broker_url = f"amqp://127.0.0.1:{closed.getsockname()[1]}//"
+        write(connection, "a1")
+        write(connection, "a2")
+        assert relay.run_once() == Relayed(0, 0, broker_away=True)
+    bank.conf.broker_url = address
+    for row in op.outbox(connection):
+        # not the rows' fault: no attempt, no back-off, no error
+        assert (row.status, row.attempts, row.last_error, row.relayed_until) == ("pending", 0, None, None)
+    assert relay.run_once() == Relayed(2, 0)
+    assert keys(drained(bank)) == ["a1", "a2"]
+
+
+def test_the_relay_survives_its_connection_being_closed_under_it(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    relay = relays()
+    write(connection, "before")
+    assert relay.run_once() == Relayed(1, 0)
+    write(connection, "after")
+    cut(relay)
+    assert relay.run_once() == Relayed(0, 0, broker_away=True)
+    assert states(connection) == ["published", "pending"]
+    assert relay.run_once() == Relayed(1, 0)
+    assert keys(drained(bank)) == ["before", "after"]
+
+
+def cut(relay: Relay) -> None:
+    """Close the relay's socket, as a broker that dies would."""
+    assert relay._broker is not None
+    relay._broker.connection.transport.sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_exactly_the_confirmed_rows_are_marked_when_the_connection_breaks_in_a_batch(
+    bank: Celery,
+    relays: Callable[..., Relay],
+    connection: Connection,
+    at_point: Callable[[str, Callable[[], None]], None],
+) -> None:
+    relay = relays()
+    for key in ("a1", "a2", "a3"):
+        write(connection, key)
+    at_point("relay.published", lambda: cut(relay))  # after the first confirm
+    assert relay.run_once() == Relayed(1, 0, broker_away=True)
+    assert states(connection) == ["published", "pending", "pending"]
+    assert [row.relayed_until for row in op.outbox(connection)] == [None] * 3
+    assert relay.run_once() == Relayed(2, 0)
+    # what was not confirmed may be there twice, what was confirmed is there
+    assert set(keys(drained(bank))) == {"a1", "a2", "a3"}
+
+
+# ---------------------------------------------------------------- a relay that dies, and several
+
+
+def die() -> None:
+    raise SystemExit(1)
+
+
+def test_rows_of_a_relay_that_died_before_it_published_are_published_by_another(
+    bank: Celery,
+    relays: Callable[..., Relay],
+    connection: Connection,
+    at_point: Callable[[str, Callable[[], None]], None],
+) -> None:
+    write(connection, "a1")
+    at_point("relay.selected", die)
+    with pytest.raises(SystemExit):
+        relays().run_once()
+    other = relays()
+    assert other.run_once() == IDLE  # leased: perhaps it is only slow
+    make_due(connection)
+    assert other.run_once() == Relayed(1, 0)
+    assert keys(drained(bank)) == ["a1"]
+
+
+def test_a_row_published_but_not_marked_is_published_again_under_the_same_event(
+    bank: Celery,
+    relays: Callable[..., Relay],
+    connection: Connection,
+    at_point: Callable[[str, Callable[[], None]], None],
+) -> None:
+    event_id = write(connection, "a1")
+    at_point("relay.confirmed", die)
+    with pytest.raises(SystemExit):
+        relays().run_once()
+    assert states(connection) == ["pending"]
+    make_due(connection)
+    assert relays().run_once() == Relayed(1, 0)
+    messages = drained(bank)
+    assert [message.headers[OUTBOX_HEADER] for message in messages] == [event_id, event_id]
+    assert [message.headers["id"] for message in messages] == ["t-a1", "t-a1"]
+
+
+def test_relays_at_once_publish_each_row_once(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    expected = [f"a{number}" for number in range(60)]
+    for key in expected:
+        write(connection, key)
+    racing = [relays(batch=5) for _ in range(3)]
+
+    def run(index: int) -> int:
+        published = 0
+        # rows that another relay has locked in this moment are skipped, so an idle pass is not the end
+        while relayed := racing[index].run_once().published:
+            published += relayed
+        return published
+
+    assert sum(at_once(len(racing), run)) + relays().run_once().published == len(expected)
+    assert Counter(keys(drained(bank))) == Counter(expected)
+    assert set(states(connection)) == {"published"}
