@@ -63,6 +63,4 @@ def _one(database: Engine, job: str, messages: int) -> float:
 
 def _done(database: Engine, job: str) -> int:
     with database.connect() as connection:
-        return int(
-            connection.execute(text("SELECT count(*) FROM jobs WHERE job = :job"), {"job": job}).scalar_one()
-        )
+        return int(connection.execute(text("SELECT count(*) FROM jobs WHERE job = :job"), {"job": job}).scalar_one())

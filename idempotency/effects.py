@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import metrics, records, results
 from .crash_points import crash_point
 from .errors import (
+    Defer,
     EffectMismatch,
     EffectNameReused,
     EffectUnknown,
@@ -53,13 +54,14 @@ class StillUnknown:
 class EffectInDoubt:
     """What is known of an effect that was begun and has no result.
 
-    `age` is in seconds since it was begun, by the database's clock; `ended` says that the provider has answered
-    with a failure it stores, so nothing more can happen under this key.
+    Seconds by the database's clock: `age` since it was begun; `ended_for` since the provider was seen to have ended
+    it with a failure that it stores, so that nothing more can happen under this key; None when it was not. A search
+    that lags behind has to be given its time from then, not from the beginning.
     """
 
     idempotency_key: str
     age: float
-    ended: bool
+    ended_for: float | None
 
 
 # Asks the provider whether an effect happened: called with the effect's own arguments and `doubt=`.
@@ -160,7 +162,7 @@ def _begin(
         "key": provider_key(attempt.claim.id, name, number),
         "number": number,
         "args": _arguments(args, kwargs),
-        "ended": False,
+        "ended_at": None,
     }
     with attempt.runtime.autocommit() as connection:
         begun_at = records.begin_effect(connection, attempt.claim, name, entry)
@@ -180,10 +182,12 @@ def _settle_doubt(
 ) -> Happened | DidNotHappen | StillUnknown:
     """Ask whether it happened; StillUnknown means: repeat under the same key. Raises `EffectUnknown`."""
     with attempt.runtime.autocommit() as connection:
-        age = records.effect_age(connection, begun["begun_at"])
+        now = records.database_time(connection)
+    age = max(now - begun["begun_at"], 0.0)
+    ended_for = None if begun["ended_at"] is None else max(now - begun["ended_at"], 0.0)
     answer: Happened | DidNotHappen | StillUnknown = StillUnknown()
     if reconcile is not None:
-        answer = reconcile(*args, **kwargs, doubt=EffectInDoubt(begun["key"], age, begun["ended"]))
+        answer = reconcile(*args, **kwargs, doubt=EffectInDoubt(begun["key"], age, ended_for))
     match answer:
         case Happened(result):
             _record(attempt, name, result)
@@ -192,9 +196,9 @@ def _settle_doubt(
         case StillUnknown():
             if age > attempt.runtime.settings.provider_key_retention:
                 raise EffectUnknown(f"effect {name!r}: begun {age:.0f} s ago, and the provider's key has expired")
-            if begun["ended"]:
-                # Repeating is pointless, and too early to say no: an ordinary retry asks again.
-                raise StoredFailure(f"effect {name!r}: the provider stored a failure; whether it happened is open")
+            if ended_for is not None:
+                # Repeating is pointless and it is too early to say no: ask again, each time after twice as long.
+                raise Defer(min(max(ended_for, 1.0), 60.0), f"effect {name!r}: whether it happened is still open")
     return answer
 
 
@@ -208,7 +212,9 @@ def _after_stored_failure(
     reconcile: Reconcile | None,
 ) -> Any:
     """The provider's last word under this key is a failure: settle what it left, then perhaps the next key."""
-    _change(attempt, name, {"ended": True})
+    with attempt.runtime.autocommit() as connection:
+        ended_at = records.database_time(connection)
+    _change(attempt, name, {"ended_at": ended_at})
     if reconcile is None:
         raise EffectUnknown(f"effect {name!r}: the provider replays a stored failure, and there is no reconcile")
     settled = _settle_doubt(attempt, name, args, kwargs, attempt.claim.effects[name], reconcile)

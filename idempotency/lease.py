@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import redis
 from redis.backoff import NoBackoff
+from redis.client import Pipeline
 from redis.retry import Retry
 
 from . import metrics
@@ -22,6 +24,7 @@ from .keys import OperationId
 from .logs import log
 from .records import Claimed, Renewal
 
+# Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.
 # Value of a lease: "<token> <fingerprint>", with " guarded" behind it once a duplicate was counted.
 _TAKE = """
 local value = redis.call('GET', KEYS[1])
@@ -62,6 +65,7 @@ class Leases:
         self._pause = pause
         self._skip_until = 0.0
         self._redis: redis.Redis | None = None
+        self._dropped: deque[tuple[str, str]] = deque()
         if url is not None:
             self._redis = redis.Redis.from_url(
                 url,
@@ -71,44 +75,54 @@ class Leases:
                 # redis-py's own retries can outlast a lease, and find their own first answer on the second try.
                 retry=Retry(NoBackoff(), 0),
             )
-            self._take = self._redis.register_script(_TAKE)
-            self._guard = self._redis.register_script(_GUARD)
-            self._renew = self._redis.register_script(_RENEW)
-            self._drop = self._redis.register_script(_DROP)
 
     def take(self, id: OperationId, token: str, fingerprint: str) -> Hint:
-        """Ask whether somebody is on it, and leave our lease if nobody is."""
+        """Ask whether somebody is on it, and leave our lease if nobody is.
+
+        The leases dropped since the last call go in the same round trip.
+        """
         mine = f"{token} {fingerprint}"
-        value = self._ask(lambda: self._take([_name(id)], [mine, self._lease_ms]))
+        value = self._send(lambda client: client.eval(_TAKE, 1, _name(id), mine, self._lease_ms))
         if value is None or str(value).startswith(mine):
             return Hint.FREE
         return Hint.GUARDED if str(value).endswith(f" {fingerprint} guarded") else Hint.HELD
 
     def guard(self, id: OperationId, token: str, fingerprint: str) -> None:
         """Mark the holder's lease: one duplicate was counted, so further ones need no Postgres."""
-        self._ask(lambda: self._guard([_name(id)], [f"{token} {fingerprint}"]))
+        self._send(lambda client: client.eval(_GUARD, 1, _name(id), f"{token} {fingerprint}"))
 
     def hold(self, held: Sequence[tuple[OperationId, str, str]]) -> None:
         """Set the leases of confirmed holders (operation, token, fingerprint), whatever is there now."""
 
-        def send() -> object:
-            assert self._redis is not None
-            pipeline = self._redis.pipeline(transaction=False)
+        def send(client: Pipeline) -> None:
             for id, token, fingerprint in held:
-                self._renew([_name(id)], [f"{token} {fingerprint}", self._lease_ms], client=pipeline)
-            return pipeline.execute()
+                client.eval(_RENEW, 1, _name(id), f"{token} {fingerprint}", self._lease_ms)
 
-        self._ask(send)
+        self._send(send)
 
     def drop(self, id: OperationId, token: str, fingerprint: str) -> None:
-        """Drop our own lease; somebody else's stays."""
-        self._ask(lambda: self._drop([_name(id)], [f"{token} {fingerprint}"]))
+        """Drop our own lease; somebody else's stays. It leaves with the next call: nobody waits for it."""
+        if self._redis is not None:
+            self._dropped.append((_name(id), f"{token} {fingerprint}"))
 
-    def _ask(self, send: Callable[[], object]) -> object | None:
+    def flush(self) -> None:
+        """Send what was dropped and has not left yet."""
+        if self._dropped:
+            self._send(lambda client: None)
+
+    def _send(self, add: Callable[[Pipeline], object]) -> object | None:
+        """One round trip: the drops that wait, then this command. Returns its answer; None when there is none."""
         if self._redis is None or time.monotonic() < self._skip_until:
+            self._dropped.clear()  # they run out by themselves
             return None
+        pipeline = self._redis.pipeline(transaction=False)
+        while self._dropped:
+            name, value = self._dropped.popleft()
+            pipeline.eval(_DROP, 1, name, value)
+        add(pipeline)
         try:
-            return send()
+            answers = pipeline.execute()
+            return answers[-1] if answers else None
         except redis.RedisError as error:
             # One slow call is enough: every task of the next seconds goes to Postgres alone.
             self._skip_until = time.monotonic() + self._pause
@@ -176,6 +190,7 @@ class Heartbeat:
         while not self._stop.wait(self._interval):
             try:
                 self.run_once()
+                self._leases.flush()
             except Exception:  # a heartbeat that dies would lose every lease of the process
                 log.exception("heartbeat_failed")
 

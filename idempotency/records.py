@@ -184,7 +184,7 @@ WHERE {_MINE} AND effects -> %(name)s ->> 'state' = 'begun'
 RETURNING 1
 """
 
-_EFFECT_AGE = "SELECT extract(epoch FROM clock_timestamp())::float8 - %(begun_at)s"
+_DATABASE_TIME = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 # Raises division_by_zero by itself when it matches no row, so that it can share a flush with COMMIT. A holder
 # frozen between this statement and COMMIT is evicted by the server within half a lease: nobody waits behind it.
@@ -334,9 +334,9 @@ def change_effect(connection: Connection, claim: Claimed, name: str, change: Par
     return row is not None
 
 
-def effect_age(connection: Connection, begun_at: float) -> float:
-    """Seconds since an effect was begun, by the database's clock; never negative."""
-    return max(float(connection.exec_driver_sql(_EFFECT_AGE, {"begun_at": begun_at}).scalar_one()), 0.0)
+def database_time(connection: Connection) -> float:
+    """Seconds since the epoch by the database's clock: the only one that is compared with."""
+    return float(connection.exec_driver_sql(_DATABASE_TIME).scalar_one())
 
 
 def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:

@@ -37,6 +37,9 @@ class Runtime:
         self.settings = settings.from_app(app)
         self.holder = process_identity()
         self.engine = make_engine(self.settings)
+        # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the
+        # round trips of switching a connection to and fro; an attempt never holds one of each.
+        self._autocommit_engine = make_engine(self.settings, isolation_level="AUTOCOMMIT", pool_reset_on_return=None)
         self.leases = Leases(
             None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
             lease=self.settings.lease,
@@ -44,7 +47,7 @@ class Runtime:
             pause=self.settings.redis_pause,
         )
         # A connection of its own: a pool emptied by busy attempts must not stop the renewals.
-        self._heartbeat_engine = make_engine(self.settings, poolclass=NullPool)
+        self._heartbeat_engine = make_engine(self.settings, isolation_level="AUTOCOMMIT", poolclass=NullPool)
         self.heartbeat = Heartbeat(
             self._renew,
             self.leases,
@@ -73,16 +76,19 @@ class Runtime:
             runtime = cls._by_app.pop(app, None)
         if runtime is not None:
             runtime.heartbeat.stop()
+            runtime.leases.flush()
             runtime.engine.dispose()
+            runtime._autocommit_engine.dispose()
 
     def abandon(self) -> None:
         """Forget inherited connections without closing the parent's sockets."""
         self.engine.dispose(close=False)
+        self._autocommit_engine.dispose(close=False)
 
     @contextmanager
     def autocommit(self) -> Iterator[Connection]:
         """A connection on which every statement is its own short transaction."""
-        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with self._autocommit_engine.connect() as connection:
             try:
                 yield connection
             except SQLAlchemyError:
@@ -93,7 +99,7 @@ class Runtime:
                 raise
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
-        with self._heartbeat_engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with self._heartbeat_engine.connect() as connection:
             return records.renew(connection, claims, self.settings.lease)
 
 

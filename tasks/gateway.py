@@ -186,7 +186,7 @@ class StripeGateway:
             (intent for intent in found if _says(intent, "purchase_id", payment_id)),
             done=CAPTURED,
             nothing=NOT_CAPTURED,
-            ended=doubt.ended and doubt.age > self._search_lag,
+            ended=doubt.ended_for is not None and doubt.ended_for > self._search_lag,
         )
 
     def find_refund(
@@ -199,7 +199,7 @@ class StripeGateway:
             (refund for refund in found if _says(refund, "refund_id", refund_id)),
             done=REFUNDED,
             nothing=NOT_REFUNDED,
-            ended=doubt.ended,
+            ended=doubt.ended_for is not None,
         )
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def charges(sandbox: Sandbox, purchase: dict[str, Any]) -> list[ledger.Charge]:
 
 
 def doubt(key: str, *, age: float = 0, ended: bool = False) -> EffectInDoubt:
-    return EffectInDoubt(idempotency_key=key, age=age, ended=ended)
+    return EffectInDoubt(idempotency_key=key, age=9e9, ended_for=age if ended else None)
 
 
 def a_refund(charge_id: str, amount: int = 250) -> dict[str, Any]:
