@@ -20,6 +20,9 @@ class Environment(BaseSettings):
     database_url: SecretStr
     redis_url: SecretStr | None = None
     broker_url: SecretStr
+    # Only for Redis as the broker, which hands a message out again after these seconds. It must outlast the longest
+    # attempt (the hard time limit below); what a killed worker held comes back no sooner.
+    broker_visibility_timeout: int = 100
     stripe_api_key: SecretStr = SecretStr("sk_test_sandbox")
     stripe_api_base: str = "https://api.stripe.com"
     # Seconds until a charge is certain to be found by search. Stripe: "usually within a minute".
@@ -41,8 +44,7 @@ broker_channel_error_retry = True
 broker_heartbeat = 15
 broker_transport_options: dict[str, object] = {"confirm_publish": True}
 if not broker_url.startswith("amqp"):
-    # Redis as the broker hands a message out again after this time, so it must outlast the longest attempt.
-    broker_transport_options = {"visibility_timeout": 3600}
+    broker_transport_options = {"visibility_timeout": environment.broker_visibility_timeout}
 
 task_queues: list[Queue] = [quorum_queue(name) for name in ("payments", "refunds", "notifications", "maintenance")]
 task_default_queue = "payments"
@@ -77,7 +79,8 @@ task_serializer = result_serializer = "json"
 accept_content = ["json"]
 # Results are in Postgres with the effects; a result backend may be set beside it.
 task_ignore_result = True
-task_send_sent_event = worker_send_task_events = True
+# Each event is a message with a confirm. Flower turns them on while it watches.
+task_send_sent_event = worker_send_task_events = False
 timezone = "UTC"
 
 # ---------------------------------------------------------------- the promise

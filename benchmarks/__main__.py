@@ -27,6 +27,7 @@ def main(
     only: Annotated[str, typer.Option(help="Which benchmarks, comma separated: unique")] = "unique",
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
+    concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure, print a table and RESULT lines."""
@@ -41,7 +42,7 @@ def main(
         schema.migrate(engine)
         with engine.connect() as connection:
             connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
-        with worker(Path(directory) / "worker.log"):
+        with worker(Path(directory) / "worker.log", concurrency):
             throughput = unique.measure(engine, rounds=rounds, messages=messages)
         engine.dispose()
     table = Table("job", "median jobs/s", "min", "max")
@@ -55,14 +56,15 @@ def main(
 
 
 class worker:  # noqa: N801 - reads as a verb where it is used
-    """A prefork worker with two children that consumes nothing until it is told to."""
+    """A prefork worker that consumes nothing until it is told to."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, concurrency: int) -> None:
         self._log = log
+        self._concurrency = concurrency
 
     def __enter__(self) -> None:
-        command = [sys.executable, "-m", "celery", "-A", "benchmarks.jobs", "worker", "-c", "2", "-Q", "idle"]
-        command += ["--loglevel", "WARNING", "--without-mingle", "--without-gossip"]
+        command = [sys.executable, "-m", "celery", "-A", "benchmarks.jobs", "worker", "-Q", "idle"]
+        command += ["--concurrency", str(self._concurrency), "--loglevel", "WARNING", "--without-mingle", "--without-gossip"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         from .jobs import app

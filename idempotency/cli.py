@@ -157,3 +157,7 @@ def _print_count(what: str, count: int, as_json: bool) -> None:
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value.isoformat() if hasattr(value, "isoformat") else value for name, value in fields.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from . import app, ledger
 from .models import Payment
 from .notifications import notify
 from .outside import gateway
-from .validation import check_amount, check_currency, check_id
+from .validation import check_amount, check_currency, check_id, check_local_part
 
 
 def submit_payment(session: Session, *, payment_id: str, customer_id: str, amount: int, currency: str) -> Handle:
@@ -22,7 +22,7 @@ def submit_payment(session: Session, *, payment_id: str, customer_id: str, amoun
     """
     payment = Payment(
         id=check_id("purchase_id", payment_id),
-        customer_id=check_id("customer_id", customer_id),
+        customer_id=check_local_part("customer_id", customer_id),
         amount=check_amount("amount_cents", amount, at_least=0),
         currency=check_currency("currency", currency),
     )

@@ -12,7 +12,7 @@ from . import app, ledger
 from .models import Payment, Refund
 from .notifications import notify
 from .outside import gateway
-from .validation import check_amount, check_id
+from .validation import check_amount, check_id, check_text
 
 # A payment still pending is settled within seconds as a rule; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
@@ -27,7 +27,7 @@ def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: 
         id=check_id("refund_id", refund_id),
         payment_id=check_id("purchase_id", payment_id),
         amount=check_amount("amount_cents", amount, at_least=1),
-        reason=reason,
+        reason=check_text("reason", reason),
     )
     session.add(refund)
     session.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from idempotency.errors import CallRefused
 from idempotency.keys import check_key
 
@@ -9,6 +11,10 @@ from idempotency.keys import check_key
 CURRENCIES = frozenset({"AUD", "CAD", "CHF", "EUR", "GBP", "NOK", "NZD", "SEK", "USD"})
 # The provider's own limit: eight digits in the minor unit (docs.stripe.com/currencies).
 MAX_AMOUNT = 99_999_999
+MAX_TEXT = 200
+# RFC 5321 allows 64 characters before the @; "customer-" takes nine.
+MAX_LOCAL_PART = 55
+LOCAL_PART = re.compile(r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*")
 
 
 def check_id(field: str, value: object) -> str:
@@ -17,6 +23,21 @@ def check_id(field: str, value: object) -> str:
         return check_key(value, field=field)
     except CallRefused as error:
         raise ValueError(str(error)) from None
+
+
+def check_local_part(field: str, value: object) -> str:
+    """An identifier that can also stand in an e-mail address: letters, digits and . _ + -. Raises `ValueError`."""
+    text = check_id(field, value)
+    if len(text) > MAX_LOCAL_PART or not LOCAL_PART.fullmatch(text):
+        raise ValueError(f"{field}: at most {MAX_LOCAL_PART} letters, digits and . _ + -")
+    return text
+
+
+def check_text(field: str, value: object) -> str:
+    """A short note for people. Raises `ValueError`."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
+        raise ValueError(f"{field}: at most {MAX_TEXT} printable characters")
+    return value
 
 
 def check_amount(field: str, value: object, *, at_least: int) -> int:

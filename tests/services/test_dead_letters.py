@@ -371,3 +371,39 @@ def test_a_letter_carries_the_key_that_the_call_gave(deliveries: Deliveries, con
     assert Message.from_text(row.message).headers[KEY_HEADER] == "given"
     assert deliver_row(deliveries, b.failing, row).state == "FAILURE"
     assert [letter.generation for letter in op.dead_letters(connection)] == [1, 2]
+
+
+@pytest.mark.parametrize("state", [op.started, op.expired, op.early, op.due, op.completed])
+def test_a_letter_of_an_operation_that_has_not_failed_is_refused_and_of_a_failed_one_is_not(
+    bank: Celery, connection: Connection, state: Callable[..., Any]
+) -> None:
+    id, failed = operation(b.deposit), operation(b.deposit, "failed")
+    state(connection, id)
+    op.failed(connection, failed)
+    before, rows = record(connection, id), op.outbox(connection, id)
+    assert before is not None
+    for each in (id, failed):
+        row = record(connection, each)
+        letters.store_refusal(
+            connection, each, delivery(row, each), generation=1, reason="delivery_limit", error=op.ERROR
+        )
+    refused, accepted = op.dead_letters(connection)
+    with pytest.raises(ReplayRefused, match=f"the operation is {before.status}"):
+        replay(bank, refused.id)
+    assert record(connection, id) == before
+    assert op.outbox(connection, id) == rows
+    assert replay(bank, accepted.id) == failed
+
+
+def test_a_letter_of_an_earlier_failure_does_not_replay_a_later_one(
+    deliveries: Deliveries, connection: Connection
+) -> None:
+    deliveries.deliver(repairable, "a1")
+    replay(deliveries.app, op.dead_letters(connection)[0].id)
+    (row,) = op.outbox(connection)
+    deliver_row(deliveries, repairable, row)
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'open', settled_at = NULL"))
+    earlier, later = op.dead_letters(connection)
+    with pytest.raises(ReplayRefused, match="not failed in this generation"):
+        replay(deliveries.app, earlier.id)
+    assert replay(deliveries.app, later.id) == operation(repairable)
