@@ -64,7 +64,14 @@ class worker:  # noqa: N801 - reads as a verb where it is used
 
     def __enter__(self) -> None:
         command = [sys.executable, "-m", "celery", "-A", "benchmarks.jobs", "worker", "-Q", "idle"]
-        command += ["--concurrency", str(self._concurrency), "--loglevel", "WARNING", "--without-mingle", "--without-gossip"]
+        command += [
+            "--concurrency",
+            str(self._concurrency),
+            "--loglevel",
+            "WARNING",
+            "--without-mingle",
+            "--without-gossip",
+        ]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         from .jobs import app

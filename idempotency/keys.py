@@ -130,11 +130,14 @@ def template(text: str) -> KeyFunction:
     fields = tuple(field for _, field, _, _ in parts if field is not None)
     if not fields:
         raise SettingsError(f"key template {text!r}: names no argument, so every call would be one operation")
+    if not (text.isascii() and text.isprintable()):
+        raise SettingsError(f"key template {text!r}: only printable ASCII can be part of a key")
     for _, field, spec, conversion in parts:
         if field is not None and (not field.isidentifier() or spec or conversion):
             raise SettingsError(f"key template {text!r}: only plain argument names, got {field!r}")
     separators = [literal for literal, field, _, _ in parts[1:] if field is not None]
-    if any(UNRESERVED.issuperset(separator) for separator in separators):
+    # "%" is what the encoding itself writes
+    if any((UNRESERVED | {"%"}).issuperset(separator) for separator in separators):
         raise SettingsError(f"key template {text!r}: set the fields apart by ':' or '/'")
 
     def key(arguments: Mapping[str, Any]) -> str:

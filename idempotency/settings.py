@@ -6,29 +6,37 @@ They live in Celery's configuration under `idempotency_`, so that an application
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from celery import Celery
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
-from .errors import SettingsError
+from .errors import CallRefused, SettingsError
+from .keys import check_key
 
 PREFIX = "idempotency_"
 HOUR = 3600.0
 DAY = 24 * HOUR
 
 
+def _key(value: str) -> str:
+    try:
+        return check_key(value, field="tenant")
+    except CallRefused as error:
+        raise ValueError(str(error)) from None
+
+
 class Settings(BaseModel):
     """What an application may set. Every duration is in seconds, every size in bytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
     # A Postgres URL in SQLAlchemy's form; the tables of the promise and of the business share one database.
     database_url: SecretStr
     # Redis saves work and decides nothing; without an address every claim goes to Postgres alone.
     redis_url: SecretStr | None = None
     # Scopes every key when a call names no tenant.
-    tenant: str = Field("default", min_length=1, max_length=255)
+    tenant: Annotated[str, AfterValidator(_key)] = "default"
 
     # How long a claim is respected without renewal. Long enough to outlast a garbage collection or a busy
     # machine, short enough that a dead holder on another host is replaced within about a minute.

@@ -19,10 +19,11 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
 
-from celery import Task
+from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.time import maybe_make_aware
 from kombu.utils.uuid import uuid
@@ -65,6 +66,9 @@ DOUBT_ROUNDS = 5
 POSTGRES_PAUSE = 0.5
 # The options of enqueue() that are not arguments of the task.
 ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant")
+
+# Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
+MAX_DELAY = 10 * 365 * 86400.0
 
 OnBusy = Literal["ack", "wait", "raise"]
 
@@ -361,12 +365,12 @@ class IdempotentTask(Task):
         """
         parameters = self._signature.parameters
         options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
-        countdown = float(options.pop("countdown", None) or 0.0)
-        eta = options.pop("eta", None)
-        task_id = options.pop("task_id", None) or uuid()
+        countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
+        task_id = str(options.pop("task_id", None) or uuid())
         id, headers, arguments = self._checked(
             args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None)
         )
+        _check_options(self.app, task_id=task_id, **options)
         message = Message.composed(
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
         )
@@ -444,6 +448,26 @@ class IdempotentTask(Task):
 def _shown(id: OperationId) -> dict[str, Any]:
     """What Flower and the logs may show of a call: its key, never its arguments."""
     return {"argsrepr": f"idempotency-key={id.key}", "kwargsrepr": "{}"}
+
+
+def _delay(countdown: object, eta: object) -> tuple[float, datetime | None]:
+    if countdown is None:
+        countdown = 0.0
+    if not isinstance(countdown, int | float) or not 0 <= countdown <= MAX_DELAY:
+        raise InvalidArguments(f"countdown: must be between 0 and {MAX_DELAY:.0f} seconds, got {countdown!r}")
+    if eta is not None and (not isinstance(eta, datetime) or eta.tzinfo is None):
+        raise InvalidArguments("eta: must be a datetime with a time zone")
+    return float(countdown), eta
+
+
+def _check_options(app: Celery, *, task_id: str, queue: object = None, priority: object = None) -> None:
+    """What would only fail in the relay, long after the caller's commit, is refused here."""
+    if not 0 < len(task_id.encode()) <= 255:
+        raise InvalidArguments(f"task_id: at most 255 bytes, got {len(task_id.encode())}")
+    if queue is not None and queue not in app.amqp.queues:
+        raise InvalidArguments(f"queue: {queue!r} is not among this application's task_queues")
+    if priority is not None and (type(priority) is not int or not 0 <= priority <= 255):
+        raise InvalidArguments(f"priority: must be an integer from 0 to 255, got {priority!r}")
 
 
 # ---------------------------------------------------------------- how an attempt ends
