@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m demo", description=__doc__)
     parser.add_argument("--purchases", type=Path, default=DATA / "purchases.csv", metavar="FILE")
     parser.add_argument("--refunds", type=Path, default=DATA / "refunds.csv", metavar="FILE")
-    parser.add_argument("--copies", type=_at_most(MAX_COPIES), default=2, help="how often each message is sent")
+    parser.add_argument("--copies", type=_at_most(MAX_COPIES), default=3, help="how often each message is sent")
     parser.add_argument("--seed", type=int, default=1, help="decides the faults, and where the refunds go")
     parser.add_argument("--workers", type=_at_most(MAX_WORKERS), default=2)
     parser.add_argument("--started", type=float, metavar="EPOCH", help="when the run began; default: now")
