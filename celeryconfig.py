@@ -96,5 +96,6 @@ _sweep = float(globals().get("idempotency_sweep", Settings.model_fields["sweep"]
 beat_schedule = {
     # A tick that nobody took in time is not worth taking: the next one does its work.
     "recover": {"task": "maintenance.recover", "schedule": _sweep, "options": {"expires": _sweep}},
+    "reconcile": {"task": "maintenance.reconcile", "schedule": _sweep, "options": {"expires": _sweep}},
     "purge": {"task": "maintenance.purge", "schedule": 600.0, "options": {"expires": 600.0}},
 }

@@ -32,6 +32,7 @@ from .errors import (
 )
 from .handle import Handle, StoredOperation, lookup
 from .keys import OperationId, content_hash
+from .startup import refuse_to_lose as _refuse_to_lose  # noqa: F401  importing it is what installs it
 from .task import IdempotentTask
 
 __all__ = [

@@ -4,44 +4,50 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import time
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from celery import Celery
-from celery.app.utils import find_app
-from rich.console import Console
+from prometheus_client import start_http_server
+from rich.markup import escape
 from rich.table import Table
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
-from . import dead_letters, maintenance, schema
+from . import dead_letters, maintenance, metrics, operators, records, schema
 from .attempt import describe
-from .errors import IdempotencyError
+from .doctor import Level
+from .doctor import doctor as diagnose
+from .errors import IdempotencyError, SettingsError
 from .logs import log
-from .outbox import Relay
+from .operator_commands import ActorOption
+from .operator_commands import commands as operator_commands
+from .reconcile import reconcile
+from .relay import Relay
 from .runtime import Runtime
+from .terminal import AppOption, JsonOption, console, print_json
+from .terminal import application as _app
 
 cli = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Operate celery-idempotency.")
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
+cli.add_typer(operator_commands)
 cli.add_typer(letters, name="dead-letters")
-console = Console()
 
 # The relay looks for dead holders this often: a killed worker's operations go on within 5 s on the same host.
 DEATH_WATCH = 2.0
 
-AppOption = Annotated[
-    str, typer.Option("--app", "-A", envvar="CELERY_APP", help="The Celery application, as for celery -A.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
 
 @cli.command()
-def migrate(app: AppOption = "tasks") -> None:
+def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Bring the database's tables to this version."""
     revision = schema.migrate(Runtime.of(_app(app)).engine)
-    console.print(f"database schema at revision {revision}")
+    if as_json:
+        print_json({"revision": revision})
+    else:
+        console.print(f"database schema at revision {revision}")
 
 
 @cli.command()
@@ -54,18 +60,61 @@ def relay(app: AppOption = "tasks") -> None:
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
-    due = time.monotonic()
+    sweep = Runtime.of(celery).settings.sweep
+    running = Relay(celery)
+    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep}
 
     def periodic() -> None:
-        nonlocal due
-        if time.monotonic() >= due:
-            due = time.monotonic() + DEATH_WATCH
+        now = time.monotonic()
+        if now >= due["recover"]:
+            due["recover"] = now + DEATH_WATCH
             if recovered := maintenance.recover(celery):
                 log.info("recovered", operations=recovered)
+        if now >= due["reconcile"]:
+            due["reconcile"] = now + sweep
+            reconcile(celery, running.publisher.depth)
 
     log.info("relay_started")
-    Relay(celery).run(stop, periodic)
+    running.run(stop, periodic)
     log.info("relay_stopped")
+
+
+@cli.command()
+def doctor(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Look for what would lose work or do it twice. Exit status 1 if there is any."""
+    findings = diagnose(_app(app))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))  # noqa: T201
+    else:
+        table = Table("", "what", "found", "what to do or why")
+        colours = {Level.REFUSAL: "red", Level.WARNING: "yellow", Level.OK: "green"}
+        for finding in findings:
+            cells = (finding.subject, finding.found, finding.advice)
+            table.add_row(f"[{colours[finding.level]}]{finding.level}[/]", *map(escape, cells))
+        console.print(table)
+    if any(finding.level is Level.REFUSAL for finding in findings):
+        raise typer.Exit(1)
+
+
+@cli.command("metrics")
+def serve_metrics(
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 9540,
+    address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
+) -> None:
+    """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
+    if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        raise SettingsError("PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this need the same directory there")
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    try:
+        server, thread = start_http_server(port, address, registry=metrics.of_all_processes())
+    except OSError as error:
+        raise SettingsError(f"--address {address} --port {port}: {error.strerror or error}") from None
+    console.print(f"metrics at http://{address}:{port}/metrics")
+    stop.wait()
+    server.shutdown()
+    thread.join()
 
 
 @cli.command()
@@ -120,10 +169,19 @@ def show_letter(letter: int, app: AppOption = "tasks", as_json: JsonOption = Fal
 
 
 @letters.command("replay")
-def replay_letter(letter: int, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+def replay_letter(
+    letter: int,
+    actor: ActorOption,
+    reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
     """Send a dead letter again, under the same key."""
+    change = operators.Change(actor, reason)
     with Runtime.of(_app(app)).engine.begin() as connection:
         id = dead_letters.replay(connection, letter)
+        row = records.read_locked(connection, id)
+        operators.audit(connection, change, "replay", id, row, details={"dead_letter": letter})
     if as_json:
         print(json.dumps({"replayed": letter, "operation": id.operation, "key": id.key}))  # noqa: T201
     else:
@@ -139,13 +197,8 @@ def main() -> None:
     except OperationalError as error:
         # SQLAlchemy's own text would show the address
         raise SystemExit(f"idempotency: the database did not answer: {describe(error)}") from None
-
-
-def _app(name: str) -> Celery:
-    try:
-        return find_app(name)
-    except (ImportError, AttributeError) as error:
-        raise IdempotencyError(f"--app {name}: {error}") from None
+    except DBAPIError as error:
+        raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
 
 
 def _print_count(what: str, count: int, as_json: bool) -> None:

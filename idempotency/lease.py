@@ -7,12 +7,16 @@ it, costs round trips and nothing else.
 
 from __future__ import annotations
 
-import threading
+import _thread
+import contextlib
+import copy
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -64,17 +68,28 @@ class Leases:
         self._lease_ms = max(int(lease * 1000), 1)
         self._pause = pause
         self._skip_until = 0.0
-        self._redis: redis.Redis | None = None
+        self._url = url
+        self._timeout = timeout
         self._dropped: deque[tuple[str, str]] = deque()
-        if url is not None:
-            self._redis = redis.Redis.from_url(
-                url,
-                decode_responses=True,
-                socket_timeout=timeout,
-                socket_connect_timeout=timeout,
-                # redis-py's own retries can outlast a lease, and find their own first answer on the second try.
-                retry=Retry(NoBackoff(), 0),
-            )
+        self._redis = self._client()
+
+    def apart(self) -> Leases:
+        """The same leases over connections of their own: under gevent no socket may serve two threads."""
+        other = copy.copy(self)
+        other._redis = self._client()
+        return other
+
+    def _client(self) -> redis.Redis | None:
+        if self._url is None:
+            return None
+        return redis.Redis.from_url(
+            self._url,
+            decode_responses=True,
+            socket_timeout=self._timeout,
+            socket_connect_timeout=self._timeout,
+            # redis-py's own retries can outlast a lease, and find their own first answer on the second try.
+            retry=Retry(NoBackoff(), 0),
+        )
 
     def take(self, id: OperationId, token: str, fingerprint: str) -> Hint:
         """Ask whether somebody is on it, and leave our lease if nobody is.
@@ -116,9 +131,10 @@ class Leases:
             self._dropped.clear()  # they run out by themselves
             return None
         pipeline = self._redis.pipeline(transaction=False)
-        while self._dropped:
-            name, value = self._dropped.popleft()
-            pipeline.eval(_DROP, 1, name, value)
+        with contextlib.suppress(IndexError):  # empty, or emptied by another thread meanwhile
+            while True:
+                name, value = self._dropped.popleft()
+                pipeline.eval(_DROP, 1, name, value)
         add(pipeline)
         try:
             answers = pipeline.execute()
@@ -151,6 +167,9 @@ class Heartbeat:
 
     Only Postgres can say held or lost. An answer that stays away for a whole lease counts as lost, by the
     monotonic clock. A short attempt never meets the thread at all.
+
+    The thread is a native one under gevent too, where it waits on a hub of its own: a body that computes for longer
+    than its lease stops the hub of the others.
     """
 
     def __init__(
@@ -163,31 +182,33 @@ class Heartbeat:
         longest_run: float,
     ) -> None:
         self._renew = renew
-        self._leases = leases
+        self._leases = leases.apart()
         self._lease = lease
         self._interval = interval
         self._longest_run = longest_run
         self._holdings: dict[str, Holding] = {}
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._lock = _native("allocate_lock")()
+        self._thread: int | None = None
+        # held until the heartbeat is to stop: unlike an Event, a native lock never asks a hub
+        self._running = _native("allocate_lock")()
+        self._running.acquire()
 
     def hold(self, holding: Holding) -> None:
         with self._lock:
             self._holdings[holding.claim.token] = holding
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="idempotency-heartbeat", daemon=True)
-                self._thread.start()
+                self._thread = _native("start_new_thread")(self._run, ())
 
     def drop(self, holding: Holding) -> None:
         with self._lock:
             self._holdings.pop(holding.claim.token, None)
 
     def stop(self) -> None:
-        self._stop.set()
+        if self._running.locked():
+            self._running.release()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._running.acquire(timeout=self._interval):
             try:
                 self.run_once()
                 self._leases.flush()
@@ -233,3 +254,9 @@ class Heartbeat:
             holding.lost = True
         metrics.leases_lost.labels(holding.claim.id.operation).inc()
         log.warning("lease_lost", why=why, operation=holding.claim.id.operation, key=holding.claim.id.key)
+
+
+def _native(name: str) -> Any:
+    """A primitive of real threads, also where gevent has put its own in its place."""
+    monkey = sys.modules.get("gevent.monkey")
+    return getattr(_thread, name) if monkey is None else monkey.get_original("_thread", name)

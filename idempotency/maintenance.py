@@ -31,10 +31,10 @@ WITH orphan AS MATERIALIZED (
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = clock_timestamp(), updated_at = clock_timestamp()
     FROM orphan o WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
-    RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message
+    RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, 'recover' FROM released
+    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin)
+    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'recover' FROM released
 )
 SELECT count(*) FROM released
 """
@@ -47,14 +47,14 @@ WITH expired AS MATERIALIZED (
     WHERE r.status IN ('completed', 'failed') AND r.expires_at < clock_timestamp()
       AND NOT EXISTS (SELECT FROM idempotency.outbox o
                       WHERE (o.tenant, o.operation, o.key) = (r.tenant, r.operation, r.key)
-                        AND (o.status <> 'published' OR o.fingerprint <> r.fingerprint))
+                        AND (o.status = 'pending' OR o.settled_at IS NULL AND o.fingerprint <> r.fingerprint))
       AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
                       WHERE (d.tenant, d.operation, d.key) = (r.tenant, r.operation, r.key) AND d.status = 'open')
     ORDER BY r.expires_at LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 ), rows AS (
     DELETE FROM idempotency.outbox o USING expired e
-    WHERE (o.tenant, o.operation, o.key) = (e.tenant, e.operation, e.key) AND o.status = 'published'
+    WHERE (o.tenant, o.operation, o.key) = (e.tenant, e.operation, e.key)
 ), purged AS (
     DELETE FROM idempotency.records r USING expired e
     WHERE (r.tenant, r.operation, r.key) = (e.tenant, e.operation, e.key)

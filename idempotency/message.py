@@ -22,6 +22,8 @@ ORIGIN_HEADER = "idempotency-origin"
 # How often a duplicate with on_busy="wait" has come back.
 WAITS_HEADER = "idempotency-waits"
 OUTBOX_HEADER = "idempotency-outbox-id"
+# Set by a worker that was told to revoke this task id, on the way into its pool; never stored, never sent.
+REVOKED_HEADER = "idempotency-revoked"
 
 # The fields of Celery's message protocol 2 that travel as headers (docs.celeryq.dev, "Message Protocol").
 _PROTOCOL_HEADERS = (
@@ -97,7 +99,7 @@ class Message:
         custom = {
             name: value
             for name, value in (request.headers or {}).items()
-            if not name.startswith("x-") and name not in (ORIGIN_HEADER, OUTBOX_HEADER)
+            if not name.startswith("x-") and name not in (ORIGIN_HEADER, OUTBOX_HEADER, REVOKED_HEADER)
         }
         body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
         properties = {"correlation_id": request.id}
@@ -138,3 +140,15 @@ class Message:
                     return known.exchange.name, known.routing_key
             raise KeyError(delayed)
         return self.route["exchange"], self.route["routing_key"]
+
+    def queue(self, app: Celery) -> str:
+        """The name of the queue this message goes to, as far as this application knows it."""
+        if (queue := self.route.get("queue")) is not None:
+            return str(queue)
+        if (delayed := self.route.get("delayed")) is not None:
+            return str(delayed)
+        exchange, routing_key = self.route["exchange"], self.route["routing_key"]
+        for known in app.amqp.queues.values():
+            if (known.exchange.name, known.routing_key) == (exchange, routing_key):
+                return str(known.name)
+        return str(routing_key)

@@ -4,7 +4,16 @@ Flower shows a task that ran twice as one success; these show it as it was. Pref
 `PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode).
 """
 
-from prometheus_client import Counter, Histogram
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
+
+if directory := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+    # prometheus-client opens its files as soon as a counter is made, and does not make the directory
+    Path(directory).mkdir(parents=True, exist_ok=True)
 
 claims = Counter("idempotency_claims", "Attempts begun", ["operation"])
 takeovers = Counter(
@@ -25,5 +34,24 @@ recovered = Counter("idempotency_recovered", "Orphaned operations released by re
 purged = Counter("idempotency_purged", "Records deleted past retention")
 published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
 publish_errors = Counter("idempotency_outbox_errors", "Outbox rows whose publish failed", ["error"])
+resent = Counter("idempotency_outbox_resent", "Operations sent again because their queue lacked them")
 redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
 attempt_seconds = Histogram("idempotency_attempt_seconds", "From claim to commit", ["operation"])
+phase_seconds = Histogram(
+    "idempotency_phase_seconds",
+    "Time of a delivery in each phase: claim, body, commit",
+    ["operation", "phase"],
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0),
+)
+
+
+def phase(operation: str, name: str) -> AbstractContextManager[object]:
+    """Time a phase of a delivery, however it ends."""
+    return phase_seconds.labels(operation, name).time()
+
+
+def of_all_processes() -> CollectorRegistry:
+    """What all processes that share `PROMETHEUS_MULTIPROC_DIR` have counted, ended ones included."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return registry

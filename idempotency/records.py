@@ -43,6 +43,7 @@ class Claimed:
     age: float  # seconds since the first claim of this generation
     effects: dict[str, dict[str, Any]]
     first_claim: bool
+    revoked: bool = False  # Celery was told to revoke this generation: it ends without its body
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,10 @@ _MINE = f"{_ROW} AND status = 'started' AND fence = %(fence)s AND token = %(toke
 _CLAIM = f"""
 WITH claimed AS (
     INSERT INTO idempotency.records AS r
-        (tenant, operation, key, status, fence, token, locked_until, locked_by, fingerprint, message)
+        (tenant, operation, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue)
     VALUES (%(tenant)s, %(operation)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
-            clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s)
+            clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s,
+            %(queue)s)
     ON CONFLICT (tenant, operation, key) DO UPDATE SET
         status = 'started',
         fence = nextval('idempotency.fence'),
@@ -113,10 +115,11 @@ WITH claimed AS (
     WHERE r.fingerprint = excluded.fingerprint
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
-    RETURNING fence, attempts, generation, effects, opened_at
+    RETURNING fence, attempts, generation, effects, opened_at, revoked_generation
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
-       extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error
+       extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked
 FROM claimed
 UNION ALL
 SELECT CASE
@@ -125,7 +128,7 @@ SELECT CASE
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -227,10 +230,10 @@ WITH released AS (
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
         updated_at = clock_timestamp()
     WHERE {_MINE}
-    RETURNING tenant, operation, key, fingerprint, message, available_at
+    RETURNING tenant, operation, key, fingerprint, message, queue, available_at
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, available_at)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, 'retry', available_at
+    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at)
+    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry', available_at
     FROM released WHERE %(deliver)s
 )
 SELECT count(*) FROM released
@@ -255,6 +258,7 @@ def claim(
     message: str,
     holder: str,
     lease: float,
+    queue: str = "",
 ) -> Answer:
     """Claim the operation by writing first; read only to explain a lost claim.
 
@@ -262,7 +266,15 @@ def claim(
     """
     row = connection.exec_driver_sql(
         _CLAIM,
-        _row(id) | {"token": token, "fingerprint": fingerprint, "message": message, "holder": holder, "lease": lease},
+        _row(id)
+        | {
+            "token": token,
+            "fingerprint": fingerprint,
+            "message": message,
+            "queue": queue,
+            "holder": holder,
+            "lease": lease,
+        },
     ).one_or_none()
     if row is None:
         return Changed()
@@ -277,6 +289,7 @@ def claim(
                 max(row.age, 0.0),
                 row.effects,
                 row.attempts == 1,
+                row.revoked,
             )
         case "completed":
             return Completed(row.result)
@@ -414,3 +427,152 @@ def _idle_ms(lease: float) -> str:
 
 def keys_of(rows: Iterable[Row[Any]]) -> list[OperationId]:
     return [OperationId(row.tenant, row.operation, row.key) for row in rows]
+
+
+# ---------------------------------------------------------------- what people and Celery's revoke change
+
+_READ = f"SELECT * FROM idempotency.records WHERE {_ROW} FOR UPDATE"
+
+# A worker remembers revoked task ids for hours, and a replay has the same one: its memory counts only once.
+_REVOKE = f"""
+UPDATE idempotency.records SET revoked_generation = generation, updated_at = clock_timestamp()
+WHERE {_ROW} AND fingerprint = %(fingerprint)s AND status IN ('started', 'released')
+  AND (revoked_generation IS NULL OR NOT %(remembered)s)
+RETURNING 1
+"""
+
+_CANCEL = f"""
+UPDATE idempotency.records
+SET status = 'failed', available_at = NULL, fence = nextval('idempotency.fence'), error = %(error)s,
+    first_error = coalesce(first_error, %(error)s), response_code = %(response_code)s,
+    completed_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
+    updated_at = clock_timestamp()
+WHERE {_ROW} AND status = 'released' AND fence = %(fence)s
+RETURNING fence
+"""
+
+_RESOLVE_EFFECT = f"""
+UPDATE idempotency.records
+SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(change)s::jsonb),
+    updated_at = clock_timestamp()
+WHERE {_ROW} AND status = 'failed' AND fence = %(fence)s AND effects -> %(name)s ->> 'state' = 'begun'
+RETURNING fence
+"""
+
+
+def read_locked(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """Read a whole record and keep everybody else from changing it until the transaction ends."""
+    return connection.exec_driver_sql(_READ, _row(id)).one_or_none()
+
+
+def revoke(connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool) -> bool:
+    """Mark this generation as revoked: the next claim ends it without its body. False: it has ended, or is unknown.
+
+    `remembered`: a worker's memory of a task id, which does not revoke a generation after the one it did revoke.
+    """
+    parameters = {"fingerprint": fingerprint, "remembered": remembered}
+    return connection.exec_driver_sql(_REVOKE, _row(id) | parameters).one_or_none() is not None
+
+
+def cancel(
+    connection: Connection, id: OperationId, *, fence: int, error: str, response_code: int, retention: float
+) -> int | None:
+    """End what has not begun, under the fence that was read. Returns the new fence; None: it has changed meanwhile."""
+    parameters = {"fence": fence, "error": error, "response_code": response_code, "retention": retention}
+    return _fence(connection.exec_driver_sql(_CANCEL, _row(id) | parameters).one_or_none())
+
+
+def resolve_effect(connection: Connection, id: OperationId, *, fence: int, name: str, change: Parameters) -> int | None:
+    """Record a person's word about an effect of a failed operation. Returns the fence; None: it has changed meanwhile."""
+    parameters = {"fence": fence, "name": name, "change": json.dumps(change)}
+    return _fence(connection.exec_driver_sql(_RESOLVE_EFFECT, _row(id) | parameters).one_or_none())
+
+
+def _fence(row: Row[Any] | None) -> int | None:
+    return None if row is None else int(row.fence)
+
+
+# ---------------------------------------------------------------- what the dead-letter queue ends
+
+# The fence moves, so that whatever a former holder still sends matches nothing. A holder that lives is left alone.
+_GIVE_UP = f"""
+WITH settings AS (
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+), given_up AS (
+    INSERT INTO idempotency.records AS r
+        (tenant, operation, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
+         response_code, completed_at, expires_at)
+    SELECT %(tenant)s, %(operation)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
+           %(message)s, %(queue)s, %(error)s, %(error)s, %(response_code)s, clock_timestamp(),
+           clock_timestamp() + make_interval(secs => %(retention)s)
+    FROM settings
+    ON CONFLICT (tenant, operation, key) DO UPDATE SET
+        status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
+        available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
+        response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
+        updated_at = clock_timestamp()
+    WHERE r.fingerprint = excluded.fingerprint
+      AND (r.status = 'released' OR r.status = 'started' AND r.locked_until < clock_timestamp())
+    RETURNING generation, attempts, first_error
+)
+SELECT 'given_up' AS answer, generation, attempts, first_error, NULL AS result, NULL AS error FROM given_up
+UNION ALL
+SELECT CASE
+           WHEN fingerprint <> %(fingerprint)s THEN 'mismatch'
+           WHEN status IN ('completed', 'failed') THEN status
+           WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
+           ELSE 'changed'
+       END, generation, attempts, first_error, result, error
+FROM idempotency.records
+WHERE {_ROW} AND NOT EXISTS (SELECT FROM given_up)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Ended as failed, because no worker will run its message. The dead letter goes in the same transaction."""
+
+    generation: int
+    attempts: int
+    first_error: str
+
+
+def give_up(
+    connection: Connection,
+    id: OperationId,
+    *,
+    fingerprint: str,
+    message: str,
+    queue: str,
+    error: str,
+    response_code: int,
+    retention: float,
+    lease: float,
+) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
+    """End as failed what has no record yet, is released, or has outlived its lease; else say what the record is."""
+    row = connection.exec_driver_sql(
+        _GIVE_UP,
+        _row(id)
+        | {
+            "fingerprint": fingerprint,
+            "message": message,
+            "queue": queue,
+            "error": error,
+            "response_code": response_code,
+            "retention": retention,
+            "idle_ms": _idle_ms(lease),
+        },
+    ).one_or_none()
+    match row and row.answer:
+        case "given_up":
+            return GivenUp(row.generation, row.attempts, row.first_error)
+        case "completed":
+            return Completed(row.result)
+        case "failed":
+            return Failed(**error_fields(row.error))
+        case "mismatch":
+            return Mismatch(row.generation)
+        case "busy":
+            return Busy()
+        case _:
+            return Changed()

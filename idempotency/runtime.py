@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import psycopg
 from celery import Celery
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
@@ -97,6 +98,13 @@ class Runtime:
                 # A signal in the middle of a statement leaves its answer on the wire: nobody may use that again.
                 connection.invalidate()
                 raise
+
+    def listen(self, channel: str) -> psycopg.Connection[Any]:
+        """A connection of its own that hears the NOTIFYs of a channel. The caller closes it."""
+        url = self.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
+        connection = psycopg.connect(url, autocommit=True, connect_timeout=5)
+        connection.execute(f"LISTEN {channel}")
+        return connection
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
         with self._heartbeat_engine.connect() as connection:

@@ -47,6 +47,9 @@ class Settings(BaseModel):
     max_run: float | None = Field(None, gt=0)
     # How often orphaned operations are looked for.
     sweep: float = Field(15.0, gt=0)
+    # How long after its publish an operation without a trace may be sent again; doubles each time, up to an hour.
+    # Only what its queue lacks is sent, so this is about patience, not about load.
+    resend_after: float = Field(60.0, gt=0)
     # How long a duplicate with on_busy="wait" stays attached to the running attempt.
     wait: float = Field(30.0, ge=0)
 

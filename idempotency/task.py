@@ -29,9 +29,10 @@ from celery.utils.time import maybe_make_aware
 from kombu.utils.uuid import uuid
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from . import dead_letters, keys, metrics, outbox, records
+from . import dead_letters, eager, keys, metrics, outbox, records
 from .attempt import Attempt, AttemptSession, OnFailed, Policy, describe
 from .crash_points import crash_point
 from .delivery import Delivery
@@ -56,7 +57,7 @@ from .handle import Handle
 from .keys import KeyFunction, OperationId
 from .lease import Hint
 from .logs import log
-from .message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER, WAITS_HEADER, Message
+from .message import KEY_HEADER, ORIGIN_HEADER, REVOKED_HEADER, TENANT_HEADER, WAITS_HEADER, Message
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
 
@@ -89,6 +90,14 @@ class IdempotentTask(Task):
     abstract = True
     acks_late = True
     reject_on_worker_lost = True
+    # Celery would acknowledge a revoked message and leave its record open.
+    Request = "idempotency.revocation:Request"
+    # Ends in an acknowledgement without a dead letter.
+    retry_on_worker_lost = False
+    # A hard limit that passes before the claim must not acknowledge.
+    acks_on_timeout = False
+    # An exception leaves the wrapper only after the record says failed.
+    acks_on_failure = True
     # Celery logs a result and shows it in Flower; a result may hold what neither should.
     resultrepr_maxsize = 1
 
@@ -139,7 +148,9 @@ class IdempotentTask(Task):
         token = secrets.token_hex(16)
         ending: Ending | None = None
         for _ in range(DOUBT_ROUNDS):
-            match self._claim(runtime, delivery, token):
+            with metrics.phase(self.name, "claim"):
+                answer = self._claim(runtime, delivery, token)
+            match answer:
                 case Claimed() as claim:
                     self.request.retries = max(claim.attempts - 1, 0)
                     self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
@@ -152,14 +163,16 @@ class IdempotentTask(Task):
                             except BaseException as error:
                                 ending = end_for(error, attempt)
                         ending.apply(attempt)
-                    except (LeaseLost, OutcomeInDoubt, DBAPIError, SoftTimeLimitExceeded):
+                    except (LeaseLost, OutcomeInDoubt, DBAPIError, PoolTimeout, SoftTimeLimitExceeded):
                         if ending is not None and not isinstance(ending.outcome, Exception):
                             raise ending.outcome from None  # the process ends; recovery has the rest
                         continue  # claim again, with the same token: the record decides
                     finally:
                         attempt.close()
                         self.request.attempt = None
-                    if isinstance(ending, Release) and delivery.is_eager and not ending.give_back:
+                    if isinstance(ending, Release) and delivery.is_eager and isinstance(ending.outcome, Exception):
+                        if isinstance(ending.cause, Defer):
+                            return Raised(ending.cause)  # later means that the caller calls again
                         return self._perform(delivery)  # nobody delivers again: the next attempt is here and now
                     return Raised(ending.outcome)
                 case Completed() as completed:
@@ -177,11 +190,15 @@ class IdempotentTask(Task):
 
     def _run(self, attempt: Attempt) -> Any:
         crash_point("claimed")
+        if self._is_revoked(attempt):
+            raise PermanentError("revoked through Celery before it had ended", "revoked")
         if attempt.claim.attempts > attempt.policy.max_attempts:
             raise AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts; the last one died")
         crash_point("body.entered")
-        result = self.run(*self.request.args, **self.request.kwargs)
-        attempt.complete(result)
+        with metrics.phase(self.name, "body"):
+            result = self.run(*self.request.args, **self.request.kwargs)
+        with metrics.phase(self.name, "commit"):
+            attempt.complete(result)
         return result
 
     def _claim(
@@ -204,8 +221,8 @@ class IdempotentTask(Task):
                     ):
                         continue  # the row became claimable meanwhile
                     break
-            except (OperationalError, SoftTimeLimitExceeded) as error:
-                # Postgres is away, or a lock was not to be had: try again, never acknowledge.
+            except (OperationalError, PoolTimeout, SoftTimeLimitExceeded) as error:
+                # Postgres is away, or a lock or a connection was not to be had: try again, never acknowledge.
                 log.warning("claim_waits", operation=self.name, error=describe(error))
                 time.sleep(POSTGRES_PAUSE)
         if isinstance(answer, Claimed):
@@ -227,6 +244,7 @@ class IdempotentTask(Task):
             message=delivery.message,
             holder=runtime.holder,
             lease=runtime.settings.lease,
+            queue=delivery.queue,
         )
 
     def _counted(self, runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
@@ -274,19 +292,38 @@ class IdempotentTask(Task):
                     )
         return Raised(Ignore())
 
-    def _delivery(self) -> Delivery:
-        request = self.request
+    def _is_revoked(self, attempt: Attempt) -> bool:
+        if attempt.claim.revoked or REVOKED_HEADER not in attempt.delivery.headers:
+            return attempt.claim.revoked
+        with attempt.runtime.autocommit() as connection:
+            return records.revoke(connection, attempt.claim.id, attempt.delivery.fingerprint, remembered=True)
+
+    def revoke_terminated(self, request: Any) -> None:
+        """Mark the operation whose attempt Celery terminates, so that its next claim ends it. For `revocation.py`."""
+        runtime, delivery = Runtime.of(self.app), self._delivery(request)
+        with runtime.engine.begin() as connection:
+            # the worker's main process serves every other task meanwhile
+            connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
+            # The attempt may have been killed before its claim, with no record to be marked.
+            answer = self._ask(runtime, connection, delivery, secrets.token_hex(16))
+            records.revoke(connection, delivery.id, delivery.fingerprint, remembered=False)
+            if isinstance(answer, Claimed):
+                records.release(connection, answer, delay=0.0, error=None, give_back=True)
+
+    def _delivery(self, request: Any = None) -> Delivery:
+        request = request or self.request
         headers = request.headers or {}
         arguments = keys.bind(self._signature, request.args or (), request.kwargs or {})
         id = self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
+        message = Message.delivered(request)
         return Delivery(
             id=id,
             fingerprint=keys.fingerprint(arguments),
             arguments=arguments,
             task_id=request.id,
-            message=Message.delivered(request).to_text(),
+            message=message.to_text(),
             headers=headers,
-            queue=(request.delivery_info or {}).get("routing_key") or "",
+            queue=message.queue(self.app),
             resent=ORIGIN_HEADER in headers,
             is_eager=bool(request.is_eager),
         )
@@ -374,7 +411,7 @@ class IdempotentTask(Task):
         message = Message.composed(
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
         )
-        outbox.insert(session, id, keys.fingerprint(arguments), message, countdown=countdown, eta=eta)
+        outbox.insert(session, id, keys.fingerprint(arguments), message, queue=message.queue(self.app), countdown=countdown, eta=eta)
         return Handle(self.app, id, task_id)
 
     def apply_async(
@@ -404,7 +441,11 @@ class IdempotentTask(Task):
         tenant: str | None = None,
         **options: Any,
     ) -> Any:
-        """Run the task here, eagerly, under its key; retries follow at once."""
+        """Run the task here, eagerly, under its key; retries follow at once, and a `Defer` is raised.
+
+        Raises `CallRefused` inside an open transaction of this thread: the task commits on a connection of its own.
+        """
+        eager.check_no_transaction(Runtime.of(self.app).engine.url)
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         given = options.pop("headers", None) or {}
         _, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)
@@ -515,8 +556,9 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
     policy, settings, attempts = attempt.policy, attempt.runtime.settings, attempt.claim.attempts
     match error:
         case SystemExit() | KeyboardInterrupt():
-            # the worker shuts down: due at once, elsewhere, and no attempt used
-            return Release(0.0, None, error, give_back=True)
+            # The worker shuts down: due at once, elsewhere, and no attempt used. A hard time limit begins with the
+            # same SIGTERM, so it is not for free for ever.
+            return Release(0.0, None, error, give_back=attempt.claim.age <= settings.longest_run)
         case PermanentError():
             return Fail(error, error)
         case CallRefused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from idempotency import maintenance
+from idempotency.reconcile import reconcile
 
 from . import app
 
@@ -11,6 +12,12 @@ from . import app
 def recover() -> int:
     """Release orphaned operations; returns how many."""
     return maintenance.recover(app)
+
+
+@app.task(name="maintenance.reconcile")
+def reconcile_outbox() -> int:
+    """Send again what the broker has lost; returns how many operations."""
+    return reconcile(app).resent
 
 
 @app.task(name="maintenance.purge")

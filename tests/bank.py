@@ -47,7 +47,7 @@ def configure(environment: dict[str, str]) -> None:
         idempotency_lease=float(environment.get("LEASE", "60")),
         idempotency_heartbeat=float(environment.get("LEASE", "60")) / 4,
         idempotency_retry_base=float(environment.get("RETRY_BASE", "0.05")),
-        idempotency_max_run=600.0,
+        idempotency_max_run=float(environment.get("MAX_RUN", "600")),
         idempotency_redis_pause=0.2,
     )
     app.amqp.flush_routes()
@@ -116,6 +116,8 @@ def failing(self: IdempotentTask, account: str, how: str) -> None:
             raise PermanentError("no such account", "no_account")
         case "defer":
             raise Defer(0.05, "not yet")
+        case "defer long":
+            raise Defer(3600, "not before an hour")
         case "retry":
             raise self.retry(countdown=0.01, exc=ValueError("again"))
         case "ignore":
@@ -131,6 +133,21 @@ def returning(self: IdempotentTask, value: Any = None) -> Any:
     """Returns what it is given; its key is given per call."""
     self.session.execute(INSERT, {"account": "returning", "amount": 1})
     return value
+
+
+@app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure)
+def lonely_deposit(self: IdempotentTask, account: str, seconds: float, busy: bool = False) -> str:
+    """Writes its row, lets the others run (or, when busy, does not), and finds its own session and claim again."""
+    session, attempt = self.session, self.request.attempt
+    session.execute(INSERT, {"account": account, "amount": 1})
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not busy:
+            time.sleep(min(0.02, seconds))
+    mine = session.scalars(text("SELECT account FROM entries WHERE xmin = pg_current_xact_id()::xid")).all()
+    if (self.session, self.request.attempt, attempt.claim.id.key, mine) != (session, attempt, account, [account]):
+        raise PermanentError(f"another attempt was seen: {mine}", "not_alone")
+    return account
 
 
 if "BANK_QUEUE" in os.environ:

@@ -21,7 +21,7 @@ from sqlalchemy.engine import Engine, make_url
 import services
 from idempotency import schema
 from idempotency.maintenance import recover
-from idempotency.outbox import Relay
+from idempotency.relay import Relay
 from idempotency.runtime import Runtime
 from tests.deliveries import Deliveries
 from tests.outside import OutsideWorld

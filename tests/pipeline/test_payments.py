@@ -43,7 +43,7 @@ class Shop:
 
         import tasks
         from idempotency.maintenance import recover
-        from idempotency.outbox import Relay
+        from idempotency.relay import Relay
         from idempotency.runtime import Runtime
         from tasks import models, payments, refunds
 

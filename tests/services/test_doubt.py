@@ -103,7 +103,7 @@ def test_a_lost_reply_to_the_failing_commit_leaves_one_dead_letter(proxy, delive
 def test_a_lost_reply_to_the_release_sends_the_next_delivery_once(proxy, deliveries, record, engine):
     deliveries.deliver(bank.deposit, "warm-up")
     proxy.cut_reply_to(b"SET status = 'released'")
-    outcome = deliveries.deliver(bank.failing, "a", "value")
+    outcome = deliveries.deliver(bank.failing, "a", "defer long")
 
     assert proxy.cuts == 1
     assert record("a").status == "released"

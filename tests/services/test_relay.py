@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from idempotency import crash_points, outbox
 from idempotency.keys import OperationId
 from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
-from idempotency.outbox import Relay, Relayed
+from idempotency.relay import BACKOFF_CAP, Relay, Relayed
 from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
@@ -213,7 +213,8 @@ def test_a_row_without_a_queue_is_kept_and_backs_off_while_the_others_flow(
     write(connection, "astray", route=route(bank.conf.task_default_queue))
     write(connection, "after")
     assert relay.run_once() == Relayed(2, 1)
-    assert keys(drained(bank)) == ["before", "after"]
+    # a missing exchange closes the channel, and what was not confirmed on it is published once more
+    assert sorted(set(keys(drained(bank)))) == ["after", "before"]
     assert states(connection) == ["published", "pending", "published"]
     delays = []
     for attempts in range(1, 4):
@@ -241,7 +242,7 @@ def test_the_back_off_of_a_row_has_a_limit(bank: Celery, relays: Callable[..., R
     connection.execute(text("UPDATE idempotency.outbox SET attempts = 100000"))
     assert relays().run_once() == Relayed(0, 1)
     waits = text("SELECT extract(epoch FROM available_at - clock_timestamp()) FROM idempotency.outbox")
-    assert 50 < connection.execute(waits).scalar_one() <= outbox.BACKOFF_CAP
+    assert 50 < connection.execute(waits).scalar_one() <= BACKOFF_CAP
 
 
 def test_a_row_whose_queue_comes_back_is_published(
@@ -327,8 +328,8 @@ def test_the_relay_survives_its_connection_being_closed_under_it(
 
 def cut(relay: Relay) -> None:
     """Close the relay's socket, as a broker that dies would."""
-    assert relay._broker is not None
-    relay._broker.connection.transport.sock.shutdown(socket.SHUT_RDWR)
+    assert relay.publisher._broker is not None
+    relay.publisher._broker.connection.transport.sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_exactly_the_confirmed_rows_are_marked_when_the_connection_breaks_in_a_batch(
@@ -340,11 +341,11 @@ def test_exactly_the_confirmed_rows_are_marked_when_the_connection_breaks_in_a_b
     relay = relays()
     for key in ("a1", "a2", "a3"):
         write(connection, key)
-    at_point("relay.published", lambda: cut(relay))  # after the first confirm
-    assert relay.run_once() == Relayed(1, 0, broker_away=True)
-    assert states(connection) == ["published", "pending", "pending"]
+    at_point("relay.published", lambda: cut(relay))  # all are on their way, none is confirmed
+    assert relay.run_once() == Relayed(0, 0, broker_away=True)
+    assert states(connection) == ["pending"] * 3
     assert [row.relayed_until for row in op.outbox(connection)] == [None] * 3
-    assert relay.run_once() == Relayed(2, 0)
+    assert relay.run_once() == Relayed(3, 0)
     # what was not confirmed may be there twice, what was confirmed is there
     assert set(keys(drained(bank))) == {"a1", "a2", "a3"}
 

@@ -20,7 +20,7 @@ from idempotency import schema
 from idempotency.errors import SettingsError
 from tests.operations import at_once
 
-TABLES = {"records", "outbox", "dead_letters"}
+TABLES = {"records", "outbox", "dead_letters", "audit"}
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ CREATE TABLE idempotency.records (
     available_at  timestamptz,
     fingerprint   text        NOT NULL,
     message       text        NOT NULL,
+    queue         text        NOT NULL DEFAULT '',
     effects       jsonb       NOT NULL DEFAULT '{}',
     result        text,
     response_code int,
@@ -63,19 +64,40 @@ CREATE TABLE idempotency.outbox (
     key           text        NOT NULL,
     fingerprint   text        NOT NULL,
     message       text        NOT NULL,
+    queue         text        NOT NULL DEFAULT '',
+    ordering_key  text,
     origin        text        NOT NULL CHECK (origin IN ('enqueue', 'retry', 'recover', 'reconcile', 'replay')),
     status        text        NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'published', 'failed')),
     attempts      int         NOT NULL DEFAULT 0,
+    resends       int         NOT NULL DEFAULT 0,
     last_error    text,
     available_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     relayed_until timestamptz,
     created_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     published_at  timestamptz,
-    CONSTRAINT published_has_its_time CHECK ((status = 'published') = (published_at IS NOT NULL)),
+    settled_at    timestamptz,
+    CONSTRAINT published_has_its_time CHECK ((status = 'published') <= (published_at IS NOT NULL)),
     CONSTRAINT failed_has_an_error CHECK ((status = 'failed') <= (last_error IS NOT NULL))
 );
 CREATE INDEX outbox_pending ON idempotency.outbox (available_at, id) WHERE status = 'pending';
+CREATE INDEX outbox_ordered ON idempotency.outbox (operation, ordering_key, id)
+    WHERE status <> 'published' AND ordering_key IS NOT NULL;
+CREATE INDEX outbox_unsettled ON idempotency.outbox (published_at) WHERE status = 'published' AND settled_at IS NULL;
 CREATE INDEX outbox_operation ON idempotency.outbox (tenant, operation, key);
+
+-- A relay that sleeps says so for as long as it sleeps. NOTIFY takes a lock that makes commits wait for each other,
+-- so nobody notifies while the relays are busy anyway.
+CREATE TABLE idempotency.relay_sleep (until timestamptz NOT NULL);
+INSERT INTO idempotency.relay_sleep VALUES ('-infinity');
+CREATE FUNCTION idempotency.wake_relay() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM idempotency.relay_sleep WHERE until > clock_timestamp()) THEN
+        PERFORM pg_notify('idempotency_outbox', '');
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER wake_relay AFTER INSERT ON idempotency.outbox
+    FOR EACH STATEMENT EXECUTE FUNCTION idempotency.wake_relay();
 
 CREATE TABLE idempotency.dead_letters (
     id               bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -111,5 +133,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    op.execute("DROP TABLE idempotency.dead_letters, idempotency.outbox, idempotency.records")
+    op.execute("DROP TABLE idempotency.dead_letters, idempotency.outbox, idempotency.records, idempotency.relay_sleep")
+    op.execute("DROP FUNCTION idempotency.wake_relay()")
     op.execute("DROP SEQUENCE idempotency.fence")

@@ -1,0 +1,40 @@
+"""What a check has found, in one line: as it should be, to be looked at, or a reason not to start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # slower, or harder to operate; the promise holds
+    REFUSAL = "refusal"  # work would be lost or done twice
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line about the set-up: what was looked at, what was found and, unless it is fine, what to do.
+
+    Never an address, because a mistyped one can carry its password anywhere.
+    """
+
+    level: Level
+    subject: str
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.found}" + (f"; {self.advice}" if self.advice else "")
+
+
+def ok(subject: str, found: str) -> Finding:
+    return Finding(Level.OK, subject, found)
+
+
+def warning(subject: str, found: str, advice: str) -> Finding:
+    return Finding(Level.WARNING, subject, found, advice)
+
+
+def refusal(subject: str, found: str, advice: str) -> Finding:
+    return Finding(Level.REFUSAL, subject, found, advice)

@@ -1,0 +1,245 @@
+"""`idempotency status, list, show, release, cancel, effects resolve`: an operator's view and hands.
+
+Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.bar import Bar
+
+from . import operators, overview
+from .effects import DidNotHappen, Happened
+from .operators import Change, ChangeRefused, Shown
+from .runtime import Runtime
+from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
+
+commands = typer.Typer()
+effects = typer.Typer(no_args_is_help=True, help="Calls outside whose outcome only a person can find out.")
+commands.add_typer(effects, name="effects")
+
+
+class Status(StrEnum):
+    STARTED = "started"
+    RELEASED = "released"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+def this_user() -> str:
+    """The name of the user at the keyboard, or the number where the system knows no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+KeyArgument = Annotated[str, typer.Argument(help="The idempotency key.")]
+OperationOption = Annotated[str | None, typer.Option(help="The task's name, where several have the key.")]
+TenantOption = Annotated[str | None, typer.Option(help="The tenant, where several have the key.")]
+ReasonOption = Annotated[str, typer.Option(help="Why; kept in the audit table.")]
+ActorOption = Annotated[str, typer.Option("--as", help="Who does it.", default_factory=this_user, show_default="you")]
+FenceOption = Annotated[int | None, typer.Option(help="Only if the record still has the fence that `show` printed.")]
+
+
+@commands.command("status")
+def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """How many operations are where, and what is getting old."""
+    with Runtime.of(application(app)).autocommit() as connection:
+        counts = overview.status(connection)
+    if as_json:
+        print_json(counts)
+        return
+    most = max((n for by_status in counts["operations"].values() for n in by_status.values()), default=1)
+    print_table(
+        "operation", "status", "operations", "",
+        rows=[
+            (name, status, count, Bar(most, 0, count, width=24))
+            for name, by_status in counts["operations"].items()
+            for status, count in by_status.items()
+        ],
+    )  # fmt: skip
+    oldest, outbox, letters = counts["oldest_seconds"], counts["outbox"], counts["dead_letters"]
+    print_table(
+        "what", "now",
+        rows=[
+            ("oldest started", _age(oldest["started"])),
+            ("oldest released", _age(oldest["released"])),
+            ("started, lease over", counts["lease_over"]),
+            ("outbox pending", outbox["pending"]),
+            ("outbox oldest due", _age(outbox["oldest_due_seconds"])),
+            ("outbox failed", outbox["failed"]),
+            ("dead letters open", letters["open"]),
+            *((f"  {row['operation'] or '-'} {row['reason']}", row["letters"]) for row in letters["by_reason"]),
+        ],
+    )  # fmt: skip
+
+
+@commands.command("list")
+def list_operations(
+    app: AppOption = "tasks",
+    operation: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
+    status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    older_than: Annotated[float | None, typer.Option(min=0, help="Only first claimed so many seconds ago.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """The oldest operations, without their arguments and results."""
+    with Runtime.of(application(app)).autocommit() as connection:
+        rows = overview.list_operations(
+            connection, operation=operation, status=status, tenant=tenant, older_than=older_than, limit=limit
+        )
+    if as_json:
+        print_json([row._asdict() | {"error": row.error and json.loads(row.error)} for row in rows])
+        return
+    print_table(
+        "operation", "key", "status", "gen.", "attempts", "duplicates", "created", "error",
+        rows=[
+            (row.operation, row.key, row.status, row.generation, row.attempts, row.duplicates, row.created_at,
+             row.error and json.loads(row.error)["code"])
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+@commands.command("show")
+def show_operation(
+    key: KeyArgument,
+    app: AppOption = "tasks",
+    operation: OperationOption = None,
+    tenant: TenantOption = None,
+    with_payload: Annotated[bool, typer.Option("--with-payload", help="Also arguments and results.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """One operation: its record, effects, deliveries, dead letters and what people did to it."""
+    with Runtime.of(application(app)).autocommit() as connection:
+        id = operators.find(connection, key, operation=operation, tenant=tenant)
+        shown = overview.operation(connection, id, with_payload=with_payload)
+    if as_json:
+        print_json(shown)
+        return
+    console.print(f"{plain(id.operation)} {plain(id.key)} (tenant {plain(id.tenant)})", markup=False, highlight=False)
+    record = shown["record"]
+    if record is None:
+        console.print("no record: it has not begun, or is purged")
+    else:
+        fields = [name for name, value in record.items() if value is not None and name not in shown]
+        print_table("record", "", rows=[(name, record[name]) for name in fields])
+    if shown["effects"]:
+        print_table(
+            "effect", "state", "calls under", *(["result"] if with_payload else []),
+            rows=[
+                (name, effect["state"], effect["number"], *([effect.get("result")] if with_payload else []))
+                for name, effect in shown["effects"].items()
+            ],
+        )  # fmt: skip
+    _print_rows("outbox", shown["outbox"], "id", "origin", "status", "attempts", "available_at", "message")
+    _print_rows("dead letters", shown["dead_letters"], "id", "generation", "reason", "status", "failed_at", "payload")
+    _print_rows("audit", shown["audit"], "at", "actor", "action", "fence_before", "fence_after", "reason", "details")
+
+
+@commands.command()
+def release(
+    key: KeyArgument,
+    reason: ReasonOption,
+    actor: ActorOption,
+    app: AppOption = "tasks",
+    operation: OperationOption = None,
+    tenant: TenantOption = None,
+    fence: FenceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a started operation from its holder, and deliver it again now."""
+    celery = application(app)
+    shown = _shown(app, key, operation, tenant, fence)
+    operators.release(celery, shown, Change(actor, reason))
+    _print_change("released", shown, as_json)
+
+
+@commands.command()
+def cancel(
+    key: KeyArgument,
+    reason: ReasonOption,
+    actor: ActorOption,
+    app: AppOption = "tasks",
+    operation: OperationOption = None,
+    tenant: TenantOption = None,
+    fence: FenceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End an operation that has not begun, or waits for its next attempt: failed as cancelled, with a dead letter."""
+    celery = application(app)
+    shown = _shown(app, key, operation, tenant, fence)
+    operators.cancel(celery, shown, Change(actor, reason))
+    _print_change("cancelled", shown, as_json)
+
+
+@effects.command("resolve")
+def resolve(
+    key: KeyArgument,
+    name: Annotated[str, typer.Argument(help="The effect's name, as `show` prints it.")],
+    reason: ReasonOption,
+    actor: ActorOption,
+    happened: Annotated[
+        str | None, typer.Option(metavar="RESULT_JSON", help="It happened, and this is what the call returns.")
+    ] = None,
+    not_happened: Annotated[
+        bool, typer.Option("--not-happened", help="It did not, and under its key it cannot happen any more.")
+    ] = False,
+    app: AppOption = "tasks",
+    operation: OperationOption = None,
+    tenant: TenantOption = None,
+    fence: FenceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what became of an effect that failed as effect_unknown; then replay its dead letter."""
+    if (happened is None) != not_happened:
+        raise typer.BadParameter("give one of --happened RESULT_JSON and --not-happened")
+    outcome: Happened | DidNotHappen = DidNotHappen()
+    if happened is not None:
+        try:
+            outcome = Happened(json.loads(happened))
+        except ValueError as error:
+            raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
+    celery = application(app)
+    shown = _shown(app, key, operation, tenant, fence)
+    operators.resolve_effect(celery, shown, name, outcome, Change(actor, reason))
+    _print_change("resolved", shown, as_json, effect=name)
+
+
+def _shown(app: str, key: str, operation: str | None, tenant: str | None, fence: int | None) -> Shown:
+    with Runtime.of(application(app)).autocommit() as connection:
+        shown = operators.read(connection, operators.find(connection, key, operation=operation, tenant=tenant))
+    if fence is not None and shown.fence != fence:
+        raise ChangeRefused(f"--fence {fence}: the record is {shown.status} and has fence {shown.fence}; look again")
+    return shown
+
+
+def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:
+    if as_json:
+        id = shown.id
+        print_json({"change": what, "tenant": id.tenant, "operation": id.operation, "key": id.key} | more)
+    else:
+        text = " ".join([f"{what}:", shown.id.operation, shown.id.key, *more.values()])
+        console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
+    if rows:
+        columns = tuple(column for column in columns if column in rows[0])
+        print_table(*columns, rows=[[row[column] for column in columns] for row in rows], title=title)
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

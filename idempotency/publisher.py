@@ -1,0 +1,212 @@
+"""Publishing a batch, and saying exactly which of its messages the broker has confirmed.
+
+Confirms are pipelined: all messages of a batch are on their way before the first confirm is awaited. A channel lives
+only as long as nothing goes wrong on it: py-amqp does not match confirms to messages, so after any error a late
+confirm could be taken for another message's.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from amqp.exceptions import AMQPError, ChannelError
+from celery import Celery
+from kombu import Connection as BrokerConnection
+from kombu.exceptions import KombuError
+
+from .crash_points import crash_point
+from .message import OUTBOX_HEADER, Message
+from .queues import dead_letter_queues
+
+# AMQP's reply codes for what is the message's own fault: too large, and what the server cannot parse.
+_OWN_FAULTS = frozenset({406, 501, 502, 540})
+
+
+class BrokerAway(Exception):
+    """The broker cannot be reached, or does not confirm in time. No message is to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one message was not taken. `own` says that it can never be: its queue is not to blame, nor the broker."""
+
+    error: str
+    own: bool
+
+
+@dataclass(slots=True)
+class Published:
+    """What became of a batch so far; a message in neither is open."""
+
+    confirmed: list[str] = field(default_factory=list)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+
+    def open(self, batch: Iterable[tuple[str, Message]]) -> list[tuple[str, Message]]:
+        settled = {*self.confirmed, *self.refused}
+        return [(id, message) for id, message in batch if id not in settled]
+
+
+class Publisher:
+    """One connection and one channel to the broker, opened on first use and after every error anew."""
+
+    def __init__(self, app: Celery, *, confirm_timeout: float) -> None:
+        self._app = app
+        self._timeout = confirm_timeout
+        self._broker: BrokerConnection | None = None
+        self._channel: Any = None
+        # of the batch under way: tags the broker owes us, and what it sent back
+        self._tag = 0
+        self._awaited: dict[int, str] = {}
+        self._returned: dict[str, str] = {}
+        self._nacked: set[int] = set()
+
+    def publish(self, batch: list[tuple[str, Message]], result: Published) -> None:
+        """Publish messages under their ids and note in `result` what is certain. Raises `BrokerAway`."""
+        try:
+            try:
+                self._pipelined(batch, result)
+            except ChannelError as error:
+                self.close()
+                if len(batch) == 1:
+                    own = error.reply_code in _OWN_FAULTS
+                    result.refused[batch[0][0]] = Refusal(f"{type(error).__name__}: {error}"[:300], own)
+                    return
+                # One of them broke the channel. Alone, each shows whether it was the one.
+                for each in result.open(batch):
+                    self.publish([each], result)
+        except _BROKER_ERRORS as error:
+            self.close()
+            raise BrokerAway(type(error).__name__) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def depth(self, queue: str) -> int:
+        """Messages ready in a queue; 0 when it is gone. Raises `BrokerAway`."""
+        try:
+            self._connect()
+            assert self._broker is not None
+            with self._broker.channel() as channel:
+                return int(channel.queue_declare(queue, passive=True).message_count)
+        except ChannelError:
+            return 0
+        except _BROKER_ERRORS as error:
+            self.close()
+            raise BrokerAway(type(error).__name__) from error
+
+    def close(self) -> None:
+        """Drop the channel and the connection without a handshake: a broker that hangs must not hang us."""
+        broker, self._broker, self._channel = self._broker, None, None
+        self._tag = 0
+        if broker is not None:
+            broker.collect()
+
+    def _pipelined(self, batch: list[tuple[str, Message]], result: Published) -> None:
+        channel = self._connect()
+        sent: dict[int, str] = {}
+        self._awaited.clear()
+        self._returned.clear()
+        self._nacked.clear()
+        try:
+            for id, message in batch:
+                try:
+                    self._send(channel, message)
+                except _NOT_ENCODED as error:
+                    # py-amqp encodes a message before it writes the first byte of it: the channel is as it was
+                    own = not isinstance(error, KeyError)
+                    result.refused[id] = Refusal(f"{type(error).__name__}: {error}"[:300], own)
+                    continue
+                self._tag += 1
+                sent[self._tag] = id
+                if self._confirms:
+                    self._awaited[self._tag] = id  # its confirm may come while the next message is sent
+            crash_point("relay.published")
+            deadline = time.monotonic() + self._timeout
+            assert self._broker is not None
+            while self._awaited:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError("no confirm")
+                self._broker.drain_events(timeout=left)
+        finally:
+            self._note(sent, result)
+
+    def _send(self, channel: Any, message: Message) -> None:
+        exchange, routing_key = message.destination(self._app)
+        properties = {name: value for name, value in message.properties.items() if name != "priority"}
+        prepared = channel.prepare_message(
+            message.body,
+            message.properties.get("priority"),
+            "application/json",
+            "utf-8",
+            message.headers,
+            {**properties, "delivery_mode": 2},
+        )
+        if self._confirms:
+            mandatory = message.route.get("mandatory", True)
+            channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key, mandatory=mandatory)
+        else:
+            # no confirms on this transport (Redis): a command that was answered has been carried out
+            channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key)
+
+    def _note(self, sent: dict[int, str], result: Published) -> None:
+        for tag, id in sent.items():
+            if tag in self._awaited or id in result.refused:
+                continue
+            if id in self._returned:
+                result.refused[id] = Refusal(self._returned[id], own=False)
+            elif tag in self._nacked:
+                result.refused[id] = Refusal("nacked by the broker", own=False)
+            else:
+                result.confirmed.append(id)
+
+    def _connect(self) -> Any:
+        if self._channel is None:
+            options = {**self._app.conf.broker_transport_options}
+            self._broker = self._app.connection_for_write(connect_timeout=5, transport_options=options)
+            self._confirms = self._broker.transport.driver_type == "amqp"
+            if self._confirms:
+                # we count confirms ourselves; and a socket that takes nothing for this long belongs to a dead broker
+                options |= {
+                    "confirm_publish": False,
+                    "read_timeout": self._timeout,
+                    "write_timeout": self._timeout,
+                }
+                self._broker.transport_options = options
+            self._broker.connect()
+            channel = self._broker.channel()
+            queues = list(self._app.amqp.queues.values())
+            for queue in [*dead_letter_queues(queues), *queues]:
+                queue(channel).declare()
+            if self._confirms:
+                self._tag = 0
+                channel.confirm_select()
+                channel.events["basic_ack"].add(self._on_ack)
+                channel.events["basic_nack"].add(self._on_nack)
+                channel.events["basic_return"].add(self._on_return)
+            self._channel = channel
+        return self._channel
+
+    def _on_ack(self, tag: int, multiple: bool) -> None:
+        for each in [each for each in self._awaited if each <= tag] if multiple else [tag]:
+            self._awaited.pop(each, None)
+
+    def _on_nack(self, tag: int, multiple: bool) -> None:
+        for each in [each for each in self._awaited if each <= tag] if multiple else [tag]:
+            if self._awaited.pop(each, None) is not None:
+                self._nacked.add(each)
+
+    def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
+        # an unroutable message comes back before its confirm
+        id = message.properties["application_headers"][OUTBOX_HEADER]
+        self._returned[id] = f"{error}"[:300]
+
+
+_BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)
+# What py-amqp raises for a message it cannot encode, and a KeyError for a queue that this application does not have:
+# another deployment of it may.
+_NOT_ENCODED = (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, struct.error)

@@ -1,0 +1,205 @@
+"""The relay: brings committed outbox rows to the broker, and marks exactly those it has confirmed.
+
+Rows are leased in one commit, published outside any transaction, and marked in a second. A crash in between publishes
+twice, which the record absorbs; it never publishes nothing. Any number of relays at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from celery import Celery
+from sqlalchemy import Row
+from sqlalchemy.exc import OperationalError
+
+from . import metrics
+from .crash_points import crash_point
+from .logs import log
+from .message import Message
+from .publisher import BrokerAway, Published, Publisher, Refusal
+from .runtime import Runtime
+
+# Rows leased per pass: enough to keep confirms pipelined, few enough that a killed relay delays little.
+BATCH = 200
+# How long a leased row is another relay's business; longer than a batch of confirms ever takes.
+RELAY_LEASE = 60.0
+# A broker that does not confirm within this time is treated as away.
+CONFIRM_TIMEOUT = 10.0
+# The safety net behind LISTEN/NOTIFY.
+POLL = 0.5
+# How long to leave a broker or a Postgres alone that did not answer.
+AWAY_PAUSE = 1.0
+# An unroutable row backs off up to this, without end: its queue may come back.
+BACKOFF_CAP = 60.0
+# A row that can never be published is tried this often, then becomes failed, with a dead letter.
+OWN_ERRORS = 5
+
+# MATERIALIZED: without it the planner may run the locking subquery once per row and lock more than the batch.
+# By state, never by `id > last`: a row committed late by a slow transaction has a small id.
+# Of one ordering key only the first unpublished row may go, so one pass takes one row of each.
+_LEASE_ROWS = """
+WITH due AS MATERIALIZED (
+    SELECT id FROM idempotency.outbox o
+    WHERE status = 'pending' AND available_at <= clock_timestamp()
+      AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
+      AND (ordering_key IS NULL OR NOT EXISTS (
+          SELECT FROM idempotency.outbox earlier
+          WHERE earlier.operation = o.operation AND earlier.ordering_key = o.ordering_key
+            AND earlier.status <> 'published' AND earlier.id < o.id))
+    ORDER BY available_at, id LIMIT %(batch)s
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE idempotency.outbox o
+SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
+FROM due WHERE o.id = due.id
+RETURNING o.id, o.event_id, o.message, o.origin, o.attempts
+"""
+
+_MARK_PUBLISHED = """
+UPDATE idempotency.outbox
+SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
+WHERE event_id = ANY(%(ids)s) AND status = 'pending'
+"""
+
+_RETURN_ROWS = "UPDATE idempotency.outbox SET relayed_until = NULL WHERE event_id = ANY(%(ids)s) AND status = 'pending'"
+
+_NOTE_ERROR = """
+UPDATE idempotency.outbox
+SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
+    available_at = clock_timestamp() + make_interval(secs => %(delay)s)
+WHERE event_id = %(id)s AND status = 'pending'
+"""
+
+_GIVE_UP = """
+WITH failed AS (
+    UPDATE idempotency.outbox
+    SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
+        settled_at = clock_timestamp()
+    WHERE event_id = %(id)s AND status = 'pending'
+    RETURNING *
+)
+INSERT INTO idempotency.dead_letters
+    (source, outbox_id, event_id, tenant, operation, key, fingerprint, queue, task, reason, first_error, last_error,
+     attempts, payload)
+SELECT 'relay', id, event_id, tenant, operation, key, fingerprint, queue, operation, 'unpublishable', last_error,
+       last_error, attempts, message
+FROM failed ON CONFLICT DO NOTHING
+"""
+
+_SLEEP = "UPDATE idempotency.relay_sleep SET until = clock_timestamp() + make_interval(secs => %(poll)s)"
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """What one pass of the relay did."""
+
+    published: int
+    failed: int
+    broker_away: bool = False
+
+
+class Relay:
+    """`run()` around `run_once()`."""
+
+    def __init__(self, app: Celery, *, batch: int = BATCH, confirm_timeout: float = CONFIRM_TIMEOUT) -> None:
+        self._app = app
+        self._batch = batch
+        self.publisher = Publisher(app, confirm_timeout=confirm_timeout)
+        self._ear: psycopg.Connection[Any] | None = None
+
+    def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
+        """Relay until `stop` is set. `periodic` is called between passes: recovery must not depend on the broker."""
+        while not stop.is_set():
+            try:
+                periodic()
+                relayed = self.run_once()
+                if relayed.broker_away:
+                    stop.wait(AWAY_PAUSE)
+                elif relayed.published == 0:
+                    self._sleep(stop)
+            except (OperationalError, psycopg.OperationalError) as error:
+                log.warning("postgres_unavailable", error=type(error).__name__)
+                self._deafen()
+                stop.wait(AWAY_PAUSE)
+            except Exception:  # a relay that dies on one surprise would stop every message
+                log.exception("relay_pass_failed")
+                stop.wait(AWAY_PAUSE)
+        self.close()
+
+    def run_once(self) -> Relayed:
+        """Lease a batch in one commit, publish outside any transaction, mark exactly what was confirmed."""
+        runtime = Runtime.of(self._app)
+        with runtime.autocommit() as connection:
+            rows = sorted(
+                connection.exec_driver_sql(_LEASE_ROWS, {"batch": self._batch, "lease": RELAY_LEASE}),
+                key=lambda row: row.id,
+            )
+        if not rows:
+            return Relayed(0, 0)
+        crash_point("relay.selected")
+        result = Published()
+        batch = []
+        for row in rows:
+            try:
+                message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)
+                batch.append((row.event_id, message))
+            except (ValueError, LookupError, TypeError) as error:
+                result.refused[row.event_id] = Refusal(f"not a message: {type(error).__name__}", own=True)
+        away = False
+        try:
+            self.publisher.publish(batch, result)
+        except BrokerAway as error:
+            away = True
+            log.warning("broker_unavailable", error=str(error))
+        finally:
+            crash_point("relay.confirmed")
+            self._mark(runtime, rows, result)
+            crash_point("relay.marked")
+        return Relayed(len(result.confirmed), len(result.refused), away)
+
+    def close(self) -> None:
+        """Close what is open; the next pass opens it anew."""
+        self.publisher.close()
+        self._deafen()
+
+    def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published) -> None:
+        settled = {*result.confirmed, *result.refused}
+        returned = [row.event_id for row in rows if row.event_id not in settled]
+        attempts = {row.event_id: row.attempts for row in rows}
+        with runtime.autocommit() as connection:
+            if result.confirmed:
+                connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": result.confirmed})
+                metrics.published.inc(len(result.confirmed))
+            if returned:
+                connection.exec_driver_sql(_RETURN_ROWS, {"ids": returned})
+            for id, refusal in result.refused.items():
+                metrics.publish_errors.labels("own" if refusal.own else "unroutable").inc()
+                if refusal.own and attempts[id] + 1 >= OWN_ERRORS:
+                    connection.exec_driver_sql(_GIVE_UP, {"id": id, "error": refusal.error})
+                    log.error("outbox_row_failed", outbox_id=id, error=refusal.error)
+                    continue
+                delay = min(BACKOFF_CAP, 2.0 ** min(attempts[id], 10))
+                connection.exec_driver_sql(_NOTE_ERROR, {"id": id, "error": refusal.error, "delay": delay})
+                log.error("publish_failed", outbox_id=id, error=refusal.error, retry_seconds=delay)
+
+    def _sleep(self, stop: threading.Event) -> None:
+        """Wait for a NOTIFY, or for the poll; says so in the database, so that writers know whom to wake."""
+        runtime = Runtime.of(self._app)
+        if self._ear is None or self._ear.closed:
+            self._ear = runtime.listen("idempotency_outbox")
+        with runtime.autocommit() as connection:
+            connection.exec_driver_sql(_SLEEP, {"poll": POLL})
+        # What was committed before we said that we sleep woke nobody: look once more before closing the eyes.
+        if self.run_once().published or stop.is_set():
+            return
+        for _ in self._ear.notifies(timeout=POLL, stop_after=1):
+            pass
+
+    def _deafen(self) -> None:
+        ear, self._ear = self._ear, None
+        if ear is not None:
+            ear.close()

@@ -1,0 +1,85 @@
+"""What existing code calls keeps working: signatures, groups, chains, countdowns, and results from a result backend."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from celery import chain, group
+from celery.backends.redis import RedisBackend
+
+from tests import bank as app_module
+from tests import crashing
+from tests.processes import eventually
+
+
+@pytest.fixture
+def backend(bank, redis_url, monkeypatch):
+    """The result backend of this process: what `AsyncResult.get()` reads."""
+    backend = RedisBackend(app=bank, url=redis_url)
+    monkeypatch.setattr(type(bank), "backend", backend)
+    yield backend
+    backend.result_consumer.stop()
+    backend.client.close()
+
+
+@pytest.fixture
+def storing(backend, processes, relay, redis_url):
+    """A worker that stores results there."""
+    return processes.worker(
+        "--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url
+    )
+
+
+def test_groups_and_chains_of_keyed_tasks_give_their_results_and_a_repeat_gives_them_again(bank, storing, entries):
+    for _ in range(2):
+        together = group(app_module.deposit.s(f"g{number}") for number in range(5)).apply_async()
+        assert [each["account"] for each in together.get(timeout=20)] == [f"g{number}" for number in range(5)]
+        one_by_one = chain(
+            app_module.deposit.s("first"),
+            app_module.returning.s().set(idempotency_key="second"),
+            app_module.deposit.si("third", 3),
+        ).apply_async()
+        assert one_by_one.get(timeout=20) == {"account": "third", "amount": 3}
+        assert one_by_one.parent.get(timeout=20) == {"account": "first", "amount": 1}
+    accounts = [f"g{number}" for number in range(5)] + ["first", "returning", "third"]
+    assert [entries(account) for account in accounts] == [1] * len(accounts)
+
+
+def test_a_countdown_and_an_eta_are_kept_and_a_duplicate_beside_them_runs_nothing(bank, worker, relay, record, entries):
+    sent = datetime.now(UTC)
+    app_module.deposit.apply_async(("a",), countdown=2)
+    app_module.deposit.apply_async(("b",), eta=sent + timedelta(seconds=2))
+    app_module.deposit.apply_async(("b",), countdown=2)
+    for account in ("a", "b"):
+        row = eventually(lambda account=account: (row := record(account)) and row.status == "completed" and row)
+        # the delay queues of the broker count in whole seconds, and round down
+        assert row.created_at - sent >= timedelta(seconds=0.9)
+        assert entries(account) == 1
+
+
+def test_a_duplicate_under_its_own_task_id_gets_the_stored_result(bank, storing, entries):
+    first = app_module.deposit.delay("a", 5)
+    assert first.get(timeout=20) == {"account": "a", "amount": 5}
+    second = app_module.deposit.apply_async(("a", 5), task_id="another-id")
+    assert second.get(timeout=20) == {"account": "a", "amount": 5}
+    assert entries("a") == 1
+
+
+def test_a_busy_duplicate_under_the_same_task_id_leaves_the_running_tasks_result_alone(
+    bank, storing, entries, environment, record
+):
+    directory = Path(environment["CRASH_DIRECTORY"])
+    crashing.plan(directory, "working", crashing.HOLD)
+    running = app_module.waited_deposit.apply_async(("a",), task_id="one-id")
+    eventually((directory / "working.held").exists)
+    app_module.slow_deposit.delay("other", 0)
+    app_module.waited_deposit.apply_async(("a",), task_id="one-id")
+    eventually(lambda: record("a").duplicates == 1)
+    eventually(lambda: entries("other") == 1)
+    assert not running.ready()
+    (directory / "working.go").touch()
+
+    assert running.get(timeout=20) == "a"
+    assert entries("a") == 1

@@ -1,0 +1,109 @@
+"""Flower beside a real worker: what it shows, to whom, and what it must not show."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+from celery import Celery
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session
+
+from idempotency.relay import Relay
+from tests import bank as bank_module
+from tests.processes import Processes, eventually
+
+pytest.importorskip("flower")
+
+CREDENTIALS = ("operator", uuid4().hex)
+
+
+@contextmanager
+def flower(environment: dict[str, str]) -> Iterator[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "celery", "-A", "tests.bank", "flower", "--address=127.0.0.1", f"--port={port}"]
+    process = subprocess.Popen(
+        command,
+        # in the environment, because everybody on the machine may read a command line
+        env=environment | {"FLOWER_BASIC_AUTH": ":".join(CREDENTIALS)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        eventually(lambda: answers(f"{url}/healthcheck"), what="flower")
+        yield url
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def test_flower_shows_workers_tasks_and_keys_but_no_arguments_or_results(
+    bank: Celery, processes: Processes, relay: Relay, engine: Engine
+) -> None:
+    processes.worker("--concurrency", "1")
+    with flower(processes.environment) as url, httpx.Client(base_url=url, auth=CREDENTIALS, timeout=30) as client:
+        for path in ("/api/workers", "/api/tasks", "/", "/tasks"):
+            assert httpx.get(url + path).status_code == httpx.codes.UNAUTHORIZED
+            assert httpx.get(url + path, auth=("operator", "guess")).status_code == httpx.codes.UNAUTHORIZED
+        eventually(lambda: client.get("/api/workers").json(), what="workers")
+        # the worker sends no events until Flower has asked for them
+        eventually(lambda: is_watched(client), what="events")
+
+        direct, secret = uuid4().hex, uuid4().hex
+        bank_module.returning.apply_async((secret,), idempotency_key=direct)
+        stored = uuid4().hex
+        with Session(engine) as session, session.begin():
+            bank_module.returning.enqueue(session, secret, idempotency_key=stored)
+        for key in (direct, stored):
+            task = eventually(finished(client, key), what="a finished task with its key")
+            assert task["name"] == bank_module.returning.name
+            assert task["state"] == "SUCCESS"
+            assert secret not in client.get(f"/api/task/info/{task['uuid']}").text
+        assert secret not in client.get("/api/tasks").text
+
+
+def is_watched(client: httpx.Client) -> bool:
+    bank_module.deposit.delay(account=uuid4().hex)
+    return bool(client.get("/api/tasks").json())
+
+
+def finished(client: httpx.Client, key: str) -> Callable[[], dict[str, Any] | None]:
+    def look() -> dict[str, Any] | None:
+        tasks: dict[str, dict[str, Any]] = client.get("/api/tasks").json()
+        for task in tasks.values():
+            if f"idempotency-key={key}" in (task["args"] or "") and task["state"] == "SUCCESS":
+                return task
+        return None
+
+    return look
+
+
+def test_make_keeps_the_credentials_out_of_the_command_line() -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", "flower"],
+        env=os.environ | {"FLOWER_BASIC_AUTH": ":".join(CREDENTIALS)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--address=127.0.0.1" in done.stdout
+    assert CREDENTIALS[1] not in done.stdout

@@ -1,0 +1,53 @@
+"""Every worker pool of Celery: attempts side by side, a worker killed in the middle, bodies longer than their lease."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests import bank as app_module
+from tests.processes import eventually
+
+POOLS = {
+    "prefork": ("--pool", "prefork", "--concurrency", "2"),
+    "threads": ("--pool", "threads", "--concurrency", "8"),
+    "gevent": ("--pool", "gevent", "--concurrency", "16"),
+    "solo": ("--pool", "solo"),
+}
+
+
+@pytest.fixture(params=POOLS)
+def pool(request) -> tuple[str, ...]:
+    if request.param == "gevent":
+        pytest.importorskip("gevent")
+    return POOLS[request.param]
+
+
+def test_attempts_side_by_side_do_not_meet_and_a_killed_worker_doubles_nothing(
+    pool, bank, processes, relay, entries, record
+):
+    accounts = {f"a{number}": random.Random(number).choice((0, 0.02, 0.1)) for number in range(40)}
+    messages = [*accounts] * 3
+    random.Random(1).shuffle(messages)
+    first = processes.worker(*pool)
+    for account in messages:
+        app_module.lonely_deposit.delay(account, accounts[account])
+    eventually(lambda: sum(entries(account) for account in accounts) >= 10)
+    first.kill()
+    processes.worker(*pool)
+
+    eventually(lambda: all((row := record(a)) and row.status in ("completed", "failed") for a in accounts), timeout=60)
+    assert [record(account).error for account in accounts if record(account).status == "failed"] == []
+    assert [entries(account) for account in accounts] == [1] * len(accounts)
+
+
+def test_a_lease_is_renewed_while_bodies_sleep_or_compute_for_longer(pool, bank, processes, relay, entries, record):
+    processes.worker(*pool, LEASE="2")
+    app_module.lonely_deposit.delay("sleeping", 3.5)
+    app_module.lonely_deposit.delay("computing", 3.5, busy=True)
+
+    # the relay of this test takes every lease that is over, and looks every 0.2 s
+    for account in ("sleeping", "computing"):
+        eventually(lambda account=account: (row := record(account)) and row.status == "completed", timeout=40)
+        assert (entries(account), record(account).attempts) == (1, 1)

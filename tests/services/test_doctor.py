@@ -1,0 +1,289 @@
+"""What the doctor finds on real servers, and which workers do not start. A faulty set-up differs in one thing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from kombu import Queue
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import make_url
+
+import services
+from idempotency.doctor import Finding, Level, doctor
+from idempotency.queues import dead_letter_queues, quorum_queue
+from tests import bank as bank_module
+from tests.processes import Processes, eventually
+
+
+def refusals(app: Celery) -> list[str]:
+    return [str(finding) for finding in doctor(app) if finding.level is Level.REFUSAL]
+
+
+def about(app: Celery, subject: str) -> list[Finding]:
+    return [finding for finding in doctor(app) if finding.subject == subject and "not there yet" not in finding.found]
+
+
+@pytest.fixture
+def rabbitmq(servers: services.Services) -> None:
+    if servers.broker == "redis":
+        pytest.skip("needs RabbitMQ")
+
+
+@pytest.fixture
+def sound(bank: Celery) -> Iterator[Celery]:
+    """The test application as it should be; what a test changes is put back."""
+    before = dict(bank.conf.changes)
+    yield bank
+    bank.conf.changes.clear()
+    bank.conf.changes.update(before)
+    bank.amqp.__dict__.pop("queues", None)
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_a_sound_set_up_has_nothing_to_refuse(sound: Celery, rabbitmq: None) -> None:
+    with sound.connection_for_write() as connection:
+        queues = list(sound.amqp.queues.values())
+        for queue in [*queues, *dead_letter_queues(queues)]:
+            queue(connection.default_channel).declare()
+    sound.conf.task_time_limit = None
+    findings = doctor(sound)
+    assert [str(finding) for finding in findings if finding.level is not Level.OK] == []
+    assert {"tasks", "retention", "database", "database schema", "redis", "broker"} <= {f.subject for f in findings}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "line"),
+    [
+        ("accept_content", ["json", "pickle"], "accept_content: pickle beside json, need json alone"),
+        ("broker_transport_options", {}, "broker_transport_options: confirm_publish off, need True"),
+        ("idempotency_lease", -1.0, "idempotency_lease: "),
+        ("idempotency_heartbeat", 40.0, "heartbeat=40.0 lease=60.0"),
+        ("idempotency_retention_completed", 60.0, "retention_completed=60.0 redelivery_horizon=86400.0"),
+        (
+            "beat_schedule",
+            {"nightly": {"task": "tests.bank.deposit", "schedule": 60, "options": {"expires": 5}}},
+            "beat_schedule nightly: expires=5 for the idempotent task tests.bank.deposit, need none",
+        ),
+    ],
+)
+def test_a_setting_that_would_lose_work_is_refused_with_both_values(
+    sound: Celery, rabbitmq: None, setting: str, value: object, line: str
+) -> None:
+    sound.conf[setting] = value
+    assert any(line in refused for refused in refusals(sound))
+
+
+def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(sound: Celery, rabbitmq: None) -> None:
+    sound.conf.task_queues = [*sound.conf.task_queues, Queue("reports")]
+    sound.amqp.__dict__.pop("queues", None)
+    found = about(sound, "queue reports")
+    assert found
+    assert all(finding.level is Level.WARNING for finding in found)
+
+
+def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(sound: Celery, rabbitmq: None) -> None:
+    queue = sound.conf.task_default_queue
+    task = sound.tasks["tests.bank.deposit"]
+    task.time_limit = 3600
+    try:
+        assert "20 deliveries x 3600 s = 1200 min" in str(about(sound, f"queue {queue}")[0])
+        task.time_limit = 5000
+        late = about(sound, f"queue {queue}")[0]
+        assert late.level is Level.WARNING
+        assert "100000 s above redelivery_horizon=86400.0" in late.found
+    finally:
+        task.time_limit = None
+
+
+# ---------------------------------------------------------------- servers
+
+
+def test_the_queue_that_is_there_must_be_the_one_that_is_declared(sound: Celery, rabbitmq: None) -> None:
+    name = sound.conf.task_default_queue
+    other = quorum_queue(name, exchange=name, dead_letter_queue=f"{name}-dead", limit=50)
+    with sound.connection_for_write() as connection:
+        other(connection.default_channel).declare()
+    (refused,) = refusals(sound)
+    assert f"queue {name}: inequivalent arg 'x-delivery-limit'" in refused
+    assert "'20'" in refused
+    assert "'50'" in refused
+
+
+def test_the_doctor_declares_nothing(sound: Celery, rabbitmq: None) -> None:
+    name = sound.conf.task_default_queue
+    for _ in range(2):
+        assert f"queue {name}: not there yet; a worker or the relay declares it" in map(str, doctor(sound))
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "line"),
+    [
+        ("synchronous_commit = off", Level.WARNING, "database synchronous_commit: off, need on"),
+        (
+            "default_transaction_isolation = 'serializable'",
+            Level.REFUSAL,
+            "database default_transaction_isolation: serializable, need read committed",
+        ),
+        ("default_transaction_read_only = on", Level.REFUSAL, "database: read-only, need the writable primary"),
+    ],
+)
+def test_a_database_that_weakens_the_promise_is_found(
+    sound: Celery, database: str, change: str, level: Level, line: str
+) -> None:
+    engine = create_engine(database, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(f"ALTER DATABASE {make_url(database).database} SET {change}"))
+    engine.dispose()
+    assert any(finding.level is level and str(finding).startswith(line) for finding in doctor(sound))
+
+
+def test_a_database_without_our_tables_is_refused_by_both_revisions(sound: Celery, empty_database: str) -> None:
+    sound.conf.idempotency_database_url = empty_database
+    assert any(line.startswith("database schema: at none, need ") for line in refusals(sound))
+
+
+@pytest.fixture
+def empty_database(servers: services.Services) -> Iterator[str]:
+    name = f"empty_{uuid4().hex[:8]}"
+    yield servers.create_database(name)
+    servers.drop_database(name)
+
+
+PASSWORD = "hunter2-9f3c"  # noqa: S105
+
+
+@pytest.mark.parametrize("name", ["DATABASE_URL", "REDIS_URL", "BROKER_URL"])
+@pytest.mark.parametrize("fault", ["password", "host", "port", "address"])
+def test_an_address_that_does_not_work_is_told_without_its_password(
+    environment: dict[str, str], name: str, fault: str
+) -> None:
+    wrong = spoil(environment[name], fault)
+    done = subprocess.run(
+        [sys.executable, "-m", "idempotency.cli", "doctor", "-A", "tests.bank", "--json"],
+        env=environment | {name: wrong},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = done.stdout + done.stderr
+    assert PASSWORD not in said
+    assert "Traceback" not in said
+    level = "warning" if name == "REDIS_URL" else "refusal"
+    expected = {
+        "password": "unreachable: wrong password",
+        "host": "unreachable: no such host",
+        "port": "unreachable: connection refused",
+        "address": "not an address",
+    }[fault]
+    assert any(f["level"] == level and f["found"] == expected for f in json.loads(done.stdout)), said
+    assert done.returncode == (0 if level == "warning" else 1)
+
+
+def spoil(address: str, fault: str) -> str:
+    url = make_url(address)
+    if fault == "host":
+        # the name of a host that can never be (RFC 2606)
+        url = url.set(host="nowhere.invalid")
+    elif fault == "port":
+        url = url.set(port=1)
+    text = url.set(password=PASSWORD).render_as_string(hide_password=False)
+    return text.replace(f":{url.port}", f":{PASSWORD}") if fault == "address" else text
+
+
+# ---------------------------------------------------------------- workers
+
+FAULTS = {
+    "a classic queue": (
+        "app.conf.task_queues = [Queue(name, Exchange(name, type='topic'), routing_key=name)]",
+        "x-queue-type is not set, need quorum",
+    ),
+    "no delivery limit": (
+        "app.conf.task_queues[0].queue_arguments.pop('x-delivery-limit')",
+        "x-delivery-limit is not set, need at least 20",
+    ),
+    "early acknowledgement": (
+        "app.task(base=IdempotentTask, key='{a}', name='early', acks_late=False)(body)",
+        "task early: acks_late=False, need True",
+    ),
+    "pickle accepted": ("app.conf.accept_content = ['json', 'pickle']", "accept_content: pickle beside json"),
+    "no lease": ("app.conf.idempotency_lease = 0", "idempotency_lease: "),
+    "a slow heartbeat": ("app.conf.idempotency_heartbeat = 30.0", "heartbeat=30.0 lease=60.0"),
+    "a short retention": (
+        "app.task(base=IdempotentTask, key='{a}', name='brief', retention_completed=60.0)(body)",
+        "task brief: retention_completed=60.0 below redelivery_horizon=86400.0",
+    ),
+}
+
+
+def variant(directory: Path, change: str) -> str:
+    """A module with the test application and one change to it."""
+    module = f"variant_{uuid4().hex[:8]}"
+    (directory / f"{module}.py").write_text(
+        textwrap.dedent(f"""
+            from kombu import Exchange, Queue
+            from idempotency import IdempotentTask
+            from tests.bank import app
+            name = app.conf.task_default_queue
+            def body(a): ...
+            {change}
+        """)
+    )
+    return module
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_worker_that_would_lose_work_does_not_start(
+    processes: Processes, environment: dict[str, str], tmp_path: Path, rabbitmq: None, fault: str
+) -> None:
+    change, line = FAULTS[fault]
+    module = variant(tmp_path, change)
+    path = f"{environment['PYTHONPATH']}:{tmp_path}"
+    # as root Celery itself refuses pickle, unless told otherwise
+    worker = processes.start("-P", "solo", app=module, PYTHONPATH=path, C_FORCE_ROOT="1")
+    assert worker.process.wait(30) == 1
+    assert [text for text in worker.log.splitlines() if "refused to start" in text and line in text], worker.log
+    assert "Traceback" not in worker.log
+
+
+def test_a_worker_on_old_tables_does_not_start(processes: Processes, empty_database: str) -> None:
+    worker = processes.start("--concurrency", "1", DATABASE_URL=empty_database)
+    assert worker.process.wait(30) == 1
+    assert "idempotency: refused to start: database schema: at none, need " in worker.log
+
+
+def test_a_worker_starts_while_its_database_is_away(bank: Celery, processes: Processes, database: str) -> None:
+    away = spoil(database, "port")
+    worker = processes.worker("--concurrency", "1", "-P", "solo", DATABASE_URL=away)
+    assert "the database does not answer (connection refused): claims wait" in worker.log
+    assert PASSWORD not in worker.log
+
+
+def test_an_application_without_idempotent_tasks_is_left_alone(
+    bank: Celery, processes: Processes, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "plain_application.py").write_text(
+        "import os\nimport idempotency\nfrom celery import Celery\n"
+        "app = Celery('plain', broker=os.environ['BROKER_URL'])\n"
+        "app.conf.update(task_default_queue=os.environ['BANK_QUEUE'], accept_content=['json', 'yaml'])\n"
+        "@app.task\ndef plain(): ...\n"
+    )
+    path = f"{environment['PYTHONPATH']}:{tmp_path}"
+    processes.worker("--concurrency", "1", "-P", "solo", app="plain_application", PYTHONPATH=path)
+
+
+def test_a_sound_worker_starts_and_works(bank: Celery, processes: Processes, tmp_path: Path) -> None:
+    path = f"{processes.environment['PYTHONPATH']}:{tmp_path}"
+    worker = processes.worker("--concurrency", "1", app=variant(tmp_path, ""), PYTHONPATH=path)
+    account = uuid4().hex
+    bank_module.deposit.delay(account=account)
+    eventually(lambda: "succeeded" in worker.log, what="the deposit")
