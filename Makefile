@@ -8,10 +8,12 @@ VENV := .venv/bin
 # The sandbox's addresses for the processes below; set your own to use another provider or mail server.
 export STRIPE_API_BASE ?= http://127.0.0.1:8420
 export SMTP_URL ?= smtp://127.0.0.1:8425
+# Where these processes count together; `make metrics` shows the sums.
+worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test lint types sandbox worker relay beat flower bench clean migrate
+.PHONY: help venv up down status demo test lint types sandbox worker relay beat flower doctor metrics bench clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,8 +62,18 @@ relay: migrate ## the relay from the outbox to the broker
 beat: migrate ## Celery beat
 	@$(with_services) $(VENV)/celery -A tasks beat --schedule var/celerybeat-schedule $(ARGS)
 
-flower: up ## Flower on 127.0.0.1:5555
-	@$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
+flower: up ## Flower on 127.0.0.1:5555, for FLOWER_BASIC_AUTH=user:password or a password made up and shown
+	@if [ -z "$$FLOWER_BASIC_AUTH" ]; then \
+		export FLOWER_BASIC_AUTH="flower:$$($(VENV)/python -c 'import secrets; print(secrets.token_urlsafe(12))')"; \
+		echo "http://127.0.0.1:5555  user and password $$FLOWER_BASIC_AUTH"; \
+	fi; \
+	$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
+
+doctor: up ## what in the set-up would lose work or do it twice
+	@$(with_services) $(VENV)/idempotency doctor $(ARGS)
+
+metrics: .venv/ready ## the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
+	@exec $(VENV)/idempotency metrics $(ARGS)
 
 bench: .venv/ready ## the benchmarks
 	@$(VENV)/python -m benchmarks $(ARGS)

@@ -1,4 +1,4 @@
-"""What goes wrong on purpose while the work is under way: a worker is killed, and Redis forgets every lease."""
+"""What goes wrong on purpose while the work is under way: a worker is killed, and the broker and Redis lose everything."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ class Step:
 class Faults:
     """The steps in their order, each taken once."""
 
-    def __init__(self, processes: Processes, victim: str, leases_url: str) -> None:
+    def __init__(self, processes: Processes, victim: str, leases_url: str, wipe_broker: Callable[[], int]) -> None:
         def kill_worker() -> str:
             pid = processes.pid(victim)
             processes.kill(victim)
             return f"killed {victim} (pid {pid}) with SIGKILL; {processes.start_worker()} takes its place"
 
-        def wipe_redis() -> str:
+        def wipe() -> str:
+            messages = wipe_broker()
             with Redis.from_url(leases_url) as client:
                 leases = client.dbsize()
                 client.flushall()
-            return f"wiped the Redis of the leases ({leases} keys)"
+            return f"wiped broker and Redis ({messages} waiting messages, {leases} leases)"
 
-        self._steps = [Step("kill a worker", KILL_AT, kill_worker), Step("wipe Redis", WIPE_AT, wipe_redis)]
+        self._steps = [Step("kill a worker", KILL_AT, kill_worker), Step("wipe broker and Redis", WIPE_AT, wipe)]
 
     def take(self, ended: int, total: int) -> list[str]:
         """Take the steps that are due; returns what happened."""

@@ -35,6 +35,9 @@ TIMES = {
     "IDEMPOTENCY_LEASE": "10",
     "IDEMPOTENCY_HEARTBEAT": "3",
     "IDEMPOTENCY_SWEEP": "2",
+    "IDEMPOTENCY_RESEND_AFTER": "5",
+    # Only where Redis is the broker: what a killed worker held comes back after this.
+    "BROKER_VISIBILITY_TIMEOUT": "20",
     "STRIPE_TIMEOUT": "2",
     # The sandbox finds a charge at once, unlike Stripe.
     "STRIPE_SEARCH_LAG": "0.2",
@@ -135,7 +138,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
 
                 submission = Submission(engine, intake, copies=options.copies)
                 stack.callback(submission.close)
-            faults = Faults(processes, victim, servers.redis_url)
+            faults = Faults(processes, victim, servers.redis_url, submission.wipe_broker)
             display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
             work = _Work(intake, submission, Counter(engine), processes, faults, display)
             problems: list[str] = []

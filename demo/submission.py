@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from demo.input import Intake, Line
 from idempotency import Handle
+from idempotency.queues import dead_letter_queues
 from tasks import app
 from tasks.payments import capture_payment, submit_payment
 from tasks.refunds import refund_payment, submit_refund
@@ -59,6 +60,17 @@ class Submission:
                 except connection.channel_errors:
                     # Redis keeps no empty queue, and says so in this way.
                     continue
+        return waiting
+
+    def wipe_broker(self) -> int:
+        """Delete every queue with all that is in it; returns how many messages were waiting."""
+        waiting = self.messages_waiting()
+        queues = list(app.amqp.queues.values())
+        delayed = [f"celery_delayed_{level}" for level in range(28)]
+        names = [queue.name for queue in [*queues, *dead_letter_queues(queues)]] + delayed
+        with app.connection_for_write() as connection, connection.channel() as channel:
+            for name in names:
+                channel.queue_delete(name)
         return waiting
 
     def close(self) -> None:

@@ -78,6 +78,23 @@ class Settings(BaseModel):
     # Connections of the attempts' pool per process; the heartbeat has its own.
     pool_size: int = Field(10, ge=1)
 
+    # Names this application in dead letters, alerts and reports. Default: the Celery application's name.
+    service: str = Field("celery", min_length=1, max_length=255)
+    # Where alerts are posted as {"text": ...}, which is what Slack's incoming webhooks take. Default: log and metric only.
+    alert_webhook_url: SecretStr | None = None
+    # A service and reason that goes on failing alerts once in so many seconds, with a count.
+    alert_interval: float = Field(60.0, gt=0)
+    # An alarm of its own when a service has more open dead letters than this.
+    alert_open_letters: int = Field(100, ge=1)
+    # The alert's receiver may not hold up more than this.
+    alert_timeout: float = Field(3.0, gt=0)
+    # Who gets the weekly report, and by which server (smtp://[user:password@]host:port, or smtps://).
+    report_mail_to: str | None = None
+    report_mail_from: str = "idempotency@localhost"
+    report_smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
+    # How long a settled dead letter is kept.
+    retention_dead_letters: float = Field(30 * DAY, gt=0)
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.heartbeat >= self.lease / 2:
@@ -115,6 +132,7 @@ def from_app(app: Celery) -> Settings:
     given: dict[str, Any] = {
         name.removeprefix(PREFIX): value for name, value in app.conf.items() if name.startswith(PREFIX)
     }
+    given.setdefault("service", app.main or "celery")
     try:
         return Settings(**given)
     except ValidationError as error:

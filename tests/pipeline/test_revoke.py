@@ -1,0 +1,123 @@
+"""Celery's revoke, at a real worker: what was accepted ends as a dead letter, and nothing brings it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from sqlalchemy import Engine, Row, text
+
+from idempotency import dead_letters
+from idempotency.runtime import Runtime
+from tests import bank as b
+from tests import crashing
+from tests.processes import Processes, Worker, eventually
+
+
+@pytest.fixture
+def letters(engine: Engine) -> Callable[[], Sequence[Row[Any]]]:
+    def read() -> Sequence[Row[Any]]:
+        with engine.connect() as connection:
+            return connection.execute(text("SELECT * FROM idempotency.dead_letters ORDER BY id")).all()
+
+    return read
+
+
+def revoke(app: Celery, task_id: str, *, terminate: bool = False) -> None:
+    """Tell every worker, and wait until one has answered."""
+    assert app.control.revoke(task_id, terminate=terminate, reply=True, timeout=10, limit=1)
+
+
+def status(record: Any, key: str) -> str | None:
+    row = record(key)
+    return None if row is None else str(row.status)
+
+
+def failures(engine: Engine) -> Sequence[Any]:
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text("SELECT account, code FROM failures"))]
+
+
+def test_a_task_revoked_before_it_starts_ends_as_a_dead_letter_and_can_be_replayed(
+    bank: Celery, worker: Worker, relay: Any, entries: Any, record: Any, letters: Any, engine: Engine
+) -> None:
+    id = str(uuid4())
+    revoke(bank, id)
+    b.deposit.apply_async(("a", 5), task_id=id)
+    eventually(lambda: status(record, "a") == "failed")
+    (letter,) = letters()
+    assert (letter.reason, letter.status, letter.key) == ("revoked", "open", "a")
+    assert (entries("a"), failures(engine)) == (0, [("a", "revoked")])
+
+    # the worker remembers the task id for hours, but a person has asked since
+    with Runtime.of(bank).engine.begin() as connection:
+        dead_letters.replay(connection, letter.id)
+    eventually(lambda: status(record, "a") == "completed")
+    assert entries("a") == 1
+
+
+def test_an_operation_that_waits_for_its_next_attempt_is_revoked_when_it_comes(
+    bank: Celery, worker: Worker, relay: Any, engine: Engine, record: Any, letters: Any
+) -> None:
+    id = str(uuid4())
+    with Runtime.of(bank).engine.begin() as connection:
+        b.failing.enqueue(connection, "a", "defer long", task_id=id)
+    eventually(lambda: status(record, "a") == "released")
+    revoke(bank, id)
+    with engine.connect() as connection:
+        for table in ("records", "outbox"):
+            connection.execute(text(f"UPDATE idempotency.{table} SET available_at = clock_timestamp()"
+                                    f" WHERE status IN ('released', 'pending')"))  # fmt: skip
+    eventually(lambda: status(record, "a") == "failed")
+    assert [letter.reason for letter in letters()] == ["revoked"]
+
+
+def test_a_running_task_that_is_terminated_is_not_brought_back_even_by_a_worker_that_does_not_know(
+    bank: Celery, worker: Worker, processes: Processes, entries: Any, record: Any, letters: Any, engine: Engine,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    id = str(uuid4())
+    b.slow_deposit.apply_async(("a", 60.0), task_id=id)
+    eventually(lambda: status(record, "a") == "started")
+    revoke(bank, id, terminate=True)
+    eventually(lambda: record("a").revoked_generation == 1)
+    # this worker's memory of the task id goes with it; recovery and a new worker have only the record
+    worker.kill()
+    processes.worker("--concurrency", "1")
+    request.getfixturevalue("relay")
+    eventually(lambda: status(record, "a") == "failed")
+    assert [letter.reason for letter in letters()] == ["revoked"]
+    assert (entries("a"), failures(engine)) == (0, [("a", "revoked")])
+
+
+def test_a_task_terminated_before_its_claim_ends_as_a_dead_letter(
+    bank: Celery, worker: Worker, relay: Any, environment: dict[str, str], entries: Any, record: Any, letters: Any
+) -> None:
+    directory = Path(environment["CRASH_DIRECTORY"])
+    crashing.plan(directory, "lease.taken", crashing.HOLD)
+    id = str(uuid4())
+    b.deposit.apply_async(("a",), task_id=id)
+    eventually((directory / "lease.taken.held").exists)
+    assert record("a") is None
+    revoke(bank, id, terminate=True)
+    eventually(lambda: status(record, "a") == "failed")
+    assert [letter.reason for letter in letters()] == ["revoked"]
+    assert entries("a") == 0
+
+
+def test_an_operation_that_has_ended_stays_as_it_is(
+    bank: Celery, worker: Worker, entries: Any, record: Any, letters: Any
+) -> None:
+    id = str(uuid4())
+    b.deposit.apply_async(("a", 5), task_id=id)
+    eventually(lambda: status(record, "a") == "completed")
+    before = record("a")
+    revoke(bank, id)
+    b.deposit.apply_async(("a", 5), task_id=id)  # its duplicate finds the result
+    b.deposit.apply_async(("b", 5), task_id=str(uuid4()))
+    eventually(lambda: status(record, "b") == "completed")
+    assert (record("a"), entries("a"), list(letters())) == (before, 1, [])

@@ -1,0 +1,73 @@
+"""docker-compose.yml as far as it can be checked without a container engine.
+
+Checked: it is YAML, images are pinned, servers have health checks and every dependency is on a service there is, with
+a condition it can meet; ports are on the loopback address; no password stands in it or in a command line of ours;
+commands name programs and Celery applications there are. Not checked: that the images exist, start and get healthy.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+
+ROOT = Path(__file__).parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_an_image_is_built_here_or_pinned_to_a_version(name: str) -> None:
+    service = SERVICES[name]
+    assert ("image" in service) != ("build" in service)
+    if "image" in service:
+        assert re.fullmatch(r"[a-z/]+:\d+\.\d+[\w.-]*", service["image"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_open_to_this_machine_only(name: str) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_waits_for_conditions_that_can_come_true(name: str) -> None:
+    for other, wanted in SERVICES[name].get("depends_on", {}).items():
+        match wanted["condition"]:
+            case "service_healthy":
+                assert {"test", "interval", "timeout", "retries"} <= SERVICES[other]["healthcheck"].keys()
+            case "service_completed_successfully":
+                assert SERVICES[other]["restart"] == "no"
+            case condition:
+                pytest.fail(f"{name} waits for {other}: {condition}")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_passwords_come_from_outside_and_a_missing_one_is_an_error(name: str) -> None:
+    for variable, value in SERVICES[name].get("environment", {}).items():
+        if re.search(r"PASS|AUTH|KEY|_URL$", variable):
+            assert re.search(r"\$\{[A-Z_]+:\?\}", value), variable
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if "build" in SERVICES[name]])
+def test_our_commands_exist_and_hold_no_password(name: str) -> None:
+    command = SERVICES[name]["command"]
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert command[0] in {"celery", *scripts}
+    assert not any("$" in part for part in command)
+
+
+def test_what_is_kept_is_declared() -> None:
+    used = {volume.partition(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
+    assert used == set(COMPOSE["volumes"])
+
+
+def test_a_task_has_longer_to_end_than_celery_gives_it() -> None:
+    source = (ROOT / "celeryconfig.py").read_text()
+    given = re.search(r"worker_soft_shutdown_timeout = ([\d.]+)", source)
+    assert given is not None
+    assert float(SERVICES["worker"]["stop_grace_period"].removesuffix("s")) > float(given.group(1))
