@@ -30,6 +30,7 @@ from .errors import (
     StoredFailure,
     UnsupportedControl,
 )
+from .events import publish, subscribe
 from .handle import Handle, StoredOperation, lookup
 from .keys import OperationId, content_hash
 from .startup import refuse_to_lose as _refuse_to_lose  # noqa: F401  importing it is what installs it
@@ -69,4 +70,6 @@ __all__ = [
     "UnsupportedControl",
     "content_hash",
     "lookup",
+    "publish",
+    "subscribe",
 ]

@@ -56,7 +56,13 @@ def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
         return settings.from_app(app), []
     except SettingsError as error:
         lines = (line.partition(": ") for line in str(error).splitlines())
-        return None, [refusal(subject, found, "correct it") for subject, _, found in lines]
+        return None, [refusal(subject, found + _got(app, subject), "correct it") for subject, _, found in lines]
+
+
+def _got(app: Celery, setting: str) -> str:
+    # an address holds a password; where two settings disagree, the error has named both values
+    value = None if setting.endswith("_url") else app.conf.get(setting)
+    return "" if value is None else f", got {value!r}"
 
 
 def check(app: Celery, given: Settings | None) -> list[Finding]:

@@ -100,9 +100,9 @@ def list_operations(
         print_json([row._asdict() | {"error": row.error and json.loads(row.error)} for row in rows])
         return
     print_table(
-        "operation", "key", "status", "gen.", "attempts", "duplicates", "created", "error",
+        "operation", "key", "status", "attempts", "created", "error",
         rows=[
-            (row.operation, row.key, row.status, row.generation, row.attempts, row.duplicates, row.created_at,
+            (row.operation, row.key, row.status, row.attempts, row.created_at,
              row.error and json.loads(row.error)["code"])
             for row in rows
         ],

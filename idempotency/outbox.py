@@ -23,6 +23,8 @@ VALUES (:event_id, :tenant, :operation, :key, :fingerprint, :message, :queue, :o
         CASE WHEN :settled THEN clock_timestamp() END)
 """)
 
+_ORDER = text("SELECT pg_advisory_xact_lock(hashtextextended(:ordering_key, 0))")
+
 
 def insert(
     session: Session | Connection,
@@ -39,9 +41,12 @@ def insert(
 ) -> str:
     """Write the row in the caller's transaction; it leaves with its commit. Returns the event id.
 
-    `settled` rows name no operation whose end they would wait for: once published, nothing is owed.
+    Rows of one operation and `ordering_key` are published in commit order. `settled` rows name no operation whose end they would wait for: once published, nothing is owed.
     """
     event_id = str(uuid4())
+    if ordering_key is not None:
+        # Ids are given out in the order of inserts; the lock, held until commit, makes it the order of commits.
+        session.execute(_ORDER, {"ordering_key": f"{id.operation} {ordering_key}"})
     session.execute(
         _INSERT,
         {

@@ -26,7 +26,7 @@ from .runtime import Runtime
 # Rows leased per pass: enough to keep confirms pipelined, few enough that a killed relay delays little.
 BATCH = 200
 # How long a leased row is another relay's business; longer than a batch of confirms ever takes.
-RELAY_LEASE = 60.0
+RELAY_LEASE = 30.0
 # A broker that does not confirm within this time is treated as away.
 CONFIRM_TIMEOUT = 10.0
 # The safety net behind LISTEN/NOTIFY.

@@ -66,7 +66,7 @@ DOUBT_ROUNDS = 5
 # How often a claim is tried again while Postgres is away; the message stays unacknowledged meanwhile.
 POSTGRES_PAUSE = 0.5
 # The options of enqueue() that are not arguments of the task.
-ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant")
+ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
 
 # Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
 MAX_DELAY = 10 * 365 * 86400.0
@@ -397,7 +397,7 @@ class IdempotentTask(Task):
         """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
 
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
-        priority, queue, task_id, idempotency_key and tenant; an argument of the task wins over an option of its name.
+        priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option of its name.
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments` at once; then nothing was written.
         """
         parameters = self._signature.parameters
@@ -407,11 +407,21 @@ class IdempotentTask(Task):
         id, headers, arguments = self._checked(
             args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None)
         )
+        ordering_key = options.pop("ordering_key", None)
         _check_options(self.app, task_id=task_id, **options)
         message = Message.composed(
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
         )
-        outbox.insert(session, id, keys.fingerprint(arguments), message, queue=message.queue(self.app), countdown=countdown, eta=eta)
+        outbox.insert(
+            session,
+            id,
+            keys.fingerprint(arguments),
+            message,
+            queue=message.queue(self.app),
+            countdown=countdown,
+            eta=eta,
+            ordering_key=ordering_key,
+        )
         return Handle(self.app, id, task_id)
 
     def apply_async(

@@ -25,11 +25,11 @@ def backend(bank, redis_url, monkeypatch):
 
 
 @pytest.fixture
-def storing(backend, processes, relay, redis_url):
+def storing(backend, processes, relay, redis_url, monkeypatch):
     """A worker that stores results there."""
-    return processes.worker(
-        "--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url
-    )
+    for task in (app_module.deposit, app_module.returning, app_module.waited_deposit):
+        monkeypatch.setattr(task, "ignore_result", False)
+    return processes.worker("--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url)
 
 
 def test_groups_and_chains_of_keyed_tasks_give_their_results_and_a_repeat_gives_them_again(bank, storing, entries):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+import redis
 from celery import Celery
 from kombu import Queue
 from sqlalchemy import create_engine, text
@@ -66,7 +72,7 @@ def test_a_sound_set_up_has_nothing_to_refuse(sound: Celery, rabbitmq: None) -> 
     [
         ("accept_content", ["json", "pickle"], "accept_content: pickle beside json, need json alone"),
         ("broker_transport_options", {}, "broker_transport_options: confirm_publish off, need True"),
-        ("idempotency_lease", -1.0, "idempotency_lease: "),
+        ("idempotency_lease", -1.0, "idempotency_lease: Input should be greater than 0, got -1.0"),
         ("idempotency_heartbeat", 40.0, "heartbeat=40.0 lease=60.0"),
         ("idempotency_retention_completed", 60.0, "retention_completed=60.0 redelivery_horizon=86400.0"),
         (
@@ -147,6 +153,49 @@ def test_a_database_that_weakens_the_promise_is_found(
     assert any(finding.level is level and str(finding).startswith(line) for finding in doctor(sound))
 
 
+def test_a_database_that_forgets_in_a_power_cut_is_refused(
+    sound: Celery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fsync", "full_page_writes"):
+        monkeypatch.setitem(services.postgres._SETTINGS, name, "off")
+    directory = Path(tempfile.mkdtemp(prefix="services-"))  # pytest's own are closed to the account it runs as
+    server = services.Postgres(directory)
+    try:
+        server.launch()
+        server.wait_until_ready()
+        sound.conf.idempotency_database_url = server.url
+        refused = refusals(sound)
+    finally:
+        server.discard()
+        shutil.rmtree(directory)
+    assert "database fsync: off, need on; a power cut can lose what was committed" in refused
+    assert "database full_page_writes: off, need on; a power cut can lose what was committed" in refused
+
+
+def test_a_redis_that_forgets_or_refuses_leases_is_a_warning(sound: Celery, servers: services.Services) -> None:
+    with redis.Redis.from_url(servers.redis_url) as client:
+        before = client.config_get("maxmemory-policy")["maxmemory-policy"]
+        try:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            client.replicaof("127.0.0.1", "1")
+            findings = doctor(sound)
+        finally:
+            client.replicaof("NO", "ONE")
+            client.config_set("maxmemory-policy", before)
+    warned = [str(finding) for finding in findings if finding.level is Level.WARNING]
+    assert any(line.startswith("redis maxmemory-policy: allkeys-lru, need noeviction") for line in warned)
+    assert any(line.startswith("redis: role slave, need master") for line in warned)
+
+
+def test_clocks_that_differ_are_a_warning_only(sound: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idempotency.doctor.time", SimpleNamespace(time=lambda: time.time() + 100))
+    for subject in ("database clock", "redis clock"):
+        (found,) = about(sound, subject)
+        assert found.level is Level.WARNING
+        assert re.match(r"(99\.9|100\.)\d+ s behind this host, at most 1 s$", found.found)
+        assert found.advice == "costs latency and misleads logs; loses nothing"
+
+
 def test_a_database_without_our_tables_is_refused_by_both_revisions(sound: Celery, empty_database: str) -> None:
     sound.conf.idempotency_database_url = empty_database
     assert any(line.startswith("database schema: at none, need ") for line in refusals(sound))
@@ -159,7 +208,7 @@ def empty_database(servers: services.Services) -> Iterator[str]:
     servers.drop_database(name)
 
 
-PASSWORD = "hunter2-9f3c"  # noqa: S105
+PASSWORD = "hunter2-9f3c"
 
 
 @pytest.mark.parametrize("name", ["DATABASE_URL", "REDIS_URL", "BROKER_URL"])
@@ -216,7 +265,7 @@ FAULTS = {
         "task early: acks_late=False, need True",
     ),
     "pickle accepted": ("app.conf.accept_content = ['json', 'pickle']", "accept_content: pickle beside json"),
-    "no lease": ("app.conf.idempotency_lease = 0", "idempotency_lease: "),
+    "no lease": ("app.conf.idempotency_lease = 0", "idempotency_lease: Input should be greater than 0, got 0"),
     "a slow heartbeat": ("app.conf.idempotency_heartbeat = 30.0", "heartbeat=30.0 lease=60.0"),
     "a short retention": (
         "app.task(base=IdempotentTask, key='{a}', name='brief', retention_completed=60.0)(body)",

@@ -199,9 +199,7 @@ def test_an_accepted_operation_without_a_record_is_cancelled(
     with Runtime.of(bank).engine.begin() as transaction:
         b.deposit.enqueue(transaction, "a", 5)
     if published:
-        connection.execute(
-            text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()")
-        )
+        connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     shown = read(connection, find(connection, "a"))
     assert shown == Shown(operation(b.deposit), "accepted", None)
     cancel(bank, shown, ANN)
@@ -373,7 +371,7 @@ def test_an_operation_that_failed_otherwise_has_nothing_to_resolve(
 def test_a_key_of_several_operations_is_refused_with_the_choices(connection: Connection) -> None:
     for id in (OperationId("t1", "one", "a"), OperationId("t2", "one", "a"), OperationId("t1", "two", "a")):
         op.started(connection, id)
-    with pytest.raises(ChangeRefused, match="3 operations have it.*--operation one --tenant t2"):
+    with pytest.raises(ChangeRefused, match=r"3 operations have it.*--operation one --tenant t2"):
         find(connection, "a")
     with pytest.raises(ChangeRefused, match="2 operations"):
         find(connection, "a", operation="one")

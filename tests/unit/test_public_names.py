@@ -42,6 +42,8 @@ def test_the_public_names_are_these() -> None:
         "UnsupportedControl",
         "content_hash",
         "lookup",
+        "publish",
+        "subscribe",
     ]
 
 

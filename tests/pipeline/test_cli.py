@@ -1,0 +1,266 @@
+"""The command line, on a real database: what it answers, to whom, and with which exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Engine, text
+
+from idempotency import OperationId, cli
+from idempotency.operator_commands import this_user
+from idempotency.runtime import Runtime
+from tests import bank as b
+from tests import operations as op
+from tests.deliveries import Deliveries
+from tests.outside import OutsideWorld
+from tests.processes import eventually
+
+AMOUNT = 9876543210123
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    out: str
+    error: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout."""
+        return json.loads(self.out)
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(bank: Celery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process, as the console script does."""
+    monkeypatch.setenv("CELERY_APP", "tests.bank")
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["idempotency", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured, code = capsys.readouterr(), ended.value.code
+        if isinstance(code, str):  # the interpreter prints it
+            return Answer(1, captured.out, captured.err + code + "\n")
+        return Answer(int(code or 0), captured.out, captured.err)
+
+    return run
+
+
+def started(engine: Engine, key: str = "a", **options: Any) -> OperationId:
+    with engine.connect() as connection:
+        return op.started(connection, OperationId("default", b.deposit.name, key), **options).id
+
+
+# ---------------------------------------------------------------- looking
+
+
+def test_status_counts_what_is_where(run: Run, bank: Celery, deliveries: Deliveries, engine: Engine) -> None:
+    deliveries.deliver(b.deposit, "a")
+    deliveries.deliver(b.failing, "b", "permanent")
+    deliveries.deliver(b.failing, "c", "flaky")
+    started(engine, "d")
+    with Runtime.of(bank).engine.begin() as connection:
+        b.deposit.enqueue(connection, "e")
+
+    status = run("status", "--json").document
+    assert status["operations"] == {
+        b.deposit.name: {"completed": 1, "started": 1},
+        b.failing.name: {"failed": 1, "released": 1},
+    }
+    assert (status["outbox"]["pending"], status["outbox"]["failed"], status["lease_over"]) == (2, 0, 0)
+    assert status["dead_letters"]["by_reason"] == [{"operation": b.failing.name, "reason": "no_account", "letters": 1}]
+    assert 0 <= status["oldest_seconds"]["started"] <= status["oldest_seconds"]["released"] < 60
+    people = run("status")
+    assert people.status == 0
+    assert all(word in people.out for word in ("completed", "█", "oldest started", "no_account"))
+
+
+def test_an_empty_database_has_a_status(run: Run) -> None:
+    assert run("status", "--json").document["operations"] == {}
+    assert run("status").status == 0
+
+
+def test_list_answers_by_status_task_tenant_and_age(run: Run, deliveries: Deliveries) -> None:
+    deliveries.deliver(b.deposit, "a")
+    deliveries.deliver(b.deposit, "b", tenant="other")
+    deliveries.deliver(b.failing, "c", "permanent")
+
+    def keys(*options: object) -> list[str]:
+        return [row["key"] for row in run("list", *options, "--json").document]
+
+    assert keys() == ["a", "b", "c"]
+    assert keys("--status", "failed") == keys("--operation", b.failing.name) == ["c"]
+    assert keys("--tenant", "other") == ["b"]
+    assert keys("--older-than", 60) == []
+    assert keys("--limit", 1) == ["a"]
+    assert "failed" in run("list").out
+
+
+def test_show_has_everything_but_arguments_and_results_unless_asked(
+    run: Run, bank: Celery, deliveries: Deliveries, outside: OutsideWorld
+) -> None:
+    with Runtime.of(bank).engine.begin() as connection:
+        b.transfer.enqueue(connection, "a", outside.url)
+    outside.script = ["fail before"]
+    deliveries.deliver(b.transfer, "a", outside.url)
+    run("cancel", "a", "--reason", "wrong card", "--as", "ann")
+
+    shown = run("show", "a", "--json")
+    document = shown.document
+    assert (document["key"], document["record"]["status"], document["record"]["attempts"]) == ("a", "failed", 1)
+    assert {name: effect["state"] for name, effect in document["effects"].items()} == {
+        "reserve": "done",
+        "call": "begun",
+    }
+    assert {row["origin"] for row in document["outbox"]} == {"enqueue", "retry"}
+    assert [letter["reason"] for letter in document["dead_letters"]] == ["cancelled"]
+    assert [(row["actor"], row["action"], row["reason"]) for row in document["audit"]] == [
+        ("ann", "cancel", "wrong card")
+    ]
+    assert not {"message", "result", "token"} & set(document["record"])
+    people = run("show", "a")
+    assert (people.status, "wrong card" in people.out) == (0, True)
+    assert not {"args", "result"} & set(document["effects"]["reserve"])
+    assert not {"message", "payload"} & {*document["outbox"][0], *document["dead_letters"][0]}
+    whole = run("show", "a", "--with-payload", "--json").document
+    assert "result" in whole["effects"]["reserve"]
+    assert outside.url in whole["record"]["message"]
+    assert "token" not in whole["record"]
+
+
+def test_amounts_are_shown_to_who_asks_for_them(run: Run, bank: Celery, deliveries: Deliveries) -> None:
+    with Runtime.of(bank).engine.begin() as connection:
+        b.deposit.enqueue(connection, "a", AMOUNT)
+    deliveries.deliver(b.deposit, "a", AMOUNT)
+    for options in ((), ("--json",)):
+        assert str(AMOUNT) not in run("show", "a", *options).out
+        assert str(AMOUNT) not in run("list", *options).out
+        assert str(AMOUNT) in run("show", "a", "--with-payload", *options).out
+
+
+# ---------------------------------------------------------------- changing
+
+
+def test_release_and_its_audit_row(run: Run, engine: Engine) -> None:
+    id = started(engine)
+    answer = run("release", "a", "--reason", "hangs", "--json")
+    assert (answer.status, answer.document["change"]) == (0, "released")
+    with engine.connect() as connection:
+        assert op.record(connection, id).status == "released"
+        actor = connection.execute(text("SELECT actor FROM idempotency.audit")).scalar_one()
+    assert actor == this_user()
+    again = run("release", "a", "--reason", "hangs")
+    assert (again.status, again.error) == (
+        1,
+        f"idempotency: {b.deposit.name} a: is released; can only release what is started\n",
+    )
+
+
+def test_a_change_under_a_fence_that_is_over_is_refused(run: Run, engine: Engine) -> None:
+    started(engine)
+    fence = run("show", "a", "--json").document["record"]["fence"]
+    refused = run("release", "a", "--reason", "r", "--fence", fence - 1)
+    assert (refused.status, "look again" in refused.error) == (1, True)
+    assert run("release", "a", "--reason", "r", "--fence", fence).status == 0
+
+
+def test_an_unknown_effect_is_resolved_and_replayed_to_its_end(
+    run: Run, bank: Celery, deliveries: Deliveries, outside: OutsideWorld, engine: Engine, entries: Any, relay: Any,
+    processes: Any,
+) -> None:  # fmt: skip
+    outside.script = ["fail after"]
+    deliveries.deliver(b.transfer, "a", outside.url)
+    with engine.connect() as connection:
+        connection.execute(text("DELETE FROM idempotency.outbox"))
+        connection.execute(text("UPDATE idempotency.records SET effects = jsonb_set(effects, '{call,begun_at}', '1')"))
+        op.age(connection, OperationId("default", b.transfer.name, "a"), available_at=-1)
+    deliveries.deliver(b.transfer, "a", outside.url)
+    (letter,) = run("dead-letters", "list", "--json").document
+    assert letter["reason"] == "effect_unknown"
+
+    assert (
+        run("effects", "resolve", "a", "call", "--happened", '{"amount": 3}', "--reason", "seen", "--json").status == 0
+    )
+    replayed = run("dead-letters", "replay", letter["id"], "--as", "ann", "--reason", "resolved", "--json")
+    assert replayed.document == {"replayed": letter["id"], "operation": b.transfer.name, "key": "a"}
+    audit = run("show", "a", "--json").document["audit"]
+    assert [(row["action"], row["reason"]) for row in audit] == [("resolve", "seen"), ("replay", "resolved")]
+    assert audit[1]["actor"] == "ann"
+    assert run("dead-letters", "replay", letter["id"]).status == 1
+
+    processes.worker("--concurrency", "1")
+    eventually(lambda: run("show", "a", "--json").document["record"]["status"] == "completed")
+    assert (entries("a"), sum(outside.calls.values())) == (1, 1)
+
+
+# ---------------------------------------------------------------- exit statuses
+
+
+def test_what_is_not_found_or_ambiguous_is_one_line_and_status_1(run: Run, engine: Engine) -> None:
+    missing = run("show", "nothing", "--json")
+    assert missing == Answer(1, "", "idempotency: key 'nothing': no operation has it\n")
+    with engine.connect() as connection:
+        op.started(connection, OperationId("t1", b.deposit.name, "a"))
+        op.started(connection, OperationId("t2", b.deposit.name, "a"))
+    ambiguous = run("cancel", "a", "--reason", "r")
+    assert (ambiguous.status, ambiguous.out, ambiguous.error.count("\n")) == (1, "", 1)
+    assert "--tenant t1" in ambiguous.error
+    assert run("show", "a", "--tenant", "t2").status == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("list", "--status", "lost"),
+        ("list", "--limit", 0),
+        ("release", "a"),
+        ("effects", "resolve", "a", "call", "--reason", "r"),
+        ("effects", "resolve", "a", "call", "--reason", "r", "--happened", "{}", "--not-happened"),
+        ("effects", "resolve", "a", "call", "--reason", "r", "--happened", "{not json"),
+        ("nonsense",),
+    ],
+)
+def test_a_wrong_command_line_is_status_2_and_prints_nothing_on_stdout(run: Run, arguments: Any) -> None:
+    answer = run(*arguments)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.error
+
+
+def test_a_database_without_the_tables_is_one_line(run: Run, engine: Engine) -> None:
+    with engine.connect() as connection:
+        connection.execute(text("DROP SCHEMA idempotency CASCADE"))
+    answer = run("status", "--json")
+    assert (answer.status, answer.out) == (1, "")
+    assert answer.error.startswith("idempotency: the database refused: UndefinedTable")
+    assert run("migrate", "--json").document["revision"]
+    assert run("status", "--json").status == 0
+
+
+@pytest.mark.parametrize(("command", "field"), [("recover", "recovered"), ("purge", "purged")])
+def test_recover_and_purge_answer_programs(run: Run, command: str, field: str) -> None:
+    assert run(command, "--json").document == {field: 0}
+
+
+def test_the_console_script_keeps_stdout_for_the_document(environment: dict[str, str], bank: Celery) -> None:
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "idempotency.cli", *arguments, "-A", "tests.bank"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    done = start("status", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["operations"] == {}
+    refused = start("show", "nothing", "--json")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == "idempotency: key 'nothing': no operation has it\n"

@@ -1,0 +1,155 @@
+"""The relay killed, the broker frozen: a row is published at least once, and never marked without a confirm."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from idempotency.outbox import insert
+from idempotency.relay import Relay, Relayed
+from tests import bank as app_module
+from tests import crashing
+from tests.processes import eventually
+
+POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
+
+
+@pytest.fixture
+def enqueue(engine):
+    def enqueue(*accounts):
+        with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
+            for account in accounts:
+                app_module.deposit.enqueue(session, account)
+
+    return enqueue
+
+
+def states(engine):
+    with engine.connect() as connection:
+        return connection.execute(text("SELECT status FROM idempotency.outbox ORDER BY id")).scalars().all()
+
+
+def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
+    subtests, bank, worker, environment, engine, enqueue, entries
+):
+    directory = Path(environment["CRASH_DIRECTORY"])
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+    for point in POINTS:
+        with subtests.test(point=point):
+            crashing.plan(directory, point, crashing.KILL_CHILD)
+            accounts = [f"{point}-{number}" for number in range(5)]
+            enqueue(*accounts)
+            killed = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+            assert killed.wait(30) == -9
+            with engine.connect() as connection:  # its lease on the rows is over, without waiting for it
+                connection.execute(text("UPDATE idempotency.outbox SET relayed_until = NULL"))
+            relay = Relay(bank)
+            while relay.run_once().published:
+                pass
+            relay.close()
+            eventually(lambda accounts=accounts: all(entries(account) for account in accounts))
+            assert [entries(account) for account in accounts] == [1] * 5
+            assert set(states(engine)) == {"published"}
+
+
+def test_a_frozen_broker_neither_blocks_the_relay_nor_yields_a_false_confirm(servers, bank, engine, enqueue):
+    if servers.broker != "rabbitmq":
+        pytest.skip("needs a RabbitMQ of our own to freeze")
+    relay = Relay(bank, confirm_timeout=1.0)
+    enqueue("before")
+    assert relay.run_once() == Relayed(1, 0)
+    enqueue("while frozen")
+    servers.rabbitmq.pause()
+    try:
+        assert relay.run_once() == Relayed(0, 0, broker_away=True)
+        assert states(engine) == ["published", "pending"]
+    finally:
+        servers.rabbitmq.resume()
+    eventually(lambda: relay.run_once().published == 1)
+    assert states(engine) == ["published", "published"]
+    relay.close()
+
+
+def test_a_row_that_can_never_be_published_becomes_failed_with_its_dead_letter(bank, engine, enqueue):
+    relay = Relay(bank)
+    enqueue("broken", "fine")
+    with engine.connect() as connection:
+        connection.execute(text("UPDATE idempotency.outbox SET message = '{' WHERE key = 'broken'"))
+    for _ in range(5):
+        with engine.connect() as connection:
+            connection.execute(
+                text("UPDATE idempotency.outbox SET available_at = clock_timestamp() WHERE status = 'pending'")
+            )
+        relay.run_once()
+    relay.close()
+    with engine.connect() as connection:
+        rows = connection.execute(text("SELECT key, status, attempts FROM idempotency.outbox ORDER BY id")).all()
+        letters = connection.execute(text("SELECT source, key, reason, payload FROM idempotency.dead_letters")).all()
+    assert [tuple(row) for row in rows] == [("broken", "failed", 5), ("fine", "published", 0)]
+    assert [tuple(letter) for letter in letters] == [("relay", "broken", "unpublishable", "{")]
+
+
+def test_a_sleeping_relay_is_woken_by_a_commit(bank, engine, enqueue, relay, worker, entries):
+    with engine.connect() as connection:
+        slept = "SELECT until > clock_timestamp() FROM idempotency.relay_sleep"
+        eventually(lambda: connection.execute(text(slept)).scalar_one())
+        connection.execute(text("LISTEN idempotency_outbox"))
+        enqueue("a")
+        driver = connection.connection.driver_connection
+        assert [notice.channel for notice in driver.notifies(timeout=5, stop_after=1)] == ["idempotency_outbox"]
+    eventually(lambda: entries("a") == 1)
+
+
+def test_a_busy_relay_is_not_notified(bank, engine, enqueue):
+    with engine.connect() as connection:
+        connection.execute(text("UPDATE idempotency.relay_sleep SET until = '-infinity'"))
+        connection.execute(text("LISTEN idempotency_outbox"))
+        enqueue("a")
+        assert list(connection.connection.driver_connection.notifies(timeout=0.2)) == []
+
+
+def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_nothing(
+    bank, worker, relay, engine, enqueue, entries, record, redis_url
+):
+    import redis
+
+    from idempotency.reconcile import reconcile
+
+    accounts = [f"a{number}" for number in range(60)]
+    for account in accounts[:30]:
+        enqueue(account)
+    with bank.connection_for_write() as connection:
+        connection.default_channel.queue_delete(bank.conf.task_default_queue)
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    for account in accounts[30:]:
+        enqueue(account)
+
+    def all_done():
+        with engine.connect() as connection:  # patience is a setting; here it is over
+            connection.execute(
+                text(
+                    "UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour', resends = 0 "
+                    "WHERE status = 'published' AND settled_at IS NULL"
+                )
+            )
+        reconcile(bank)
+        return all((row := record(account)) and row.status == "completed" for account in accounts)
+
+    eventually(all_done, timeout=60)
+    assert [entries(account) for account in accounts] == [1] * len(accounts)
+
+
+def test_insert_is_usable_with_a_plain_connection(bank, engine):
+    from idempotency.keys import OperationId
+    from idempotency.message import Message
+
+    message = Message({"task": "x", "id": "t"}, "[]", {"queue": "q"}, {})
+    with engine.connect() as connection:
+        insert(connection, OperationId("t", "x", "k"), "v1:f", message)
+    assert states(engine) == ["pending"]

@@ -1,0 +1,142 @@
+"""Events: one row per consumer, each handled once, in commit order per ordering key."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from idempotency import InvalidArguments, SettingsError, publish, subscribe
+from idempotency.relay import Relay
+from tests.services.test_core import ROW
+
+
+@pytest.fixture
+def consumers(bank):
+    """Two consumers of order events and one of everything; their tasks go with the test."""
+    from idempotency import events
+
+    def handle(self, event):
+        self.session.execute(ROW)
+        return [event["type"], event["data"]]
+
+    names = ("ledger", "mail", "audit")
+    tasks = {name: subscribe("*" if name == "audit" else "order.*", consumer=name, app=bank)(handle) for name in names}
+    yield tasks
+    events._subscriptions.pop(bank)
+    for task in tasks.values():
+        bank.tasks.pop(task.name)
+
+
+@pytest.fixture
+def transaction(engine):
+    with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session:
+        yield session
+
+
+def rows(engine):
+    with engine.connect() as connection:
+        return connection.execute(text("SELECT * FROM idempotency.outbox ORDER BY id")).all()
+
+
+def test_an_event_is_one_row_for_each_consumer_that_subscribed(bank, consumers, transaction, engine):
+    event_id = publish(transaction, "order.paid", {"order": 1}, app=bank)
+    publish(transaction, "user.created", {}, app=bank)
+    transaction.commit()
+    found = [(row.operation, row.key == event_id) for row in rows(engine)]
+    assert found == [("ledger.handle", True), ("mail.handle", True), ("audit.handle", True), ("audit.handle", False)]
+
+
+def test_a_rolled_back_event_is_told_to_nobody(bank, consumers, transaction, engine):
+    publish(transaction, "order.paid", {}, app=bank)
+    transaction.rollback()
+    assert rows(engine) == []
+
+
+def test_each_consumer_handles_an_event_once(bank, consumers, transaction, engine, deliveries, entries):
+    event_id = publish(transaction, "order.paid", {"order": 1}, app=bank)
+    transaction.commit()
+    event = json.loads(json.loads(rows(engine)[0].message)["body"])[0][0]
+    assert {event["specversion"], event["id"], event["type"]} == {"1.0", event_id, "order.paid"}
+    for _ in range(2):
+        for name in ("ledger", "mail"):
+            outcome = deliveries.deliver(consumers[name], event, key=event_id)
+            assert outcome.value == ["order.paid", {"order": 1}]
+    assert entries("row") == 2
+
+
+def test_events_of_one_ordering_key_are_published_in_commit_order(bank, consumers, engine):
+    relay = Relay(bank)
+    sessions = [Session(engine.execution_options(isolation_level="READ COMMITTED")) for _ in range(2)]
+    publish(sessions[0], "order.paid", {"n": 1}, ordering_key="o1", app=bank)
+    waits = threading.Thread(
+        target=lambda: (publish(sessions[1], "order.paid", {"n": 2}, ordering_key="o1", app=bank), sessions[1].commit())
+    )
+    waits.start()  # held by the lock of the first until that commits
+    sessions[0].commit()
+    waits.join()
+    while relay.run_once().published:
+        pass
+    relay.close()
+    for session in sessions:
+        session.close()
+    ledger = [row for row in rows(engine) if row.operation == "ledger.handle"]
+    assert [json.loads(json.loads(row.message)["body"])[0][0]["data"]["n"] for row in ledger] == [1, 2]
+    assert ledger[0].published_at < ledger[1].published_at
+
+
+def test_a_failed_row_holds_back_its_ordering_key_and_no_other(bank, consumers, transaction, engine):
+    relay = Relay(bank)
+    for key in ("stuck", "stuck", "free"):
+        publish(transaction, "order.paid", {}, ordering_key=key, app=bank)
+    transaction.commit()
+    first = rows(engine)[0].id
+    with engine.connect() as connection:
+        connection.execute(
+            text("UPDATE idempotency.outbox SET status = 'failed', last_error = 'x' WHERE id = :id"), {"id": first}
+        )
+    while relay.run_once().published:
+        pass
+    relay.close()
+    states = [(row.ordering_key, row.status) for row in rows(engine) if row.operation == "ledger.handle"]
+    assert states == [("stuck", "failed"), ("stuck", "pending"), ("free", "published")]
+
+
+def test_an_event_goes_to_a_topic_exchange_for_consumers_outside(bank, consumers, transaction, environment):
+    relay = Relay(bank)
+    name = f"events-{environment['BANK_QUEUE']}"
+    with bank.connection_for_write() as connection:
+        channel = connection.default_channel
+        channel.exchange_declare(name, "topic", durable=True, auto_delete=False)
+        queue = channel.queue_declare("", exclusive=False, auto_delete=False).queue
+        channel.queue_bind(queue, name, "order.#")
+        event_id = publish(transaction, "order.paid", {"order": 1}, exchange=name, app=bank)
+        transaction.commit()
+        while relay.run_once().published:
+            pass
+        relay.close()
+        message = channel.basic_get(queue, no_ack=True)
+        channel.queue_delete(queue)
+        channel.exchange_delete(name)
+    headers = message.properties["application_headers"]
+    assert (headers["cloudEvents:id"], headers["cloudEvents:type"]) == (event_id, "order.paid")
+    assert json.loads(message.body) == {"order": 1}
+
+
+def test_a_payload_that_is_not_json_is_refused_and_nothing_is_written(bank, consumers, transaction, engine):
+    with pytest.raises(InvalidArguments):
+        publish(transaction, "order.paid", {"x": float("nan")}, app=bank)
+    with pytest.raises(InvalidArguments, match="payload: at most"):
+        publish(transaction, "order.paid", "x" * 1_100_000, app=bank)
+    transaction.commit()
+    assert rows(engine) == []
+
+
+def test_a_consumer_cannot_subscribe_one_name_twice(bank, consumers):
+    def handle(self, event): ...
+
+    with pytest.raises(SettingsError, match=r"ledger\.handle"):
+        subscribe("order.*", consumer="ledger", app=bank)(handle)
