@@ -75,8 +75,8 @@ doctor: up ## what in the set-up would lose work or do it twice
 metrics: .venv/ready ## the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
 	@exec $(VENV)/idempotency metrics $(ARGS)
 
-bench: .venv/ready ## the benchmarks
-	@$(VENV)/python -m benchmarks $(ARGS)
+bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency
+	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 clean: ## stop the servers; remove .venv, their data and all caches
 	@if [ -x $(VENV)/python ]; then $(VENV)/python -m services down; fi

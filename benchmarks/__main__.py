@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -23,47 +25,80 @@ from idempotency import schema
 console = Console()
 
 
+BENCHMARKS = ("unique", "relay", "latency")
+
+
 def main(
-    only: Annotated[str, typer.Option(help="Which benchmarks, comma separated: unique")] = "unique",
+    only: Annotated[str, typer.Option(help=f"Which ones, comma separated: {', '.join(BENCHMARKS)}")] = ",".join(
+        BENCHMARKS
+    ),
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Measure, print a table and RESULT lines."""
-    unknown = set(only.split(",")) - {"unique"}
-    if unknown:
-        raise SystemExit(f"--only: unknown benchmark {', '.join(sorted(unknown))}; there is: unique")
+    """Measure side by side in one run; print tables and RESULT lines."""
+    chosen = only.split(",")
+    if unknown := set(chosen) - set(BENCHMARKS):
+        raise SystemExit(f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
-        from . import unique  # the application reads the environment when it is imported
+        from . import latency, relay, unique  # the application reads the environment when it is imported
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
         with engine.connect() as connection:
             connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
-        with worker(Path(directory) / "worker.log", concurrency):
-            throughput = unique.measure(engine, rounds=rounds, messages=messages)
+            connection.execute(text("CREATE TABLE timed (number bigint PRIMARY KEY, started float8)"))
+        if "relay" in chosen:
+            rates = relay.measure(engine, rounds=rounds, messages=messages)
+            show(as_json, "messages/s", "relay_vs_apply_async", rates.ratio, direct=rates.direct, relay=rates.relay)
+        if "unique" in chosen:
+            with worker(Path(directory) / "worker.log", concurrency, "idle"):
+                jobs_done = unique.measure(engine, rounds=rounds, messages=messages)
+            show(as_json, "jobs/s", "unique_vs_plain", jobs_done.ratio, plain=jobs_done.plain, unique=jobs_done.unique)
+        if "latency" in chosen:
+            with worker(Path(directory) / "worker.log", concurrency, "unique"), relay_process():
+                seconds = latency.measure(engine, messages=20 * rounds)
+            figures = {"direct": [1e3 * s for s in seconds.direct], "outbox": [1e3 * s for s in seconds.outbox]}
+            show(as_json, "ms to start", "latency_vs_delay", seconds.ratio, **figures)
         engine.dispose()
-    table = Table("job", "median jobs/s", "min", "max")
-    for name, rates in (("plain", throughput.plain), ("unique", throughput.unique)):
-        table.add_row(name, *(f"{figure:.0f}" for figure in (statistics.median(rates), min(rates), max(rates))))
+
+
+def show(as_json: bool, unit: str, name: str, ratio: float, **figures: list[float]) -> None:
+    """One table, or one JSON document, and the line that programs read."""
     if as_json:
-        print(json.dumps({"plain": throughput.plain, "unique": throughput.unique, "ratio": throughput.ratio}))
+        print(json.dumps({name: ratio, **figures}))
     else:
+        table = Table(name, f"median {unit}", "min", "max")
+        for label, values in figures.items():
+            table.add_row(label, *(f"{figure:.1f}" for figure in (statistics.median(values), min(values), max(values))))
         console.print(table)
-    print(f"RESULT unique_vs_plain={throughput.ratio:.3f}")
+    print(f"RESULT {name}={ratio:.3f}", flush=True)
+
+
+@contextmanager
+def relay_process() -> Iterator[None]:
+    """A relay in a process of its own."""
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "benchmarks.jobs"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 class worker:  # noqa: N801 - reads as a verb where it is used
-    """A prefork worker that consumes nothing until it is told to."""
+    """A prefork worker on one queue."""
 
-    def __init__(self, log: Path, concurrency: int) -> None:
+    def __init__(self, log: Path, concurrency: int, queue: str) -> None:
         self._log = log
+        self._queue = queue
         self._concurrency = concurrency
 
     def __enter__(self) -> None:
-        command = [sys.executable, "-m", "celery", "-A", "benchmarks.jobs", "worker", "-Q", "idle"]
+        command = [sys.executable, "-m", "celery", "-A", "benchmarks.jobs", "worker", "-Q", self._queue]
         command += [
             "--concurrency",
             str(self._concurrency),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import lru_cache
 
 from celery import Celery
@@ -53,3 +54,12 @@ def unique(self: IdempotentTask, number: int) -> dict[str, int]:
     """The same job with the promise."""
     self.session.execute(INSERT, {"job": "unique", "number": number})
     return {"number": number}
+
+
+@app.task(base=IdempotentTask, bind=True, key="{number}", queue="unique")
+def timed(self: IdempotentTask, number: int) -> None:
+    """Says when its body began."""
+    started = time.time()
+    self.session.execute(
+        text("INSERT INTO timed (number, started) VALUES (:number, :started)"), {"number": number, "started": started}
+    )

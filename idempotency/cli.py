@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from prometheus_client import start_http_server
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from . import dead_letters, maintenance, metrics, operators, records, schema
@@ -86,7 +86,7 @@ def doctor(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))  # noqa: T201
     else:
-        table = Table("", "what", "found", "what to do or why")
+        table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do or why")))
         colours = {Level.REFUSAL: "red", Level.WARNING: "yellow", Level.OK: "green"}
         for finding in findings:
             cells = (finding.subject, finding.found, finding.advice)

@@ -68,6 +68,8 @@ POSTGRES_PAUSE = 0.5
 # The options of enqueue() that are not arguments of the task.
 ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
 
+# Those of them, and of the task's own options, that shape its message.
+TASK_OPTIONS = ("queue", "exchange", "routing_key", "priority", "time_limit", "soft_time_limit")
 # Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
 MAX_DELAY = 10 * 365 * 86400.0
 
@@ -409,6 +411,8 @@ class IdempotentTask(Task):
         )
         ordering_key = options.pop("ordering_key", None)
         _check_options(self.app, task_id=task_id, **options)
+        # what the decorator says about every message of this task holds here as in apply_async
+        options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
         message = Message.composed(
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
         )

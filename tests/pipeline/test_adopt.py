@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests import crashing
 from tests.processes import eventually
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "adopt"
-# An order that earns 120 points and a voucher; two more copies of its message; and an order that comes last.
+# An order that earns 120 points and a voucher, and two more copies of its message.
 CALLS = """
 import shop
 shop.Base.metadata.create_all(shop.engine)
@@ -24,6 +25,7 @@ shop.place_order("o1", "ann", 12_000)
 shop.award_points.delay("o1")
 shop.award_points.delay("o1")
 """
+LATER = "import shop; shop.place_order('o2', 'bob', 100); shop.award_points.delay('o1')"
 # kills the worker when the task has returned and its message is not acknowledged yet
 CRASHES = """
 from celery.signals import task_postrun
@@ -36,29 +38,66 @@ def reach(task, **_):
 
 
 @pytest.fixture
-def run(environment, processes, tmp_path, servers):
-    """Run the shop in one of its two forms, kill its worker once, and leave another one running."""
+def adopted(environment, processes, tmp_path, servers, engine) -> Iterator[Callable[[str], tuple[int, int]]]:
+    """Runs one form of the shop through duplicates and a killed worker; returns Ann's points and vouchers."""
+    relays = []
 
-    def run(form: str) -> None:
+    def run(form: str) -> tuple[int, int]:
         (tmp_path / "crashes.py").write_text(CRASHES)
         environment["PYTHONPATH"] = f"{EXAMPLE / form}:{tmp_path}:{environment['PYTHONPATH']}"
-        python(CALLS)
-        directory = Path(environment["CRASH_DIRECTORY"])
-        crashing.plan(directory, "shop.award_points", crashing.KILL_WORKER)
-        options = ("--concurrency", "2", "--include", "crashes")
-        killed = processes.start(*options, app="shop")
+        for name in ("BANK_QUEUE", "REDIS_URL"):
+            environment.pop(name)  # the shop has no such thing
         if form == "after":
-            for command in ("migrate", "relay"):
-                processes.command(command)
-        eventually((directory / "shop.award_points.reached").exists, what="worker killed")
-        killed.process.wait(10)
-        processes.worker(*options, app="shop")
+            call("-m", "idempotency.cli", "migrate", "-A", "shop")
+            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "shop"]
+            relays.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+        call("-c", CALLS)
+        plan = crashing.plan(environment["CRASH_DIRECTORY"], "shop.award_points", crashing.KILL_WORKER)
+        options = ("--concurrency", "1", "--include", "crashes")
+        processes.start(*options, app="shop").process.wait(60)
+        assert not plan.exists()
+        processes.start(*options, app="shop")
+        call("-c", LATER)
+        eventually(lambda: scalar("SELECT points FROM customers WHERE id = 'bob'"), timeout=60)
+        queue, issued = ("shop", 2) if form == "before" else ("orders", 1)
+        eventually(lambda: empty(queue))
+        eventually(lambda: scalar("SELECT count(*) FROM vouchers") >= issued)
+        points = scalar("SELECT points FROM customers WHERE id = 'ann'")
+        return points, scalar("SELECT count(*) FROM vouchers")
 
-    def python(code: str) -> None:
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    def call(*arguments: str) -> None:
+        subprocess.run([sys.executable, *arguments], env=environment, check=True, timeout=60)
 
-    run.python = python
+    def scalar(query: str) -> int:
+        with engine.connect() as connection:
+            return int(connection.execute(text(query)).scalar_one())
+
+    def empty(queue: str) -> bool:
+        with Connection(servers.broker_url) as connection:
+            return bool(connection.default_channel.queue_declare(queue, passive=True).message_count == 0)
+
     yield run
+    for relay in relays:
+        relay.terminate()
+        relay.wait(20)
+    processes.kill_all()
     with Connection(servers.broker_url) as connection:
         for queue in ("shop", "orders", "dead_letters"):
             connection.default_channel.queue_delete(queue)
+
+
+def test_before_a_crash_and_duplicates_award_the_points_of_one_order_again_and_again(adopted):
+    points, vouchers = adopted("before")
+    assert points > 120
+    assert vouchers > 1
+
+
+def test_after_a_crash_and_duplicates_award_them_once(adopted, engine):
+    assert adopted("after") == (120, 1)
+    with engine.connect() as connection:
+        query = "SELECT operation, key, status FROM idempotency.records ORDER BY operation, key"
+        assert [tuple(row) for row in connection.execute(text(query))] == [
+            ("shop.award_points", "o1", "completed"),
+            ("shop.award_points", "o2", "completed"),
+            ("shop.issue_voucher", "o1", "completed"),
+        ]

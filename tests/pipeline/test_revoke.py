@@ -109,6 +109,33 @@ def test_a_task_terminated_before_its_claim_ends_as_a_dead_letter(
     assert entries("a") == 0
 
 
+def test_a_terminated_task_that_could_not_be_marked_is_not_acknowledged(
+    bank: Celery, worker: Worker, relay: Any, engine: Engine, entries: Any, record: Any, letters: Any
+) -> None:
+    id = str(uuid4())
+    b.slow_deposit.apply_async(("a", 60.0), task_id=id)
+    eventually(lambda: status(record, "a") == "started")
+    with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection, connection.begin():
+        connection.execute(text("SELECT FROM idempotency.records FOR UPDATE"))
+        revoke(bank, id, terminate=True)
+        eventually(lambda: "revoke_failed" in worker.log)
+    eventually(lambda: status(record, "a") == "failed")
+    assert [letter.reason for letter in letters()] == ["revoked"]
+    assert entries("a") == 0
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo"])
+def test_a_task_is_revoked_in_pools_without_processes_too(
+    bank: Celery, processes: Processes, pool: str, entries: Any, record: Any, letters: Any
+) -> None:
+    processes.worker("--pool", pool)
+    id = str(uuid4())
+    revoke(bank, id)
+    b.deposit.apply_async(("a",), task_id=id)
+    eventually(lambda: status(record, "a") == "failed")
+    assert ([letter.reason for letter in letters()], entries("a")) == (["revoked"], 0)
+
+
 def test_an_operation_that_has_ended_stays_as_it_is(
     bank: Celery, worker: Worker, entries: Any, record: Any, letters: Any
 ) -> None:

@@ -109,6 +109,8 @@ def test_an_eager_call_beside_another_threads_transaction_or_another_database_is
         assert app_module.deposit.apply(("a",)).get() == {"account": "a", "amount": 1}
         session.connection()
         # the other thread's call is its own business
-        assert operations.at_once(1, lambda _: app_module.deposit.apply(("b",)).get()) == [{"account": "b", "amount": 1}]
+        assert operations.at_once(1, lambda _: app_module.deposit.apply(("b",)).get()) == [
+            {"account": "b", "amount": 1}
+        ]
     theirs.dispose()
     elsewhere.dispose()

@@ -1,0 +1,70 @@
+"""The relay beside a loop of `apply_async`, both with publisher confirms, in turns."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+
+from rich.progress import track
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import Session
+
+from idempotency.relay import Relay
+
+from . import jobs
+
+_numbers = itertools.count(10_000_000)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Messages per second, by round."""
+
+    direct: list[float]
+    relay: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The relay over the loop, medians."""
+        return statistics.median(self.relay) / statistics.median(self.direct)
+
+
+def measure(database: Engine, *, rounds: int, messages: int) -> Rates:
+    """Publish as many messages each way; nobody consumes them."""
+    rates = Rates([], [])
+    relay = Relay(jobs.app)
+    for _ in track(range(rounds), description="relay: a loop of apply_async and the relay in turns"):
+        rates.direct.append(messages / _direct(messages))
+        rates.relay.append(messages / _relayed(database, relay, messages))
+        with jobs.app.connection_for_write() as connection:
+            connection.default_channel.queue_purge("unique")
+    relay.close()
+    return rates
+
+
+def _direct(messages: int) -> float:
+    with jobs.app.producer_pool.acquire(block=True) as producer:
+        began = time.perf_counter()
+        for number in itertools.islice(_numbers, messages):
+            jobs.unique.apply_async((number,), producer=producer)
+        return time.perf_counter() - began
+
+
+def _relayed(database: Engine, relay: Relay, messages: int) -> float:
+    with Session(database.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
+        for number in itertools.islice(_numbers, messages):
+            jobs.unique.enqueue(session, number)
+    began = time.perf_counter()
+    published = 0
+    while published < messages:
+        published += relay.run_once().published
+    took = time.perf_counter() - began
+    with database.connect() as connection:
+        left = connection.execute(
+            text("SELECT count(*) FROM idempotency.outbox WHERE status <> 'published'")
+        ).scalar_one()
+    if left:
+        raise RuntimeError(f"{left} rows were not published")
+    return took
