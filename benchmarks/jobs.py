@@ -25,6 +25,7 @@ app.conf.update(
     task_default_exchange="bench",
     task_default_exchange_type="topic",
     task_create_missing_queues=False,
+    task_routes={"benchmarks.jobs.plain": {"queue": "plain"}, "benchmarks.jobs.*": {"queue": "unique"}},
     task_acks_late=True,
     task_reject_on_worker_lost=True,
     task_ignore_result=True,
@@ -41,7 +42,7 @@ def engine(_pid: int) -> Engine:
     return create_engine(os.environ["DATABASE_URL"])
 
 
-@app.task(queue="plain")
+@app.task
 def plain(number: int) -> dict[str, int]:
     """What a Celery and SQLAlchemy user writes today: late acknowledgement, one transaction."""
     with Session(engine(os.getpid())) as session, session.begin():
@@ -49,14 +50,14 @@ def plain(number: int) -> dict[str, int]:
     return {"number": number}
 
 
-@app.task(base=IdempotentTask, bind=True, key="{number}", queue="unique")
+@app.task(base=IdempotentTask, bind=True, key="{number}")
 def unique(self: IdempotentTask, number: int) -> dict[str, int]:
     """The same job with the promise."""
     self.session.execute(INSERT, {"job": "unique", "number": number})
     return {"number": number}
 
 
-@app.task(base=IdempotentTask, bind=True, key="{number}", queue="unique")
+@app.task(base=IdempotentTask, bind=True, key="{number}")
 def timed(self: IdempotentTask, number: int) -> None:
     """Says when its body began."""
     started = time.time()

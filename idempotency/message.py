@@ -71,15 +71,12 @@ class Message:
         task_id: str,
         headers: Mapping[str, Any],
         queue: str | None = None,
-        exchange: str | None = None,
-        routing_key: str | None = None,
         priority: int | None = None,
         **options: Any,
     ) -> Message:
         """The message that `apply_async` would send for this call."""
         wire = app.amqp.as_task_v2(task_id, name, args, kwargs, **options)
-        wanted = {"queue": queue, "exchange": exchange, "routing_key": routing_key}
-        routed = app.amqp.router.route({k: v for k, v in wanted.items() if v is not None}, name, args, kwargs)
+        routed = app.amqp.router.route({"queue": queue} if queue else {}, name, args, kwargs)
         target = routed.get("queue")
         route = (
             {"queue": getattr(target, "name", target)}

@@ -69,7 +69,7 @@ POSTGRES_PAUSE = 0.5
 ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
 
 # Those of them, and of the task's own options, that shape its message.
-TASK_OPTIONS = ("queue", "exchange", "routing_key", "priority", "time_limit", "soft_time_limit")
+TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
 # Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
 MAX_DELAY = 10 * 365 * 86400.0
 
