@@ -15,6 +15,8 @@ log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     processors=[
         structlog.stdlib.filter_by_level,
         structlog.processors.format_exc_info,
-        structlog.processors.LogfmtRenderer(key_order=["event", "operation", "key", "fence", "attempt"], drop_missing=True),
+        structlog.processors.LogfmtRenderer(
+            key_order=["event", "operation", "key", "fence", "attempt"], drop_missing=True
+        ),
     ],
 )

@@ -563,7 +563,9 @@ def give_up(
             "idle_ms": _idle_ms(lease),
         },
     ).one_or_none()
-    match row and row.answer:
+    if row is None:
+        return Changed()
+    match row.answer:
         case "given_up":
             return GivenUp(row.generation, row.attempts, row.first_error)
         case "completed":

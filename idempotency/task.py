@@ -289,6 +289,7 @@ class IdempotentTask(Task):
                         delivery.id,
                         delivery.fingerprint,
                         message,
+                        queue=delivery.queue,
                         countdown=delay,
                         origin="retry",
                     )
