@@ -441,7 +441,7 @@ class IdempotentTask(Task):
     ) -> Any:
         """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for."""
         args, kwargs = tuple(args or ()), dict(kwargs or {})
-        if options.get("expires") is not None:
+        if (options.get("expires") or self.expires) is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
         given = options.pop("headers", None) or {}
         id, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)

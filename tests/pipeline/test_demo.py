@@ -101,7 +101,7 @@ def test_every_line_of_the_files_is_accounted_for_under_duplicates_and_faults(tm
         "doubled": 0,
     }
     assert "SIGKILL" in output
-    assert "wiped the Redis" in output
+    assert "wiped broker and Redis" in output
 
 
 def test_bad_lines_are_listed_with_file_line_field_and_limit_and_the_others_go_on(tmp_path: Path) -> None:
