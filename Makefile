@@ -13,7 +13,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test lint types sandbox worker relay beat flower doctor metrics bench clean migrate
+.PHONY: help venv up down status demo test lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ metrics: .venv/ready ## the counters of all workers, relays and beats, for Prome
 
 bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+profile: .venv/ready ## round trips, CPU and time per phase of one attempt
+	@$(VENV)/python -m benchmarks.profile $(ARGS)
 
 clean: ## stop the servers; remove .venv, their data and all caches
 	@if [ -x $(VENV)/python ]; then $(VENV)/python -m services down; fi

@@ -1,0 +1,120 @@
+"""What one attempt costs: round trips, CPU and time per phase, beside the plain task. `make profile`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import redis
+import typer
+from celery.app.trace import build_tracer
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import Engine, create_engine, event, text
+
+import services
+from idempotency import metrics, schema
+
+_numbers = itertools.count()
+
+
+def main(attempts: Annotated[int, typer.Option(min=10, max=100_000)] = 1000) -> None:
+    """Run attempts in this process, as a pool child does, with no broker in the way."""
+    with services.running(needs=("postgres", "redis")) as running:
+        os.environ.update(running.environment(), BROKER_URL="memory://")
+        from idempotency.runtime import Runtime
+
+        from . import jobs
+
+        engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
+        schema.migrate(engine)
+        with engine.connect() as connection:
+            connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
+        engine.dispose()
+        jobs.app.finalize()
+        client = redis.Redis.from_url(running.redis_url)
+        runtime = Runtime.of(jobs.app)
+        table = Table("", "CPU ms", "wall ms", "Postgres round trips", "Redis commands, those in scripts included")
+        for task, engines in (
+            (jobs.plain, [jobs.engine(os.getpid())]),
+            (jobs.unique, [runtime.engine, runtime._autocommit_engine]),
+        ):
+            _run(task, 50)  # connections, prepared statements, caches
+            with counted(engines) as trips:
+                commands, cpu, wall = _commands(client), time.process_time(), time.perf_counter()
+                _run(task, attempts)
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                commands = _commands(client) - commands - 1  # INFO itself
+            detail = ", ".join(f"{name} {count / attempts:.1f}" for name, count in trips.items())
+            table.add_row(
+                task.name.rpartition(".")[2],
+                f"{1e3 * cpu / attempts:.2f}",
+                f"{1e3 * wall / attempts:.2f}",
+                f"{sum(trips.values()) / attempts:.1f} ({detail})",
+                f"{commands / attempts:.1f}",
+            )
+        Console().print(table)
+        phases = Table("phase of ours", "wall ms")
+        for name, seconds in _phases(jobs.unique.name).items():
+            phases.add_row(name, f"{1e3 * seconds:.2f}")
+        Console().print(phases)
+        client.close()
+        Runtime.discard(jobs.app)
+
+
+def _run(task: Any, attempts: int) -> None:
+    tracer = build_tracer(task.name, task, app=task.app)
+    for number in itertools.islice(_numbers, attempts):
+        id = str(number)
+        route = {"exchange": "bench", "routing_key": "unique", "priority": None}
+        request = {"id": id, "task": task.name, "root_id": id, "correlation_id": id, "delivery_info": route}
+        tracer(id, [number], {}, {**request, "idempotency-key": id, "args": [number], "kwargs": {}})
+
+
+@contextmanager
+def counted(engines: list[Engine]) -> Iterator[Counter[str]]:
+    """Count what goes to Postgres through these engines."""
+    trips: Counter[str] = Counter()
+
+    def statement(*_: Any) -> None:
+        trips["statement"] += 1
+
+    def begin(_: Any) -> None:
+        trips["BEGIN"] += 1
+
+    def commit(_: Any) -> None:
+        trips["COMMIT"] += 1
+
+    listeners = [(engine, "before_cursor_execute", statement) for engine in engines]
+    # the first engine has transactions; on the others every statement is one, and nothing else goes over the wire
+    listeners += [(engines[0], "begin", begin), (engines[0], "commit", commit)]
+    for engine, name, listener in listeners:
+        event.listen(engine, name, listener)
+    yield trips
+    for engine, name, listener in listeners:
+        event.remove(engine, name, listener)
+
+
+def _commands(client: redis.Redis) -> int:
+    return int(client.info("stats")["total_commands_processed"])
+
+
+def _phases(operation: str) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for metric in metrics.phase_seconds.collect():
+        for sample in metric.samples:
+            if sample.labels.get("operation") == operation:
+                (sums if sample.name.endswith("_sum") else counts if sample.name.endswith("_count") else {})[
+                    sample.labels["phase"]
+                ] = sample.value
+    return {phase: sums[phase] / counts[phase] for phase in sums}
+
+
+if __name__ == "__main__":
+    typer.run(main)
