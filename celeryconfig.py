@@ -98,4 +98,7 @@ beat_schedule = {
     "recover": {"task": "maintenance.recover", "schedule": _sweep, "options": {"expires": _sweep}},
     "reconcile": {"task": "maintenance.reconcile", "schedule": _sweep, "options": {"expires": _sweep}},
     "purge": {"task": "maintenance.purge", "schedule": 600.0, "options": {"expires": 600.0}},
+    "alert": {"task": "maintenance.alert", "schedule": _sweep, "options": {"expires": _sweep}},
+    # Asked for every hour, sent once a week: a beat that was down on Monday morning makes up for it.
+    "report": {"task": "maintenance.report", "schedule": 3600.0, "options": {"expires": 3600.0}},
 }

@@ -163,6 +163,7 @@ class Attempt:
             self.claim,
             reason=reason,
             last_error=described,
+            service=settings.service,
         )
         self.guarded(
             lambda: records.fail(

@@ -17,13 +17,14 @@ from rich.markup import escape
 from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from . import dead_letters, maintenance, metrics, operators, records, schema
+from . import alerts, maintenance, metrics, schema
 from .attempt import describe
+from .dead_letter_commands import letters, people
+from .dead_letter_queue import DeadLetterConsumer
 from .doctor import Level
 from .doctor import doctor as diagnose
 from .errors import IdempotencyError, SettingsError
 from .logs import log
-from .operator_commands import ActorOption
 from .operator_commands import commands as operator_commands
 from .reconcile import reconcile
 from .relay import Relay
@@ -32,12 +33,14 @@ from .terminal import AppOption, JsonOption, console, print_json
 from .terminal import application as _app
 
 cli = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Operate celery-idempotency.")
-letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
 cli.add_typer(operator_commands)
 cli.add_typer(letters, name="dead-letters")
+cli.add_typer(people, name="operators")
 
 # The relay looks for dead holders this often: a killed worker's operations go on within 5 s on the same host.
 DEATH_WATCH = 2.0
+# How often it looks for something to alert about; each service and reason keeps to alert_interval besides.
+ALERT_WATCH = 5.0
 
 
 @cli.command()
@@ -62,7 +65,7 @@ def relay(app: AppOption = "tasks") -> None:
         signal.signal(name, lambda *_: stop.set())
     sweep = Runtime.of(celery).settings.sweep
     running = Relay(celery)
-    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep}
+    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep, "alerts": time.monotonic()}
 
     def periodic() -> None:
         now = time.monotonic()
@@ -74,8 +77,18 @@ def relay(app: AppOption = "tasks") -> None:
             due["reconcile"] = now + sweep
             reconcile(celery, running.publisher.depth)
 
+    def tell() -> None:
+        now = time.monotonic()
+        if now >= due["alerts"]:
+            due["alerts"] = now + ALERT_WATCH
+            alerts.run_once(celery)
+
+    # Its own thread: a slow receiver of alerts, or a lock that a dead letter waits for, delays no message.
+    letters = threading.Thread(target=DeadLetterConsumer(celery).run, args=(stop, tell), daemon=True)
+    letters.start()
     log.info("relay_started")
     running.run(stop, periodic)
+    letters.join(10)
     log.info("relay_stopped")
 
 
@@ -129,65 +142,6 @@ def purge(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     _print_count("purged", maintenance.purge(_app(app)), as_json)
 
 
-@letters.command("list")
-def list_letters(
-    app: AppOption = "tasks",
-    status: Annotated[str, typer.Option(help="open, replayed, discarded or all")] = "open",
-    operation: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
-    as_json: JsonOption = False,
-) -> None:
-    """The newest dead letters."""
-    with Runtime.of(_app(app)).autocommit() as connection:
-        rows = dead_letters.list_letters(
-            connection, status=None if status == "all" else status, operation=operation, limit=limit
-        )
-    if as_json:
-        print(json.dumps([_plain(row._asdict()) for row in rows]))  # noqa: T201
-        return
-    table = Table("id", "operation", "key", "reason", "attempts", "status", "failed at")
-    for row in rows:
-        table.add_row(
-            str(row.id), row.operation, row.key, row.reason, str(row.attempts), row.status, f"{row.failed_at:%F %T}"
-        )
-    console.print(table)
-
-
-@letters.command("show")
-def show_letter(letter: int, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """One dead letter with its errors; the payload only with --json."""
-    with Runtime.of(_app(app)).autocommit() as connection:
-        fields = _plain(dead_letters.show(connection, letter)._asdict())
-    if as_json:
-        print(json.dumps(fields))  # noqa: T201
-        return
-    table = Table("field", "value", show_header=False)
-    for name, value in fields.items():
-        if name not in ("payload", "headers") and value is not None:
-            table.add_row(name, str(value))
-    console.print(table)
-
-
-@letters.command("replay")
-def replay_letter(
-    letter: int,
-    actor: ActorOption,
-    reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
-    app: AppOption = "tasks",
-    as_json: JsonOption = False,
-) -> None:
-    """Send a dead letter again, under the same key."""
-    change = operators.Change(actor, reason)
-    with Runtime.of(_app(app)).engine.begin() as connection:
-        id = dead_letters.replay(connection, letter)
-        row = records.read_locked(connection, id)
-        operators.audit(connection, change, "replay", id, row, details={"dead_letter": letter})
-    if as_json:
-        print(json.dumps({"replayed": letter, "operation": id.operation, "key": id.key}))  # noqa: T201
-    else:
-        console.print(f"dead letter {letter} replayed: {id.operation} {id.key}")
-
-
 def main() -> None:
     """Run the command line; an error is one line on stderr and exit status 1."""
     try:
@@ -206,10 +160,6 @@ def _print_count(what: str, count: int, as_json: bool) -> None:
         print(json.dumps({what: count}))  # noqa: T201
     else:
         console.print(f"{what}: {count}")
-
-
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.isoformat() if hasattr(value, "isoformat") else value for name, value in fields.items()}
 
 
 if __name__ == "__main__":

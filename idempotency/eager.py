@@ -26,8 +26,9 @@ def check_no_transaction(url: URL) -> None:
 
     Sees the connections of SQLAlchemy's engines, whoever made them; not those opened past SQLAlchemy.
     """
-    for connection, thread in list(_in_use.items()):
-        if thread != threading.get_ident() or connection.closed:
+    for reference in _in_use.keyrefs():  # a list, made in one go: other threads take and return connections meanwhile
+        connection = reference()
+        if connection is None or connection.closed or _in_use.get(connection) != threading.get_ident():
             continue
         info = connection.info
         if info.transaction_status != TransactionStatus.IDLE and (info.host, info.port, info.dbname) == (

@@ -204,7 +204,7 @@ def audit(
     connection: Connection,
     change: Change,
     action: str,
-    id: OperationId,
+    id: OperationId | None,
     row: Row[Any] | None,
     *,
     fence: int | None = None,
@@ -213,7 +213,7 @@ def audit(
     """Write who did what, and why, in the transaction of the change. `fence` is the new one where it moves."""
     connection.exec_driver_sql(
         _AUDIT,
-        _names(id)
+        (_names(id) if id is not None else {"tenant": None, "operation": None, "key": None})
         | {
             "actor": change.actor,
             "action": action,
@@ -224,7 +224,7 @@ def audit(
             "details": json.dumps(details or {}),
         },
     )
-    log.info("operator_change", action=action, actor=change.actor, operation=id.operation, key=id.key)
+    log.info("operator_change", action=action, actor=change.actor, operation=id and id.operation, key=id and id.key)
 
 
 # ---------------------------------------------------------------- how

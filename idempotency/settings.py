@@ -19,6 +19,12 @@ HOUR = 3600.0
 DAY = 24 * HOUR
 
 
+def _web_address(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value().startswith(("https://", "http://")):
+        raise ValueError("must begin with https:// or http://")
+    return value
+
+
 def _key(value: str) -> str:
     try:
         return check_key(value, field="tenant")
@@ -81,7 +87,7 @@ class Settings(BaseModel):
     # Names this application in dead letters, alerts and reports. Default: the Celery application's name.
     service: str = Field("celery", min_length=1, max_length=255)
     # Where alerts are posted as {"text": ...}, which is what Slack's incoming webhooks take. Default: log and metric only.
-    alert_webhook_url: SecretStr | None = None
+    alert_webhook_url: Annotated[SecretStr, AfterValidator(_web_address)] | None = None
     # A service and reason that goes on failing alerts once in so many seconds, with a count.
     alert_interval: float = Field(60.0, gt=0)
     # An alarm of its own when a service has more open dead letters than this.

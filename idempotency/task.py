@@ -267,6 +267,7 @@ class IdempotentTask(Task):
                     generation=generation,
                     reason="fingerprint_mismatch",
                     error=records.error_text("fingerprint_mismatch", str(error)),
+                    service=runtime.settings.service,
                 )
         metrics.mismatches.labels(self.name).inc()
         log.warning("fingerprint_mismatch", operation=self.name, key=delivery.id.key)

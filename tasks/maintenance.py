@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idempotency import maintenance
+from idempotency import alerts, maintenance, reports
 from idempotency.reconcile import reconcile
 
 from . import app
@@ -24,3 +24,15 @@ def reconcile_outbox() -> int:
 def purge() -> int:
     """Delete what is past its retention; returns how many records."""
     return maintenance.purge(app)
+
+
+@app.task(name="maintenance.alert")
+def alert() -> int:
+    """Tell what has become a dead letter; returns how many."""
+    return alerts.run_once(app)
+
+
+@app.task(name="maintenance.report")
+def report() -> bool:
+    """Mail the weekly report, once a week however often it is asked for; returns whether it was sent."""
+    return reports.mail_weekly(app)

@@ -82,7 +82,7 @@ CREATE TABLE idempotency.outbox (
 CREATE INDEX outbox_pending ON idempotency.outbox (available_at, id) WHERE status = 'pending';
 CREATE INDEX outbox_ordered ON idempotency.outbox (operation, ordering_key, id)
     WHERE status <> 'published' AND ordering_key IS NOT NULL;
-CREATE INDEX outbox_unsettled ON idempotency.outbox (published_at) WHERE status = 'published' AND settled_at IS NULL;
+CREATE INDEX outbox_unsettled ON idempotency.outbox (published_at) WHERE settled_at IS NULL;
 CREATE INDEX outbox_operation ON idempotency.outbox (tenant, operation, key);
 
 -- A relay that sleeps says so for as long as it sleeps. NOTIFY takes a lock that makes commits wait for each other,

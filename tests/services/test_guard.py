@@ -1,0 +1,374 @@
+"""What Celery would drop, lose or die on: each ends as one dead letter with its reason, and the worker lives."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, make_url, text
+from sqlalchemy.exc import DataError
+from sqlalchemy.orm import Session
+
+import services
+from idempotency import IdempotentTask, crash_points, keys, records
+from idempotency import dead_letters as letters
+from idempotency.dead_letter_queue import DeadLetterConsumer, consume_once
+from idempotency.dead_letters import ReplayRefused
+from idempotency.keys import OperationId
+from idempotency.message import KEY_HEADER, Message
+from idempotency.relay import Relay
+from idempotency.runtime import Runtime
+from tests import bank as b
+from tests import operations as op
+from tests.deliveries import Deliveries
+from tests.operations import at_once, record
+from tests.processes import Processes, Worker, eventually
+
+# Nothing of a body may be in a log.
+SECRET = "4000-0000-0000-0002"
+DEPOSIT = b.deposit.name
+ID, ID_AFTER = (OperationId("default", DEPOSIT, key) for key in ("a1", "after"))
+BODY = json.dumps([[], {"account": SECRET}, {}])
+
+
+def headers(**changes: Any) -> dict[str, Any]:
+    """What Celery's producer sends, changed; None leaves a header out."""
+    sent = {"task": DEPOSIT, "id": str(uuid4()), "lang": "py", "argsrepr": "", "kwargsrepr": ""} | changes
+    return {name: value for name, value in sent.items() if value is not None}
+
+
+def publish(app: Celery, body: str | bytes, *, queue: str | None = None, **options: Any) -> None:
+    with app.connection_for_write() as broker:
+        channel = broker.channel()
+        known = app.amqp.queues[app.conf.task_default_queue]
+        known(channel).declare()
+        broker.Producer(channel).publish(
+            body,
+            exchange="" if queue else known.exchange.name,
+            routing_key=queue or known.routing_key,
+            **{"content_type": "application/json", "content_encoding": "utf-8", "headers": headers()} | options,
+        )
+
+
+@pytest.fixture
+def connection(engine: Engine) -> Iterator[Connection]:
+    with engine.connect() as connection:
+        yield connection
+
+
+@pytest.fixture
+def consumer(bank: Celery) -> Iterator[DeadLetterConsumer]:
+    consumer = DeadLetterConsumer(bank)
+    yield consumer
+    consumer.close()
+
+
+PAST = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
+    "no JSON": (f"{SECRET} {{", {}, "undecodable"),
+    "no UTF-8": (SECRET.encode() + b"\xff\xfe", {}, "undecodable"),
+    "broken compression": (BODY, {"headers": headers(compression="application/x-gzip")}, "undecodable"),
+    "an object": (json.dumps({"secret": SECRET}), {}, "envelope"),
+    "a number": ("5", {}, "envelope"),
+    "an empty list": ("[]", {}, "envelope"),
+    "two items": (json.dumps([[SECRET], {}]), {}, "envelope"),
+    "four items": (json.dumps([[SECRET], {}, {}, {}]), {}, "envelope"),
+    "other items": (json.dumps([SECRET, [], {}]), {}, "envelope"),
+    "pickle": (SECRET.encode(), {"content_type": "application/x-python-serialize"}, "content_type"),
+    "yaml": (f"!!python/object/apply:os.system ['{SECRET}']", {"content_type": "application/x-yaml"}, "content_type"),
+    "no content type": (BODY, {"content_type": "", "content_encoding": ""}, "content_type"),
+    "protocol 1": (json.dumps({"task": DEPOSIT, "id": "1", "args": [SECRET]}), {"headers": {}}, "protocol"),
+    "no task": (BODY, {"headers": headers(task=None)}, "missing_task"),
+    "a number as task": (BODY, {"headers": headers(task=5)}, "missing_task"),
+    "no id": (BODY, {"headers": headers(id=None)}, "missing_id"),
+    "unknown task": (BODY, {"headers": headers(task="bank.gone")}, "unknown_task"),
+    "no key": (json.dumps([[SECRET], {}, {}]), {"headers": headers(task=b.returning.name)}, "missing_key"),
+    "a bad key": (BODY, {"headers": headers(**{KEY_HEADER: "a\nb"})}, "invalid_key"),
+    "other arguments": (json.dumps([[], {"amount": 1, "iban": SECRET}, {}]), {}, "invalid_arguments"),
+    "expired": (BODY, {"headers": headers(expires=PAST)}, "expired"),
+    "no time": (BODY, {"headers": headers(eta="soon")}, "invalid_header"),
+    "no time limit": (BODY, {"headers": headers(timelimit=5)}, "invalid_header"),
+    "a NUL in a header": (BODY, {"headers": headers(task="bank.\0", id="\0")}, "unknown_task"),
+}
+
+
+def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
+    bank: Celery, worker: Worker, connection: Connection, entries: Callable[[str], int]
+) -> None:
+
+    for body, options, _ in REFUSED.values():
+        publish(bank, body, **options)
+    b.deposit.delay("after")
+    eventually(lambda: entries("after") == 1, what="the worker goes on")
+    consumer = DeadLetterConsumer(bank)
+    eventually(lambda: consumer.run_once() or len(op.dead_letters(connection)) >= len(REFUSED), timeout=20)
+    eventually(lambda: consumer.run_once() == 0)
+    consumer.close()
+
+    letters = op.dead_letters(connection)
+    assert [letter.reason for letter in letters] == [reason for _, _, reason in REFUSED.values()]
+    for letter, (body, _, _) in zip(letters, REFUSED.values(), strict=True):
+        assert (letter.source, letter.status, letter.consumer_service) == ("broker", "open", "bank")
+        assert letter.queue == bank.conf.task_default_queue
+        assert json.loads(letter.last_error)["code"] == letter.reason
+        kept = Message.from_text(letter.payload).body
+        if json.loads(letter.headers).get("idempotency-body") == "base64":
+            assert base64.b64decode(kept) == body
+        else:
+            assert kept == (body if isinstance(body, str) else body.decode())
+    assert worker.process.poll() is None
+    assert SECRET not in worker.log
+    assert connection.execute(text("SELECT count(*) FROM idempotency.records WHERE key <> 'after'")).scalar_one() == 0
+
+
+# ---------------------------------------------------------------- the dead-letter queue
+
+
+def die(app: Celery, consumer: DeadLetterConsumer, body: str = json.dumps([["a1"], {}, {}]), **options: Any) -> None:
+    """Publish a message and reject it, as a worker does; it is in the dead-letter queue when this returns."""
+    consumer.run_once()  # declares the queue
+    publish(app, body, **options)
+    with app.connection_for_write() as broker:
+        channel = broker.channel()
+        name = app.conf.task_default_queue
+        message = eventually(lambda: channel.basic_get(name, no_ack=False))
+        channel.basic_reject(message.delivery_tag, requeue=False)
+        eventually(lambda: channel.queue_declare(f"{name}-dead", passive=True).message_count)
+
+
+def fingerprint_of(app: Celery, account: str = "a1") -> str:
+    return keys.fingerprint({"account": account})
+
+
+def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    die(bank, consumer, headers=headers(**{"trace-id": "t"}))
+    assert consumer.run_once() == 1
+    row = record(connection, ID)
+    assert row is not None
+    assert (row.status, row.attempts, row.response_code) == ("failed", 0, 422)
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, letter.generation, letter.fingerprint) == ("rejected", 1, row.fingerprint)
+    assert (letter.tenant, letter.operation, letter.key) == (ID.tenant, ID.operation, ID.key)
+    assert json.loads(letter.headers)["trace-id"] == "t"
+    assert connection.execute(text("SELECT account, code FROM failures")).all() == [("a1", "rejected")]
+    # a late original finds the end; a replay runs it
+    assert Deliveries(bank).deliver(b.deposit, "a1").state == "FAILURE"
+    with Runtime.of(bank).engine.begin() as transaction:
+        letters.replay(transaction, letter.id)
+    (row,) = op.outbox(connection, ID)
+    message = Message.from_text(row.message)
+    assert message.destination(bank)[1] == bank.conf.task_default_queue
+    assert Deliveries(bank).deliver(b.deposit, "a1", origin="replay").state == "SUCCESS"
+
+
+@pytest.mark.parametrize("state", [op.early, op.due, op.expired])
+def test_what_nobody_holds_is_given_up(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any]
+) -> None:
+    held = state(connection, ID, fingerprint=fingerprint_of(bank))
+    die(bank, consumer)
+    assert consumer.run_once() == 1
+    row = record(connection, ID)
+    assert row is not None
+    assert (row.status, row.attempts) == ("failed", 1)
+    assert row.fence > held.fence
+    assert [letter.attempts for letter in op.dead_letters(connection)] == [1]
+    with pytest.raises(DataError):  # the former holder's finish matches nothing
+        records.complete(connection, held, "1", retention=60.0, lease=60.0)
+
+
+@pytest.mark.parametrize(("state", "duplicates"), [(op.started, 1), (op.completed, 0), (op.failed, 0)])
+def test_a_duplicate_of_what_is_held_or_has_ended_leaves_no_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any], duplicates: int
+) -> None:
+    state(connection, ID, fingerprint=fingerprint_of(bank))
+    before = record(connection, ID)
+    die(bank, consumer)
+    assert consumer.run_once() == 1
+    assert op.dead_letters(connection) == []
+    after = record(connection, ID)
+    assert before is not None
+    assert after is not None
+    assert (after.status, after.fence, after.duplicates) == (before.status, before.fence, duplicates)
+    assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 0
+
+
+def test_another_request_under_a_used_key_is_kept_and_touches_no_record(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    op.due(connection, ID, fingerprint="v1:another")
+    before = record(connection, ID)
+    die(bank, consumer)
+    consumer.run_once()
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["fingerprint_mismatch"]
+    assert record(connection, ID) == before
+
+
+def test_a_dead_letter_handed_out_again_makes_no_second_row(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    for body, sent in [(json.dumps([["a1"], {}, {}]), headers()), ("[]", headers())]:
+        die(bank, consumer, body, headers=sent)
+        at_point = crash_points.install
+        at_point(lambda name: _raise(KeyboardInterrupt) if name == "dead_letter.stored" else None)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                consumer.run_once()
+        finally:
+            at_point(None)
+        consumer.close()
+        before = op.dead_letters(connection)
+        assert eventually(consumer.run_once) == 1
+        assert op.dead_letters(connection) == before
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["rejected", "envelope"]
+    assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 1
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error
+
+
+def test_what_the_broker_delivered_too_often_is_given_up(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    consumer.run_once()
+    with bank.connection_for_write() as broker, Session(Runtime.of(bank).engine) as session:
+        b.deposit.enqueue(session, "a1")
+        session.commit()
+        relay = Relay(bank)
+        relay.run_once()
+        relay.close()
+        channel = broker.channel()
+
+        def returned() -> bool:
+            message = channel.basic_get(bank.conf.task_default_queue, no_ack=False)
+            if message is not None:
+                channel.basic_reject(message.delivery_tag, requeue=True)
+            return len(op.dead_letters(connection)) == 1
+
+        eventually(lambda: returned() or (consumer.run_once(), None)[1])
+    (letter,) = op.dead_letters(connection)
+    (sent,) = op.outbox(connection)
+    assert (letter.reason, letter.outbox_id, letter.event_id) == ("delivery_limit", sent.id, sent.event_id)
+    row = record(connection, ID)
+    assert row is not None
+    assert row.status == "failed"
+
+
+def test_several_consumers_at_once_store_each_message_once(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    consumer.run_once()
+    for number in range(60):
+        publish(bank, json.dumps([[f"a{number % 40}"], {}, {}]), queue=f"{bank.conf.task_default_queue}-dead")
+
+    def consume(_: int) -> int:
+        return consume_once(bank)
+
+    assert sum(at_once(3, consume)) == 60
+    stored = [letter.key for letter in op.dead_letters(connection)]
+    assert sorted(stored) == sorted(f"a{number}" for number in range(40))
+    assert connection.execute(text("SELECT count(*), count(DISTINCT account) FROM failures")).one() == (40, 40)
+
+
+@b.app.task(base=IdempotentTask, bind=True, key="{account}", name="tests.broken_handler", on_failed=lambda *_: 1 / 0)
+def broken_handler(self: IdempotentTask, account: str) -> None:
+    """Its handler fails too."""
+
+
+def test_a_broken_on_failed_keeps_no_message_for_ever(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    die(bank, consumer, headers=headers(task=broken_handler.name))
+    assert consumer.run_once() == 1
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["on_failed_error"]
+    row = record(connection, OperationId("default", broken_handler.name, "a1"))
+    assert row is not None
+    assert row.status == "failed"
+
+
+# ---------------------------------------------------------------- replayed by the message alone
+
+
+def test_a_letter_of_an_unknown_task_is_replayed_once_the_task_is_known(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    die(bank, consumer, headers=headers(task="tests.known_later"))
+    consumer.run_once()
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, letter.task, letter.operation) == ("unknown_task", "tests.known_later", None)
+
+    def replay() -> OperationId:
+        with Runtime.of(bank).engine.begin() as transaction:
+            return letters.replay(transaction, letter.id, app=bank)
+
+    with pytest.raises(ReplayRefused, match="unknown_task, and no task of this application can run it"):
+        replay()
+
+    def known_later(account: str) -> str:
+        return account
+
+    known = bank.task(base=IdempotentTask, key="{account}", name="tests.known_later")(known_later)
+    try:
+        id = OperationId("default", known.name, "a1")
+        assert replay() == id
+        with pytest.raises(ReplayRefused, match="already replayed"):
+            replay()
+        (row,) = op.outbox(connection, id)
+        assert row.fingerprint == fingerprint_of(bank)
+    finally:
+        bank.tasks.unregister(known)
+
+
+@pytest.mark.parametrize(
+    ("body", "sent", "why"),
+    [
+        ("{}", headers(), "envelope, not a task message"),
+        ("5", headers(), "envelope, not a task message"),
+        (json.dumps([[], {}, {}]), headers(task="celery.backend_cleanup"), "not an idempotent task"),
+        (json.dumps([[], {}, {}]), headers(task=b.returning.name), "missing_key, .*idempotency_key"),
+    ],
+)
+def test_a_letter_that_is_no_task_message_is_not_replayed(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, body: str, sent: dict[str, Any], why: str
+) -> None:
+    die(bank, consumer, body, headers=sent)
+    consumer.run_once()
+    (letter,) = op.dead_letters(connection)
+    with pytest.raises(ReplayRefused, match=why), Runtime.of(bank).engine.begin() as transaction:
+        letters.replay(transaction, letter.id, app=bank)
+    assert op.dead_letters(connection) == [letter]
+    assert op.outbox(connection) == []
+
+
+# ---------------------------------------------------------------- Redis as the broker
+
+
+def test_on_a_broker_without_dead_lettering_the_guard_stores_what_is_refused(
+    environment: dict[str, str], bank: Celery, processes: Processes, servers: services.Services, connection: Connection
+) -> None:
+    redis = make_url(servers.redis_url).set(database="3").render_as_string(hide_password=False)
+    b.configure(environment | {"BROKER_URL": redis})
+    bank.conf.broker_transport_options = {}
+    try:
+        worker = processes.worker(BROKER_URL=redis)
+        publish(bank, "[]", headers=headers())
+        publish(bank, json.dumps([["a1"], {}, {}]), headers=headers(task="bank.gone"))
+        b.deposit.delay("after")
+        eventually(lambda: (row := record(connection, ID_AFTER)) and row.status == "completed")
+        eventually(lambda: len(op.dead_letters(connection)) == 2)
+        assert [letter.reason for letter in op.dead_letters(connection)] == ["envelope", "unknown_task"]
+        assert worker.process.poll() is None
+        with bank.connection_for_read() as broker:
+            assert broker.default_channel.client.hlen("unacked") == 0
+            broker.default_channel.client.flushdb()
+    finally:
+        b.configure(environment)
