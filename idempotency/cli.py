@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from prometheus_client import start_http_server

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -293,6 +295,24 @@ def test_a_broken_on_failed_keeps_no_message_for_ever(
     row = record(connection, OperationId("default", broken_handler.name, "a1"))
     assert row is not None
     assert row.status == "failed"
+
+
+def test_the_relay_stores_what_a_worker_rejects(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, environment: dict[str, str]
+) -> None:
+    die(bank, consumer, "[]", headers=headers())
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+    relay = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: len(op.dead_letters(connection)) == 1)
+        # it alerts, too
+        eventually(lambda: all(letter.alerted_at is not None for letter in op.dead_letters(connection)))
+    finally:
+        relay.terminate()
+        _, log = relay.communicate(timeout=30)
+    assert relay.returncode == 0
+    assert "event=dead_letter" in log
+    assert "event=alert service=bank reason=envelope" in log
 
 
 # ---------------------------------------------------------------- replayed by the message alone
