@@ -47,7 +47,7 @@ WITH expired AS MATERIALIZED (
     WHERE r.status IN ('completed', 'failed') AND r.expires_at < clock_timestamp()
       AND NOT EXISTS (SELECT FROM idempotency.outbox o
                       WHERE (o.tenant, o.operation, o.key) = (r.tenant, r.operation, r.key)
-                        AND (o.status = 'pending' OR o.settled_at IS NULL AND o.fingerprint <> r.fingerprint))
+                        AND o.settled_at IS NULL AND (o.status <> 'published' OR o.fingerprint <> r.fingerprint))
       AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
                       WHERE (d.tenant, d.operation, d.key) = (r.tenant, r.operation, r.key) AND d.status = 'open')
     ORDER BY r.expires_at LIMIT %(batch)s
