@@ -64,6 +64,8 @@ _EXPLANATIONS = {
 }
 # Bodies that are not text are stored as base64; their headers say so.
 BODY_HEADER = "idempotency-body"
+# What belonged to that delivery alone; with its `expires` a replay would be refused again.
+_NOT_REPLAYED = (ORIGIN_HEADER, OUTBOX_HEADER, "compression", "eta", "expires")
 # As long as a name may be in a table and on a screen.
 TEXT_LIMIT = 255
 
@@ -154,7 +156,7 @@ def store(app: Celery, message: BrokerMessage) -> int | None:
     examined = examine(app, message)
     letter = _letter(app, message, examined)
     try:
-        if examined.id is None or examined.reason is not None or examined.task is None:
+        if examined.id is None or examined.task is None:
             stored = _store_alone(app, letter)
         else:
             stored = _give_up(app, examined.task, examined.id, examined.arguments, letter)
@@ -245,11 +247,7 @@ def _letter(app: Celery, message: BrokerMessage, examined: Examined) -> BrokerLe
     delivery = message.delivery_info or {}
     queue = headers.get("x-first-death-queue") or delivery.get("routing_key")
     reason = _reason(message, examined)
-    own = {
-        name: value
-        for name, value in headers.items()
-        if not name.startswith("x-") and name not in (ORIGIN_HEADER, OUTBOX_HEADER, "compression")
-    }
+    own = {name: value for name, value in headers.items() if not name.startswith("x-") and name not in _NOT_REPLAYED}
     body, is_text = _body(message.body)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
     payload = Message(json.loads(dead_letters.headers_text(own)), body, _route(app, headers, delivery), properties)

@@ -233,7 +233,7 @@ def _store(
             "reason": reason,
             "last_error": last_error,
             "attempts": attempts,
-            "headers": headers_text(delivery.headers),
+            "headers": headers_text({**Message.from_text(delivery.message).headers, **delivery.headers}),
             "message": delivery.message,
         },
     )

@@ -11,7 +11,7 @@ Bodies never reach a log. Messages of protocol 1 (Celery 3) are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -73,9 +73,11 @@ def examine(app: Celery, message: Message) -> Examined:
         return Examined("invalid_header")
     if not isinstance(task, IdempotentTask):
         return Examined(None)
-    if "expires" in times and times["expires"] < datetime.now(UTC):
-        return Examined("expired")
-    return _named(task, payload, headers)
+    examined = _named(task, payload, headers)
+    if examined.reason is None and "expires" in times and times["expires"] < datetime.now(UTC):
+        # Celery would acknowledge it; an accepted operation is never just dropped
+        return replace(examined, reason="expired")
+    return examined
 
 
 def _is_envelope(payload: object) -> bool:

@@ -159,6 +159,7 @@ def cancel(app: Celery, shown: Shown, change: Change) -> None:
             _claimed(shown.id, row),
             reason=error.code if broken is None else "on_failed_error",
             last_error=described,
+            service=runtime.settings.service,
         )
         fence = records.cancel(
             connection,

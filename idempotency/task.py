@@ -14,11 +14,9 @@ Nothing leaves the wrapper unexplained, because whatever Celery sees decides whe
 from __future__ import annotations
 
 import inspect
-import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
@@ -37,9 +35,9 @@ from .attempt import Attempt, AttemptSession, OnFailed, Policy, describe
 from .crash_points import crash_point
 from .delivery import Delivery
 from .effects import Reconcile
+from .endings import Ending, Raised, Release, Returned, end_for
 from .errors import (
     AttemptsExhausted,
-    CallRefused,
     Defer,
     FingerprintMismatch,
     IdempotencyError,
@@ -525,74 +523,3 @@ def _check_options(app: Celery, *, task_id: str, queue: object = None, priority:
         raise InvalidArguments(f"queue: {queue!r} is not among this application's task_queues")
     if priority is not None and (type(priority) is not int or not 0 <= priority <= 255):
         raise InvalidArguments(f"priority: must be an integer from 0 to 255, got {priority!r}")
-
-
-# ---------------------------------------------------------------- how an attempt ends
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The operation ends without success."""
-
-    failure: PermanentError
-    outcome: BaseException
-
-    def apply(self, attempt: Attempt) -> None:
-        attempt.fail(self.failure, cause=self.outcome)
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Another attempt later."""
-
-    delay: float
-    cause: BaseException | None
-    outcome: BaseException
-    give_back: bool = False
-
-    def apply(self, attempt: Attempt) -> None:
-        attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back)
-
-
-Ending = Fail | Release
-
-
-def end_for(error: BaseException, attempt: Attempt) -> Ending:
-    """What an exception of the body means for the operation."""
-    policy, settings, attempts = attempt.policy, attempt.runtime.settings, attempt.claim.attempts
-    match error:
-        case SystemExit() | KeyboardInterrupt():
-            # The worker shuts down: due at once, elsewhere, and no attempt used. A hard time limit begins with the
-            # same SIGTERM, so it is not for free for ever.
-            return Release(0.0, None, error, give_back=attempt.claim.age <= settings.longest_run)
-        case PermanentError():
-            return Fail(error, error)
-        case CallRefused():
-            # a call the body makes is refused the same way every time
-            return Fail(PermanentError(describe(error), "call_refused"), error)
-        case Ignore() | Reject():
-            refused = UnsupportedControl(f"{type(error).__name__} from a body would acknowledge past the record")
-            return Fail(refused, refused)
-        case Defer(seconds=seconds) if attempt.claim.age + seconds <= settings.defer_budget:
-            return Release(seconds, error, Retry(exc=error, when=seconds), give_back=True)
-        case _ if isinstance(error, policy.permanent_errors):
-            return Fail(PermanentError(describe(error), type(error).__name__), error)
-    cause = (error.exc or error) if isinstance(error, Retry) else error
-    if attempts >= policy.max_attempts:
-        last = f"attempt {attempts} of {policy.max_attempts}: {describe(cause)}"
-        return Fail(AttemptsExhausted(last), cause)
-    if isinstance(error, Retry) and isinstance(error.when, int | float):
-        return Release(float(error.when), cause, error)
-    # full jitter: a burst that failed together does not come back together
-    delay = random.uniform(0.0, min(settings.retry_cap, settings.retry_base * 2 ** (attempts - 1)))
-    return Release(delay, cause, Retry(exc=cause, when=delay))

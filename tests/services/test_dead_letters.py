@@ -97,6 +97,8 @@ def test_a_failure_stores_its_dead_letter_with_the_record(deliveries: Deliveries
     assert letter.payload == row.message
     message = Message.from_text(letter.payload)
     assert (message.headers["id"], message.headers["trace-id"]) == ("t-1", "abc")
+    assert json.loads(letter.headers) == json.loads(letter.headers) | {"id": "t-1", "trace-id": "abc"}
+    assert letter.consumer_service == "bank"
     # on_failed's row is there, the body's is not
     assert connection.execute(text("SELECT account, code FROM failures")).all() == [("a1", "no_account")]
     assert entries(connection, "a1") == 0

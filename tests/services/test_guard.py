@@ -126,7 +126,9 @@ def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
             assert kept == (body if isinstance(body, str) else body.decode())
     assert worker.process.poll() is None
     assert SECRET not in worker.log
-    assert connection.execute(text("SELECT count(*) FROM idempotency.records WHERE key <> 'after'")).scalar_one() == 0
+    # of all of these only the expired one names an operation
+    ended = connection.execute(text("SELECT key, status FROM idempotency.records ORDER BY key")).all()
+    assert ended == [(SECRET, "failed"), ("after", "completed")]
 
 
 # ---------------------------------------------------------------- the dead-letter queue
@@ -169,6 +171,20 @@ def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
     message = Message.from_text(row.message)
     assert message.destination(bank)[1] == bank.conf.task_default_queue
     assert Deliveries(bank).deliver(b.deposit, "a1", origin="replay").state == "SUCCESS"
+
+
+def test_an_expired_message_ends_its_operation_and_its_replay_does_not_expire(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    die(bank, consumer, headers=headers(expires=PAST))
+    consumer.run_once()
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, letter.key) == ("expired", "a1")
+    assert json.loads(letter.headers)["expires"] == PAST
+    with Runtime.of(bank).engine.begin() as transaction:
+        letters.replay(transaction, letter.id)
+    (row,) = op.outbox(connection, ID)
+    assert "expires" not in Message.from_text(row.message).headers
 
 
 @pytest.mark.parametrize("state", [op.early, op.due, op.expired])
