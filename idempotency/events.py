@@ -60,7 +60,8 @@ def subscribe(
         name = f"{consumer}.{function.__name__}"
         if name in application.tasks:
             raise SettingsError(f"subscribe: there is a task {name!r} already")
-        task = application.task(base=IdempotentTask, bind=True, name=name, **options)(function)
+        # not shared: other applications of this process have not subscribed
+        task = application.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(function)
         _subscriptions.setdefault(application, []).append(Subscription(pattern, consumer, task))
         return task
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from celery import Celery
 from sqlalchemy import Connection
 
-from . import metrics
+from . import dead_letters, metrics
 from .runtime import Runtime, is_provably_dead
 
 # Rows per statement: short transactions, so that nothing waits long behind a sweep.
@@ -85,11 +85,15 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
 
 
 def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
-    """Delete ended operations past their retention, with their outbox rows; returns how many.
+    """Delete ended operations past their retention, with their outbox rows, and settled dead letters; returns how many.
 
     Never one that has not ended, is younger than its retention, has an unpublished outbox row or an open dead letter.
     """
-    with Runtime.of(app).autocommit() as connection:
+    runtime = Runtime.of(app)
+    with runtime.autocommit() as connection:
+        # first, because an open letter keeps its record and a settled one does not
+        while dead_letters.purge(connection, retention=runtime.settings.retention_dead_letters, batch=BATCH) == BATCH:
+            pass
         total = _in_batches(connection, limit)
     metrics.purged.inc(total)
     return total

@@ -46,9 +46,9 @@ WITH refused AS (
 )
 INSERT INTO idempotency.dead_letters
     (source, outbox_id, event_id, tenant, operation, key, generation, fingerprint, queue, task, reason, first_error,
-     last_error, attempts, payload)
+     last_error, attempts, payload, consumer_service)
 SELECT 'relay', id, event_id, tenant, operation, key, generation, fingerprint, queue, operation,
-       'fingerprint_mismatch', %(error)s, %(error)s, 0, message
+       'fingerprint_mismatch', %(error)s, %(error)s, 0, message, %(service)s
 FROM refused ON CONFLICT DO NOTHING
 """
 
@@ -97,7 +97,7 @@ def reconcile(app: Celery, depth: Callable[[str], int] | None = None) -> Reconci
     runtime = Runtime.of(app)
     after = runtime.settings.resend_after
     with runtime.autocommit() as connection:
-        settled = _settle(connection, after)
+        settled = _settle(connection, after, runtime.settings.service)
         if depth is not None:
             return Reconciled(settled, _resend(app, connection, depth, after))
         publisher = Publisher(app, confirm_timeout=10.0)
@@ -107,7 +107,7 @@ def reconcile(app: Celery, depth: Callable[[str], int] | None = None) -> Reconci
             publisher.close()
 
 
-def _settle(connection: Connection, after: float) -> int:
+def _settle(connection: Connection, after: float, service: str | None) -> int:
     total = 0
     while True:
         settled = connection.exec_driver_sql(_SETTLE, {"batch": BATCH}).rowcount
@@ -118,6 +118,7 @@ def _settle(connection: Connection, after: float) -> int:
         _REFUSE,
         {
             "after": after,
+            "service": service,
             "error": '{"code": "fingerprint_mismatch", "message": "this idempotency key was used with other arguments"}',
         },
     )

@@ -84,9 +84,9 @@ WITH failed AS (
 )
 INSERT INTO idempotency.dead_letters
     (source, outbox_id, event_id, tenant, operation, key, fingerprint, queue, task, reason, first_error, last_error,
-     attempts, payload)
+     attempts, payload, consumer_service)
 SELECT 'relay', id, event_id, tenant, operation, key, fingerprint, queue, operation, 'unpublishable', last_error,
-       last_error, attempts, message
+       last_error, attempts, message, %(service)s
 FROM failed ON CONFLICT DO NOTHING
 """
 
@@ -179,7 +179,9 @@ class Relay:
             for id, refusal in result.refused.items():
                 metrics.publish_errors.labels("own" if refusal.own else "unroutable").inc()
                 if refusal.own and attempts[id] + 1 >= OWN_ERRORS:
-                    connection.exec_driver_sql(_GIVE_UP, {"id": id, "error": refusal.error})
+                    connection.exec_driver_sql(
+                        _GIVE_UP, {"id": id, "error": refusal.error, "service": runtime.settings.service}
+                    )
                     log.error("outbox_row_failed", outbox_id=id, error=refusal.error)
                     continue
                 delay = min(BACKOFF_CAP, 2.0 ** min(attempts[id], 10))

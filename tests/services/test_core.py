@@ -471,7 +471,7 @@ def make_task(app, body, **options):
     body.__name__ = "body"
     name = f"test.{id(body)}"
     app.tasks.pop(name, None)
-    return app.task(base=IdempotentTask, bind=True, name=name, **options)(body)
+    return app.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(body)
 
 
 def age(engine, key, by="-1 second"):
