@@ -31,6 +31,8 @@ RELAY_LEASE = 30.0
 CONFIRM_TIMEOUT = 10.0
 # The safety net behind LISTEN/NOTIFY.
 POLL = 0.5
+# After a pass that was not full the next rows gather for a moment: a pass costs the same for one row as for a hundred.
+GATHER = 0.02
 # How long to leave a broker or a Postgres alone that did not answer.
 AWAY_PAUSE = 1.0
 # An unroutable row backs off up to this, without end: its queue may come back.
@@ -121,6 +123,8 @@ class Relay:
                     stop.wait(AWAY_PAUSE)
                 elif relayed.published == 0:
                     self._sleep(stop)
+                elif relayed.published < self._batch:
+                    stop.wait(GATHER)
             except (OperationalError, psycopg.OperationalError) as error:
                 log.warning("postgres_unavailable", error=type(error).__name__)
                 self._deafen()

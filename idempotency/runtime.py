@@ -40,7 +40,13 @@ class Runtime:
         self.engine = make_engine(self.settings)
         # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the
         # round trips of switching a connection to and fro; an attempt never holds one of each.
-        self._autocommit_engine = make_engine(self.settings, isolation_level="AUTOCOMMIT", pool_reset_on_return=None)
+        self._autocommit_engine = make_engine(
+            self.settings,
+            # Our statements find rows by key; planning them anew for each value costs more than running them.
+            server_options="-c plan_cache_mode=force_generic_plan",
+            isolation_level="AUTOCOMMIT",
+            pool_reset_on_return=None,
+        )
         self.leases = Leases(
             None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
             lease=self.settings.lease,
@@ -111,7 +117,7 @@ class Runtime:
             return records.renew(connection, claims, self.settings.lease)
 
 
-def make_engine(settings: Settings, **options: Any) -> Engine:
+def make_engine(settings: Settings, *, server_options: str = "", **options: Any) -> Engine:
     """An engine on the database of the promise, with its rules set on every connection."""
     if "poolclass" not in options:
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
@@ -121,7 +127,7 @@ def make_engine(settings: Settings, **options: Any) -> Engine:
         settings.database_url.get_secret_value(),
         hide_parameters=True,  # errors and logs never show arguments
         connect_args={
-            "options": f"-c synchronous_commit=on -c lock_timeout={lock_ms}",
+            "options": f"-c synchronous_commit=on -c lock_timeout={lock_ms} {server_options}",
             "connect_timeout": 5,
             # A peer that vanished is noticed within a lease, not after the kernel's two hours.
             "keepalives_idle": max(int(settings.lease / 4), 1),
