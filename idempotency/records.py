@@ -278,19 +278,24 @@ def claim(
     ).one_or_none()
     if row is None:
         return Changed()
+    if row.answer == "claimed":
+        return Claimed(
+            id,
+            row.fence,
+            token,
+            row.attempts,
+            row.generation,
+            max(row.age, 0.0),
+            row.effects,
+            row.attempts == 1,
+            row.revoked,
+        )
+    return _explained(row)
+
+
+def _explained(row: Row[Any]) -> Completed | Failed | Mismatch | Busy | Changed:
+    """Why a record could not be had, from the statement that tried."""
     match row.answer:
-        case "claimed":
-            return Claimed(
-                id,
-                row.fence,
-                token,
-                row.attempts,
-                row.generation,
-                max(row.age, 0.0),
-                row.effects,
-                row.attempts == 1,
-                row.revoked,
-            )
         case "completed":
             return Completed(row.result)
         case "failed":
@@ -565,16 +570,6 @@ def give_up(
     ).one_or_none()
     if row is None:
         return Changed()
-    match row.answer:
-        case "given_up":
-            return GivenUp(row.generation, row.attempts, row.first_error)
-        case "completed":
-            return Completed(row.result)
-        case "failed":
-            return Failed(**error_fields(row.error))
-        case "mismatch":
-            return Mismatch(row.generation)
-        case "busy":
-            return Busy()
-        case _:
-            return Changed()
+    if row.answer == "given_up":
+        return GivenUp(row.generation, row.attempts, row.first_error)
+    return _explained(row)
