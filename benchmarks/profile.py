@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,9 +15,10 @@ from typing import Annotated, Any
 import redis
 import typer
 from celery.app.trace import build_tracer
+from psycopg.pq import Trace
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Engine, create_engine, text
 
 import services
 from idempotency import metrics, schema
@@ -78,26 +81,28 @@ def _run(task: Any, attempts: int) -> None:
 
 @contextmanager
 def counted(engines: list[Engine]) -> Iterator[Counter[str]]:
-    """Count what goes to Postgres through these engines."""
+    """Count the round trips over these engines' connections, as libpq itself traces them: each ends ReadyForQuery."""
     trips: Counter[str] = Counter()
-
-    def statement(*_: Any) -> None:
-        trips["statement"] += 1
-
-    def begin(_: Any) -> None:
-        trips["BEGIN"] += 1
-
-    def commit(_: Any) -> None:
-        trips["COMMIT"] += 1
-
-    listeners = [(engine, "before_cursor_execute", statement) for engine in engines]
-    # the first engine has transactions; on the others every statement is one, and nothing else goes over the wire
-    listeners += [(engines[0], "begin", begin), (engines[0], "commit", commit)]
-    for engine, name, listener in listeners:
-        event.listen(engine, name, listener)
-    yield trips
-    for engine, name, listener in listeners:
-        event.remove(engine, name, listener)
+    with contextlib.ExitStack() as stack:
+        traces = []
+        for engine in engines:
+            with engine.connect() as connection:  # the one that the warm-up opened; it goes back into the pool
+                wire = connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
+            trace = stack.enter_context(tempfile.TemporaryFile())
+            wire.trace(trace.fileno())
+            wire.set_trace_flags(Trace.SUPPRESS_TIMESTAMPS)
+            stack.callback(wire.untrace)
+            traces.append(trace)
+        yield trips
+        for trace in traces:
+            trace.seek(0)
+            sent = "statement"
+            for line in trace:
+                if line.startswith(b"F") and b"Query" in line:
+                    sent = next((name for name in ("BEGIN", "COMMIT") if name.encode() in line), "statement")
+                elif line.startswith(b"B") and b"ReadyForQuery" in line:
+                    trips[sent] += 1
+                    sent = "statement"
 
 
 def _commands(client: redis.Redis) -> int:

@@ -20,7 +20,6 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.client import Pipeline
 from redis.retry import Retry
 
 from . import metrics
@@ -30,28 +29,35 @@ from .records import Claimed, Renewal
 
 # Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.
 # Value of a lease: "<token> <fingerprint>", with " guarded" behind it once a duplicate was counted.
-_TAKE = """
+_DROP = """
+for i = {first}, #KEYS do
+    local value = redis.call('GET', KEYS[i])
+    if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then redis.call('DEL', KEYS[i]) end
+end
+"""
+_DROP_ALL = _DROP.format(first=1)
+# The leases dropped since the last call go with it.
+_TAKE = f"""
+{_DROP.format(first=2)}
 local value = redis.call('GET', KEYS[1])
 if not value then
-    redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-    return ARGV[1]
+    redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[1])
+    return ARGV[2]
 end
 return value
 """
 _GUARD = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-    return redis.call('SET', KEYS[1], ARGV[1] .. ' guarded', 'KEEPTTL')
+if redis.call('GET', KEYS[1]) == ARGV[2] then
+    return redis.call('SET', KEYS[1], ARGV[2] .. ' guarded', 'KEEPTTL')
 end
 """
 # The holder's word is Postgres': a missing or foreign lease is set again, a guarded one keeps its mark.
 _RENEW = """
-local value = redis.call('GET', KEYS[1])
-if value ~= ARGV[1] .. ' guarded' then value = ARGV[1] end
-redis.call('SET', KEYS[1], value, 'PX', ARGV[2])
-"""
-_DROP = """
-local value = redis.call('GET', KEYS[1])
-if value == ARGV[1] or value == ARGV[1] .. ' guarded' then redis.call('DEL', KEYS[1]) end
+for i = 1, #KEYS do
+    local value = redis.call('GET', KEYS[i])
+    if value ~= ARGV[i + 1] .. ' guarded' then value = ARGV[i + 1] end
+    redis.call('SET', KEYS[i], value, 'PX', ARGV[1])
+end
 """
 
 
@@ -97,48 +103,45 @@ class Leases:
         The leases dropped since the last call go in the same round trip.
         """
         mine = f"{token} {fingerprint}"
-        value = self._send(lambda client: client.eval(_TAKE, 1, _name(id), mine, self._lease_ms))
+        value = self._call(_TAKE, [(_name(id), mine), *self._take_dropped()])
         if value is None or str(value).startswith(mine):
             return Hint.FREE
         return Hint.GUARDED if str(value).endswith(f" {fingerprint} guarded") else Hint.HELD
 
     def guard(self, id: OperationId, token: str, fingerprint: str) -> None:
         """Mark the holder's lease: one duplicate was counted, so further ones need no Postgres."""
-        self._send(lambda client: client.eval(_GUARD, 1, _name(id), f"{token} {fingerprint}"))
+        self._call(_GUARD, [(_name(id), f"{token} {fingerprint}")])
 
     def hold(self, held: Sequence[tuple[OperationId, str, str]]) -> None:
         """Set the leases of confirmed holders (operation, token, fingerprint), whatever is there now."""
-
-        def send(client: Pipeline) -> None:
-            for id, token, fingerprint in held:
-                client.eval(_RENEW, 1, _name(id), f"{token} {fingerprint}", self._lease_ms)
-
-        self._send(send)
+        self._call(_RENEW, [(_name(id), f"{token} {fingerprint}") for id, token, fingerprint in held])
 
     def drop(self, id: OperationId, token: str, fingerprint: str) -> None:
-        """Drop our own lease; somebody else's stays. It leaves with the next call: nobody waits for it."""
+        """Drop our own lease; somebody else's stays. It leaves with the next `take`: nobody waits for it."""
         if self._redis is not None:
             self._dropped.append((_name(id), f"{token} {fingerprint}"))
 
     def flush(self) -> None:
         """Send what was dropped and has not left yet."""
-        if self._dropped:
-            self._send(lambda client: None)
+        if dropped := self._take_dropped():
+            self._call(_DROP_ALL, dropped)
 
-    def _send(self, add: Callable[[Pipeline], object]) -> object | None:
-        """One round trip: the drops that wait, then this command. Returns its answer; None when there is none."""
-        if self._redis is None or time.monotonic() < self._skip_until:
-            self._dropped.clear()  # they run out by themselves
-            return None
-        pipeline = self._redis.pipeline(transaction=False)
+    def _take_dropped(self) -> list[tuple[str, str]]:
+        dropped = []
         with contextlib.suppress(IndexError):  # empty, or emptied by another thread meanwhile
             while True:
-                name, value = self._dropped.popleft()
-                pipeline.eval(_DROP, 1, name, value)
-        add(pipeline)
+                dropped.append(self._dropped.popleft())
+        return dropped
+
+    def _call(self, script: str, leases: Sequence[tuple[str, str]]) -> object | None:
+        """One round trip over leases (name, value). Returns the script's answer; None when there is none."""
+        if self._redis is None or time.monotonic() < self._skip_until:
+            return None  # leases run out by themselves
+        names = [name for name, _ in leases]
+        values = [value for _, value in leases]
         try:
-            answers = pipeline.execute()
-            return answers[-1] if answers else None
+            answer: object = self._redis.eval(script, len(names), *names, self._lease_ms, *values)
+            return answer
         except redis.RedisError as error:
             # One slow call is enough: every task of the next seconds goes to Postgres alone.
             self._skip_until = time.monotonic() + self._pause

@@ -239,7 +239,7 @@ def _locked(
     *,
     status: str | None = None,
     fence: int | None = None,
-) -> Row[Any]:
+) -> Any:
     """The record, locked, if it still is what was shown and may be changed so."""
     id, status = shown.id, status or shown.status
     if status != wanted:

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection
 
 from . import results
 from .keys import OperationId
+from .statements import execute
 
 Parameters = Mapping[str, Any]
 
@@ -115,7 +116,9 @@ WITH claimed AS (
     WHERE r.fingerprint = excluded.fingerprint
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
-    RETURNING fence, attempts, generation, effects, opened_at, revoked_generation
+    RETURNING fence, attempts, generation, effects, opened_at, revoked_generation,
+        -- xmax is 0 in a row that was inserted
+        CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
@@ -259,12 +262,18 @@ def claim(
     holder: str,
     lease: float,
     queue: str = "",
+    synchronous: bool = True,
 ) -> Answer:
     """Claim the operation by writing first; read only to explain a lost claim.
 
     One statement: a new record, one that is due again, one whose lease is over, or our own claim after a doubt.
+
+    Without `synchronous` the commit of a *new* record does not wait for the disk; only for a caller that acknowledges
+    nothing on its strength. Every later write about it is flushed, and the claim, earlier in the log, with it. Should
+    a crash of Postgres undo the claim before that, those writes match nothing and the holder claims again.
     """
-    row = connection.exec_driver_sql(
+    row = execute(
+        connection,
         _CLAIM,
         _row(id)
         | {
@@ -274,8 +283,9 @@ def claim(
             "queue": queue,
             "holder": holder,
             "lease": lease,
+            "synchronous": synchronous,
         },
-    ).one_or_none()
+    ).fetchone()
     if row is None:
         return Changed()
     if row.answer == "claimed":
@@ -293,7 +303,7 @@ def claim(
     return _explained(row)
 
 
-def _explained(row: Row[Any]) -> Completed | Failed | Mismatch | Busy | Changed:
+def _explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
     """Why a record could not be had, from the statement that tried."""
     match row.answer:
         case "completed":
@@ -310,13 +320,14 @@ def _explained(row: Row[Any]) -> Completed | Failed | Mismatch | Busy | Changed:
 
 def count_duplicate(connection: Connection, id: OperationId, fingerprint: str) -> tuple[bool, str | None]:
     """Count a duplicate of an operation in flight. Returns whether a row was counted, and its holder's token."""
-    row = connection.exec_driver_sql(_COUNT_DUPLICATE, _row(id) | {"fingerprint": fingerprint}).one_or_none()
+    row = execute(connection, _COUNT_DUPLICATE, _row(id) | {"fingerprint": fingerprint}).fetchone()
     return (False, None) if row is None else (True, row.token)
 
 
 def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> dict[str, Renewal]:
     """Renew all leases of a process in one statement. Returns the verdict by token."""
-    rows = connection.exec_driver_sql(
+    rows = execute(
+        connection,
         _RENEW,
         {
             "tenants": [claim.id.tenant for claim in claims],
@@ -330,7 +341,7 @@ def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> di
     return {row.token: _renewal(row) for row in rows}
 
 
-def _renewal(row: Row[Any]) -> Renewal:
+def _renewal(row: Any) -> Renewal:
     if row.renewed:
         return Renewal.HELD
     return Renewal.UNKNOWN if row.still_mine else Renewal.LOST
@@ -338,35 +349,31 @@ def _renewal(row: Row[Any]) -> Renewal:
 
 def begin_effect(connection: Connection, claim: Claimed, name: str, effect: Parameters) -> float | None:
     """Record that an effect is about to be called. Returns the database's time in seconds; None: not the holder."""
-    row = connection.exec_driver_sql(
-        _BEGIN_EFFECT, _guard(claim) | {"name": name, "effect": json.dumps(effect)}
-    ).one_or_none()
+    row = execute(connection, _BEGIN_EFFECT, _guard(claim) | {"name": name, "effect": json.dumps(effect)}).fetchone()
     return None if row is None else float(row[0])
 
 
 def change_effect(connection: Connection, claim: Claimed, name: str, change: Parameters) -> bool:
     """Record what became of an effect that was begun. False: not the holder, or no longer open."""
-    row = connection.exec_driver_sql(
-        _CHANGE_EFFECT, _guard(claim) | {"name": name, "change": json.dumps(change)}
-    ).one_or_none()
+    row = execute(connection, _CHANGE_EFFECT, _guard(claim) | {"name": name, "change": json.dumps(change)}).fetchone()
     return row is not None
 
 
 def database_time(connection: Connection) -> float:
     """Seconds since the epoch by the database's clock: the only one that is compared with."""
-    return float(connection.exec_driver_sql(_DATABASE_TIME).scalar_one())
+    return float(execute(connection, _DATABASE_TIME).fetchone()[0])
 
 
 def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:
     """Record a step's result in its own transaction; raises `DivisionByZero` when not the holder."""
     parameters = {"name": name, "effect": json.dumps(effect), "idle_ms": _idle_ms(lease)}
-    connection.exec_driver_sql(_RECORD_STEP, _guard(claim) | parameters)
+    execute(connection, _RECORD_STEP, _guard(claim) | parameters)
 
 
 def complete(connection: Connection, claim: Claimed, result: str, *, retention: float, lease: float) -> None:
     """Finish with a result, in the transaction of the effects; raises `DivisionByZero` when not the holder."""
     parameters = {"result": result, "retention": retention, "idle_ms": _idle_ms(lease)}
-    connection.exec_driver_sql(_COMPLETE, _guard(claim) | parameters)
+    execute(connection, _COMPLETE, _guard(claim) | parameters)
 
 
 def fail(
@@ -379,7 +386,7 @@ def fail(
         "retention": retention,
         "idle_ms": _idle_ms(lease),
     }
-    connection.exec_driver_sql(_FAIL, _guard(claim) | parameters)
+    execute(connection, _FAIL, _guard(claim) | parameters)
 
 
 def release(
@@ -396,12 +403,12 @@ def release(
     `give_back` returns the attempt: it was a deferral or a shutdown, not the operation's fault.
     """
     parameters = {"delay": delay, "error": error, "given_back": int(give_back), "deliver": deliver}
-    return bool(connection.exec_driver_sql(_RELEASE, _guard(claim) | parameters).scalar_one())
+    return bool(execute(connection, _RELEASE, _guard(claim) | parameters).fetchone()[0])
 
 
-def lookup(connection: Connection, id: OperationId) -> Row[Any] | None:
+def lookup(connection: Connection, id: OperationId) -> Any | None:
     """Read a record, for people and for handles; decisions are never made on it."""
-    return connection.exec_driver_sql(_LOOKUP, _row(id)).one_or_none()
+    return execute(connection, _LOOKUP, _row(id)).fetchone()
 
 
 # ---------------------------------------------------------------- the error as it is stored
@@ -430,7 +437,7 @@ def _idle_ms(lease: float) -> str:
     return str(max(math.floor(lease * 1000 / 2) - 1, 1))
 
 
-def keys_of(rows: Iterable[Row[Any]]) -> list[OperationId]:
+def keys_of(rows: Iterable[Any]) -> list[OperationId]:
     return [OperationId(row.tenant, row.operation, row.key) for row in rows]
 
 
@@ -465,9 +472,9 @@ RETURNING fence
 """
 
 
-def read_locked(connection: Connection, id: OperationId) -> Row[Any] | None:
+def read_locked(connection: Connection, id: OperationId) -> Any | None:
     """Read a whole record and keep everybody else from changing it until the transaction ends."""
-    return connection.exec_driver_sql(_READ, _row(id)).one_or_none()
+    return execute(connection, _READ, _row(id)).fetchone()
 
 
 def revoke(connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool) -> bool:
@@ -476,7 +483,7 @@ def revoke(connection: Connection, id: OperationId, fingerprint: str, *, remembe
     `remembered`: a worker's memory of a task id, which does not revoke a generation after the one it did revoke.
     """
     parameters = {"fingerprint": fingerprint, "remembered": remembered}
-    return connection.exec_driver_sql(_REVOKE, _row(id) | parameters).one_or_none() is not None
+    return execute(connection, _REVOKE, _row(id) | parameters).fetchone() is not None
 
 
 def cancel(
@@ -484,16 +491,16 @@ def cancel(
 ) -> int | None:
     """End what has not begun, under the fence that was read. Returns the new fence; None: it has changed meanwhile."""
     parameters = {"fence": fence, "error": error, "response_code": response_code, "retention": retention}
-    return _fence(connection.exec_driver_sql(_CANCEL, _row(id) | parameters).one_or_none())
+    return _fence(execute(connection, _CANCEL, _row(id) | parameters).fetchone())
 
 
 def resolve_effect(connection: Connection, id: OperationId, *, fence: int, name: str, change: Parameters) -> int | None:
     """Record a person's word about an effect of a failed operation. Returns the fence; None: it has changed meanwhile."""
     parameters = {"fence": fence, "name": name, "change": json.dumps(change)}
-    return _fence(connection.exec_driver_sql(_RESOLVE_EFFECT, _row(id) | parameters).one_or_none())
+    return _fence(execute(connection, _RESOLVE_EFFECT, _row(id) | parameters).fetchone())
 
 
-def _fence(row: Row[Any] | None) -> int | None:
+def _fence(row: Any | None) -> int | None:
     return None if row is None else int(row.fence)
 
 
@@ -555,7 +562,8 @@ def give_up(
     lease: float,
 ) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
     """End as failed what has no record yet, is released, or has outlived its lease; else say what the record is."""
-    row = connection.exec_driver_sql(
+    row = execute(
+        connection,
         _GIVE_UP,
         _row(id)
         | {
@@ -567,7 +575,7 @@ def give_up(
             "retention": retention,
             "idle_ms": _idle_ms(lease),
         },
-    ).one_or_none()
+    ).fetchone()
     if row is None:
         return Changed()
     if row.answer == "given_up":

@@ -215,7 +215,7 @@ class IdempotentTask(Task):
                 with runtime.autocommit() as connection:
                     if hint is Hint.HELD and self._counted(runtime, connection, delivery):
                         return Busy()
-                    answer = self._ask(runtime, connection, delivery, token)
+                    answer = self._ask(runtime, connection, delivery, token, synchronous=False)
                     if isinstance(answer, Changed) or (
                         isinstance(answer, Busy) and not self._counted(runtime, connection, delivery)
                     ):
@@ -235,7 +235,9 @@ class IdempotentTask(Task):
             leases.drop(id, token, delivery.fingerprint)
         return answer
 
-    def _ask(self, runtime: Runtime, connection: Connection, delivery: Delivery, token: str) -> records.Answer:
+    def _ask(
+        self, runtime: Runtime, connection: Connection, delivery: Delivery, token: str, *, synchronous: bool = True
+    ) -> records.Answer:
         return records.claim(
             connection,
             delivery.id,
@@ -245,6 +247,7 @@ class IdempotentTask(Task):
             holder=runtime.holder,
             lease=runtime.settings.lease,
             queue=delivery.queue,
+            synchronous=synchronous,
         )
 
     def _counted(self, runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
