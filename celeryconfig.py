@@ -57,6 +57,7 @@ task_routes = {
     "payments.*": {"queue": "payments"},
     "refunds.*": {"queue": "refunds"},
     "notifications.*": {"queue": "notifications"},
+    "support.*": {"queue": "notifications"},
     "maintenance.*": {"queue": "maintenance"},
 }
 

@@ -17,7 +17,9 @@ from sqlalchemy import Engine, text
 from demo.input import Intake, Line
 from sandbox import ledger
 
-CAPTURE, REFUND, MAIL = "payments.capture_payment", "refunds.refund_payment", "notifications.send_notification"
+CAPTURE, REFUND = "payments.capture_payment", "refunds.refund_payment"
+# The consumers of the application's events; their operations are keyed by event id.
+MAIL, SUPPORT = "notifications.send_notification", "support.open_case"
 # How a business row ends, and what the record of its operation says then. Any other status is not an end.
 ENDS = {
     "captured": "completed",
@@ -57,6 +59,11 @@ class Posting(NamedTuple):
     currency: str
 
 
+class Notification(NamedTuple):
+    event_id: str
+    status: str
+
+
 class Record(NamedTuple):
     status: str
     error: str | None
@@ -72,7 +79,8 @@ class Books:
     refunds: Mapping[str, Refund]
     postings: Sequence[Posting]
     balances: Mapping[str, int]
-    notifications: Mapping[str, str]
+    notifications: Mapping[str, Notification]
+    cases: Mapping[str, str]
     records: Mapping[tuple[str, str], Record]
     provider: ledger.Ledger
     mails: Sequence[ledger.Message]
@@ -139,7 +147,11 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
                 currency: int(total)
                 for currency, total in rows("SELECT currency, sum(amount) FROM ledger_entries GROUP BY currency")
             },
-            notifications=dict(tuple(row) for row in rows("SELECT event, status FROM notifications")),
+            notifications={
+                about: Notification(*values)
+                for about, *values in rows("SELECT about, event_id, status FROM notifications")
+            },
+            cases=dict(tuple(row) for row in rows("SELECT payment_id, code FROM support_cases")),
             records={
                 (operation, key): Record(status, error)
                 for operation, key, status, error in rows(
@@ -167,6 +179,8 @@ class _Check:
         # The subject of a mail names its event.
         self.mails = _grouped(books.mails, lambda mail: mail.subject.replace(" ", ":", 1))
         self.expected: set[tuple[str, str]] = set()
+        self.told: set[str] = set()  # what customers had to be told of
+        self.cases_due = 0
 
         for line in books.purchases:
             self._purchase(line)
@@ -208,6 +222,7 @@ class _Check:
             )
         self._posting("capture", line.id, line.amount, wanted=captured, status=payment.status)
         self._mail(f"payment.captured:{line.id}", wanted=settled, status=payment.status)
+        self._case(line.id, payment)
 
     def _refund(self, line: Line) -> None:
         refund = self.books.refunds.get(line.id)
@@ -264,38 +279,58 @@ class _Check:
         if any(posting.amount != amount for posting in postings):
             self.verdict.add("wrong", reference, f"{kind} posting: not of {amount}")
 
-    def _mail(self, event: str, *, wanted: bool, status: str) -> None:
-        messages = [mail.message_id for mail in self.mails.get(event, [])]
+    def _mail(self, about: str, *, wanted: bool, status: str) -> None:
+        messages = [mail.message_id for mail in self.mails.get(about, [])]
         distinct = set(messages)
-        self._exactly_one(event, "e-mail", sorted(distinct), wanted=wanted, status=status)
+        self._exactly_one(about, "e-mail", sorted(distinct), wanted=wanted, status=status)
         self.verdict.repeated += len(messages) - len(distinct)
         if wanted:
-            notification = self.books.notifications.get(event)
-            self.expected.add((MAIL, event))
-            record = self.books.records.get((MAIL, event))
-            found = "missing" if record is None else record.status
-            if (notification, found) != ("sent", "completed"):
-                self.verdict.add("lost", event, f"notification: {notification or 'missing'}, its record is {found}")
+            self.told.add(about)
+            notification = self.books.notifications.get(about)
+            if notification is None or notification.status != "sent":
+                found = "missing" if notification is None else notification.status
+                self.verdict.add("lost", about, f"notification: {found}")
+            else:
+                self._handled(MAIL, notification.event_id, about)
+
+    def _case(self, payment_id: str, payment: Payment) -> None:
+        case, failed = self.books.cases.get(payment_id), payment.status in ("failed", "unknown")
+        if failed and case is None:
+            self.verdict.add("lost", payment_id, f"support case: missing, though {payment.status}")
+        if case is not None and (not failed or case != payment.failure):
+            self.verdict.add("wrong", payment_id, f"support case: {case}, the payment {payment.status}")
+        self.cases_due += failed
+
+    def _handled(self, operation: str, event_id: str, about: str) -> None:
+        """The consumer's record of an event: keyed by its id, which the business row names."""
+        self.expected.add((operation, event_id))
+        record = self.books.records.get((operation, event_id))
+        found = "missing" if record is None else record.status
+        if found != "completed":
+            self.verdict.add("lost", about, f"{operation}: the record is {found}")
 
     def _strangers(self) -> None:
         """What no accepted line accounts for."""
         purchases = {line.id for line in self.books.purchases}
         refunds = {line.id for line in self.books.refund_requests}
-        events = {key for operation, key in self.expected if operation == MAIL}
         for what, found, known in (
             ("payment", self.books.payments, purchases),
             ("charge", self.charges, purchases),
             ("refund row", self.books.refunds, refunds),
             ("refund", self.given_back, refunds),
             ("posting", self.postings, {f"capture:{id}" for id in purchases} | {f"refund:{id}" for id in refunds}),
-            ("notification", self.books.notifications, events),
-            ("e-mail", self.mails, events),
+            ("notification", self.books.notifications, self.told),
+            ("e-mail", self.mails, self.told),
+            ("support case", self.books.cases, purchases),
         ):
             for id in found:
                 if id not in known:
                     self.verdict.add("wrong", id, f"{what}: nothing accepted accounts for it")
+        cases = Counter(record.status for (operation, _), record in self.books.records.items() if operation == SUPPORT)
+        if cases != Counter({"completed": self.cases_due} if self.cases_due else {}):
+            self.verdict.add("wrong", SUPPORT, f"records: {dict(cases)}, there are {self.cases_due} failed payments")
         for operation, key in self.books.records:
-            if (operation, key) not in self.expected:
+            if operation != SUPPORT and (operation, key) not in self.expected:
                 self.verdict.add("wrong", key, f"{operation}: a record that nothing accepted accounts for")
 
     def _sums(self) -> None:

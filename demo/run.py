@@ -201,7 +201,7 @@ class _Work:
         self._last, self._changed_at = Counts(), time.monotonic()
 
     def submit(self) -> None:
-        """Submit every line, with at most a window of operations and e-mails under way."""
+        """Submit every line, with at most a window of operations and events under way."""
         for batch in self._intake.batches(min(BATCH, self._window // 2)):
             self._submission.submit(batch)
             while self._under_way(self._look()) > self._window - BATCH // 2:
@@ -232,8 +232,8 @@ class _Work:
         return counts
 
     def _under_way(self, counts: Counts) -> int:
-        """Accepted operations that have not ended, and e-mails of ended ones that have not been sent."""
-        return self._submission.accepted - counts.ended + counts.completed - counts.mails
+        """Accepted operations that have not ended, and events of ended ones that have not been handled."""
+        return self._submission.accepted - counts.ended + counts.to_tell - counts.told
 
 
 def _suppressed(directory: Path) -> int:

@@ -33,28 +33,33 @@ EXTERNAL = "idempotency.external_event"
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """One consumer's interest: a pattern over event types, and the task that handles them."""
+    """One consumer's interest: patterns over event types, and the task that handles them."""
 
-    pattern: str
+    patterns: tuple[str, ...]
     consumer: str
     task: Any
+
+    def matches(self, event_type: str) -> bool:
+        return any(fnmatchcase(event_type, pattern) for pattern in self.patterns)
 
 
 _subscriptions: WeakKeyDictionary[Celery, list[Subscription]] = WeakKeyDictionary()
 
 
 def subscribe(
-    pattern: str, *, consumer: str, app: Celery | None = None, **options: Any
+    *patterns: str, consumer: str, app: Celery | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
     """Handle events: `@subscribe("order.*", consumer="ledger")` over `def handle(self, event): ...`.
 
     The function becomes an idempotent task named `consumer.function`, keyed by the event's id, with `options` as in
-    `@app.task`. `pattern` is matched like a file name (`*` and `?`). The publishing process has to import the module
-    too: it writes a row for each consumer it knows. Raises `SettingsError` for a consumer that subscribes twice under
-    one function name.
+    `@app.task`. Each of `patterns` is matched like a file name (`*` and `?`). Its module belongs into the application's
+    `include`, or into every process that publishes: `publish` writes a row for each consumer it knows. Raises `SettingsError` without a pattern, and for a consumer that
+    subscribes twice under one function name.
     """
     application = app or current_app._get_current_object()
     keys.check_key(consumer, field="consumer")
+    if not patterns:
+        raise SettingsError(f"subscribe: {consumer!r} names no event type")
 
     def register(function: Callable[..., Any]) -> Any:
         name = f"{consumer}.{function.__name__}"
@@ -62,7 +67,7 @@ def subscribe(
             raise SettingsError(f"subscribe: there is a task {name!r} already")
         # not shared: other applications of this process have not subscribed
         task = application.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(function)
-        _subscriptions.setdefault(application, []).append(Subscription(pattern, consumer, task))
+        _subscriptions.setdefault(application, []).append(Subscription(patterns, consumer, task))
         return task
 
     return register
@@ -103,8 +108,10 @@ def publish(
     settings = Runtime.of(application).settings
     if (size := len(json.dumps(data))) > settings.arguments_limit:
         raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
+    # What `include` names is imported by workers alone; a consumer whose module was not would miss the event.
+    application.loader.import_default_modules()
     for subscription in _subscriptions.get(application, []):
-        if fnmatchcase(event_type, subscription.pattern):
+        if subscription.matches(event_type):
             event = {**attributes, "data": data}
             subscription.task.enqueue(
                 session, event, idempotency_key=event_id, ordering_key=ordering_key, tenant=tenant

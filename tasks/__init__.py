@@ -1,9 +1,9 @@
-"""The application: payments, refunds and notifications as idempotent tasks."""
+"""The application: payments and refunds as idempotent tasks; notifications and support follow their events."""
 
 from celery import Celery
 
 app = Celery(
     "tasks",
     config_source="celeryconfig",
-    include=["tasks.payments", "tasks.refunds", "tasks.notifications", "tasks.maintenance"],
+    include=["tasks.payments", "tasks.refunds", "tasks.notifications", "tasks.support", "tasks.maintenance"],
 )

@@ -59,17 +59,25 @@ class Refund(Base):
 
 
 class Notification(Base):
-    """One e-mail about one event."""
+    """What became of the e-mail about one event. Its primary key says what it tells: `payment.captured:<id>`."""
 
     __tablename__ = "notifications"
 
-    event: Mapped[str] = mapped_column(primary_key=True)
-    recipient: Mapped[str]
-    subject: Mapped[str]
-    body: Mapped[str]
-    status: Mapped[str] = mapped_column(default="pending")
+    about: Mapped[str] = mapped_column(primary_key=True)
+    event_id: Mapped[str]
+    status: Mapped[str]
     message_id: Mapped[str | None]
     failure: Mapped[str | None]
+
+
+class SupportCase(Base):
+    """A payment that failed, for somebody to look at."""
+
+    __tablename__ = "support_cases"
+
+    payment_id: Mapped[str] = mapped_column(ForeignKey("payments.id"), primary_key=True)
+    code: Mapped[str]
+    opened_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class Posting(Base):

@@ -1,4 +1,4 @@
-"""Notifications: one e-mail per event, its row and its message committed with what it tells about."""
+"""Notifications: one e-mail for each event that a customer should hear of."""
 
 from __future__ import annotations
 
@@ -6,46 +6,35 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, Operation, PermanentError
+from idempotency import IdempotentTask, Operation, PermanentError, subscribe
 
 from . import app
-from .models import Notification, Payment
+from .models import Notification
 from .outside import mailer
 
 
-def notify(session: Session, event_type: str, reference: str, payment: Payment) -> None:
-    """Tell the customer of a payment about an event; leaves with the caller's commit."""
-    event = f"{event_type}:{reference}"
-    session.add(
-        Notification(
-            event=event,
-            recipient=f"customer-{payment.customer_id}@customers.example",
-            subject=f"{event_type} {reference}",
-            body=f"{event_type} {reference}, purchase {payment.id}\n",
-        )
-    )
-    send_notification.enqueue(session, event=event)
+def about(event: dict[str, Any]) -> tuple[str, str]:
+    """What an event tells of: its type, and the id of the refund or the payment."""
+    data = event["data"]
+    return event["type"], data.get("refund_id") or data["payment_id"]
 
 
 def notification_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    notification = session.get(Notification, operation.key, with_for_update=True)
-    if notification is not None:
-        notification.status, notification.failure = "failed", error.code
+    event = operation.arguments["event"]
+    session.add(Notification(about=":".join(about(event)), event_id=event["id"], status="failed", failure=error.code))
 
 
-@app.task(
-    base=IdempotentTask, bind=True, name="notifications.send_notification", key="{event}", on_failed=notification_failed
-)
-def send_notification(self: IdempotentTask, event: str) -> dict[str, Any]:
+@subscribe("payment.captured", "payment.refunded", consumer="notifications", app=app, on_failed=notification_failed)
+def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
     """Send the e-mail of an event. SMTP knows no keys: a repeated call repeats the Message-ID."""
-    notification = self.session.get(Notification, event)
-    if notification is None:
-        raise PermanentError(f"notification {event}: unknown", "notification_unknown")
-    recipient, subject, body = notification.recipient, notification.subject, notification.body
-    self.session.rollback()
+    subject = " ".join(about(event))
+    recipient = f"customer-{event['data']['customer_id']}@customers.example"
+    body = f"{subject}, purchase {event['data']['payment_id']}\n"
 
-    sent = self.effect("mail", mailer.send, recipient, subject, body)
+    sent: dict[str, Any] = self.effect("mail", mailer.send, recipient, subject, body)
 
-    notification = self.session.get_one(Notification, event)
-    notification.status, notification.message_id = "sent", sent["message_id"]
-    return {"message_id": sent["message_id"]}
+    message_id = sent["message_id"]
+    self.session.add(
+        Notification(about=":".join(about(event)), event_id=event["id"], status="sent", message_id=message_id)
+    )
+    return {"message_id": message_id}

@@ -6,11 +6,10 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError
+from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, publish
 
 from . import app, ledger
 from .models import Payment
-from .notifications import notify
 from .outside import gateway
 from .validation import check_amount, check_currency, check_id, check_local_part
 
@@ -33,11 +32,12 @@ def submit_payment(session: Session, *, payment_id: str, customer_id: str, amoun
 
 
 def payment_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """The row says so in the transaction that makes the operation fail."""
+    """The row says so in the transaction that makes the operation fail, and whoever subscribes is told."""
     payment = session.get(Payment, operation.key, with_for_update=True)
     if payment is not None and payment.status == "pending":
         payment.status = "unknown" if isinstance(error, EffectUnknown) else "failed"
         payment.failure = error.code
+        publish(session, "payment.failed", {"payment_id": payment.id, "code": error.code}, app=app)
 
 
 @app.task(base=IdempotentTask, bind=True, name="payments.capture_payment", key="{payment_id}", on_failed=payment_failed)
@@ -64,5 +64,5 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
     else:
         payment.status, payment.charge_id = "captured", charge["id"]
         ledger.post(self.session, "capture", payment.id, payment, payment.amount)
-    notify(self.session, "payment.captured", payment.id, payment)
+    publish(self.session, "payment.captured", request, app=app)
     return {"status": payment.status, "charge": payment.charge_id}

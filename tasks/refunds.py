@@ -6,11 +6,10 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from idempotency import Defer, EffectUnknown, Handle, IdempotentTask, Operation, PermanentError
+from idempotency import Defer, EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, publish
 
 from . import app, ledger
 from .models import Payment, Refund
-from .notifications import notify
 from .outside import gateway
 from .validation import check_amount, check_id, check_text
 
@@ -85,5 +84,16 @@ def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
     payment = self.session.get_one(Payment, refund.payment_id)
     refund.status, refund.provider_refund_id = "refunded", given_back["id"]
     ledger.post(self.session, "refund", refund.id, payment, refund.amount)
-    notify(self.session, "payment.refunded", refund.id, payment)
+    publish(
+        self.session,
+        "payment.refunded",
+        {
+            "refund_id": refund.id,
+            "payment_id": payment.id,
+            "customer_id": payment.customer_id,
+            "amount": refund.amount,
+            "currency": payment.currency,
+        },
+        app=app,
+    )
     return {"status": "refunded", "refund": given_back["id"]}

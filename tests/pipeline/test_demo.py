@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from demo.checking import CAPTURE, MAIL, REFUND, Books, Payment, Posting, Record, Refund, check
+from demo.checking import (
+    CAPTURE,
+    MAIL,
+    REFUND,
+    SUPPORT,
+    Books,
+    Notification,
+    Payment,
+    Posting,
+    Record,
+    Refund,
+    check,
+)
 from demo.faults import PROVIDER_FAULTS
 from demo.input import InputError, Intake, Line
 from sandbox import ledger
@@ -249,7 +261,7 @@ def books(
     mail.executemany("INSERT INTO messages (message_id, recipient, subject, created) VALUES (?, ?, ?, ?)", mails)
     provider.close()
     mail.close()
-    events = ("payment.captured:p-1", "payment.refunded:r-1")
+    told = {"payment.captured:p-1": "event-1", "payment.refunded:r-1": "event-2"}
     return Books(
         purchases=[Line(1, "purchase", 2, "p-1", "p-1", "c", 500, "EUR", "")],
         refund_requests=[Line(2, "refund", 2, "r-1", "p-1", "", 200, "", "returned")],
@@ -257,10 +269,11 @@ def books(
         refunds={"r-1": Refund("p-1", 200, "refunded", "re_1", None)},
         postings=[Posting("capture", "p-1", 500, "EUR"), Posting("refund", "r-1", 200, "EUR")],
         balances={"EUR": 0},
-        notifications=dict.fromkeys(events, "sent"),
+        notifications={about: Notification(event_id, "sent") for about, event_id in told.items()},
+        cases={},
         records={
             key: Record("completed", None)
-            for key in ((CAPTURE, "p-1"), (REFUND, "r-1"), *((MAIL, event) for event in events))
+            for key in ((CAPTURE, "p-1"), (REFUND, "r-1"), *((MAIL, event_id) for event_id in told.values()))
         },
         provider=ledger.read(directory),
         mails=ledger.read_mail(directory),
@@ -327,3 +340,30 @@ def test_the_check_sees_a_posting_made_twice_and_accounts_that_do_not_balance(tm
     twice = check(dataclasses.replace(agreeing, postings=[*agreeing.postings, agreeing.postings[0]]))
     assert twice.doubled == 1
     assert check(dataclasses.replace(agreeing, balances={"EUR": 1})).discrepancies
+
+
+def test_the_check_sees_an_event_that_was_not_handled(tmp_path: Path) -> None:
+    agreeing = books(tmp_path)
+    assert check(dataclasses.replace(agreeing, notifications={})).lost == 2
+    records = {id: record for id, record in agreeing.records.items() if id != (MAIL, "event-1")}
+    assert check(dataclasses.replace(agreeing, records=records)).lost == 1
+    records = agreeing.records | {(SUPPORT, "event-3"): Record("completed", None)}
+    assert check(dataclasses.replace(agreeing, records=records)).discrepancies
+
+
+def test_the_check_sees_a_failed_payment_without_its_case_and_a_case_without_a_failed_payment(tmp_path: Path) -> None:
+    agreeing = books(tmp_path, charges=(), refunds=(), mails=())
+    failed = dataclasses.replace(
+        agreeing,
+        refund_requests=[],
+        payments={"p-1": Payment("c", 500, "EUR", "failed", None, 0, "card_declined")},
+        refunds={},
+        postings=[],
+        notifications={},
+        cases={"p-1": "card_declined"},
+        records={(CAPTURE, "p-1"): Record("failed", None), (SUPPORT, "event-1"): Record("completed", None)},
+    )
+    assert check(failed).discrepancies == []
+    assert check(dataclasses.replace(failed, cases={})).lost == 1
+    assert check(dataclasses.replace(failed, cases={"p-1": "another_code"})).discrepancies
+    assert check(dataclasses.replace(agreeing, cases={"p-1": "card_declined"})).discrepancies
