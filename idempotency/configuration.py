@@ -50,6 +50,14 @@ def speaks_amqp(app: Celery) -> bool:
     return bool(app.connection_for_write().transport.driver_type == "amqp")
 
 
+def require_broker_address(app: Celery) -> None:
+    """Raise `SettingsError` for a broken address of the broker: kombu's own error would show parts of it."""
+    try:
+        speaks_amqp(app)
+    except ValueError:
+        raise SettingsError(f"broker_url: {settings.NOT_AN_ADDRESS}") from None
+
+
 def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
     """The settings, or why there are none."""
     try:
@@ -74,7 +82,7 @@ def check(app: Celery, given: Settings | None) -> list[Finding]:
     try:
         amqp = speaks_amqp(app)
     except ValueError:
-        return [*findings, refusal("broker_url", "not an address", "correct it")]
+        return [*findings, refusal("broker_url", settings.NOT_AN_ADDRESS, "correct it")]
     if amqp:
         findings += _queues(app, tasks, given)
     else:

@@ -22,6 +22,9 @@ from .errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
 
 # The limit Stripe and the IETF draft's implementers use; also what a text index carries comfortably.
 MAX_KEY_LENGTH = 255
+# Arguments nested deeper than this are a mistake, and each JSON reader has a limit of its own: Python's depends on how
+# deep its stack is at that moment, so that a message could be sent by one process and be unreadable in another.
+MAX_DEPTH = 100
 # The rule by which a fingerprint was made; a stored one is compared by its own rule.
 FINGERPRINT_VERSION = "v1"
 # What quote() leaves alone; a separator must lie outside, or "a-b" + "c" and "a" + "b-c" would be one key.
@@ -91,12 +94,19 @@ def canonical_json(value: Any) -> str:
     """Write JSON in one way only: members sorted, no white space, no NaN.
 
     Goes through Celery's own encoder first, so that a UUID or a datetime counts as what the wire carries.
-    Raises `InvalidArguments` for what is not JSON.
+    Raises `InvalidArguments` for what is not JSON, or nested more than 100 deep.
     """
     try:
-        return json.dumps(json.loads(kombu_dumps(value)), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+        plain = json.loads(kombu_dumps(value))
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep") from None
+    except (TypeError, ValueError) as error:
         raise InvalidArguments(f"arguments: not JSON: {type(error).__name__}") from None
+    # few brackets cannot be deep: nearly every call is spared the walk
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(plain) > MAX_DEPTH:
+        raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep")
+    return text
 
 
 def content_hash(*fields: str) -> KeyFunction:
@@ -143,7 +153,7 @@ def template(text: str) -> KeyFunction:
     def key(arguments: Mapping[str, Any]) -> str:
         values = {field: _plain(field, _field(arguments, field)) for field in fields}
         if len(fields) > 1:
-            values = {field: quote(value, safe="") for field, value in values.items()}
+            values = {field: _quoted(field, value) for field, value in values.items()}
         return text.format_map(values)
 
     key.fields = fields  # type: ignore[attr-defined]
@@ -164,6 +174,24 @@ def _plain(field: str, value: Any) -> str:
     if not str(value).strip():
         raise InvalidKey(f"argument {field}: the idempotency key is made from it, and it is blank")
     return str(value)
+
+
+def _quoted(field: str, value: str) -> str:
+    try:
+        return quote(value, safe="")
+    except UnicodeEncodeError as error:
+        # its own text would show the value
+        surrogate = f"U+{ord(value[error.start]):04X} at position {error.start}"
+        raise InvalidKey(f"argument {field}: a key is made from whole characters, got {surrogate}") from None
+
+
+def _depth(value: Any) -> int:
+    """How many containers lie in each other, counted without recursion."""
+    depth, level = 0, [value]
+    while containers := [each for each in level if isinstance(each, list | dict)]:
+        depth += 1
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 def _sha256(text: str) -> str:

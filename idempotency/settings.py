@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
+import redis.connection
 from celery import Celery
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from .errors import CallRefused, SettingsError
 from .keys import check_key
@@ -17,11 +20,30 @@ from .keys import check_key
 PREFIX = "idempotency_"
 HOUR = 3600.0
 DAY = 24 * HOUR
+NOT_AN_ADDRESS = "not an address"
 
 
 def _web_address(value: SecretStr) -> SecretStr:
     if not value.get_secret_value().startswith(("https://", "http://")):
         raise ValueError("must begin with https:// or http://")
+    return value
+
+
+def _database_address(value: SecretStr) -> SecretStr:
+    try:
+        driver = make_url(value.get_secret_value()).get_dialect().driver
+    except (ArgumentError, ValueError):
+        raise ValueError(NOT_AN_ADDRESS) from None  # their texts show parts of it
+    if driver != "psycopg":
+        raise ValueError("must be of Postgres with the driver psycopg")
+    return value
+
+
+def _redis_address(value: SecretStr) -> SecretStr:
+    try:
+        redis.connection.parse_url(value.get_secret_value())
+    except ValueError:
+        raise ValueError(NOT_AN_ADDRESS) from None
     return value
 
 
@@ -38,9 +60,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
     # A Postgres URL in SQLAlchemy's form; the tables of the promise and of the business share one database.
-    database_url: SecretStr
+    database_url: Annotated[SecretStr, AfterValidator(_database_address)]
     # Redis saves work and decides nothing; without an address every claim goes to Postgres alone.
-    redis_url: SecretStr | None = None
+    redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] | None = None
     # Scopes every key when a call names no tenant.
     tenant: Annotated[str, AfterValidator(_key)] = "default"
 

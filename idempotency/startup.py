@@ -9,8 +9,22 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from celery.signals import worker_init
+from celery.signals import celeryd_init, worker_init
 from sqlalchemy.exc import DBAPIError
+
+
+@celeryd_init.connect
+def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
+    """End the process with one line before Celery reads the address: its own error would show parts of it."""
+    from . import configuration
+    from .errors import SettingsError
+
+    if not configuration.idempotent_tasks(instance.app):
+        return
+    try:
+        configuration.require_broker_address(instance.app)
+    except SettingsError as error:
+        raise SystemExit(f"idempotency: refused to start: {error}; correct it") from None
 
 
 @worker_init.connect

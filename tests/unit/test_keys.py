@@ -252,6 +252,14 @@ def test_a_blank_value_makes_no_key(value: str) -> None:
             key_template(text)({"a": value, "b": "b"})
 
 
+def test_a_lone_surrogate_makes_no_key_and_is_named_without_the_value() -> None:
+    for text in ("{a}", "{a}:{b}"):
+        with pytest.raises(InvalidKey, match=r"U\+D800 at position 6") as refused:
+            check_key(key_template(text)({"a": "s3cret\ud800", "b": "b"}))
+        assert "s3cret" not in str(refused.value)
+    assert check_key(key_template("{a}:{b}")({"a": "😀", "b": "b"}))
+
+
 def test_a_uuid_makes_the_same_key_before_and_after_the_wire() -> None:
     id = UUID("0192F0A4-7B1C-7D3E-8F00-0123456789AB")
     make = key_template("{a}:{b}")
@@ -369,12 +377,24 @@ def nested(depth: int) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [float("nan"), float("inf"), float("-inf"), [1, float("nan")], object(), {(1, 2): 3}, nested(100_000), json],
-    ids=["nan", "inf", "-inf", "nan inside", "object", "tuple as a member name", "nested 100,000 deep", "module"],
+    [float("nan"), float("inf"), float("-inf"), [1, float("nan")], object(), {(1, 2): 3}, json],
+    ids=["nan", "inf", "-inf", "nan inside", "object", "tuple as a member name", "module"],
 )
 def test_what_is_not_json_has_no_fingerprint(value: object) -> None:
     with pytest.raises(InvalidArguments, match=r"^arguments: not JSON: \w+$"):
         fingerprint({"a": value})
+
+
+@pytest.mark.parametrize("depth", [100, 1_000, 100_000])
+def test_arguments_nested_too_deep_are_refused_with_the_limit(depth: int) -> None:
+    for value in (nested(depth), [[[]] * 1000, nested(depth - 1)], {"b": {"c": nested(depth - 2)}}):
+        with pytest.raises(InvalidArguments, match=r"^arguments: nested at most 100 deep$"):
+            fingerprint({"a": value})
+
+
+def test_arguments_nested_as_deep_as_they_may_be_are_accepted() -> None:
+    for value in (nested(99), [[[]] * 1000, nested(98)], {"b": {"c": nested(97)}}):
+        assert fingerprint({"a": value}).startswith("v1:")
 
 
 @pytest.mark.parametrize("value", [1e308, 5e-324, -0.0, nested(50), {"1": 2}, 2**63, -(2**200)])
