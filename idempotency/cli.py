@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from . import alerts, maintenance, metrics, schema
+from . import alerts, configuration, maintenance, metrics, schema
 from .attempt import describe
 from .dead_letter_commands import letters, people
 from .dead_letter_queue import DeadLetterConsumer
@@ -58,6 +58,7 @@ def relay(app: AppOption = "tasks") -> None:
     """Publish the outbox until stopped; also recovers what has lost its holder. Any number at once."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     celery = _app(app)
+    configuration.require_broker_address(celery)
     with Runtime.of(celery).autocommit() as connection:
         schema.require_current(connection)
     stop = threading.Event()

@@ -17,7 +17,7 @@ from celery import Celery
 from rich.console import Console
 from rich.progress import track
 
-from . import dead_letters, discards, operators, records, reports
+from . import configuration, dead_letters, discards, operators, records, reports
 from .dead_letter_queue import DeadLetterConsumer, consume_once
 from .dead_letters import BULK_LIMIT, Group, Selection
 from .discards import TOKEN_VARIABLE
@@ -212,6 +212,7 @@ def consume(
 ) -> None:
     """Store what the broker's dead-letter queues hold. The relay does it all the time."""
     celery = application(app)
+    configuration.require_broker_address(celery)
     if not once:
         stop = threading.Event()
         for name in (signal.SIGTERM, signal.SIGINT):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-import redis.connection
+import redis
 from celery import Celery
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from sqlalchemy.engine import make_url
@@ -41,7 +41,7 @@ def _database_address(value: SecretStr) -> SecretStr:
 
 def _redis_address(value: SecretStr) -> SecretStr:
     try:
-        redis.connection.parse_url(value.get_secret_value())
+        redis.Redis.from_url(value.get_secret_value()).close()  # connects to nothing
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None
     return value

@@ -236,10 +236,11 @@ def test_an_address_that_does_not_work_is_told_without_its_password(
     assert "Traceback" not in said
     told = {(finding["subject"], finding["level"]) for finding in json.loads(done.stdout) if finding["found"] == found}
     subjects = ("idempotency_database_url", "idempotency_redis_url", "broker_url")
+    levels = ("refusal", "refusal", "refusal")  # no process starts with an address that it cannot read
     if fault != "address":
-        subjects = ("database", "redis", "broker")
+        subjects, levels = ("database", "redis", "broker"), ("refusal", "warning", "refusal")
     # without Redis the promise holds
-    assert told == set(zip(subjects, ("refusal", "warning", "refusal"), strict=True))
+    assert told == set(zip(subjects, levels, strict=True))
     assert done.returncode == 1
 
 
@@ -307,6 +308,36 @@ def test_a_worker_that_would_lose_work_does_not_start(
     assert worker.process.wait(30) == 1
     assert [text for text in worker.log.splitlines() if "refused to start" in text and line in text], worker.log
     assert "Traceback" not in worker.log
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting"),
+    [
+        ("DATABASE_URL", "idempotency_database_url"),
+        ("REDIS_URL", "idempotency_redis_url"),
+        ("BROKER_URL", "broker_url"),
+    ],
+)
+def test_neither_a_worker_nor_the_relay_starts_with_an_address_that_is_none(
+    processes: Processes, environment: dict[str, str], variable: str, setting: str
+) -> None:
+    # taken for a port, the password would be in the error of whoever parses it
+    spoiled = {variable: spoil(environment[variable], "address")}
+    worker = processes.start("--concurrency", "1", "-P", "solo", **spoiled)
+    assert worker.process.wait(30) == 1
+    relay = subprocess.run(
+        [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"],
+        env=environment | spoiled,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert relay.returncode == 1
+    assert relay.stderr.splitlines() == [f"idempotency: {setting}: not an address"]
+    assert f"idempotency: refused to start: {setting}: not an address; correct it" in worker.log
+    for said in (worker.log, relay.stdout + relay.stderr):
+        assert PASSWORD not in said
+        assert "Traceback" not in said
 
 
 def test_a_worker_on_old_tables_does_not_start(processes: Processes, empty_database: str) -> None:

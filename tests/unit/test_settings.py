@@ -114,6 +114,12 @@ def test_settings_that_cannot_hold_together_are_refused_with_both_values(
         ("tenant", "t" * 256, "t" * 255),
         ("database_url", None, URLS["database_url"]),
         ("redis_url", 6379, None),
+        ("database_url", f"postgresql+psycopg://app@db:{PASSWORD}/app", URLS["database_url"]),
+        ("database_url", PASSWORD, URLS["database_url"]),
+        ("database_url", f"nosuch://app:{PASSWORD}@db/app", "postgresql://app@db/app"),
+        ("database_url", f"mysql://app:{PASSWORD}@db/app", "postgresql://app@db/app"),
+        ("redis_url", f"redis://cache:{PASSWORD}", "redis://cache"),
+        ("redis_url", f"http://cache:{PASSWORD}", "rediss://cache:6379/1"),
     ],
 )
 def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_setting(
@@ -154,6 +160,9 @@ def test_every_problem_has_its_line() -> None:
     "given",
     [refused for _, refused, _ in CROSS_CHECKS]
     + [
+        {"database_url": f"postgresql+psycopg://app@db.example:{PASSWORD}/app"},
+        {"database_url": PASSWORD},
+        {"redis_url": f"redis://cache.example:{PASSWORD}"},
         {"lease": PASSWORD},
         {"leese": PASSWORD},
         {"database_url": [URLS["database_url"]]},
