@@ -92,7 +92,11 @@ async def _run(service: Service, stop: asyncio.Event) -> None:
 def _listen(port: int) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((HOST, port))
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"port {port} of {HOST}: {error.strerror}; choose another one, or stop what listens there") from None
     listener.listen(1024)
     listener.setblocking(False)
     return listener
