@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amqp.exceptions import AMQPError, ChannelError
+from amqp.serialization import dumps as amqp_dumps
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu.exceptions import KombuError
@@ -25,6 +26,8 @@ from .queues import dead_letter_queues
 
 # AMQP's reply codes for what is the message's own fault: too large, and what the server cannot parse.
 _OWN_FAULTS = frozenset({406, 501, 502, 540})
+# What else is in the frame of the headers: the frame's own bytes and nine properties of at most 256 each.
+_BESIDE_HEADERS = 4096
 
 
 class BrokerAway(Exception):
@@ -147,11 +150,20 @@ class Publisher:
             {**properties, "delivery_mode": 2},
         )
         if self._confirms:
+            self._check_frame(message)
             mandatory = message.route.get("mandatory", True)
             channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key, mandatory=mandatory)
         else:
             # no confirms on this transport (Redis): a command that was answered has been carried out
             channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key)
+
+    def _check_frame(self, message: Message) -> None:
+        """All headers share one frame, and for one too large the broker ends the connection: of every message."""
+        assert self._broker is not None
+        limit = self._broker.connection.frame_max - _BESIDE_HEADERS
+        # A character is four bytes at most; nearly no message has so many that they need to be counted.
+        if len(repr(message.headers)) > limit // 4 and (size := len(amqp_dumps("F", [message.headers]))) > limit:
+            raise ValueError(f"headers: at most {limit} bytes, got {size}")
 
     def _note(self, sent: dict[int, str], result: Published) -> None:
         for tag, id in sent.items():

@@ -96,7 +96,9 @@ def _listen(port: int) -> socket.socket:
         listener.bind((HOST, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"port {port} of {HOST}: {error.strerror}; choose another one, or stop what listens there") from None
+        raise OSError(
+            f"port {port} of {HOST}: {error.strerror}; choose another one, or stop what listens there"
+        ) from None
     listener.listen(1024)
     listener.setblocking(False)
     return listener

@@ -410,3 +410,21 @@ def test_relays_at_once_publish_each_row_once(
     assert sum(at_once(len(racing), run)) + relays().run_once().published == len(expected)
     assert Counter(keys(drained(bank))) == Counter(expected)
     assert set(states(connection)) == {"published"}
+
+
+def test_headers_that_fill_more_than_a_frame_are_refused_before_they_break_the_connection_for_all(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    for key, size in (("before", 0), ("as large as they may be", 126_000), ("too large", 140_000), ("after", 0)):
+        headers = {KEY_HEADER: key, "padding": "é" * (size // 2)}
+        message = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers=headers)
+        outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
+    relay = relays()
+    assert relay.run_once() == Relayed(3, 1)
+    assert keys(drained(bank)) == ["before", "as large as they may be", "after"]
+    for _ in range(4):
+        make_due(connection)
+        assert relay.run_once() == Relayed(0, 1)
+    (letter,) = op.dead_letters(connection)
+    assert (letter.key, letter.reason, letter.attempts) == ("too large", "unpublishable", 5)
+    assert letter.last_error.startswith("ValueError: headers: at most 126976 bytes, got 140")
