@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from amqp.exceptions import AMQPError, ChannelError
+from amqp.exceptions import AccessRefused, AMQPError, ChannelError, PreconditionFailed
 from amqp.serialization import dumps as amqp_dumps
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu.exceptions import KombuError
 
 from .crash_points import crash_point
+from .logs import log
 from .message import OUTBOX_HEADER, Message
 from .queues import dead_letter_queues
 
@@ -70,6 +71,7 @@ class Publisher:
 
     def publish(self, batch: list[tuple[str, Message]], result: Published) -> None:
         """Publish messages under their ids and note in `result` what is certain. Raises `BrokerAway`."""
+        self._open()
         try:
             try:
                 self._pipelined(batch, result)
@@ -91,8 +93,8 @@ class Publisher:
 
     def depth(self, queue: str) -> int:
         """Messages ready in a queue; 0 when it is gone. Raises `BrokerAway`."""
+        self._open()
         try:
-            self._connect()
             assert self._broker is not None
             with self._broker.channel() as channel:
                 return int(channel.queue_declare(queue, passive=True).message_count)
@@ -108,6 +110,17 @@ class Publisher:
         self._tag = 0
         if broker is not None:
             broker.collect()
+
+    def _open(self) -> None:
+        """Raises `BrokerAway` for whatever is wrong before the first message: a refused login blames none of them."""
+        try:
+            self._connect()
+        except _BROKER_ERRORS as error:
+            self.close()
+            raise BrokerAway(type(error).__name__) from error
+        except BaseException:
+            self.close()
+            raise
 
     def _pipelined(self, batch: list[tuple[str, Message]], result: Published) -> None:
         channel = self._connect()
@@ -193,7 +206,12 @@ class Publisher:
             channel = self._broker.channel()
             queues = list(self._app.amqp.queues.values())
             for queue in [*dead_letter_queues(queues), *queues]:
-                queue(channel).declare()
+                try:
+                    queue(channel).declare()
+                except (PreconditionFailed, AccessRefused) as error:
+                    # declared otherwise, or by somebody else: it is there, which is all that a message needs
+                    log.warning("queue_differs", queue=queue.name, error=type(error).__name__)
+                    channel = self._broker.channel()
             if self._confirms:
                 self._tag = 0
                 channel.confirm_select()
