@@ -30,7 +30,7 @@ from .attempt import RESPONSE_FAILED, AttemptSession, Policy, describe
 from .crash_points import crash_point
 from .dead_letters import BrokerLetter
 from .delivery import Operation
-from .errors import PermanentError
+from .errors import CallRefused, PermanentError
 from .guard import Examined, examine
 from .keys import OperationId
 from .logs import log
@@ -55,7 +55,7 @@ _EXPLANATIONS = {
     "invalid_header": "eta or expires is not a time, or timelimit no pair of seconds",
     "missing_key": "no idempotency key: no header, and the task has no key template",
     "invalid_key": "the idempotency key breaks a rule",
-    "invalid_arguments": "the arguments do not fit the task",
+    "invalid_arguments": "the arguments do not fit the task, or are not JSON",
     "expired": "past its expires",
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
     "maxlen": "the queue was full",
@@ -154,12 +154,18 @@ def store(app: Celery, message: BrokerMessage) -> int | None:
     operation that has ended or that a living holder has.
     """
     examined = examine(app, message)
+    fingerprint = None
+    if examined.id is not None:
+        try:
+            fingerprint = keys.fingerprint(examined.arguments)
+        except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
+            examined = Examined("invalid_arguments", examined.task)
     letter = _letter(app, message, examined)
     try:
-        if examined.id is None or examined.task is None:
+        if examined.id is None or examined.task is None or fingerprint is None:
             stored = _store_alone(app, letter)
         else:
-            stored = _give_up(app, examined.task, examined.id, examined.arguments, letter)
+            stored = _give_up(app, examined.task, examined.id, examined.arguments, fingerprint, letter)
     except OperationalError:
         raise  # Postgres is away, or a lock was not to be had: later
     except DBAPIError as error:
@@ -182,10 +188,11 @@ def _store_alone(app: Celery, letter: BrokerLetter) -> int | None:
         return dead_letters.store_message(connection, letter)
 
 
-def _give_up(app: Celery, task: Any, id: OperationId, arguments: Mapping[str, Any], letter: BrokerLetter) -> int | None:
+def _give_up(
+    app: Celery, task: Any, id: OperationId, arguments: Mapping[str, Any], fingerprint: str, letter: BrokerLetter
+) -> int | None:
     runtime = Runtime.of(app)
     settings, policy = runtime.settings, Policy.of(task, runtime.settings)
-    fingerprint = keys.fingerprint(arguments)
     letter = replace(letter, fingerprint=fingerprint)
     while True:
         with AttemptSession(runtime.engine, expire_on_commit=False) as session:

@@ -347,10 +347,11 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
         args, kwargs, _ = json.loads(message.body)
         arguments = keys.bind(task._signature, args, kwargs)
         id = task._operation(arguments, message.headers.get(KEY_HEADER), message.headers.get(TENANT_HEADER))
+        fingerprint = keys.fingerprint(arguments)
     except (CallRefused, ValueError, TypeError) as error:
         why = str(error) if isinstance(error, CallRefused) else "not a task message"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
-    return id, keys.fingerprint(arguments)
+    return id, fingerprint
 
 
 def purge(connection: Connection, *, retention: float, batch: int = BATCH) -> int:
