@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -170,6 +171,20 @@ def test_a_rate_limit_uses_no_attempt(shop: Shop) -> None:
     assert shop.record(payment_id).attempts == 1
 
 
+def test_a_refund_of_more_than_is_left_is_refused_and_gives_nothing_back(shop: Shop) -> None:
+    payment_id = shop.buy(1000)
+    shop.settled("payments", payment_id)
+    assert shop.settled("refunds", shop.give_back(payment_id, 700)).status == "refunded"
+    too_much = shop.give_back(payment_id, 301)
+    refund = shop.settled("refunds", too_much)
+
+    assert (refund.status, refund.failure) == ("refused", "exceeds_captured")
+    assert json.loads(shop.record(too_much).error)["message"] == "amount: at most 300 left to refund, got 301"
+    assert shop.refunds_of(payment_id) == [700]
+    assert shop.row("payments", payment_id).refunded == 700
+    assert shop.settled("refunds", shop.give_back(payment_id, 300)).status == "refunded"
+
+
 def test_two_refunds_that_race_past_the_total_give_back_one(shop: Shop) -> None:
     payment_id = shop.buy(1000)
     shop.settled("payments", payment_id)
@@ -230,6 +245,7 @@ def test_a_refund_answered_500_after_it_was_made_is_made_once(shop: Shop) -> Non
         ("amount", -1, "amount_cents: must be between 0"),
         ("amount", 1.5, "amount_cents: must be an integer"),
         ("amount", 10**12, "amount_cents: must be between 0"),
+        ("amount", 2**63, "amount_cents: must be between 0"),
         ("currency", "XXX", "currency: must be one of"),
         ("payment_id", "", "purchase_id: must not be empty"),
         ("payment_id", "x" * 256, "purchase_id: at most 255 characters, got 256"),
@@ -251,6 +267,27 @@ def test_a_bad_purchase_is_refused_by_field_and_nothing_is_written(
         assert not connection.execute(
             text("SELECT 1 FROM idempotency.outbox WHERE key = :key"), {"key": purchase["payment_id"]}
         ).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("amount", 0, "amount_cents: must be between 1"),
+        ("amount", -1, "amount_cents: must be between 1"),
+        ("amount", 2**63, "amount_cents: must be between 1"),
+        ("amount", 1.5, "amount_cents: must be an integer"),
+        ("refund_id", "a\nb", r"refund_id: only printable ASCII, got U\+000A at position 1"),
+        ("payment_id", "", "purchase_id: must not be empty"),
+        ("reason", "x" * 201, "reason: at most 200 printable characters"),
+    ],
+)
+def test_a_bad_refund_is_refused_by_field_and_nothing_is_written(shop: Shop, field: str, value: Any, says: str) -> None:
+    refund = {"refund_id": f"r-{uuid4().hex[:10]}", "payment_id": "p", "amount": 5, "reason": "test", field: value}
+    with Session(shop.engine) as session, session.begin(), pytest.raises(ValueError, match=says):
+        shop.refunds.submit_refund(session, **refund)
+    with shop.engine.connect() as connection:
+        for query in ("SELECT 1 FROM refunds WHERE id = :id", "SELECT 1 FROM idempotency.outbox WHERE key = :id"):
+            assert not connection.execute(text(query), {"id": refund["refund_id"]}).all()
 
 
 def test_every_currency_sums_to_zero(shop: Shop) -> None:
