@@ -1,0 +1,490 @@
+"""The checker, on ledgers made by hand: silent about a clean run, and each invariant broken once is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import ProgrammingError
+
+from tests.chaos import ledgers
+from tests.chaos.checker import CHECKS, Accepted, Evidence, Id, check
+
+OPERATION = "tests.bank.deposit"
+
+
+class Hand:
+    """Writes what the library writes, by SQL; every method is one transaction unless `with hand.together()`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._connection = engine.connect()
+
+    def sql(self, *statements: str, **values: Any) -> Any:
+        """Run statements in one transaction; `:row` stands for the key's WHERE clause."""
+        where = "tenant = :tenant AND operation = :operation AND key = :key"
+        values = {"tenant": "shop", "operation": OPERATION, "key": "a"} | values
+        result = None
+        self._connection.exec_driver_sql("BEGIN")
+        try:
+            for statement in statements:
+                query = text(statement.replace(":row", where))
+                known = {name: value for name, value in values.items() if f":{name}" in query.text}
+                result = self._connection.execute(query, known)
+        finally:
+            self._connection.exec_driver_sql("COMMIT")
+        return result
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+ENQUEUE = """INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin,
+    ordering_key) VALUES (gen_random_uuid()::text, :tenant, :operation, :key, 'f', '{}', 'q', 'enqueue', 'order')"""
+PUBLISH = """UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()
+    WHERE :row AND status = 'pending'"""
+SETTLE = "UPDATE idempotency.outbox SET settled_at = clock_timestamp() WHERE :row AND status = 'published'"
+CLAIM = """INSERT INTO idempotency.records AS r (tenant, operation, key, status, fence, token, locked_until, locked_by,
+    fingerprint, message) VALUES (:tenant, :operation, :key, 'started', nextval('idempotency.fence'),
+    gen_random_uuid()::text, clock_timestamp() + interval '1 min', 'h|b|n|7|1', 'f', '{"m": 1}')
+    ON CONFLICT (tenant, operation, key) DO UPDATE SET status = 'started', fence = excluded.fence,
+    token = excluded.token, attempts = r.attempts + 1, locked_until = excluded.locked_until,
+    locked_by = excluded.locked_by, available_at = NULL, completed_at = NULL, expires_at = NULL, result = NULL"""
+DEPOSIT = "INSERT INTO entries (account, amount) VALUES (:key, 1)"
+COMPLETE = """UPDATE idempotency.records SET status = 'completed', result = '{"ok": 1}', response_code = 200,
+    completed_at = clock_timestamp(), locked_until = NULL, available_at = NULL, token = 't', locked_by = 'h|b|n|7|1',
+    expires_at = clock_timestamp() + interval '1 hour' WHERE :row"""
+FAIL = """UPDATE idempotency.records SET status = 'failed', error = '{"code": "no_account", "message": "m"}',
+    completed_at = clock_timestamp(), locked_until = NULL, expires_at = clock_timestamp() + interval '1 hour'
+    WHERE :row"""
+LETTER = """INSERT INTO idempotency.dead_letters (source, tenant, operation, key, generation, fingerprint, reason,
+    first_error, last_error, attempts, headers, payload) SELECT 'operation', tenant, operation, key, generation, 'f',
+    'no_account', 'e', 'e', attempts, '{}', '{}' FROM idempotency.records WHERE :row"""
+FAILURE = "INSERT INTO failures (account, code) VALUES (:key, 'no_account')"
+RELEASE = """UPDATE idempotency.records SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
+    available_at = clock_timestamp() WHERE :row"""
+NEXT = """INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin) VALUES
+    (gen_random_uuid()::text, :tenant, :operation, :key, 'f', '{}', 'q', 'retry')"""
+RECOVER = NEXT.replace("'retry'", "'recover'")
+REPLAYED = "UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp() WHERE :row"
+REOPEN = """UPDATE idempotency.records SET status = 'released', generation = generation + 1, attempts = 0,
+    token = NULL, locked_by = NULL, available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL,
+    error = NULL WHERE :row"""
+REPLAY = NEXT.replace("'retry'", "'replay'")
+OVER = "UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1 s' WHERE :row"
+EFFECT = """UPDATE idempotency.records SET effects = jsonb_build_object('call',
+    jsonb_build_object('state', 'done', 'key', cast(:gateway AS text), 'number', 1)) WHERE :row"""
+PURGE = "DELETE FROM idempotency.records WHERE :row"
+PURGE_ROWS = "DELETE FROM idempotency.outbox WHERE :row"
+COMPLETE_BRIEFLY, FAIL_BRIEFLY = (end.replace("+ interval '1 hour'", "- interval '1 s'") for end in (COMPLETE, FAIL))
+
+
+@pytest.fixture
+def hand(engine):
+    ledgers.install(engine)
+    hand = Hand(engine)
+    yield hand
+    hand.close()
+
+
+def deposited(key: str = "a", **more: Any) -> Accepted:
+    return Accepted("shop", OPERATION, key, **({"rows": ((key, 1),), "result": '{"ok": 1}'} | more))
+
+
+def reported(engine: Any, *accepted: Accepted, **evidence: Any) -> set[str]:
+    """The invariants that the checker says are broken."""
+    return {violation.invariant for violation in findings(engine, *accepted, **evidence).violations}
+
+
+def findings(engine: Any, *accepted: Accepted, **evidence: Any) -> Any:
+    return check(Evidence(engine, accepted, **({"tenants": frozenset({"shop", "other"})} | evidence)))
+
+
+def enqueued_and_done(hand: Hand, key: str = "a", **more: Any) -> None:
+    hand.sql(ENQUEUE, key=key, **more)
+    hand.sql(PUBLISH, key=key, **more)
+    hand.sql(CLAIM, key=key, **more)
+    hand.sql(DEPOSIT, COMPLETE, key=key, **more)
+    hand.sql(SETTLE, key=key, **more)
+
+
+# ---------------------------------------------------------------- nothing to report
+
+
+def test_a_clean_run_has_no_violation_and_every_operation_is_somewhere(engine, hand):
+    enqueued_and_done(hand)
+    enqueued_and_done(hand, tenant="other")  # the same key, another tenant
+    hand.sql(CLAIM, key="b")  # sent, not enqueued; its first holder dies
+    hand.sql("UPDATE idempotency.records SET duplicates = 1 WHERE :row", key="b")
+    hand.sql(OVER, key="b")
+    hand.sql(RELEASE, RECOVER, key="b")
+    hand.sql(PUBLISH, key="b")
+    hand.sql(CLAIM, key="b")
+    hand.sql(EFFECT, key="b", gateway="g1")
+    hand.sql(OVER, key="b")
+    hand.sql(CLAIM, key="b")  # a takeover
+    hand.sql(DEPOSIT, COMPLETE, key="b")
+    hand.sql(CLAIM, key="f")
+    hand.sql(FAILURE, LETTER, FAIL, key="f")
+    hand.sql(CLAIM, key="r")  # fails, is replayed, and then completes
+    hand.sql(FAILURE, LETTER, FAIL, key="r")
+    hand.sql(REPLAYED, REOPEN, REPLAY, key="r")
+    hand.sql(PUBLISH, key="r")
+    hand.sql(CLAIM, key="r")
+    hand.sql(DEPOSIT, COMPLETE, key="r")
+    hand.sql(CLAIM, key="p")  # ends, and is purged
+    hand.sql(DEPOSIT, COMPLETE_BRIEFLY, key="p")
+    hand.sql(PURGE_ROWS, PURGE, key="p")
+    accepted = [
+        deposited(),
+        Accepted("other", OPERATION, "a", rows=(("a", 1),)),
+        deposited("b", acts=1),
+        deposited("f", rows=None, result=None, failure="no_account"),
+        deposited("r"),
+        deposited("p"),
+        deposited("queued"),
+    ]
+    found = findings(engine, *accepted, acts={"g1": 1}, queues={"q": 1}, fenced=1)
+    assert [str(violation) for violation in found.violations] == []
+    counts = found.counts
+    assert (counts.accepted, counts.completed, counts.failed, counts.dead, counts.queued) == (7, 5, 1, 0, 1)
+    assert (counts.lost, counts.doubled, counts.duplicated, counts.takeovers, counts.fenced) == (0, 0, 1, 2, 1)
+
+
+def test_a_rolled_back_transaction_leaves_no_line(engine, hand):
+    with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
+        connection.execute(text("INSERT INTO entries (account, amount) VALUES ('a', 1)"))
+        connection.rollback()
+    assert ledgers.read(engine) == []
+
+
+def test_the_ledger_refuses_to_be_changed_and_what_it_watches_to_be_truncated(engine, hand):
+    enqueued_and_done(hand)
+    for statement in (
+        "UPDATE ledger.changes SET book = ''",
+        "DELETE FROM ledger.changes",
+        "TRUNCATE ledger.changes",
+        "SET session_replication_role = replica; DELETE FROM ledger.changes",
+        "TRUNCATE entries",
+    ):
+        with engine.connect() as connection, pytest.raises(ProgrammingError, match="refused"):
+            connection.execute(text(statement))
+
+
+def test_what_is_written_past_ordinary_triggers_is_in_the_ledger_all_the_same(engine, hand):
+    with engine.connect() as connection:
+        connection.execute(text("SET session_replication_role = replica; INSERT INTO entries VALUES (1, 'a', 1)"))
+        connection.execute(text("SET session_replication_role = origin"))
+    assert [(line.book, line.verb, line.row["account"]) for line in ledgers.read(engine)] == [
+        ("entries", "INSERT", "a")
+    ]
+
+
+# ---------------------------------------------------------------- each invariant, broken once
+
+TWICE = (DEPOSIT, DEPOSIT, COMPLETE)
+BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, Any]]] = {
+    "two rows of one completion": ("I1", [(CLAIM,), TWICE], [deposited()], {}),
+    "two results in one generation": ("I1", [(CLAIM,), (DEPOSIT, COMPLETE), (CLAIM,), (COMPLETE,)], [deposited()], {}),
+    "a generation without a replay": (
+        "I1",
+        [(CLAIM,), (RELEASE, NEXT), ("UPDATE idempotency.records SET generation = 2 WHERE :row",)],
+        [deposited()],
+        {},
+    ),
+    "an operation that never ends": ("I2", [(CLAIM,), (RELEASE, NEXT), (PUBLISH,)], [deposited()], {}),
+    "a row settled before its end": ("I2", [(ENQUEUE,), (PUBLISH,), (SETTLE,), (CLAIM,), (DEPOSIT, COMPLETE)], [], {}),
+    "a row committed before its record": ("I3", [(CLAIM,), (DEPOSIT,), (COMPLETE,)], [deposited()], {}),
+    "a completion without its row": ("I3", [(CLAIM,), (COMPLETE,)], [deposited()], {}),
+    "a body's row in a failing transaction": (
+        "I3",
+        [(CLAIM,), (DEPOSIT, FAILURE, LETTER, FAIL)],
+        [deposited(failure="no_account")],
+        {},
+    ),
+    "a failure without its row": (
+        "I3",
+        [(CLAIM,), (LETTER, FAIL)],
+        [deposited(rows=None, failure="no_account")],
+        {},
+    ),
+    "a row changed afterwards": (
+        "I3",
+        [(CLAIM,), (DEPOSIT, COMPLETE), ("UPDATE entries SET amount = 2",)],
+        [deposited()],
+        {},
+    ),
+    "a fence that goes back": (
+        "I4",
+        [
+            (CLAIM,),
+            (OVER,),
+            (CLAIM,),
+            ("UPDATE idempotency.records SET fence = fence - 1 WHERE :row",),
+            (DEPOSIT, COMPLETE),
+        ],
+        [deposited()],
+        {},
+    ),
+    "a fence handed out twice": (
+        "I4",
+        [(CLAIM,), (OVER,), ("SELECT setval('idempotency.fence', 1, false)",), (CLAIM,), (DEPOSIT, COMPLETE)],
+        [deposited()],
+        {},
+    ),
+    "a finish that nobody holds": (
+        "I4",
+        [(CLAIM,), (RELEASE, NEXT), (PUBLISH,), (DEPOSIT, COMPLETE)],
+        [deposited()],
+        {},
+    ),
+    "an ended record claimed again": ("I5", [(CLAIM,), (DEPOSIT, COMPLETE), (CLAIM,)], [deposited()], {}),
+    "an ended record finished again": (
+        "I5",
+        [(CLAIM,), (DEPOSIT, COMPLETE), (COMPLETE.replace('"ok": 1', '"ok": 2'),)],
+        [deposited(result=None)],
+        {},
+    ),
+    "another result than expected": ("I6", [(CLAIM,), (DEPOSIT, COMPLETE)], [deposited(result='{"ok":1}')], {}),
+    "another fingerprint under the key": (
+        "I6",
+        [(CLAIM,), ("UPDATE idempotency.records SET fingerprint = 'g' WHERE :row",), (DEPOSIT, COMPLETE)],
+        [deposited()],
+        {},
+    ),
+    "a failure that nobody expected": ("I6", [(CLAIM,), (FAILURE, LETTER, FAIL)], [deposited()], {}),
+    "a release without a delivery": ("I7", [(CLAIM,), (RELEASE,)], [deposited()], {"drained": False}),
+    "a claim without its message": (
+        "I7",
+        [(CLAIM.replace("'{\"m\": 1}'", "''"),)],
+        [deposited()],
+        {"drained": False},
+    ),
+    "a duplicate counted after the end": (
+        "I7",
+        [(CLAIM,), (DEPOSIT, COMPLETE), ("UPDATE idempotency.records SET duplicates = 1 WHERE :row",)],
+        [deposited()],
+        {},
+    ),
+    "a row never published": ("I8", [(ENQUEUE,)], [], {"queues": {"q": 9}}),
+    "a row marked that the broker never held": ("I8", [(ENQUEUE,), (PUBLISH,)], [], {"drained": False}),
+    "a row given up without a dead letter": (
+        "I8",
+        [(ENQUEUE,), ("UPDATE idempotency.outbox SET status = 'failed', last_error = 'e'",)],
+        [],
+        {"drained": False},
+    ),
+    "a record that nobody accepted": ("I9", [(CLAIM,), (DEPOSIT, COMPLETE)], [], {}),
+    "a record of a rolled-back enqueue": (
+        "I9",
+        [(CLAIM,), (DEPOSIT, COMPLETE)],
+        [deposited()],
+        {"rolled_back": [Id("shop", OPERATION, "a")]},
+    ),
+    "an event applied twice": (
+        "I11",
+        [(CLAIM,), (DEPOSIT, COMPLETE), (CLAIM,), (COMPLETE,)],
+        [deposited(is_event=True)],
+        {},
+    ),
+    "two acts under one key": ("I12", [], [], {"acts": {"g1": 2}}),
+    "an act that nobody began": ("I12", [], [], {"acts": {"g1": 1}}),
+    "a failure without a dead letter": (
+        "I13",
+        [(CLAIM,), (FAILURE, FAIL)],
+        [deposited(rows=None, failure="no_account")],
+        {},
+    ),
+    "two dead letters of one failure": (
+        "I13",
+        [(CLAIM,), (FAILURE, LETTER, LETTER.replace("'no_account'", "'other'"), FAIL)],
+        [deposited(rows=None, failure="no_account")],
+        {},
+    ),
+    "a dead letter without headers": (
+        "I13",
+        [(CLAIM,), (FAILURE, LETTER.replace("attempts, '{}'", "attempts, NULL"), FAIL)],
+        [deposited(rows=None, failure="no_account")],
+        {},
+    ),
+    "too many attempts": (
+        "I13",
+        [(CLAIM,), *[(OVER,), (CLAIM,)] * 6, (DEPOSIT, COMPLETE)],
+        [deposited()],
+        {},
+    ),
+    "a replay without a delivery": (
+        "I14",
+        [(CLAIM,), (FAILURE, LETTER, FAIL), (REPLAYED, REOPEN), (CLAIM,), (DEPOSIT, COMPLETE)],
+        [deposited()],
+        {},
+    ),
+    "a dead letter replayed twice": (
+        "I14",
+        [
+            (CLAIM,),
+            (FAILURE, LETTER, FAIL),
+            (REPLAYED, REOPEN, REPLAY),
+            (PUBLISH,),
+            (CLAIM,),
+            (DEPOSIT, COMPLETE),
+            ("UPDATE idempotency.dead_letters SET status = 'open', settled_at = NULL",),
+            (REPLAYED,),
+        ],
+        [deposited()],
+        {},
+    ),
+    "an operation that is nowhere": ("I15", [], [deposited()], {}),
+    "a record that vanished": ("I15", [(CLAIM,), (PURGE,)], [deposited()], {}),
+    "a living holder taken over": ("I20", [(CLAIM,), (CLAIM,), (DEPOSIT, COMPLETE)], [deposited()], {}),
+    "a claim before it is due": (
+        "I20",
+        [
+            (CLAIM,),
+            (RELEASE.replace("clock_timestamp()", "clock_timestamp() + interval '1 h'"), NEXT),
+            (PUBLISH,),
+            (CLAIM,),
+            (DEPOSIT, COMPLETE),
+        ],
+        [deposited()],
+        {},
+    ),
+    "an orphan that nobody recovers": ("I20", [(CLAIM,), (OVER,)], [deposited()], {}),
+    "a purge before its time": ("I21", [(CLAIM,), (DEPOSIT, COMPLETE), (PURGE,)], [deposited()], {}),
+    "a purge of what has not ended": ("I21", [(CLAIM,), (PURGE,)], [deposited()], {}),
+    "a purge of an unsent row": (
+        "I21",
+        [(ENQUEUE,), (CLAIM,), (DEPOSIT, COMPLETE_BRIEFLY), (PURGE_ROWS, PURGE)],
+        [],
+        {},
+    ),
+    "a purge under an open dead letter": (
+        "I21",
+        [(CLAIM,), (FAILURE, LETTER, FAIL_BRIEFLY), (PURGE,)],
+        [deposited(rows=None, failure="no_account")],
+        {},
+    ),
+    "a release with two deliveries": (
+        "I22",
+        [(CLAIM,), (OVER,), (RELEASE, RECOVER, RECOVER), (PUBLISH,), (CLAIM,), (DEPOSIT, COMPLETE)],
+        [deposited()],
+        {},
+    ),
+    "a settled row sent again": (
+        "I22",
+        [
+            (ENQUEUE,),
+            (PUBLISH,),
+            (CLAIM,),
+            (DEPOSIT, COMPLETE),
+            (SETTLE,),
+            ("UPDATE idempotency.outbox SET status = 'pending'",),
+            (PUBLISH,),
+        ],
+        [],
+        {},
+    ),
+    "a row of no tenant": ("I23", [(CLAIM,), (DEPOSIT, COMPLETE)], [deposited()], {"tenants": frozenset({"other"})}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_invariant_is_reported(engine, hand, name):
+    invariant, transactions, accepted, evidence = BROKEN[name]
+    for statements in transactions:
+        hand.sql(*statements)
+    assert invariant in reported(engine, *accepted, **evidence)
+
+
+def test_a_write_of_an_older_transaction_than_the_last_claim_is_reported(engine, hand):
+    hand.sql(CLAIM)
+    with engine.connect().execution_options(isolation_level="READ COMMITTED") as stale:
+        stale.execute(text("INSERT INTO entries (account, amount) VALUES ('a', 1)"))
+        hand.sql(OVER)
+        hand.sql(CLAIM)
+        where = "tenant = 'shop' AND key = 'a'"
+        stale.execute(text(COMPLETE.replace(":row", where)))
+        stale.commit()
+    assert reported(engine, deposited()) == {"I4"}
+
+
+def test_a_write_by_another_process_than_the_holder_is_reported(engine, hand):
+    hand.sql("SET application_name = 'pid 7'")
+    hand.sql(CLAIM)  # held by process 7
+    hand.sql("SET application_name = 'pid 8'")
+    hand.sql(DEPOSIT, COMPLETE)
+    assert reported(engine, deposited()) == {"I4"}
+
+
+def test_a_holder_that_recovery_took_for_dead_and_that_writes_later_is_reported(engine, hand, monkeypatch):
+    from datetime import timedelta
+
+    from tests.chaos import checker
+
+    monkeypatch.setattr(checker, "LATE", timedelta(0))
+    hand.sql(CLAIM)
+    hand.sql(RELEASE, RECOVER)  # its lease was not over
+    hand.sql(PUBLISH)
+    hand.sql(CLAIM)
+    hand.sql(DEPOSIT, COMPLETE)
+    assert reported(engine, deposited()) == set()
+    hand.sql("SET application_name = 'pid 7'")
+    hand.sql(CLAIM, key="b")
+    hand.sql(DEPOSIT, COMPLETE, key="b")
+    assert reported(engine, deposited(), deposited("b")) == {"I20"}
+
+
+def test_rows_of_one_ordering_key_published_in_another_order_than_committed_are_reported(engine, hand):
+    hand.sql(ENQUEUE, key="a")
+    hand.sql(ENQUEUE, key="b")
+    hand.sql(PUBLISH, key="b")
+    hand.sql(PUBLISH, key="a")
+    assert reported(engine, drained=False, queues={"q": 2}) == {"I10"}
+
+
+def test_a_gateway_key_that_two_operations_share_is_reported(engine, hand):
+    for key in ("a", "b"):
+        hand.sql(CLAIM, key=key)
+        hand.sql(EFFECT, key=key, gateway="g1")
+        hand.sql(DEPOSIT, COMPLETE, key=key)
+    assert reported(engine, deposited(), deposited("b"), acts={"g1": 1}) == {"I12"}
+
+
+def test_an_effect_that_acted_under_two_keys_is_reported(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql(EFFECT, gateway="g1")
+    hand.sql(EFFECT, gateway="g2")
+    hand.sql(DEPOSIT, COMPLETE)
+    assert reported(engine, deposited(), acts={"g1": 1, "g2": 1}) == {"I12"}
+    assert reported(engine, deposited(), acts={"g1": 0, "g2": 1}) == set()  # the first was proven not to have happened
+
+
+def test_a_row_of_another_tenant_is_reported(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql("INSERT INTO entries (account, amount) VALUES ('theirs', 1)", COMPLETE)
+    theirs = Accepted("other", OPERATION, "b", rows=(("theirs", 1),))
+    assert "I23" in reported(engine, deposited(), theirs, drained=False)
+
+
+def test_what_is_under_way_is_no_violation_until_the_run_has_drained(engine, hand):
+    hand.sql(ENQUEUE)
+    hand.sql(CLAIM, key="b")
+    assert reported(engine, deposited("b"), drained=False) == set()
+    assert reported(engine, deposited("b")) == {"I2", "I8"}
+
+
+def test_every_check_is_broken_by_some_test():
+    documented = {check.__doc__.split(":")[0] for check in CHECKS}
+    elsewhere = {"I10", "I12", "I23"}
+    assert documented == {invariant for invariant, *_ in BROKEN.values()} | elsewhere
+
+
+def test_a_violation_has_the_history_of_its_operation(engine, hand):
+    hand.sql(ENQUEUE)
+    hand.sql(CLAIM)
+    hand.sql(DEPOSIT, DEPOSIT, COMPLETE)
+    found = findings(engine, deposited(), drained=False)
+    violation = next(each for each in found.violations if each.invariant == "I1")
+    lines = found.history(violation)
+    assert len(lines) == 3
+    assert "status=started→completed" in lines[-1]
