@@ -1,0 +1,168 @@
+"""The safeguards, and how each is taken away: here and nowhere in the library.
+
+Every removal changes the library's own statements or methods in this process. One that finds nothing to change raises
+`NothingToRemove`: a control whose safeguard has moved must not pass for one that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from idempotency import lease, publisher, records, relay
+from idempotency.lease import Hint
+
+
+class NothingToRemove(Exception):
+    """The library has changed, and this removal does not remove anything any more."""
+
+
+class Removal:
+    """What was changed in this process, and how it was before."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Put a value in the place of an attribute, which must exist."""
+        self._before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def edit(self, module: ModuleType, old: str, new: str, *, only: str | None = None) -> None:
+        """Replace a piece of text in a module's statements: in all of them, or in one."""
+        names = [only] if only is not None else [name for name, value in vars(module).items() if isinstance(value, str)]
+        found = [name for name in names if not name.startswith("__") and old in getattr(module, name)]
+        if not found:
+            raise NothingToRemove(f"{module.__name__}: no statement has {old!r}")
+        for name in found:
+            self.set(module, name, getattr(module, name).replace(old, new))
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for owner, name, value in reversed(self._before):
+            setattr(owner, name, value)
+
+
+def fence(removal: Removal) -> None:
+    """Neither the fence nor the token is compared in any write after the claim."""
+    removal.edit(records, " AND fence = %(fence)s AND token = %(token)s", "")
+
+
+def status(removal: Removal) -> None:
+    """No write after the claim asks whether the record is still started."""
+    removal.edit(records, "status = 'started' AND fence = %(fence)s", "fence = %(fence)s")
+
+
+def confirm(removal: Removal) -> None:
+    """What was sent counts as published: no confirm is awaited."""
+    connect = publisher.Publisher._connect
+
+    def connect_without(self: Any) -> Any:
+        channel = connect(self)
+        self._confirms = False
+        return channel
+
+    removal.set(publisher.Publisher, "_connect", connect_without)
+
+
+def mandatory(removal: Removal) -> None:
+    """The broker may drop what it cannot route: it is not asked to send it back."""
+    send = publisher.Publisher._send
+
+    class Optional:
+        def __init__(self, channel: Any) -> None:
+            self._channel = channel
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._channel, name)
+
+        def basic_publish(self, *args: Any, **options: Any) -> Any:
+            return self._channel.basic_publish(*args, **(options | {"mandatory": False}))
+
+    removal.set(publisher.Publisher, "_send", lambda self, channel, message: send(self, Optional(channel), message))
+
+
+def select_by_state(removal: Removal) -> None:
+    """The relay keeps a cursor: it takes the rows behind the last one that it has published."""
+    removal.edit(
+        relay,
+        "WHERE status = 'pending' AND available_at",
+        "WHERE id > (SELECT coalesce(max(id), 0) FROM idempotency.outbox WHERE published_at IS NOT NULL)"
+        " AND status = 'pending' AND available_at",
+        only="_LEASE_ROWS",
+    )
+
+
+def outbox_until_terminal(removal: Removal) -> None:
+    """A row is settled as soon as it is published."""
+    removal.edit(
+        relay,
+        "published_at = clock_timestamp()",
+        "published_at = clock_timestamp(), settled_at = clock_timestamp()",
+        only="_MARK_PUBLISHED",
+    )
+
+
+def tenant(removal: Removal) -> None:
+    """Records are found by operation and key alone."""
+    removal.edit(records, "tenant = %(tenant)s AND operation", "operation")
+
+
+def lease_compare(removal: Removal) -> None:
+    """Whoever leaves deletes the lease in Redis, whosever it is."""
+    if "DEL" not in lease._DROP or "GET" not in lease._DROP:
+        raise NothingToRemove("lease: the drop does not compare before it deletes")
+    removal.set(lease, "_DROP", "redis.call('DEL', KEYS[1])")
+
+
+def guarded_mark(removal: Removal) -> None:
+    """Any lease in Redis is believed, as if a duplicate had been counted."""
+    take = lease.Leases.take
+
+    def believe(self: Any, *args: Any) -> Hint:
+        hint = take(self, *args)
+        return Hint.GUARDED if hint is Hint.HELD else hint
+
+    removal.set(lease.Leases, "take", believe)
+
+
+def delivery_limit(removal: Removal) -> None:
+    """The queue hands a message out without end. A matter of the queue's arguments: see `tests.controls.app`."""
+
+
+SAFEGUARDS: dict[str, Callable[[Removal], None]] = {
+    "fence": fence,
+    "status": status,
+    "confirm": confirm,
+    "mandatory": mandatory,
+    "delivery_limit": delivery_limit,
+    "select_by_state": select_by_state,
+    "outbox_until_terminal": outbox_until_terminal,
+    "tenant": tenant,
+    "lease_compare": lease_compare,
+    "guarded_mark": guarded_mark,
+}
+
+
+def remove(names: Iterable[str]) -> Removal:
+    """Take these safeguards away in this process, until `undo()`."""
+    removal = Removal()
+    try:
+        for name in names:
+            SAFEGUARDS[name](removal)
+    except BaseException:
+        removal.undo()
+        raise
+    return removal
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Do something without these safeguards."""
+    removal = remove(names)
+    try:
+        yield
+    finally:
+        removal.undo()
