@@ -819,17 +819,17 @@ def tenants_are_apart(books: Books) -> Iterator[Violation]:
             others = owners.get((change.row["account"], change.row["amount"]))
             if others and id.tenant not in others:
                 yield Violation("I23", _name(id), f"wrote the row {change.row['account']!r} of {', '.join(others)}")
-    for change in books.changes:
-        # one statement about one operation never touches another tenant's record of the same name
-        if change.book == "records" and change.verb != "DELETE":
-            for other in books.by_transaction[change.txid]:
-                mine, its = _id(change.row), _id(other.row) if other.book == "records" else None
-                if its is not None and its[1:] == mine[1:] and its.tenant < mine.tenant and _is_an_end(change, other):
-                    yield Violation("I23", _name(mine), f"ended in one transaction with the same key of {its.tenant!r}")
-
-
-def _is_an_end(*changes: Change) -> bool:
-    return all(_becomes(c, "completed") or _becomes(c, "failed") for c in changes)
+    # one statement about one operation never ends another tenant's of the same name
+    for changes in books.by_transaction.values():
+        ended: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for change in changes:
+            if change.book == "records" and (_becomes(change, "completed") or _becomes(change, "failed")):
+                id = _id(change.row)
+                ended[id.operation, id.key].add(id.tenant)
+        for (operation, key), found in ended.items():
+            if len(found) > 1:
+                name = _name(Id(min(found), operation, key))
+                yield Violation("I23", name, f"ended in one transaction for {', '.join(sorted(found))}")
 
 
 CHECKS: tuple[Callable[[Books], Iterable[Violation]], ...] = (

@@ -466,6 +466,13 @@ def test_a_row_of_another_tenant_is_reported(engine, hand):
     assert "I23" in reported(engine, deposited(), theirs, drained=False)
 
 
+def test_the_same_key_of_two_tenants_ended_in_one_transaction_is_reported(engine, hand):
+    for tenant in ("shop", "other"):
+        hand.sql(CLAIM, tenant=tenant)
+    hand.sql(DEPOSIT, COMPLETE.replace(":row", "key = 'a'"))
+    assert "I23" in reported(engine, deposited(), Accepted("other", OPERATION, "a"))
+
+
 def test_what_is_under_way_is_no_violation_until_the_run_has_drained(engine, hand):
     hand.sql(ENQUEUE)
     hand.sql(CLAIM, key="b")

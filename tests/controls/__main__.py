@@ -28,7 +28,7 @@ def main(
     """Run every control with its safeguard and without it; exit status 1 unless each is green and then red."""
     names = {control.name for control in CONTROLS}
     if unknown := sorted(set(only or ()) - names):
-        raise typer.BadParameter(f"--only: no control {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
+        raise typer.BadParameter(f"no control {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     chosen = [control for control in CONTROLS if not only or control.name in only]
     console = Console(stderr=as_json)
     started = time.monotonic()

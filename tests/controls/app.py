@@ -19,7 +19,7 @@ from tests.controls.safeguards import remove
 app: Celery = bank.app
 
 # Small, so that a poison message reaches it soon; no worker starts with less than 20 unless told that less will do.
-DELIVERY_LIMIT = 5
+DELIVERY_LIMIT = 2
 # RabbitMQ has no word for "no limit" that all its versions know.
 NO_LIMIT = 1_000_000
 

@@ -1,0 +1,77 @@
+"""Each safeguard is removed once, and its oracle must tell; and what makes a control itself worthless is noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from idempotency import lease, records
+from tests.chaos.checker import Violation
+from tests.controls.run import PATIENCE, Outcome, run
+from tests.controls.safeguards import SAFEGUARDS, NothingToRemove, Removal, remove, without
+from tests.controls.scenarios import CONTROLS
+
+CONTROL = CONTROLS[0]
+ITS_OWN = Violation(CONTROL.invariant, "a", "a write under an old fence")
+ANOTHERS = Violation("I99", "a", "something else")
+
+
+@pytest.mark.controls
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
+def test_the_oracle_is_silent_with_its_safeguard_and_tells_without_it(servers, control):
+    if servers.broker == "redis":
+        pytest.skip("needs RabbitMQ: what is removed is what only it can do")
+    assert run(servers, control).problems == []
+
+
+def test_every_safeguard_has_its_control():
+    assert [control.name for control in CONTROLS] == list(SAFEGUARDS)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "complaint"),
+    [
+        (Outcome(CONTROL, [], [], 1, 1), "green without its safeguard"),
+        (Outcome(CONTROL, [], [ANOTHERS], 1, 1), "green without its safeguard"),  # another oracle's word is not enough
+        (Outcome(CONTROL, [ANOTHERS], [ITS_OWN], 1, 1), "red with its safeguard in place"),
+        (Outcome(CONTROL, [], [ITS_OWN], 1, PATIENCE + 1), "to tell"),
+    ],
+)
+def test_a_control_that_proves_nothing_says_why(outcome, complaint):
+    assert [complaint in problem for problem in outcome.problems] == [True]
+
+
+def test_a_control_that_is_silent_with_its_safeguard_and_tells_without_it_has_no_problem():
+    assert Outcome(CONTROL, [], [ANOTHERS, ITS_OWN], 1, 1).problems == []
+
+
+@pytest.mark.parametrize("name", [name for name in SAFEGUARDS if name != "delivery_limit"])
+def test_a_removed_safeguard_is_gone_and_comes_back(name):
+    removal = Removal()
+    SAFEGUARDS[name](removal)
+    changed = [(owner, attribute, before) for owner, attribute, before in removal._before]
+    assert changed
+    assert all(getattr(owner, attribute) != before for owner, attribute, before in changed)
+    removal.undo()
+    assert all(getattr(owner, attribute) == before for owner, attribute, before in changed)
+
+
+def test_a_safeguard_that_is_not_where_it_was_is_an_error_and_nothing_stays_changed(monkeypatch):
+    monkeypatch.setattr(lease, "_DROP", "redis.call('UNLINK', KEYS[1])")
+    before = records._COMPLETE
+    with pytest.raises(NothingToRemove, match="lease"):
+        remove(["fence", "lease_compare"])
+    assert before == records._COMPLETE
+    with pytest.raises(NothingToRemove, match="no statement has"), without("fence", "fence"):
+        pass
+    assert before == records._COMPLETE
+
+
+def test_an_unknown_control_is_refused_by_name():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.controls", "--only", "nonsense"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr
