@@ -13,7 +13,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: help venv up down status demo test controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ demo: .venv/ready ## the whole system under load and faults, checked at the end
 
 test: .venv/ready ## all tests, against real servers
 	@$(VENV)/python -m pytest $(ARGS)
+
+controls: .venv/ready ## every safeguard removed once: its test must turn red
+	@$(VENV)/python -m tests.controls $(ARGS)
 
 lint: .venv/ready ## ruff: rules and formatting
 	@$(VENV)/ruff check .
