@@ -50,6 +50,7 @@ class Accepted:
     failure_row whether its `on_failed` leaves a row in `failures`
     acts        how many effects outside it has when it completes
     is_event    whether it is a consumer's handling of an event
+    max_attempts of its task; None: as the evidence says of every task
     """
 
     tenant: str
@@ -61,6 +62,7 @@ class Accepted:
     failure_row: bool = True
     acts: int | None = None
     is_event: bool = False
+    max_attempts: int | None = None
 
     @property
     def id(self) -> Id:
@@ -659,8 +661,9 @@ def one_act_outside(books: Books) -> Iterator[Violation]:
 
 def failures_are_bounded_and_lettered(books: Books) -> Iterator[Violation]:
     """I13: an operation fails at most so many times, then there is exactly one dead letter, which says how and why."""
-    limit = books.evidence.max_attempts + books.evidence.spare_attempts
     for id, events in books.events.items():
+        own = books.accepted[id].max_attempts if id in books.accepted else None
+        limit = (own or books.evidence.max_attempts) + books.evidence.spare_attempts
         most = max((e.new["attempts"] for e in events if e.change.new is not None), default=0)
         if most > limit:
             yield Violation("I13", _name(id), f"{most} attempts, allowed are {limit}")
