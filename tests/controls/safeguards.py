@@ -112,9 +112,7 @@ def tenant(removal: Removal) -> None:
 
 def lease_compare(removal: Removal) -> None:
     """Whoever leaves deletes the lease in Redis, whosever it is."""
-    if "DEL" not in lease._DROP or "GET" not in lease._DROP:
-        raise NothingToRemove("lease: the drop does not compare before it deletes")
-    removal.set(lease, "_DROP", "redis.call('DEL', KEYS[1])")
+    removal.edit(lease, "if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then", "if value then")
 
 
 def guarded_mark(removal: Removal) -> None:

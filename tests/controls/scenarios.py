@@ -87,8 +87,7 @@ def fence(stage: Stage) -> Sequence[Violation]:
 
 
 def status(stage: Stage) -> Sequence[Violation]:
-    for constraint in ("completed_has_a_result", "terminal_has_its_times"):
-        stage.sql(f"ALTER TABLE idempotency.records DROP CONSTRAINT {constraint}")
+    stage.sql("ALTER TABLE idempotency.records DISABLE TRIGGER check_record")
     worker = stage.worker().wait_until_ready()
     crashing.plan(stage.crashes, "finish.committed", crashing.RAISE_EXIT)  # a shutdown just after the commit
     stage.send(bank.deposit, "a")
@@ -241,7 +240,7 @@ CONTROLS: tuple[Control, ...] = (
         "I5",
         "a completed record is released again by its own attempt",
         status,
-        also_off="two CHECKs of the table, which refuse such a row",
+        also_off="the table's own check of a record's shape, which refuses such a row",
     ),
     Control(
         "confirm",

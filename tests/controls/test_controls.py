@@ -59,7 +59,8 @@ def test_a_removed_safeguard_is_gone_and_comes_back(name):
 
 
 def test_a_safeguard_that_is_not_where_it_was_is_an_error_and_nothing_stays_changed(monkeypatch):
-    monkeypatch.setattr(lease, "_DROP", "redis.call('UNLINK', KEYS[1])")
+    for script in ("_DROP", "_DROP_ALL", "_TAKE"):
+        monkeypatch.setattr(lease, script, "redis.call('UNLINK', KEYS[1])")
     before = records._COMPLETE
     with pytest.raises(NothingToRemove, match="lease"):
         remove(["fence", "lease_compare"])
