@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -214,8 +215,9 @@ def guarded_mark(stage: Stage) -> Sequence[Violation]:
     worker = stage.worker().wait_until_ready()
     crashing.plan(stage.crashes, "lease.taken", crashing.KILL_CHILD)  # before its claim: there is no record
     stage.send(bank.deposit, "a")
+    ignored = re.compile(rf"Task {bank.deposit.name}\[[^]]+\] ignored")
     eventually(
-        lambda: _status(stage, "a") == "completed" or " ignored" in worker.log, timeout=45, what="the redelivery"
+        lambda: _status(stage, "a") == "completed" or ignored.search(worker.log), timeout=45, what="the redelivery"
     )
     stage.wait_for_everything_sent(worker)
     return stage.check()

@@ -30,7 +30,7 @@ from tests.controls.safeguards import without
 from tests.processes import Processes, Worker, eventually
 
 # Longer than any run: nothing happens by itself, time passes by UPDATE.
-LEASE = 240
+LEASE, MAX_RUN = 900, 3600
 TENANT = "default"
 
 
@@ -159,6 +159,7 @@ def stage(servers: services.Services, *removed: str, **environment: str) -> Iter
         "BANK_QUEUE": f"control-{uuid4().hex[:8]}",
         "CRASH_DIRECTORY": tempfile.mkdtemp(prefix="control-"),
         "LEASE": str(LEASE),
+        "MAX_RUN": str(MAX_RUN),
         "WITHOUT": ",".join(removed),
         "PYTHONPATH": os.getcwd(),
         **environment,
