@@ -384,6 +384,59 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
         [],
         {},
     ),
+    "a record that begins in its second generation": (
+        "I1",
+        [(CLAIM.replace("key, status", "key, generation, status").replace(":key, 'started'", ":key, 2, 'started'"),)],
+        [deposited()],
+        {"drained": False},
+    ),
+    "a completion where a failure was declared": (
+        "I6",
+        [(CLAIM,), (DEPOSIT, COMPLETE)],
+        [deposited(failure="no_account")],
+        {},
+    ),
+    "a row that was never pending": (
+        "I8",
+        [(ENQUEUE.replace("ordering_key)", "status, published_at)").replace("'order'", "'published', now()"),)],
+        [],
+        {"drained": False, "queues": {"q": 1}},
+    ),
+    "an outbox row of a rolled-back enqueue": (
+        "I9",
+        [(ENQUEUE,)],
+        [],
+        {"drained": False, "rolled_back": [Id("shop", OPERATION, "a")]},
+    ),
+    "a completion without its act outside": ("I12", [(CLAIM,), (DEPOSIT, COMPLETE)], [deposited(acts=1)], {}),
+    "a replay without its dead letter": (
+        "I14",
+        [(CLAIM,), (FAILURE, LETTER, FAIL), (REOPEN, REPLAY)],
+        [deposited()],
+        {"drained": False},
+    ),
+    "a replay in the same generation": (
+        "I14",
+        [(CLAIM,), (FAILURE, LETTER, FAIL), (REPLAYED, REOPEN.replace("generation + 1", "generation"), REPLAY)],
+        [deposited()],
+        {"drained": False},
+    ),
+    "an open dead letter deleted": (
+        "I21",
+        [(CLAIM,), (FAILURE, LETTER, FAIL), ("DELETE FROM idempotency.dead_letters",)],
+        [deposited(rows=None, failure="no_account")],
+        {},
+    ),
+    "a row that failed and is sent again": (
+        "I22",
+        [
+            (ENQUEUE,),
+            ("UPDATE idempotency.outbox SET status = 'failed', last_error = 'e'",),
+            ("UPDATE idempotency.outbox SET status = 'pending'",),
+        ],
+        [],
+        {"drained": False},
+    ),
     "a row of no tenant": ("I23", [(CLAIM,), (DEPOSIT, COMPLETE)], [deposited()], {"tenants": frozenset({"other"})}),
 }
 
