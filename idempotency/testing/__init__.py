@@ -1,0 +1,12 @@
+"""For the tests of an application: is this task idempotent? The fixtures are in the plugin, `idempotency_pytest`.
+
+A task runs once plainly. Then, each time on a fresh state, it is killed at every crash point, delivered again,
+overtaken by another attempt, and its COMMIT goes unanswered; what the database and the outside world have seen in
+the end must be what the plain run left.
+"""
+
+from .check import AssertIdempotent, Checked
+from .differences import NotIdempotent
+from .recording import Call, RecordingServer
+
+__all__ = ["AssertIdempotent", "Call", "Checked", "NotIdempotent", "RecordingServer"]

@@ -1,0 +1,203 @@
+"""The test database of a check: emptied before each scenario, read after it, and its clock turned for one record.
+
+Emptying tables is dangerous, so a database whose name does not say that it is one for tests is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import redis
+from celery import Celery
+from sqlalchemy import Connection, Table, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
+
+from .. import settings
+from ..attempt import describe
+from ..keys import OperationId
+from ..lease import _name as lease_name
+from ..message import Message
+from ..runtime import make_engine
+from ..schema import SCHEMA
+from .differences import HEADINGS, Masked, Row
+
+# Nobody else works in this database; whoever keeps a table locked for so long will not let go.
+LOCK_TIMEOUT = "10s"
+
+_OWN = "(tenant, operation, key) = (:tenant, :operation, :key)"
+_RIPEN = f"""
+UPDATE idempotency.records
+SET locked_until = CASE WHEN status = 'started' THEN clock_timestamp() - interval '1 second' END,
+    available_at = CASE WHEN status = 'released' THEN clock_timestamp() - interval '1 second' END
+WHERE {_OWN} AND status IN ('started', 'released')
+"""
+_TABLES = """
+SELECT c.oid::regclass::text AS name
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname NOT LIKE 'pg\\_%'
+  AND n.nspname NOT IN ('information_schema', :schema) AND c.oid <> ALL (cast(:named AS regclass[])::oid[])
+ORDER BY 1
+"""
+
+
+class Ground:
+    """One check's view of the database. Raises `ValueError` for what it will not touch."""
+
+    def __init__(self, app: Celery, tables: Iterable[object], *, allow_database: str | None) -> None:
+        self._settings = settings.from_app(app)
+        self._engine = make_engine(self._settings, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        self._allow(allow_database)
+        self.tables = {name: self._quoted(name) for name in map(_name_of, tables)}
+        self._ids: set[OperationId] = set()
+        self._first_row = 0
+
+    def _allow(self, allowed: str | None) -> None:
+        with self._engine.connect() as connection:
+            name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+        if name != allowed and "test" not in name.lower():
+            raise ValueError(
+                f"assert_idempotent empties tables, and the name of the database {name!r} does not say that it is one "
+                f"for tests; allow_database={name!r} does"
+            )
+
+    def _quoted(self, name: str) -> str:
+        quote = self._engine.dialect.identifier_preparer.quote
+        quoted = ".".join(quote(part) for part in name.split("."))
+        if name.split(".")[0] == SCHEMA or name in HEADINGS:
+            raise ValueError(f"tables: {name!r} cannot be compared under this name")
+        if not self._exists(quoted):
+            raise ValueError(f"tables: there is no table {name!r} in the database")
+        return quoted
+
+    def _exists(self, quoted: str) -> bool:
+        with self._engine.connect() as connection:
+            return bool(
+                connection.execute(text("SELECT to_regclass(:name) IS NOT NULL"), {"name": quoted}).scalar_one()
+            )
+
+    def ignored(self, entries: Iterable[str]) -> Masked:
+        """What `ignore=` names: a column of a heading, or a whole heading, or a table that is not compared anyway."""
+        known = {*HEADINGS, *self.tables}
+        masked = set()
+        for entry in entries:
+            heading, _, column = entry.rpartition(".")
+            if entry in known or (heading not in known and self._exists(entry)):
+                masked.add((entry, "*"))
+            elif heading in known:
+                masked.add((heading, column))
+            else:
+                raise ValueError(f"ignore: {entry!r} names no table, and no column of one in tables= or of {HEADINGS}")
+        return frozenset(masked)
+
+    # ------------------------------------------------------------ before
+
+    def clear(self) -> None:
+        """Empty the named tables, and forget the operations of this check."""
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
+            if self.tables:
+                try:
+                    # no RESTART IDENTITY: serial ids go on, so that two plain runs show which columns hold them
+                    connection.exec_driver_sql(f"TRUNCATE {', '.join(self.tables.values())}")
+                except DBAPIError as error:
+                    raise ValueError(
+                        f"the tables cannot be emptied ({describe(error)}): name those that refer to them too, and "
+                        "leave no transaction open in the test or its fixtures"
+                    ) from None
+            # what the last scenario enqueued must not be sent by anybody
+            connection.execute(text("DELETE FROM idempotency.outbox WHERE id > :first"), {"first": self._first_row})
+            for table in ("records", "outbox", "dead_letters"):
+                for id in self._ids:
+                    connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
+            self._first_row = self._newest_row(connection)
+        if self._settings.redis_url is not None and self._ids:
+            try:
+                with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
+                    client.delete(*map(lease_name, self._ids))
+            except redis.RedisError:
+                pass  # without Redis nothing is there to be forgotten
+
+    def meet(self, id: OperationId) -> None:
+        """Count this operation among those of the check."""
+        if id not in self._ids:
+            self._ids.add(id)
+            with self._engine.connect() as connection:
+                for table in ("records", "outbox", "dead_letters"):
+                    connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
+
+    def close(self) -> None:
+        self.clear()
+        self._engine.dispose()
+
+    # ------------------------------------------------------------ during
+
+    def ripen(self, id: OperationId) -> None:
+        """Let its lease be over, or its next delivery be due."""
+        with self._engine.connect() as connection:
+            connection.execute(text(_RIPEN), _row(id))
+
+    def status(self, id: OperationId) -> str | None:
+        with self._engine.connect() as connection:
+            row = connection.execute(text(f"SELECT status FROM idempotency.records WHERE {_OWN}"), _row(id))
+            return row.scalar_one_or_none()
+
+    # ------------------------------------------------------------ after
+
+    def rows(self) -> dict[str, list[Row]]:
+        """All rows of the named tables."""
+        with self._engine.connect() as connection:
+            return {
+                name: [json.loads(row) for row in connection.exec_driver_sql(_all(table)).scalars()]
+                for name, table in self.tables.items()
+            }
+
+    def record(self, id: OperationId) -> Any:
+        """Status, result, error and effects of the operation; None without a record."""
+        query = text(f"SELECT status, result, error, effects FROM idempotency.records WHERE {_OWN}")
+        with self._engine.connect() as connection:
+            return connection.execute(query, _row(id)).one_or_none()
+
+    def enqueued(self) -> list[Row]:
+        """The messages left in the outbox since `clear`, but for the check's own operations."""
+        query = text("SELECT tenant, operation, key, message FROM idempotency.outbox WHERE id > :first ORDER BY id")
+        with self._engine.connect() as connection:
+            rows = connection.execute(query, {"first": self._first_row}).all()
+        found: list[Row] = []
+        for row in rows:
+            if OperationId(row.tenant, row.operation, row.key) not in self._ids:
+                args, kwargs, _ = json.loads(Message.from_text(row.message).body)
+                found.append({"task": row.operation, "key": row.key, "args": args, "kwargs": kwargs})
+        return found
+
+    def others(self) -> dict[str, tuple[int, int]]:
+        """The state of every table that was not named, to see whether a run writes to it."""
+        with self._engine.connect() as connection:
+            parameters = {"schema": SCHEMA, "named": list(self.tables.values())}
+            names: Sequence[str] = connection.execute(text(_TABLES), parameters).scalars().all()
+            return {name: tuple(connection.exec_driver_sql(_state(name)).one()) for name in names}
+
+    def _newest_row(self, connection: Connection) -> int:
+        return int(connection.exec_driver_sql("SELECT coalesce(max(id), 0) FROM idempotency.outbox").scalar_one())
+
+
+def _name_of(table: object) -> str:
+    if isinstance(table, str):
+        return table
+    if isinstance(mapped := getattr(table, "__table__", table), Table):
+        return mapped.fullname
+    raise ValueError(f"tables: names, mapped classes or SQLAlchemy tables, got {type(table).__name__}")
+
+
+def _all(table: str) -> str:
+    return f"SELECT row_to_json(t)::text FROM {table} t"
+
+
+def _state(table: str) -> str:
+    return f"SELECT count(*), coalesce(max(xmin::text::bigint), 0) FROM {table}"
+
+
+def _row(id: OperationId) -> dict[str, str]:
+    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}

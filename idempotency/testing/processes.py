@@ -1,0 +1,283 @@
+"""Deliveries in forked processes, each the life of a pool child: one message, and perhaps a violent end.
+
+A killed process cleans nothing up, so a process it is, and the signal is SIGKILL. Forked, because the task under
+test may be defined inside a test function.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from celery import Celery
+from celery.app.trace import build_tracer
+from celery.exceptions import Reject
+from celery.signals import before_task_publish, worker_process_init
+from kombu.utils.json import dumps, loads
+from sqlalchemy import event
+from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.pool import Pool
+
+from .. import crash_points
+from ..attempt import describe
+from ..message import Message
+from ..runtime import Runtime
+
+# How often a child's end is looked for; one attempt takes some 50 ms.
+POLL = 0.003
+# The most attempts that one scenario takes away from a task.
+INTERRUPTIONS = 2
+# By this a finishing statement is known, on the connections whose statements commit by themselves.
+FINISH = "SET status = 'completed'"
+
+
+class Does(StrEnum):
+    """What is done to a process at a point."""
+
+    KILL = "kill"  # SIGKILL
+    STOP = "stop"  # SIGSTOP, until `resume`
+    LOSE_ANSWER = "lose answer"  # the next COMMIT is carried out, and its answer lost
+    LOSE_COMMIT = "lose commit"  # the connection breaks before the next COMMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """`does`, at the `number`-th time that the point is reached."""
+
+    does: Does
+    point: str
+    number: int = 1
+
+
+@dataclass(slots=True)
+class Journal:
+    """What a process has told, as far as it came."""
+
+    points: list[tuple[str, int]] = field(default_factory=list)
+    sent: list[dict[str, Any]] = field(default_factory=list)
+    outcome: str = ""
+    error: str = ""
+    broken: str = ""
+
+
+class Delivery:
+    """One message in one forked process. Every process is ended by its own pid at the latest in `end`."""
+
+    def __init__(
+        self,
+        app: Celery,
+        task: Any,
+        message: Message,
+        *,
+        interruption: Interruption | None = None,
+        barrier: int | None = None,
+    ) -> None:
+        # unlinked at once; the child inherits it, and what it wrote survives its death
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads at a fork: ours is the recording server's, whose locks the child never takes
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            _live(app, task, message, self._file.fileno(), interruption, barrier)
+        self.status: int | None = None
+
+    def wait(self, timeout: float, *, stopped: bool = False) -> bool:
+        """Wait for its end, or with `stopped` for its stop too. False: neither within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG | (os.WUNTRACED if stopped else 0))
+            if pid:
+                if os.WIFSTOPPED(status):
+                    return True
+                self.status = status
+                break
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL)
+        return True
+
+    def resume(self) -> None:
+        """Let it go on, if it was stopped."""
+        if self.status is None:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def journal(self) -> Journal:
+        journal = Journal()
+        self._file.seek(0)
+        for line in self._file.read().splitlines():
+            entry = json.loads(line)
+            if "point" in entry:
+                journal.points.append((entry["point"], entry["number"]))
+            elif "sent" in entry:
+                journal.sent.append(entry["sent"])
+            elif "broken" in entry:
+                journal.broken = entry["broken"]
+            else:
+                journal.outcome, journal.error = entry["outcome"], entry["error"]
+        if self.status is not None and os.WIFSIGNALED(self.status):
+            journal.outcome = f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
+        return journal
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            _, self.status = os.waitpid(self.pid, 0)
+        self._file.close()
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def _live(
+    app: Celery, task: Any, message: Message, journal: int, interruption: Interruption | None, barrier: int | None
+) -> NoReturn:
+    def write(**entry: Any) -> None:
+        os.write(journal, (json.dumps(entry) + "\n").encode())
+
+    # a collection would touch, and so copy, every page of the parent
+    gc.freeze()
+    try:
+        _take_nothing_along()
+        _record_messages(app, write)
+        _install(app, interruption, write)
+        # interruptions use attempts up, which must not decide how the operation ends
+        task.max_attempts = (task.max_attempts or Runtime.of(app).settings.max_attempts) + INTERRUPTIONS
+        worker_process_init.send(sender=None)
+        if barrier is not None:
+            os.read(barrier, 1)
+        write(**_deliver(app, task, message))
+        Runtime.discard(app)
+    except BaseException:
+        write(broken=traceback.format_exc()[-4000:])
+    finally:
+        # past pytest's own exit handlers, which are the parent's
+        os._exit(0)
+
+
+def _deliver(app: Celery, task: Any, message: Message) -> dict[str, str]:
+    """Hand the message to Celery's own tracer, as a pool child does."""
+    args, kwargs, _ = loads(message.body)
+    request = {
+        **message.headers,
+        **message.properties,
+        "args": args,
+        "kwargs": kwargs,
+        "is_eager": False,
+        "ignore_result": True,
+        "delivery_info": {"exchange": "", "routing_key": message.queue(app), "priority": None},
+    }
+    try:
+        _, info, _, _ = build_tracer(task.name, task, app=app)(message.headers["id"], args, kwargs, request)
+    except Reject as error:
+        return {"outcome": "REJECTED", "error": str(error)}
+    if info is None:
+        return {"outcome": "SUCCESS", "error": ""}
+    raised = info.retval
+    cause = getattr(raised, "exc", None) or raised
+    return {"outcome": info.state, "error": describe(cause) if isinstance(cause, BaseException) else repr(cause)}
+
+
+def _take_nothing_along() -> None:
+    """Connections of the parent's pools are not ours: whoever takes one gets a new one in its place."""
+
+    def connected(_: Any, record: Any) -> None:
+        record.info["idempotency_testing_pid"] = os.getpid()
+
+    def taken(_: Any, record: Any, proxy: Any) -> None:
+        if record.info.get("idempotency_testing_pid") != os.getpid():
+            record.dbapi_connection = proxy.dbapi_connection = None
+            raise DisconnectionError("opened by another process")
+
+    event.listen(Pool, "connect", connected)
+    event.listen(Pool, "checkout", taken, insert=True)
+
+
+def _record_messages(app: Celery, write: Any) -> None:
+    """Messages published past the outbox are noted, and go to a broker that ends with this process."""
+    for name in ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL"):
+        os.environ.pop(name, None)
+    app.conf.update(
+        broker_url="memory://",
+        broker_read_url=None,
+        broker_write_url=None,
+        broker_use_ssl=None,
+        broker_transport_options={},
+        broker_failover_strategy="round-robin",
+        # what is sent in a test run eagerly is sent in production
+        task_always_eager=False,
+    )
+    app._pool = None
+    app.amqp._producer_pool = None
+
+    def sent(sender: Any = None, body: Any = None, headers: Mapping[str, Any] | None = None, **_: Any) -> None:
+        arguments = body if isinstance(body, dict) else {"args": body[0], "kwargs": body[1]}
+        entry = {"task": str(sender), "args": arguments.get("args"), "kwargs": arguments.get("kwargs")}
+        write(sent=json.loads(dumps(entry)))
+
+    before_task_publish.connect(sent, weak=False)
+
+
+def _install(app: Celery, interruption: Interruption | None, write: Any) -> None:
+    reached: Counter[str] = Counter()
+
+    def reach(point: str) -> None:
+        reached[point] += 1
+        write(point=point, number=reached[point])
+        if interruption is None or (point, reached[point]) != (interruption.point, interruption.number):
+            return
+        match interruption.does:
+            case Does.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Does.STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case _:
+                carried_out = interruption.does is Does.LOSE_ANSWER
+                # an attempt that never opens its session finishes without COMMIT, in one statement
+                breaks = _break_statement if point == "body.entered" else _break_commit
+                breaks(Runtime.of(app), carried_out=carried_out)
+
+    crash_points.install(reach)
+
+
+def _break_commit(runtime: Runtime, *, carried_out: bool) -> None:
+    """Break the connection of the attempt's next COMMIT."""
+    dialect: Any = runtime.engine.dialect
+    commit = dialect.do_commit
+
+    def break_once(connection: Any) -> None:
+        dialect.do_commit = commit
+        if carried_out:
+            commit(connection)
+        _break(connection)
+
+    dialect.do_commit = break_once
+
+
+def _break_statement(runtime: Runtime, *, carried_out: bool) -> None:
+    """Break the connection of a finish that is one statement."""
+    engine, moment = runtime._autocommit_engine, f"{'after' if carried_out else 'before'}_cursor_execute"
+
+    def executing(connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if FINISH in statement:
+            event.remove(engine, moment, executing)
+            _break(connection.connection)
+
+    event.listen(engine, moment, executing)
+
+
+def _break(connection: Any) -> None:
+    """Have the server end the connection: raises as any lost one does, so that its user cannot tell what was done."""
+    connection.driver_connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
