@@ -255,10 +255,11 @@ class Attempt:
         """Finish an attempt that never opened its session: statement and commit are one round trip."""
         try:
             with self.runtime.autocommit() as connection:
+                # now, because asking an invalidated connection would open another one in the middle of the doubt
+                driver = connection.connection.driver_connection
                 try:
                     finish(connection)
                 except BaseException as error:
-                    driver = connection.connection.driver_connection
                     if not (isinstance(error, DBAPIError) and _refused_by_server(error, driver)):
                         connection.invalidate()
                         self._doubt(error)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.engine import make_url
 
+from idempotency import records, statements
 from idempotency.runtime import Runtime
 from tests import bank
 from tests.proxy import Proxy
@@ -121,3 +123,31 @@ def test_a_connection_cut_inside_the_body_is_an_ordinary_error(proxy, deliveries
     assert proxy.cuts == 1
     assert outcome.state == "RETRY"
     assert (entries("a"), record("a").status) == (0, "released")
+
+
+def test_a_finish_without_a_session_whose_database_is_away_for_a_moment_is_a_doubt_and_no_failure(
+    deliveries, record, app, monkeypatch
+):
+    runs = []
+
+    def body(self):
+        runs.append(1)
+
+    task = make_task(app, body, max_attempts=1)
+    complete = records.complete
+
+    def break_once(connection, *args, **kwargs):
+        monkeypatch.setattr(records, "complete", complete)
+
+        def refuse_once(*_):
+            event.remove(connection.engine, "do_connect", refuse_once)
+            raise psycopg.OperationalError("connection refused")
+
+        event.listen(connection.engine, "do_connect", refuse_once)
+        statements.execute(connection, "SELECT pg_terminate_backend(pg_backend_pid())")
+
+    monkeypatch.setattr(records, "complete", break_once)
+    outcome = deliveries.deliver(task, key="k")
+
+    assert (outcome.state, len(runs)) == ("SUCCESS", 2)
+    assert (record("k").status, record("k").attempts) == ("completed", 1)
