@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -112,7 +113,13 @@ class AssertIdempotent:
         try:
             ignored = ground.ignored(ignore)
             check = _Check(task, args, kwargs, options, ground, self._server, setup, timeout, may_fail, ignored)
-            return check.run()
+            checked = check.run()
+            ground.clear()
+            return checked
+        except BaseException:
+            with suppress(Exception):  # nothing may stand in front of what was found
+                ground.clear()
+            raise
         finally:
             ground.close()
             self._server.forget()

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 from celery import Celery
-from sqlalchemy import Connection, Table, text
+from sqlalchemy import Table, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
@@ -38,7 +38,7 @@ _TABLES = """
 SELECT c.oid::regclass::text AS name
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname NOT LIKE 'pg\\_%'
-  AND n.nspname NOT IN ('information_schema', :schema) AND c.oid <> ALL (cast(:named AS regclass[])::oid[])
+  AND n.nspname NOT IN ('information_schema', :schema) AND has_table_privilege(c.oid, 'SELECT') AND c.oid <> ALL (cast(:named AS regclass[])::oid[])
 ORDER BY 1
 """
 
@@ -49,14 +49,21 @@ class Ground:
     def __init__(self, app: Celery, tables: Iterable[object], *, allow_database: str | None) -> None:
         self._settings = settings.from_app(app)
         self._engine = make_engine(self._settings, isolation_level="AUTOCOMMIT", poolclass=NullPool)
-        self._allow(allow_database)
-        self.tables = {name: self._quoted(name) for name in map(_name_of, tables)}
         self._ids: set[OperationId] = set()
-        self._first_row = 0
+        # one for the whole check; the forked deliveries inherit it and leave it alone
+        self._connection = self._engine.connect()
+        try:
+            self._connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
+            self._allow(allow_database)
+            self.tables = {name: self._quoted(name) for name in map(_name_of, tables)}
+            # rows of the outbox up to here are somebody else's
+            self._newest = self._newest_row()
+        except BaseException:
+            self.close()
+            raise
 
     def _allow(self, allowed: str | None) -> None:
-        with self._engine.connect() as connection:
-            name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+        name = self._connection.exec_driver_sql("SELECT current_database()").scalar_one()
         if name != allowed and "test" not in name.lower():
             raise ValueError(
                 f"assert_idempotent empties tables, and the name of the database {name!r} does not say that it is one "
@@ -73,10 +80,9 @@ class Ground:
         return quoted
 
     def _exists(self, quoted: str) -> bool:
-        with self._engine.connect() as connection:
-            return bool(
-                connection.execute(text("SELECT to_regclass(:name) IS NOT NULL"), {"name": quoted}).scalar_one()
-            )
+        return bool(
+            self._connection.execute(text("SELECT to_regclass(:name) IS NOT NULL"), {"name": quoted}).scalar_one()
+        )
 
     def ignored(self, entries: Iterable[str]) -> Masked:
         """What `ignore=` names: a column of a heading, or a whole heading, or a table that is not compared anyway."""
@@ -96,23 +102,20 @@ class Ground:
 
     def clear(self) -> None:
         """Empty the named tables, and forget the operations of this check."""
-        with self._engine.connect() as connection:
-            connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
-            if self.tables:
-                try:
-                    # no RESTART IDENTITY: serial ids go on, so that two plain runs show which columns hold them
-                    connection.exec_driver_sql(f"TRUNCATE {', '.join(self.tables.values())}")
-                except DBAPIError as error:
-                    raise ValueError(
-                        f"the tables cannot be emptied ({describe(error)}): name those that refer to them too, and "
-                        "leave no transaction open in the test or its fixtures"
-                    ) from None
-            # what the last scenario enqueued must not be sent by anybody
-            connection.execute(text("DELETE FROM idempotency.outbox WHERE id > :first"), {"first": self._first_row})
-            for table in ("records", "outbox", "dead_letters"):
-                for id in self._ids:
-                    connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
-            self._first_row = self._newest_row(connection)
+        if self.tables:
+            try:
+                # no RESTART IDENTITY: serial ids go on, so that two plain runs show which columns hold them
+                self._connection.exec_driver_sql(f"TRUNCATE {', '.join(self.tables.values())}")
+            except DBAPIError as error:
+                raise ValueError(
+                    f"the tables cannot be emptied ({describe(error)}): name those that refer to them too, and "
+                    "leave no transaction open in the test or its fixtures"
+                ) from None
+        # what the last scenario enqueued must not be sent by anybody
+        self._connection.execute(text("DELETE FROM idempotency.outbox WHERE id > :newest"), {"newest": self._newest})
+        for table in ("records", "outbox", "dead_letters"):
+            for id in self._ids:
+                self._connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
         if self._settings.redis_url is not None and self._ids:
             try:
                 with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
@@ -124,63 +127,54 @@ class Ground:
         """Count this operation among those of the check."""
         if id not in self._ids:
             self._ids.add(id)
-            with self._engine.connect() as connection:
-                for table in ("records", "outbox", "dead_letters"):
-                    connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
+            for table in ("records", "outbox", "dead_letters"):
+                self._connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
 
     def close(self) -> None:
-        self.clear()
-        self._engine.dispose()
+        self._connection.close()
 
     # ------------------------------------------------------------ during
 
     def ripen(self, id: OperationId) -> None:
         """Let its lease be over, or its next delivery be due."""
-        with self._engine.connect() as connection:
-            connection.execute(text(_RIPEN), _row(id))
+        self._connection.execute(text(_RIPEN), _row(id))
 
     def status(self, id: OperationId) -> str | None:
-        with self._engine.connect() as connection:
-            row = connection.execute(text(f"SELECT status FROM idempotency.records WHERE {_OWN}"), _row(id))
-            return row.scalar_one_or_none()
+        row = self._connection.execute(text(f"SELECT status FROM idempotency.records WHERE {_OWN}"), _row(id))
+        return row.scalar_one_or_none()
 
     # ------------------------------------------------------------ after
 
     def rows(self) -> dict[str, list[Row]]:
         """All rows of the named tables."""
-        with self._engine.connect() as connection:
-            return {
-                name: [json.loads(row) for row in connection.exec_driver_sql(_all(table)).scalars()]
-                for name, table in self.tables.items()
-            }
+        return {
+            name: [json.loads(row) for row in self._connection.exec_driver_sql(_all(table)).scalars()]
+            for name, table in self.tables.items()
+        }
 
     def record(self, id: OperationId) -> Any:
         """Status, result, error and effects of the operation; None without a record."""
         query = text(f"SELECT status, result, error, effects FROM idempotency.records WHERE {_OWN}")
-        with self._engine.connect() as connection:
-            return connection.execute(query, _row(id)).one_or_none()
+        return self._connection.execute(query, _row(id)).one_or_none()
 
     def enqueued(self) -> list[Row]:
         """The messages left in the outbox since `clear`, but for the check's own operations."""
-        query = text("SELECT tenant, operation, key, message FROM idempotency.outbox WHERE id > :first ORDER BY id")
-        with self._engine.connect() as connection:
-            rows = connection.execute(query, {"first": self._first_row}).all()
+        query = text("SELECT tenant, operation, key, message FROM idempotency.outbox WHERE id > :newest ORDER BY id")
+        rows = self._connection.execute(query, {"newest": self._newest}).all()
         found: list[Row] = []
         for row in rows:
             if OperationId(row.tenant, row.operation, row.key) not in self._ids:
-                args, kwargs, _ = json.loads(Message.from_text(row.message).body)
-                found.append({"task": row.operation, "key": row.key, "args": args, "kwargs": kwargs})
+                found.append({"task": row.operation, "key": row.key, **_said(row.message)})
         return found
 
     def others(self) -> dict[str, tuple[int, int]]:
         """The state of every table that was not named, to see whether a run writes to it."""
-        with self._engine.connect() as connection:
-            parameters = {"schema": SCHEMA, "named": list(self.tables.values())}
-            names: Sequence[str] = connection.execute(text(_TABLES), parameters).scalars().all()
-            return {name: tuple(connection.exec_driver_sql(_state(name)).one()) for name in names}
+        parameters = {"schema": SCHEMA, "named": list(self.tables.values())}
+        names: Sequence[str] = self._connection.execute(text(_TABLES), parameters).scalars().all()
+        return {name: tuple(self._connection.exec_driver_sql(_state(name)).one()) for name in names}
 
-    def _newest_row(self, connection: Connection) -> int:
-        return int(connection.exec_driver_sql("SELECT coalesce(max(id), 0) FROM idempotency.outbox").scalar_one())
+    def _newest_row(self) -> int:
+        return int(self._connection.exec_driver_sql("SELECT coalesce(max(id), 0) FROM idempotency.outbox").scalar_one())
 
 
 def _name_of(table: object) -> str:
@@ -189,6 +183,15 @@ def _name_of(table: object) -> str:
     if isinstance(mapped := getattr(table, "__table__", table), Table):
         return mapped.fullname
     raise ValueError(f"tables: names, mapped classes or SQLAlchemy tables, got {type(table).__name__}")
+
+
+def _said(message: str) -> Row:
+    body = json.loads(Message.from_text(message).body)
+    match body:
+        case [args, kwargs, dict()]:
+            return {"args": args, "kwargs": kwargs}
+        case _:  # an event for consumers outside
+            return {"body": body}
 
 
 def _all(table: str) -> str:

@@ -6,10 +6,12 @@ test may be defined inside a test function.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -25,11 +27,11 @@ from celery.app.trace import build_tracer
 from celery.exceptions import Reject
 from celery.signals import before_task_publish, worker_process_init
 from kombu.utils.json import dumps, loads
-from sqlalchemy import event
+from sqlalchemy import Connection, event
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import Pool
 
-from .. import crash_points
+from .. import crash_points, records, statements
 from ..attempt import describe
 from ..message import Message
 from ..runtime import Runtime
@@ -38,8 +40,8 @@ from ..runtime import Runtime
 POLL = 0.003
 # The most attempts that one scenario takes away from a task.
 INTERRUPTIONS = 2
-# By this a finishing statement is known, on the connections whose statements commit by themselves.
-FINISH = "SET status = 'completed'"
+# The server itself ends the connection: raises as any lost one does, so that its user cannot tell what was done.
+BREAK = "SELECT pg_terminate_backend(pg_backend_pid())"
 
 
 class Does(StrEnum):
@@ -85,6 +87,8 @@ class Delivery:
     ) -> None:
         # unlinked at once; the child inherits it, and what it wrote survives its death
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
+        # so that what the child prints appears, and what the parent has printed appears once
+        _flush()
         with warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork: ours is the recording server's, whose locks the child never takes
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -163,8 +167,15 @@ def _live(
     except BaseException:
         write(broken=traceback.format_exc()[-4000:])
     finally:
+        _flush()
         # past pytest's own exit handlers, which are the parent's
         os._exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def _deliver(app: Celery, task: Any, message: Message) -> dict[str, str]:
@@ -261,23 +272,19 @@ def _break_commit(runtime: Runtime, *, carried_out: bool) -> None:
         dialect.do_commit = commit
         if carried_out:
             commit(connection)
-        _break(connection)
+        connection.driver_connection.execute(BREAK)
 
     dialect.do_commit = break_once
 
 
 def _break_statement(runtime: Runtime, *, carried_out: bool) -> None:
     """Break the connection of a finish that is one statement."""
-    engine, moment = runtime._autocommit_engine, f"{'after' if carried_out else 'before'}_cursor_execute"
+    complete = records.complete
 
-    def executing(connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if FINISH in statement:
-            event.remove(engine, moment, executing)
-            _break(connection.connection)
+    def break_once(connection: Connection, *args: Any, **kwargs: Any) -> None:
+        records.complete = complete
+        if carried_out:
+            complete(connection, *args, **kwargs)
+        statements.execute(connection, BREAK)
 
-    event.listen(engine, moment, executing)
-
-
-def _break(connection: Any) -> None:
-    """Have the server end the connection: raises as any lost one does, so that its user cannot tell what was done."""
-    connection.driver_connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+    records.complete = break_once

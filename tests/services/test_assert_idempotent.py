@@ -13,9 +13,11 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
-from idempotency import IdempotentTask, PermanentError
+from idempotency import IdempotentTask, PermanentError, events, publish, records, subscribe
+from idempotency.message import Message
 from idempotency.runtime import Runtime
 from idempotency.testing import NotIdempotent
+from idempotency.testing.processes import Delivery, Does, Interruption
 from tests.bank import deposit, failing, slow_deposit, transfer
 
 ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
@@ -98,10 +100,29 @@ def test_a_follow_up_enqueued_in_the_session_is_idempotent(define, assert_idempo
         self.session.execute(ROW)
         deposit.enqueue(self.session, f"{name}/next")
 
+    with engine.begin() as connection:
+        deposit.enqueue(connection, "somebody else's")
     assert_idempotent(define(follow), "a", tables=["entries"])
-    with engine.connect() as connection:  # nobody sends what the scenarios have left
-        assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == 0
+    with engine.connect() as connection:  # nobody sends what the scenarios have left, and nothing else is gone
+        assert connection.execute(text("SELECT key FROM idempotency.outbox")).all() == [("somebody else's",)]
         assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
+
+
+def test_an_event_published_in_the_session_is_idempotent(define, assert_idempotent, bank):
+    def hear(self, event):
+        pass
+
+    def publishing(self, name):
+        publish(self.session, "order.paid", {"order": name}, app=bank)
+
+    heard = subscribe("order.*", consumer="tests", app=bank)(hear)
+    try:
+        checked = assert_idempotent(define(publishing), "a")
+    finally:
+        events._subscriptions.pop(bank)
+        bank.tasks.pop(heard.name)
+    # its id and time are new ones in each run, and committed once
+    assert checked.not_compared == ("enqueued.args", "enqueued.key")
 
 
 def test_two_effects_without_a_session_are_idempotent(define, assert_idempotent, call):
@@ -125,10 +146,10 @@ def test_a_task_may_read_outside_and_use_a_key_of_its_own_in_an_effect(define, a
     assert_idempotent(define(reading), "a")
 
 
-def test_a_task_that_needs_three_attempts_is_idempotent(define, assert_idempotent, recording_server, call):
+def test_a_task_that_needs_two_attempts_is_idempotent(define, assert_idempotent, recording_server, call):
     def stubborn(self, name):
         self.session.execute(ROW)
-        if self.request.retries < 2:
+        if not self.request.retries:
             raise ConnectionError("not yet")
 
     assert_idempotent(define(stubborn), "a", tables=["entries"])
@@ -329,6 +350,88 @@ def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(
     said = report(define(looking_first), "a")
     assert "Scenario:  stopped after the COMMIT of a step, its lease lost; goes on after another attempt" in said
     assert "Expected:  once\n    Seen:      2 times" in said
+
+
+def test_a_plain_run_that_is_never_the_same_is_said(define, report):
+    def first_time_only(self, name):
+        if not self.session.scalar(text("SELECT count(*) FROM failures")):
+            self.session.execute(ROW)
+        self.session.execute(text("INSERT INTO failures (account, code) VALUES ('x', '')"))
+
+    said = report(define(first_time_only), "a", ignore=["failures"])
+    assert "Scenario:  run plainly a second time, on a fresh state" in said
+    assert "something that is not begun afresh" in said
+
+
+# ---------------------------------------------------------------- the faults are real
+
+
+@pytest.fixture
+def message():
+    def compose(task, *args, key):
+        headers = {"idempotency-key": key, "idempotency-tenant": "default"}
+        return Message.composed(task.app, task.name, args, {}, task_id=str(uuid4()), headers=headers)
+
+    return compose
+
+
+@pytest.fixture
+def lives():
+    """What a process that delivers a message went through."""
+    started = []
+
+    def live(task, message, interruption):
+        started.append(Delivery(task.app, task, message, interruption=interruption))
+        assert started[-1].wait(60)
+        return started[-1].journal()
+
+    yield live
+    for each in started:
+        each.end()
+
+
+@pytest.mark.parametrize(
+    ("does", "written", "claims"), [(Does.LOSE_ANSWER, 1, 2), (Does.LOSE_COMMIT, 2, 2), (Does.KILL, 1, 1)]
+)
+def test_what_is_done_to_the_finishing_commit_is_done(bank, message, lives, entries, record, does, written, claims):
+    journal = lives(deposit, message(deposit, "a", key="a"), Interruption(does, "finish.written"))
+
+    points = [point for point, _ in journal.points]
+    assert (points.count("finish.written"), points.count("claimed") + (does is Does.LOSE_ANSWER)) == (written, claims)
+    if does is Does.KILL:
+        assert (journal.outcome, record("a").status, entries("a")) == ("killed by SIGKILL", "started", 0)
+    else:
+        assert (journal.outcome, record("a").status, entries("a")) == ("SUCCESS", "completed", 1)
+
+
+@pytest.mark.parametrize(("does", "runs"), [(Does.LOSE_ANSWER, 1), (Does.LOSE_COMMIT, 2)])
+def test_a_finish_without_a_session_is_broken_as_well(define, message, lives, record, does, runs):
+    def nothing(self, name):
+        pass
+
+    task = define(nothing)
+    journal = lives(task, message(task, "a", key="a"), Interruption(does, "body.entered"))
+
+    assert [point for point, _ in journal.points].count("body.entered") == runs
+    assert (journal.outcome, record("a").status) == ("SUCCESS", "completed")
+
+
+def test_without_the_fence_a_right_task_is_found_wrong(bank, report, monkeypatch):
+    unguarded = records._COMPLETE.replace("AND status = 'started' AND fence = %(fence)s AND token = %(token)s", "")
+    assert unguarded != records._COMPLETE
+    monkeypatch.setattr(records, "_COMPLETE", unguarded)
+
+    said = report(deposit, "a")
+    assert "Scenario:  stopped as the body began, its lease lost" in said
+    assert "Expected:  once\n    Seen:      2 times" in said
+
+
+def test_without_an_end_to_doubts_a_right_task_is_found_wrong(bank, report, monkeypatch):
+    monkeypatch.setattr("idempotency.task.DOUBT_ROUNDS", 1)
+
+    said = report(deposit, "a")
+    assert "a delivery was rejected" in said
+    assert "still in doubt after 1 rounds" in said
 
 
 # ---------------------------------------------------------------- what it refuses, and what it leaves
