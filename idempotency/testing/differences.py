@@ -48,6 +48,10 @@ TABLE_HINT = (
     "a write that is not in self.session's transaction (a session or connection of its own, autocommit): it stays when "
     "its attempt is rolled back, and the next attempt makes it again. Write through self.session, or in self.step."
 )
+SKIPPED_HINT = (
+    "work that is skipped because of what an interrupted attempt left outside its transaction: a flag in the process's "
+    "memory, a cache, a file, a row. Only the record knows whether the operation has ended."
+)
 NO_KEY_HINT = (
     "a call outside self.effect, or one that does not pass on the idempotency_key that effect gives to its function."
 )
@@ -141,7 +145,7 @@ def _compared(heading: str, expected: Sequence[Row], seen: Sequence[Row], ignore
     if not missing and not extra:
         return None
     where = heading if heading in HEADINGS else f"table {heading}"
-    hint = _hint(heading, wanted, extra)
+    hint = _hint(heading, extra)
     if len(missing) == len(extra):
         before, after = _nearest(missing, extra)
         columns = [name for name in {**before, **after} if before.get(name) != after.get(name)]
@@ -160,11 +164,11 @@ def _compared(heading: str, expected: Sequence[Row], seen: Sequence[Row], ignore
     return Difference(what, _times(wanted[text]), _times(found[text]), hint)
 
 
-def _hint(heading: str, wanted: Counter[str], extra: Sequence[str]) -> str:
+def _hint(heading: str, extra: Sequence[str]) -> str:
+    if not extra and heading not in (OUTCOME, RESULT):
+        return SKIPPED_HINT
     if heading != CALLS:
         return HINTS.get(heading, TABLE_HINT)
-    if not extra:
-        return "a call that is skipped because of something an earlier attempt left, without having its result."
     call = json.loads(extra[0])
     return NO_KEY_HINT if call.get("key", "") is None else OTHER_KEY_HINT
 
