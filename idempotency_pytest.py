@@ -1,7 +1,7 @@
 """The pytest plugin: two fixtures for the tests of an application's own tasks.
 
-A module beside the package, so that a pytest run which uses neither fixture imports nothing of the library (nor
-Celery, nor SQLAlchemy), and does so before nobody's conftest.
+A module beside the package, so that a pytest run which uses neither fixture imports nothing of the library, nor Celery
+and SQLAlchemy with it, which a conftest may have to configure or patch first.
 """
 
 from __future__ import annotations
