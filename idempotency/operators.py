@@ -255,6 +255,9 @@ def _locked(
 
 def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -> None:
     """Give an operation that is only in the outbox its record, under the fingerprint that its deliveries have."""
+    # A replay and an attempt that was given back count from 0 again: the claim alone does not tell them from new.
+    if records.read_locked(connection, id) is not None:
+        raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun meanwhile; look again")
     sent = connection.exec_driver_sql(_ACCEPTED, _names(id)).one_or_none()
     if sent is None:
         raise ChangeRefused(f"{_called(id)}: has been purged meanwhile")
