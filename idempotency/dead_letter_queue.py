@@ -216,7 +216,7 @@ def _give_up(
                     letter = replace(
                         letter, reason=reason, generation=generation, attempts=attempts, first_error=first_error
                     )
-                    stored = dead_letters.store_message(connection, letter)
+                    stored = dead_letters.store_end(connection, letter)
                 case Mismatch(generation):
                     stored = dead_letters.store_message(connection, _refused(letter, generation))
                 case Busy() if not records.count_duplicate(connection, id, fingerprint)[0]:

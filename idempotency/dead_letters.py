@@ -64,6 +64,23 @@ ON CONFLICT DO NOTHING
 RETURNING id
 """
 
+# A letter from before its operation was known (an old worker had no such task, say) becomes the operation's: it is
+# one message, and a second letter would leave the first one open for ever.
+_ADOPT = """
+UPDATE idempotency.dead_letters d
+SET tenant = %(tenant)s, operation = %(operation)s, key = %(key)s, generation = %(generation)s,
+    fingerprint = %(fingerprint)s, queue = %(queue)s, task = %(task)s, consumer_service = %(service)s,
+    reason = %(reason)s, first_error = coalesce(d.first_error, %(first_error)s), last_error = %(last_error)s,
+    attempts = %(attempts)s, headers = %(headers)s, payload = %(payload)s, alerted_at = NULL
+WHERE d.id = (
+    SELECT unnamed.id FROM idempotency.dead_letters unnamed
+    WHERE unnamed.status = 'open' AND unnamed.generation IS NULL
+      AND (unnamed.digest = %(digest)s
+        OR unnamed.outbox_id = (SELECT o.id FROM idempotency.outbox o WHERE o.event_id = %(event_id)s))
+    ORDER BY unnamed.id LIMIT 1 FOR UPDATE)
+RETURNING d.id
+"""
+
 _FILTER = """
     (%(status)s::text IS NULL OR status = %(status)s)
     AND (%(operation)s::text IS NULL OR coalesce(operation, task) = %(operation)s)
@@ -208,6 +225,12 @@ def store_message(connection: Connection, letter: BrokerLetter) -> int | None:
     """Store a message of a dead-letter queue. Returns the letter's id; None when it is stored already."""
     id: int | None = connection.exec_driver_sql(_STORE_MESSAGE, asdict(letter)).scalar_one_or_none()
     return id
+
+
+def store_end(connection: Connection, letter: BrokerLetter) -> int | None:
+    """Store the message whose operation this transaction ends; its open letter, if it has one, becomes this one."""
+    id: int | None = connection.exec_driver_sql(_ADOPT, asdict(letter)).scalar_one_or_none()
+    return id if id is not None else store_message(connection, letter)
 
 
 def _store(
