@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import smtplib
+import ssl
 from collections.abc import Sequence
 from email.message import EmailMessage
 from typing import Any
@@ -53,12 +54,18 @@ def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
     message["From"], message["To"] = settings.report_mail_from, settings.report_mail_to
     message.set_content(body)
     url = urlsplit(settings.report_smtp_url.get_secret_value())
-    connect = smtplib.SMTP_SSL if url.scheme == "smtps" else smtplib.SMTP
+    host, port = url.hostname or "127.0.0.1", url.port or 0
     try:
-        with connect(url.hostname or "127.0.0.1", url.port or 0, timeout=SMTP_TIMEOUT) as server:
+        # smtplib's own context believes any certificate; SSL_CERT_FILE names one more authority to trust
+        context = ssl.create_default_context()
+        with (
+            smtplib.SMTP_SSL(host, port, timeout=SMTP_TIMEOUT, context=context)
+            if url.scheme == "smtps"
+            else smtplib.SMTP(host, port, timeout=SMTP_TIMEOUT)
+        ) as server:
             if url.username:
                 if url.scheme != "smtps":
-                    server.starttls()  # a password never goes out in the clear
+                    server.starttls(context=context)  # a password never goes out in the clear
                 server.login(unquote(url.username), unquote(url.password or ""))
             server.send_message(message)
     except (OSError, smtplib.SMTPException) as error:

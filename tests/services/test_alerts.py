@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiosmtpd.controller import Controller
+from aiosmtpd.smtp import AuthResult
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
@@ -30,6 +35,7 @@ class Receiver(ThreadingHTTPServer):
         self.texts: list[str] = []
         self.status = 200
         self.silent = threading.Event()
+        self.hold, self.asked = threading.Event(), threading.Event()
         super().__init__(("127.0.0.1", 0), _Handler)
 
     @property
@@ -46,6 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
             while self.server.silent.is_set():
                 threading.Event().wait(0.05)
             return
+        self.server.asked.set()
+        while self.server.hold.is_set():
+            threading.Event().wait(0.02)
         self.server.texts.append(body["text"])
         self.send_response(self.server.status)
         self.send_header("Location", self.server.url)
@@ -182,6 +191,23 @@ def test_any_number_at_once_tell_each_letter_once(alerting: Celery, receiver: Re
     assert len(receiver.texts) == 1
 
 
+def test_while_one_process_tells_another_one_has_nothing_to_tell(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    """Relay and beat both run it: the second comes while the first one's receiver takes its time."""
+    alerting.conf.idempotency_alert_timeout = 30.0
+    store(connection, "envelope")
+    receiver.hold.set()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(alerts.run_once, alerting)
+        eventually(receiver.asked.is_set, what="the receiver is asked")
+        assert alerts.run_once(alerting) == 0
+        receiver.hold.clear()
+        assert first.result(30) == 1
+    assert alerts.run_once(alerting) == 0
+    assert receiver.texts == ["Dead letters\nbank: 1 new, envelope"]
+
+
 # ---------------------------------------------------------------- the weekly report
 
 
@@ -230,6 +256,65 @@ def test_a_report_that_cannot_be_mailed_is_due_again_and_shows_no_password(alert
         with pytest.raises(MailRefused, match=r"127\.0\.0\.1: ConnectionRefusedError") as refused:
             reports.mail_weekly(alerting)
         assert "geheim" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate for 127.0.0.1, signed by itself."""
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "1", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", path, "-out", f"{path}.crt"], check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return path
+
+
+class Login:
+    """Knows one password, and what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[bytes, bytes]] = []
+
+    def __call__(self, server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
+        self.told.append((data.login, data.password))
+        return AuthResult(success=self.told[-1] == (b"ops", b"geheim/1"), handled=False)
+
+
+# aiosmtpd does not count the TLS of smtps as such
+@pytest.mark.filterwarnings("ignore:Requiring AUTH while not requiring TLS")
+@pytest.mark.parametrize("scheme", ["smtp", "smtps"])
+@pytest.mark.parametrize("trouble", [None, "unknown certificate", "wrong password", "no TLS"])
+def test_with_a_password_the_report_goes_out_only_over_tls_to_a_server_that_is_known(
+    alerting: Celery, certificate: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, trouble: str | None
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    inbox, login = Inbox(), Login()
+    tls: dict[str, Any] = {"ssl_context": context} if scheme == "smtps" else {"tls_context": context}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {"authenticator": login, "auth_required": True, "auth_require_tls": scheme == "smtp"}
+    controller = Controller(inbox, hostname="127.0.0.1", port=port, **options, **({} if trouble == "no TLS" else tls))
+    controller.start()
+    password = "falsch" if trouble == "wrong password" else "geheim%2F1"
+    alerting.conf.idempotency_report_smtp_url = f"{scheme}://ops:{password}@127.0.0.1:{port}"
+    if trouble != "unknown certificate":
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+    try:
+        if trouble is None:
+            assert reports.mail_weekly(alerting)
+            assert login.told == [(b"ops", b"geheim/1")]
+            assert len(eventually(lambda: inbox.mails)) == 1
+            return
+        with pytest.raises(MailRefused) as refused:
+            reports.mail_weekly(alerting)
+        assert not inbox.mails
+        assert "geheim" not in str(refused.value)
+        assert set(login.told) == ({(b"ops", b"falsch")} if trouble == "wrong password" else set())
+        if trouble == "unknown certificate":
+            assert "SSLCertVerificationError" in str(refused.value)
+    finally:
+        controller.stop()
 
 
 # ---------------------------------------------------------------- kept for a while
