@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,9 +15,10 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
 import services
 from idempotency import IdempotentTask, crash_points, keys, records
@@ -31,6 +34,7 @@ from tests import operations as op
 from tests.deliveries import Deliveries
 from tests.operations import at_once, record
 from tests.processes import Processes, Worker, eventually
+from tests.proxy import Proxy
 
 # Nothing of a body may be in a log.
 SECRET = "4000-0000-0000-0002"
@@ -137,13 +141,97 @@ def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
 def die(app: Celery, consumer: DeadLetterConsumer, body: str = json.dumps([["a1"], {}, {}]), **options: Any) -> None:
     """Publish a message and reject it, as a worker does; it is in the dead-letter queue when this returns."""
     consumer.run_once()  # declares the queue
+    reject(app, body, **options)
+
+
+def reject(app: Celery, body: str, *, dead: int = 1, **options: Any) -> None:
+    """Publish a message and reject it; returns when there are so many in the dead-letter queue."""
     publish(app, body, **options)
     with app.connection_for_write() as broker:
         channel = broker.channel()
         name = app.conf.task_default_queue
         message = eventually(lambda: channel.basic_get(name, no_ack=False))
         channel.basic_reject(message.delivery_tag, requeue=False)
-        eventually(lambda: channel.queue_declare(f"{name}-dead", passive=True).message_count)
+        eventually(lambda: channel.queue_declare(f"{name}-dead", passive=True).message_count >= dead)
+
+
+@pytest.mark.parametrize("moment", ["in the transaction", "before the answer to COMMIT", "after the commit"])
+def test_a_postgres_that_dies_in_the_middle_of_a_pass_loses_and_doubles_nothing(
+    bank: Celery,
+    consumer: DeadLetterConsumer,
+    servers: services.Services,
+    database: str,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    """The message is acknowledged only after the commit, and its second coming finds what was committed."""
+    if "postgres" not in servers.servers:
+        pytest.skip("a Postgres that was given is not ours to kill")
+    address = make_url(database)
+    proxy = Proxy("127.0.0.1", address.port or 0)
+    keys = ("a1", "a2", "a3")
+    consumer.run_once()  # declares the queue
+    for number, key in enumerate(keys, start=1):
+        reject(bank, json.dumps([[key], {}, {}]), dead=number)
+    died = threading.Event()
+
+    def kill_at_the_second(count: Iterator[int]) -> None:
+        if next(count) == 2:
+            servers.postgres.kill()
+            died.set()
+
+    counted = itertools.count(1)
+    if moment == "in the transaction":
+        task = bank.tasks[DEPOSIT]
+        on_failed = task.on_failed
+
+        def dying(*args: Any) -> None:
+            kill_at_the_second(counted)
+            on_failed(*args)
+
+        monkeypatch.setattr(task, "on_failed", dying)
+    elif moment == "after the commit":
+        crash_points.install(lambda point: kill_at_the_second(counted) if point == "dead_letter.stored" else None)
+    else:
+        Runtime.discard(bank)
+        bank.conf.idempotency_database_url = address.set(port=proxy.port).render_as_string(hide_password=False)
+        proxy.cut_reply_to(b"COMMIT", skip=1)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=consumer.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: died.is_set() or proxy.cuts, what="the second message")
+        if died.is_set():
+            servers.postgres.start()
+        engine = create_engine(database, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        with bank.connection_for_write() as broker, engine.connect() as connection:
+            dead = f"{bank.conf.task_default_queue}-dead"
+            eventually(
+                lambda: connection.execute(text("SELECT count(*) FROM idempotency.dead_letters")).scalar_one() == 3
+            )
+            stop.set()
+            thread.join(30)
+            consumer.close()  # what is not acknowledged goes back to its queue
+            eventually(lambda: _consumed(broker, dead))
+            assert consumer.run_once() == 0
+            for table, column in (("idempotency.dead_letters", "key"), ("failures", "account")):
+                found = connection.execute(text(f"SELECT {column} FROM {table} ORDER BY 1")).scalars().all()
+                assert found == [*keys], table
+            states = connection.execute(text("SELECT key, status FROM idempotency.records ORDER BY 1")).all()
+            assert states == [(key, "failed") for key in keys]
+    finally:
+        stop.set()
+        thread.join(30)
+        crash_points.install(None)
+        if died.is_set():
+            servers.postgres.start()
+        proxy.close()
+
+
+def _consumed(broker: Any, queue: str) -> bool:
+    with broker.channel() as channel:
+        return bool(channel.queue_declare(queue, passive=True).message_count == 0)
 
 
 def fingerprint_of(app: Celery, account: str = "a1") -> str:
