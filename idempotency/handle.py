@@ -13,6 +13,12 @@ from .errors import OperationBusy, OperationFailed, OperationNotFound
 from .keys import OperationId
 from .runtime import Runtime
 
+# Seconds between two looks at the record. Most operations end within a few; for the others a pause that grows with the
+# time spent already delays the answer by half of it at most, and hundreds of waiters cost Postgres as many reads a second.
+FIRST_PAUSE = 0.05
+PAUSE_GROWTH = 1.5
+LONGEST_PAUSE = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class StoredOperation:
@@ -55,15 +61,20 @@ class Handle:
         return "waiting" if operation is None else operation.status
 
     def wait(self, timeout: float) -> StoredOperation:
-        """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds."""
+        """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds.
+
+        Asks again after longer and longer pauses, up to a second, and holds no connection in between.
+        """
         deadline = time.monotonic() + timeout
+        pause = FIRST_PAUSE
         while True:
             operation = self.lookup()
             if operation is not None and operation.status in ("completed", "failed"):
                 return operation
-            if time.monotonic() >= deadline:
+            if (left := deadline - time.monotonic()) <= 0:
                 raise OperationBusy(f"{self.id.operation}: not finished within {timeout} s")
-            time.sleep(0.05)
+            time.sleep(min(pause, left))
+            pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
 
     def result(self, timeout: float = 0.0) -> Any:
         """The result. Raises `OperationFailed` with the stored error, `OperationBusy` when there is none yet."""
