@@ -1,4 +1,4 @@
-"""What the doctor finds on real servers, and which workers do not start. A faulty set-up differs in one thing."""
+"""What the doctor finds on real servers, and which workers, relays and beats do not start. A faulty set-up differs in one thing."""
 
 from __future__ import annotations
 
@@ -333,11 +333,60 @@ def test_neither_a_worker_nor_the_relay_starts_with_an_address_that_is_none(
         timeout=60,
     )
     assert relay.returncode == 1
-    assert relay.stderr.splitlines() == [f"idempotency: {setting}: not an address"]
-    assert f"idempotency: refused to start: {setting}: not an address; correct it" in worker.log
+    refused = f"idempotency: refused to start: {setting}: not an address; correct it"
+    assert relay.stderr.splitlines() == [refused]
+    assert refused in worker.log
     for said in (worker.log, relay.stdout + relay.stderr):
         assert PASSWORD not in said
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("fault", ["no delivery limit", "a slow heartbeat"])
+@pytest.mark.parametrize("process", ["relay", "beat"])
+def test_a_relay_or_a_beat_that_would_lose_work_does_not_start(
+    environment: dict[str, str], tmp_path: Path, rabbitmq: None, process: str, fault: str
+) -> None:
+    change, line = FAULTS[fault]
+    done = start(process, variant(tmp_path, change), environment, tmp_path)
+    try:
+        assert done.wait(60) == 1
+    finally:
+        done.kill()
+        done.wait(30)
+    said = (tmp_path / "log").read_text()
+    assert [text for text in said.splitlines() if "refused to start" in text and line in text], said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("process", ["relay", "beat"])
+def test_a_sound_relay_or_beat_starts(
+    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None, process: str
+) -> None:
+    running = start(process, variant(tmp_path, ""), environment, tmp_path)
+    ready = {"relay": "relay_started", "beat": "beat: Starting..."}[process]
+    try:
+        eventually(lambda: ready in (tmp_path / "log").read_text() or running.poll() is not None, timeout=60)
+        if process == "beat":  # its schedule is opened after the check
+            eventually(lambda: list(tmp_path.glob("schedule*")) or running.poll() is not None, timeout=60)
+        assert running.poll() is None, (tmp_path / "log").read_text()
+        assert "refused" not in (tmp_path / "log").read_text()
+    finally:
+        running.terminate()
+        running.wait(30)
+
+
+def start(process: str, module: str, environment: dict[str, str], directory: Path) -> subprocess.Popen[bytes]:
+    options = {
+        "relay": ["idempotency.cli", "relay", "-A", module],
+        "beat": ["celery", "-A", module, "beat", "-l", "INFO", "-s", directory / "schedule", "--pidfile", ""],
+    }[process]
+    with (directory / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", *options],
+            env=environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{directory}"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def test_a_worker_on_old_tables_does_not_start(processes: Processes, empty_database: str) -> None:
