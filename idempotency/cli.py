@@ -19,6 +19,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from . import alerts, configuration, maintenance, metrics, schema
 from .attempt import describe
+from .backlog import Backlog
 from .dead_letter_commands import letters, people
 from .dead_letter_queue import DeadLetterConsumer
 from .doctor import Level
@@ -29,6 +30,7 @@ from .operator_commands import commands as operator_commands
 from .reconcile import reconcile
 from .relay import Relay
 from .runtime import Runtime
+from .startup import refuse_to_start
 from .terminal import AppOption, JsonOption, console, print_json
 from .terminal import application as _app
 
@@ -58,6 +60,8 @@ def relay(app: AppOption = "tasks") -> None:
     """Publish the outbox until stopped; also recovers what has lost its holder. Any number at once."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     celery = _app(app)
+    celery.loader.import_default_modules()  # what is to be checked are its tasks
+    refuse_to_start(celery)
     configuration.require_broker_address(celery)
     with Runtime.of(celery).autocommit() as connection:
         schema.require_current(connection)
@@ -114,15 +118,21 @@ def doctor(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 def serve_metrics(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 9540,
     address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
+    app: Annotated[
+        str | None, typer.Option("--app", "-A", help="Also the backlog in the database of this Celery application.")
+    ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
     if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         raise SettingsError("PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this need the same directory there")
+    registry = metrics.of_all_processes()
+    if app is not None:
+        registry.register(Backlog(_app(app)))
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
     try:
-        server, thread = start_http_server(port, address, registry=metrics.of_all_processes())
+        server, thread = start_http_server(port, address, registry=registry)
     except OSError as error:
         raise SettingsError(f"--address {address} --port {port}: {error.strerror or error}") from None
     console.print(f"metrics at http://{address}:{port}/metrics")

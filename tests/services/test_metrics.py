@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 from celery import Celery
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import Engine, make_url, text
 
 import idempotency.metrics  # noqa: F401  registers what it counts
 from idempotency.relay import Relay
@@ -31,11 +33,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def endpoint(directory: Path) -> Iterator[str]:
+def endpoint(directory: Path, *options: str, **environment: str) -> Iterator[str]:
     port = free_port()
     process = subprocess.Popen(
-        [*COMMAND, str(port)],
-        env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(directory)},
+        [*COMMAND, str(port), *options],
+        env=os.environ | environment | {"PROMETHEUS_MULTIPROC_DIR": str(directory)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -51,12 +53,12 @@ def endpoint(directory: Path) -> Iterator[str]:
 
 def samples(url: str) -> dict[tuple[str, str, str], float]:
     """Every sample by name, task and the second label (code or phase)."""
-    text = httpx.get(url).raise_for_status().text
+    page = httpx.get(url).raise_for_status().text
     return {
         (sample.name, sample.labels.get("operation", ""), sample.labels.get("code", sample.labels.get("phase", ""))): (
             sample.value
         )
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(page)
         for sample in family.samples
         if not sample.name.endswith("_bucket")
     }
@@ -96,6 +98,67 @@ def test_the_endpoint_shows_what_all_processes_of_a_worker_did(
         assert seen["idempotency_phase_seconds_count", deposit, "body"] == 2
         assert seen["idempotency_phase_seconds_count", deposit, "commit"] == 2
         assert seen["idempotency_phase_seconds_sum", deposit, "commit"] > 0
+
+
+def gauges(url: str) -> dict[tuple[str, ...], float]:
+    """The backlog's samples by name and labels."""
+    page = httpx.get(url, timeout=15).raise_for_status().text
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page)
+        if family.type == "gauge"
+        for sample in family.samples
+    }
+
+
+def test_the_endpoint_shows_what_waits_in_the_database(
+    bank: Celery, engine: Engine, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with endpoint(tmp_path, "-A", "tests.bank", **environment) as url, engine.connect() as connection:
+        assert gauges(url) == {
+            ("idempotency_database_up",): 1,
+            ("idempotency_outbox_unpublished",): 0,
+            ("idempotency_outbox_oldest_seconds",): 0,
+        }
+        for account, countdown in (("a", 0), ("b", 0), ("c", 0), ("later", 600)):
+            bank_module.deposit.enqueue(connection, account=account, countdown=countdown)
+        change = "UPDATE idempotency.outbox SET {} WHERE key = '{}'"
+        connection.execute(text(change.format("available_at = clock_timestamp() - interval '100 s'", "b")))
+        # a row that cannot be published waits for its next try, and has waited since the beginning
+        backing_off = "attempts = 9, available_at = clock_timestamp() + interval '1 min'"
+        created = "created_at = clock_timestamp() - interval '500 s'"
+        connection.execute(text(change.format(f"{backing_off}, {created}", "c")))
+        for reason in ("envelope", "envelope", "expired"):
+            letter = "INSERT INTO idempotency.dead_letters (source, consumer_service, reason, payload) VALUES "
+            connection.execute(text(letter + f"('broker', 'bank', '{reason}', '')"))
+        settled = "UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = now() WHERE id = 1"
+        connection.execute(text(settled))
+
+        seen = gauges(url)
+        assert 500 <= seen.pop(("idempotency_outbox_oldest_seconds",)) < 600
+        assert seen == {
+            ("idempotency_database_up",): 1,
+            ("idempotency_outbox_unpublished",): 3,
+            ("idempotency_dead_letters_open", "envelope", "bank"): 1,
+            ("idempotency_dead_letters_open", "expired", "bank"): 1,
+        }
+
+
+def test_a_scrape_does_not_fail_or_hang_with_the_database(
+    engine: Engine, environment: dict[str, str], tmp_path: Path
+) -> None:
+    down = {("idempotency_database_up",): 0.0}
+    with endpoint(tmp_path, "-A", "tests.bank", **environment) as url, engine.connect() as connection:
+        connection.execute(text("SELECT 1"))
+        with engine.execution_options(isolation_level="READ COMMITTED").begin() as transaction:
+            transaction.execute(text("LOCK TABLE idempotency.dead_letters"))
+            began = time.monotonic()
+            assert gauges(url) == down
+            assert time.monotonic() - began < 10
+        assert gauges(url)["idempotency_database_up",] == 1
+    away = make_url(environment["DATABASE_URL"]).set(port=1).render_as_string(hide_password=False)
+    with endpoint(tmp_path, "-A", "tests.bank", **(environment | {"DATABASE_URL": away})) as url:
+        assert gauges(url) == down
 
 
 def test_everything_an_operator_counts_has_its_name() -> None:
