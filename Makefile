@@ -75,8 +75,8 @@ flower: up ## Flower on 127.0.0.1:5555, for FLOWER_BASIC_AUTH=user:password or a
 doctor: up ## what in the set-up would lose work or do it twice
 	@$(with_services) $(VENV)/idempotency doctor $(ARGS)
 
-metrics: .venv/ready ## the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
-	@exec $(VENV)/idempotency metrics $(ARGS)
+metrics: up ## the backlog, and the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
+	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
 bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
