@@ -34,7 +34,7 @@ from idempotency import relay as relaying
 from idempotency.dead_letters import ReplayRefused
 from idempotency.delivery import Delivery
 from idempotency.discards import DiscardRefused, Person
-from idempotency.effects import DidNotHappen, Happened
+from idempotency.effects import Happened
 from idempotency.errors import OperationNotFound
 from idempotency.keys import OperationId
 from idempotency.message import KEY_HEADER, TENANT_HEADER, Message
@@ -65,10 +65,14 @@ ACME, OTHER_TENANT, OTHER_KEY = (
 IDS = (ACME, OTHER_TENANT, OTHER_KEY)
 some_id = st.sampled_from([ACME, ACME, ACME, OTHER_TENANT, OTHER_KEY])
 # What is asked for: the fingerprint of each amount is another one.
-some_amount = st.sampled_from([1, 1, 1, 1, 2])
+some_amount = st.sampled_from([1, 1, 1, 2])
+# What the broker says to a batch, over and over.
+some_answers = st.lists(
+    st.sampled_from(["confirmed", "confirmed", "confirmed", "unroutable", "own fault", "none"]), min_size=1, max_size=3
+)
 some_name = st.sampled_from(["charge", "reserve"])
 # Which of those there are, the newest first.
-which = st.integers(0, 5)
+which = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
 
 T = TypeVar("T")
 
@@ -268,30 +272,34 @@ class Machine(RuleBasedStateMachine):
         self._claim(id, amount, f"token-{self.tokens}", dies=dies)
 
     @precondition(lambda self: self.holders)
-    @rule(n=which)
-    def claim_after_a_doubt(self, n: int) -> None:
-        """The same attempt again: it cannot say what became of its last statement."""
+    @rule(
+        n=which,
+        statement=st.sampled_from(["complete", "fail", "release", "begin", "happened", "step"]),
+        arrives=st.sampled_from(["before the next claim", "after it", "never"]),
+    )
+    def lose_the_answer(self, n: int, statement: str, arrives: str) -> None:
+        """The holder cannot tell whether its last statement has been carried out, and claims with the same token."""
         holder = nth(self.holders, n)
+        if arrives == "before the next claim":
+            self._send(holder, statement)
         self._claim(holder.claim.id, holder.amount, holder.claim.token)
+        if arrives == "after it":
+            self._send(holder, statement)
 
-    @precondition(lambda self: self.holders)
-    @rule(n=which, end=st.sampled_from(["complete", "fail", "release", "begin", "step"]), carried_out=st.booleans())
-    def lose_the_answer(self, n: int, end: str, carried_out: bool) -> None:
-        """Done but reported failed, or not done at all: the holder cannot tell, and claims with the same token."""
-        holder = nth(self.holders, n)
-        if carried_out:
-            match end:
-                case "complete":
-                    self.complete(n, '{"late": true}')
-                case "fail":
-                    self.fail(n, "no_account")
-                case "release":
-                    self.release(n, due=True, give_back=False)
-                case "begin":
-                    self.begin_effect(n, "charge")
-                case "step":
-                    self.step(n, "reserve")
-        self._claim(holder.claim.id, holder.amount, holder.claim.token)
+    def _send(self, holder: Holder, statement: str) -> None:
+        match statement:
+            case "complete":
+                self._complete(holder, '{"late": true}')
+            case "fail":
+                self._fail(holder, "no_account")
+            case "release":
+                self._release(holder, due=True, give_back=False)
+            case "step":
+                self._step(holder.claim, "reserve")
+            case "begin":
+                self._begin_effect(holder.claim, "charge")
+            case "happened":
+                self._change_effect(holder.claim, "charge", {"state": "done", "result": "1"})
 
     def _claim(self, id: OperationId, amount: int, token: str, *, dies: bool = False) -> None:
         record, mine = self.records.get(id), fingerprint(id, amount)
@@ -369,9 +377,20 @@ class Machine(RuleBasedStateMachine):
                 record.lease_over = False
 
     @precondition(lambda self: self.holders)
-    @rule(n=which, name=some_name)
-    def begin_effect(self, n: int, name: str) -> None:
+    @rule(n=which, what=st.sampled_from(["begin", "happened", "did not happen", "step"]), name=some_name)
+    def work(self, n: int, what: str, name: str) -> None:
         held = nth(self.holders, n).claim
+        match what:
+            case "begin":
+                self._begin_effect(held, name)
+            case "happened":
+                self._change_effect(held, name, {"state": "done", "result": "1"})
+            case "did not happen":
+                self._change_effect(held, name, {"state": "not_happened"})
+            case "step":
+                self._step(held, name)
+
+    def _begin_effect(self, held: Claimed, name: str) -> None:
         record = self._held(held)
         entry = {"state": "begun", "key": "k", "number": 1, "args": "v1:a", "ended_at": None}
         begun_at = records.begin_effect(self.connection, held, name, entry)
@@ -381,22 +400,14 @@ class Machine(RuleBasedStateMachine):
         else:
             assert begun_at is None
 
-    @precondition(lambda self: self.holders)
-    @rule(
-        n=which, name=some_name, change=st.sampled_from([{"state": "done", "result": "1"}, {"state": "not_happened"}])
-    )
-    def change_effect(self, n: int, name: str, change: dict[str, str]) -> None:
-        held = nth(self.holders, n).claim
+    def _change_effect(self, held: Claimed, name: str, change: dict[str, str]) -> None:
         record = self._held(held)
         open_ = record is not None and record.effects.get(name) == "begun"
         assert records.change_effect(self.connection, held, name, change) == open_
         if record is not None and open_:
             record.effects[name] = change["state"]
 
-    @precondition(lambda self: self.holders)
-    @rule(n=which, name=some_name)
-    def step(self, n: int, name: str) -> None:
-        held = nth(self.holders, n).claim
+    def _step(self, held: Claimed, name: str) -> None:
         record = self._held(held)
         entry = {"state": "done", "args": "v1:a", "number": 1, "key": "", "result": "1"}
         matches = record is not None and name not in record.effects
@@ -410,8 +421,10 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(n=which, result=st.sampled_from(["null", "0", '""', "[]", '{"b": 1, "a": 1e16}']))
     def complete(self, n: int, result: str) -> None:
-        held = nth(self.holders, n).claim
-        record = self._held(held)
+        self._complete(nth(self.holders, n), result)
+
+    def _complete(self, holder: Holder, result: str) -> None:
+        held, record = holder.claim, self._held(holder.claim)
         with self.finishing(record is not None) as connection:
             connection.execute(INSERT, {"account": account(held.id), "amount": 1})
             records.complete(connection, held, result, retention=RETENTION, lease=LEASE)
@@ -422,7 +435,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(n=which, code=st.sampled_from(["no_account", "effect_unknown"]))
     def fail(self, n: int, code: str) -> None:
-        holder = nth(self.holders, n)
+        self._fail(nth(self.holders, n), code)
+
+    def _fail(self, holder: Holder, code: str) -> None:
         held, record = holder.claim, self._held(holder.claim)
         error = records.error_text(code, "no")
         with self.finishing(record is not None) as connection:
@@ -438,8 +453,10 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(n=which, due=st.booleans(), give_back=st.booleans())
     def release(self, n: int, due: bool, give_back: bool) -> None:
-        held = nth(self.holders, n).claim
-        record = self._held(held)
+        self._release(nth(self.holders, n), due=due, give_back=give_back)
+
+    def _release(self, holder: Holder, *, due: bool, give_back: bool) -> None:
+        held, record = holder.claim, self._held(holder.claim)
         error = None if give_back else records.error_text("flaky", "no")
         delay = 0.0 if due else LATER
         released = records.release(self.connection, held, delay=delay, error=error, give_back=give_back)
@@ -569,9 +586,19 @@ class Machine(RuleBasedStateMachine):
             self.seen.append(shown)
 
     @precondition(lambda self: self.seen)
-    @rule(n=which)
-    def cancel(self, n: int) -> None:
+    @rule(n=which, what=st.sampled_from(["cancel", "cancel", "release", "resolve"]))
+    def change(self, n: int, what: str) -> None:
+        """What a person was shown; perhaps it is another thing by now."""
         shown = nth(self.seen, n)
+        match what:
+            case "cancel":
+                self._cancel(shown)
+            case "release":
+                self._take_from_its_holder(shown)
+            case "resolve":
+                self._resolve_effect(shown)
+
+    def _cancel(self, shown: Shown) -> None:
         record = self.records.get(shown.id)
         rows = [row for row in self.rows.values() if row.id == shown.id]
         if shown.status == "accepted":
@@ -589,10 +616,7 @@ class Machine(RuleBasedStateMachine):
             self.failures[shown.id.key] += 1
             self._store(Letter(shown.id, record.fingerprint, "cancelled", "operation", record.generation), ends=True)
 
-    @precondition(lambda self: self.seen)
-    @rule(n=which)
-    def take_from_its_holder(self, n: int) -> None:
-        shown = nth(self.seen, n)
+    def _take_from_its_holder(self, shown: Shown) -> None:
         record = self.records.get(shown.id)
         may = record is not None and (record.status, record.fence) == (shown.status, shown.fence)
         may = may and shown.status == "started"
@@ -602,10 +626,7 @@ class Machine(RuleBasedStateMachine):
             record.release(due=True)
             self.new_rows.append(Row(shown.id, record.fingerprint, "retry"))
 
-    @precondition(lambda self: self.seen)
-    @rule(n=which, happened=st.booleans())
-    def resolve_effect(self, n: int, happened: bool) -> None:
-        shown = nth(self.seen, n)
+    def _resolve_effect(self, shown: Shown) -> None:
         record = self.records.get(shown.id)
         may = (
             record is not None
@@ -613,10 +634,9 @@ class Machine(RuleBasedStateMachine):
             and (record.code, record.effects.get("charge")) == ("effect_unknown", "begun")
         )
         with refused(not may, ChangeRefused):
-            outcome = Happened(1) if happened else DidNotHappen()
-            operators.resolve_effect(self.app, shown, "charge", outcome, Change("ana", "looked"))
+            operators.resolve_effect(self.app, shown, "charge", Happened(1), Change("ana", "looked"))
         if record is not None and may:
-            record.effects["charge"] = "done" if happened else "not_happened"
+            record.effects["charge"] = "done"
 
     @rule(id=some_id, amount=some_amount, remembered=st.booleans())
     def revoke(self, id: OperationId, amount: int, remembered: bool) -> None:
@@ -632,9 +652,13 @@ class Machine(RuleBasedStateMachine):
             record.revoked = record.generation
 
     @precondition(lambda self: self.letters)
-    @rule(n=which)
-    def replay(self, n: int) -> None:
+    @rule(n=which, twice=st.booleans())
+    def replay(self, n: int, twice: bool) -> None:
         number = nth(list(self.letters), n)
+        for _ in range(1 + twice):
+            self._replay(number)
+
+    def _replay(self, number: int) -> None:
         letter = self.letters[number]
         record = None if letter.id is None else self.records.get(letter.id)
         reopens = (
@@ -658,9 +682,15 @@ class Machine(RuleBasedStateMachine):
         self.new_rows.append(Row(letter.id, letter.fingerprint, "replay"))
 
     @precondition(lambda self: self.letters)
-    @rule(n=which, person=st.sampled_from(["ana", "bo"]))
-    def ask_to_discard(self, n: int, person: str) -> None:
+    @rule(n=which, asks=st.booleans(), approves=st.sampled_from(["ana", "bo", "bo", None]))
+    def discard(self, n: int, asks: bool, approves: str | None) -> None:
         number = nth(list(self.letters), n)
+        if asks:
+            self._ask_to_discard(number, "ana")
+        if approves is not None:
+            self._discard(number, approves)
+
+    def _ask_to_discard(self, number: int, person: str) -> None:
         letter = self.letters[number]
         may = letter.status == "open" and letter.asked_by is None
         with refused(not may, DiscardRefused), self.transaction() as connection:
@@ -668,12 +698,9 @@ class Machine(RuleBasedStateMachine):
         if may:
             letter.asked_by = person
 
-    @precondition(lambda self: any(letter.asked_by for letter in self.letters.values()))
-    @rule(n=which, person=st.sampled_from(["ana", "bo"]))
-    def discard(self, n: int, person: str) -> None:
-        number = nth([number for number, letter in self.letters.items() if letter.asked_by], n)
+    def _discard(self, number: int, person: str) -> None:
         letter = self.letters[number]
-        may = letter.status == "open" and letter.asked_by != person
+        may = letter.status == "open" and letter.asked_by not in (None, person)
         with refused(not may, DiscardRefused), self.transaction() as connection:
             discards.approve(connection, Person(person, "admin"), number)
         if not may:
@@ -688,32 +715,31 @@ class Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ the outbox
 
-    @rule()
-    def relay_leases(self) -> None:
+    @rule(answers=st.none() | some_answers)
+    def relay_leases(self, answers: list[str] | None) -> None:
+        """A relay takes what is due, and may stop before the broker's answers."""
         due = {
             number for number, row in self.rows.items() if row.status == "pending" and row.available and not row.leased
         }
         options = {"batch": relaying.BATCH, "lease": relaying.RELAY_LEASE}
         leased = self.connection.exec_driver_sql(relaying._LEASE_ROWS, options).all()
         assert {row.id for row in leased} == due
-        if leased:
-            self.batches.append(leased)
         for number in due:
             self.rows[number].leased = True
+        if answers is not None:
+            self._mark(leased, answers)
+        elif leased:
+            self.batches.append(leased)
 
     @precondition(lambda self: self.batches)
-    @rule(
-        n=which,
-        answers=st.lists(
-            st.sampled_from(["confirmed", "confirmed", "confirmed", "unroutable", "own fault", "none"]),
-            min_size=1,
-            max_size=3,
-        ),
-    )
+    @rule(n=which, answers=some_answers)
     def relay_marks(self, n: int, answers: list[str]) -> None:
-        """What the broker answered; perhaps after another relay has sent the same rows."""
+        """The answers come late: another relay may have sent the same rows meanwhile."""
         batch = nth(self.batches, n)
         self.batches.remove(batch)
+        self._mark(batch, answers)
+
+    def _mark(self, batch: Sequence[Any], answers: list[str]) -> None:
         result = Published()
         for index, leased in enumerate(batch):
             answer = answers[index % len(answers)]
@@ -1029,10 +1055,10 @@ def test_a_letter_that_was_replayed_does_not_swallow_the_next_failure_of_its_out
         machine,
         lambda: machine.enqueue(ACME, 1, later=False),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
-        lambda: machine.replay(0),
+        lambda: machine.replay(0, twice=True),
         # a late copy of the first message, while the replay waits
         lambda: machine.give_up(ACME, 1, 1, unknown=False),
-        lambda: machine.replay(0),
+        lambda: machine.replay(0, twice=True),
     )
 
 
@@ -1043,7 +1069,7 @@ def test_the_letter_of_a_message_whose_task_was_unknown_becomes_that_of_its_oper
         lambda: machine.enqueue(ACME, 1, later=False),
         lambda: machine.give_up(ACME, 1, 0, unknown=True),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
-        lambda: machine.replay(0),
+        lambda: machine.replay(0, twice=True),
     )
 
 
@@ -1053,8 +1079,8 @@ def test_what_was_accepted_when_shown_and_replayed_since_is_not_cancelled(machin
         lambda: machine.enqueue(ACME, 1, later=False),
         lambda: machine.look(ACME),
         lambda: machine.give_up(ACME, 1, None, unknown=False),
-        lambda: machine.replay(0),
-        lambda: machine.cancel(0),
+        lambda: machine.replay(0, twice=True),
+        lambda: machine.change(0, "cancel"),
     )
 
 
@@ -1068,7 +1094,7 @@ def test_record_outbox_and_dead_letters_stay_what_the_model_says(bank: Celery, e
             lambda: Machine(bank, connection),
             settings=settings(
                 max_examples=EXAMPLES,
-                stateful_step_count=30,
+                stateful_step_count=40,
                 deadline=None,
                 database=DirectoryBasedExampleDatabase(SEEDS),
                 suppress_health_check=list(HealthCheck),
