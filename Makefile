@@ -1,6 +1,7 @@
 # `make` lists the targets. Each one prepares what it needs: system packages, .venv, servers.
 #   PYTHON=python3.12         the interpreter for .venv
 #   ARGS='-k outbox -x'       passed on to the tool behind the target
+#   WORKERS=3                 test processes, each with servers of its own
 #   PURCHASES= REFUNDS= COPIES=  options of the demo
 
 STARTED := $(shell date +%s)
@@ -37,7 +38,7 @@ demo: .venv/ready ## the whole system under load and faults, checked at the end
 		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(ARGS)
 
 test: .venv/ready ## all tests, against real servers
-	@$(VENV)/python -m pytest $(ARGS)
+	@$(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
 
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)
