@@ -1,0 +1,206 @@
+"""The fault matrix as data: what may strike (F1–F21), in which phase of an operation (P0–P9), and what must come out.
+
+A cell holds the matrix' own words. `outcomes` are the letters that a test of the cell may have seen; whatever else a
+test sees fails it. Cells that say "–" need no test: the fault has no effect there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NO_EFFECT = "–"
+
+PHASES = {
+    "P0": "delivered, before the claim",
+    "P1": "claimed",
+    "P2": "in the body",
+    "P3": "gateway called, reply not recorded",
+    "P4": "finish UPDATE done, COMMIT not sent",
+    "P5": "COMMIT sent, reply not received",
+    "P6": "committed, before the ack",
+    "P7": "relay selected a row, before publish",
+    "P8": "published, no confirm yet",
+    "P9": "confirmed, not yet marked",
+}
+
+LEGEND = {
+    "R": "redelivered, claimed again with a higher fence, runs, one commit",
+    "R+": "the same while the stale attempt still exists; what it writes matches no row",
+    "G": "R, and the gateway is called again under the same key: one charge",
+    "U": "outcome unknown to its own process: the record is read again on a new connection; completed → ack, else R",
+    "D": "the duplicate finds the stored result and is acknowledged",
+    "K": "published again; the consumer drops it",
+    "W": "waits or fails closed, and resumes",
+    "Q": "a dead letter after N attempts",
+    "S": "needed the sweeper: sent again by recover or reconcile",
+    "finish": "the interrupted process ends what it has begun",
+    "retry": "released, and another attempt with back-off",
+    "failed": "failed at once, with a dead letter",
+    "1 runs": "of all copies one runs; the others wait, or find the stored result",
+    "1 wins": "of all copies one commits",
+    "1 relay": "of all relays one publishes the row",
+    "dead letter": "no worker can run the message: kept as a dead letter",
+    NO_EFFECT: "no effect",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the matrix says of one fault in one phase; of two faults together `phase` is empty."""
+
+    fault: str
+    phase: str
+    expected: str
+    outcomes: frozenset[str]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a test has to show it."""
+        return self.expected != NO_EFFECT
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault}/{self.phase}" if self.phase else self.fault
+
+
+TITLES = {
+    "F1": "SIGKILL of the pool child",
+    "F2": "SIGKILL of the whole worker / relay",
+    "F3": "SIGSTOP past the lease, later SIGCONT",
+    "F4": "SIGTERM, then SIGQUIT",
+    "F5": "broker connection reset",
+    "F6": "broker SIGKILL and restart",
+    "F7": "broker SIGSTOP",
+    "F8": "broker wiped: all queues and messages gone",
+    "F9": "Redis SIGKILL, restarts empty (or FLUSHALL)",
+    "F10": "Redis unreachable throughout",
+    "F11": "Redis clock +60 s / -1 h",
+    "F12": "Postgres SIGKILL and recovery",
+    "F13": "Postgres connection cut on a reply",
+    "F14": "Postgres disk full or read-only",
+    "F15": "worker clock ±1 day",
+    "F16": "the same message at 8 workers at once",
+    "F17": "poison: the process is killed every time",
+    "F18": "the body raises: retryable / permanent",
+    "F19": "beat doubled; down an hour; old schedule file",
+    "F20": "gateway: timeout, 500 after success, 429, slow drip",
+    "F21": "old and new code share the queues",
+}
+
+# The columns are P0–P9. Words that are no letters are translated by _WORDS below.
+_ROWS = {
+    "F1": ("R", "R,S", "R,S", "G,S", "R", "U", "D", "–", "–", "–"),
+    "F2": ("R", "R,S", "R,S", "G,S", "R", "U", "D", "W", "K", "K"),
+    "F3": ("R+", "R+", "R+", "G", "R", "U", "D", "W, then K", "K", "K"),
+    "F4": (
+        "–",
+        "finish or R",
+        "finish or R",
+        "finish or G",
+        "finish or R",
+        "U",
+        "D",
+        "finish",
+        "finish or K",
+        "finish or K",
+    ),
+    "F5": ("R", "R+", "R+", "G", "first commit wins", "D", "D", "W", "K, new channel", "K or –"),
+    "F6": ("R", "R+", "R+", "G", "first commit wins", "D", "D", "W", "K", "–"),
+    "F7": ("W", "– or R+", "– or R+", "– or G", "–", "–", "D or –", "W", "timeout, close channel, K", "–"),
+    "F8": ("S", "S", "S", "G,S", "S", "U,S", "–", "W", "S", "S"),
+    "F9": ("–", "R+ possible", "R+", "G", "–", "–", "–", "–", "–", "–"),
+    "F10": (
+        "claim by Postgres alone, slower",
+        "heartbeat carries on in Postgres",
+        "finishes, the fence decides",
+        "G",
+        *("–",) * 6,
+    ),
+    "F11": ("– / S", "R+ / –", "R+ / –", "G / –", *("–",) * 6),
+    "F12": ("W", "R", "R", "G", "R", "U", "D", "W", "K", "K"),
+    "F13": ("W", "U on the claim", "–", "–", "R", "U", "D", "W", "–", "K"),
+    "F14": ("W", "W", "W", "G", "R", "R", "D", "W", "–", "K"),
+    "F15": ("–",) * 10,
+    "F16": ("1 runs, 7 W or D", "–", "–", "G", "1 wins", "–", "D", "1 relay", "–", "K"),
+    "F17": ("Q", "Q", "Q", "Q", *("–",) * 6),
+    "F18": ("–", "–", "retry with backoff / failed + dead letter", "G / failed", *("–",) * 6),
+    "F19": ("no double commit, no storm", "S", "S", "S", *("–",) * 6),
+    "F20": ("–", "–", "–", "G", *("–",) * 6),
+    "F21": (
+        "unknown task → dead letter",
+        "both honour the fence",
+        "both honour the fence",
+        "both honour the fence",
+        "both honour the fence",
+        "both honour the fence",
+        "D",
+        "K",
+        "K",
+        "K",
+    ),
+}
+
+_PAIRS = {
+    "F3@P2+F9": ("a worker frozen in the body, and Redis empty", "R+"),
+    "F3@P4+F12": ("a worker frozen before COMMIT, and Postgres killed", "R"),
+    "F5@P5+F13": ("the broker's connection reset while COMMIT's reply is lost", "U or D"),
+    "F6@P8+F2": ("the broker killed before its confirm, and the relay too", "K"),
+    "F8+F9": ("broker and Redis both wiped", "S or R,S"),
+    "replay+F2": ("a dead letter replayed, and the worker killed", "R or R,S"),
+}
+
+_WORDS = {
+    "first commit wins": ("R", "R+", "D"),
+    "K, new channel": ("K",),
+    "timeout, close channel, K": ("K",),
+    "W, then K": ("K",),
+    "R+ possible": ("R+", "–"),
+    "claim by Postgres alone, slower": ("–",),
+    "heartbeat carries on in Postgres": ("–",),
+    "finishes, the fence decides": ("–", "R+"),
+    "U on the claim": ("U",),
+    "1 runs, 7 W or D": ("1 runs",),
+    "retry with backoff / failed + dead letter": ("retry", "failed"),
+    "no double commit, no storm": ("–", "D"),
+    "unknown task → dead letter": ("dead letter",),
+    "both honour the fence": ("R+", "R", "G", "U"),
+}
+
+# Outcomes beyond the matrix' words that are as good or better, each with the reason.
+ALSO = {
+    ("F1", "P4"): ("R,S", "the dead holder's lease still runs, as in P1–P3"),
+    ("F2", "P4"): ("R,S", "the dead holder's lease still runs, as in P1–P3"),
+}
+
+
+def _outcomes(fault: str, phase: str, expected: str) -> frozenset[str]:
+    letters: set[str] = set()
+    for part in [expected] if expected in _WORDS else expected.replace(" / ", " or ").split(" or "):
+        letters.update(_WORDS.get(part, (part,)))
+    if "R+" in letters:
+        # the stale attempt may run beside it; where it is ended at once, it does not
+        letters.add("R")
+    if (fault, phase) in ALSO:
+        letters.add(ALSO[fault, phase][0])
+    return frozenset(letters)
+
+
+def _cell(fault: str, phase: str, expected: str) -> Cell:
+    return Cell(fault, phase, expected, _outcomes(fault, phase, expected))
+
+
+CELLS = {
+    (fault, phase): _cell(fault, phase, expected)
+    for fault, row in _ROWS.items()
+    for phase, expected in zip(PHASES, row, strict=True)
+} | {(pair, ""): _cell(pair, "", expected) for pair, (_, expected) in _PAIRS.items()}
+
+PAIRS = {pair: title for pair, (title, _) in _PAIRS.items()}
+
+
+def find(fault: str, phase: str = "") -> Cell:
+    """The cell that a test names. ValueError when the matrix has none."""
+    try:
+        return CELLS[fault, phase]
+    except KeyError:
+        raise ValueError(f"no cell {fault}/{phase} in the matrix") from None
