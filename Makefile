@@ -14,7 +14,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: help venv up down status demo test faults controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: .venv/ready ## all tests, against real servers
 
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)
+
+faults: .venv/ready ## the fault matrix, kept in docs/faults.md; some of it with ARGS='-k F1'
+	@$(VENV)/python -m tests.faults $(ARGS)
 
 lint: .venv/ready ## ruff: rules and formatting
 	@$(VENV)/ruff check .
