@@ -1,7 +1,8 @@
 """Kills, stops or holds a worker process at a named moment, once for each plan.
 
 A plan is a file `<point>` in $CRASH_DIRECTORY whose text says what to do. Whoever removes the file acts on it, so
-that exactly one process does, however many reach the point.
+that exactly one process does, however many reach the point. The file `trace` there says who reached what, for which
+key: the witness for how often a body ran.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from celery import current_task
+
 from idempotency import crash_points
+from idempotency.message import KEY_HEADER
 
 KILL_CHILD = "kill child"  # F1: the pool child alone
 KILL_WORKER = "kill worker"  # F2: the whole worker, parent first
@@ -35,6 +40,8 @@ def reach(point: str) -> None:
     directory = os.environ.get("CRASH_DIRECTORY")
     if directory is None:
         return
+    if point != "working":  # a body says that fifty times a second
+        _note(directory, point)
     path = Path(directory) / point
     mine = Path(directory) / f"{point}.{os.getpid()}"
     try:
@@ -60,3 +67,29 @@ def reach(point: str) -> None:
             time.sleep(0.01)
     elif action == RAISE_EXIT:
         raise SystemExit(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """One line of the trace: a process was at a point, with an idempotency key when it ran a task."""
+
+    point: str
+    pid: int
+    key: str
+
+
+def trace(directory: str | Path) -> list[Reached]:
+    """Everything that was reached so far, in order."""
+    try:
+        lines = (Path(directory) / "trace").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [Reached(point, int(pid), key) for point, pid, key in (line.split("\t") for line in lines)]
+
+
+def _note(directory: str, point: str) -> None:
+    key = (current_task.request.headers or {}).get(KEY_HEADER, "") if current_task else ""
+    # one write per line, so that the lines of several processes do not mix
+    file = os.open(Path(directory) / "trace", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(file, f"{point}\t{os.getpid()}\t{key}\n".encode())
+    os.close(file)
