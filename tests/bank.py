@@ -82,7 +82,8 @@ def transfer(self: IdempotentTask, account: str, url: str) -> dict[str, Any]:
 
 
 def call(url: str, *, idempotency_key: str) -> dict[str, Any]:
-    response = httpx.post(url, json={}, headers={"Idempotency-Key": idempotency_key}, timeout=10)
+    patience = float(os.environ.get("CALL_TIMEOUT", "10"))
+    response = httpx.post(url, json={}, headers={"Idempotency-Key": idempotency_key}, timeout=patience)
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer

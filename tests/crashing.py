@@ -1,8 +1,8 @@
 """Kills, stops or holds a worker process at a named moment, once for each plan.
 
 A plan is a file `<point>` in $CRASH_DIRECTORY whose text says what to do. Whoever removes the file acts on it, so
-that exactly one process does, however many reach the point. The file `trace` there says who reached what, for which
-key: the witness for how often a body ran.
+that exactly one process does, however many reach the point; a plan of EVERY stays, and everybody acts on it. The file
+`trace` there says who reached what, for which key: the witness for how often a body ran.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from celery import current_task
 
-from idempotency import crash_points
+from idempotency import PermanentError, crash_points
 from idempotency.message import KEY_HEADER
 
 KILL_CHILD = "kill child"  # F1: the pool child alone
@@ -23,6 +23,11 @@ KILL_WORKER = "kill worker"  # F2: the whole worker, parent first
 STOP = "stop"  # F3: SIGSTOP; its pid is left in `<point>.stopped`
 HOLD = "hold"  # waits for `<point>.go`; its pid is left in `<point>.held`
 RAISE_EXIT = "exit"  # SystemExit, as a shutdown raises it
+RAISE_ERROR = "error"  # F18: an error that another attempt may not meet
+RAISE_PERMANENT = "permanent error"  # F18: one that every attempt would meet
+KILL_EVERY_CHILD = "kill every child"  # F17: whoever reaches it, again and again
+HOLD_EVERYBODY = "hold everybody"  # F16: each waits for `<point>.go`; its pid is in the name of `<point>.<pid>.held`
+EVERY = (KILL_EVERY_CHILD, HOLD_EVERYBODY)
 
 
 def install() -> None:
@@ -45,10 +50,11 @@ def reach(point: str) -> None:
     path = Path(directory) / point
     mine = Path(directory) / f"{point}.{os.getpid()}"
     try:
-        path.rename(mine)
+        action = path.read_text()
+        if action not in EVERY:
+            path.rename(mine)
     except FileNotFoundError:
         return
-    action = mine.read_text()
     if action == KILL_CHILD:
         mine.rename(Path(directory) / f"{point}.reached")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -62,11 +68,24 @@ def reach(point: str) -> None:
     elif action == HOLD:
         (Path(directory) / f"{point}.holding").write_text(str(os.getpid()))
         (Path(directory) / f"{point}.holding").rename(Path(directory) / f"{point}.held")
-        deadline = time.monotonic() + 60
-        while not (Path(directory) / f"{point}.go").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        _wait_for(Path(directory) / f"{point}.go")
+    elif action == HOLD_EVERYBODY:
+        (Path(directory) / f"{point}.{os.getpid()}.held").touch()
+        _wait_for(Path(directory) / f"{point}.go")
+    elif action == KILL_EVERY_CHILD:
+        os.kill(os.getpid(), signal.SIGKILL)
     elif action == RAISE_EXIT:
         raise SystemExit(0)
+    elif action == RAISE_ERROR:
+        raise RuntimeError("planned")
+    elif action == RAISE_PERMANENT:
+        raise PermanentError("planned", "planned")
+
+
+def _wait_for(go: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not go.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)

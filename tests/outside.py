@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,7 +17,8 @@ class OutsideWorld:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.acts: Counter[str] = Counter()
-        # what the next calls answer: "ok", "fail before", "fail after"; "ok" when empty
+        # What the next calls answer; "ok" when empty. "fail before" and "busy" (a 429) without having acted; "fail after",
+        # "hang" (nothing for 5 s) and "drip" (a byte every 0.2 s, for 5 s) after it.
         self.script: list[str] = []
         self._lock = threading.Lock()
         world = self
@@ -27,13 +30,23 @@ class OutsideWorld:
                 with world._lock:
                     world.calls[key] += 1
                     how = world.script.pop(0) if world.script else "ok"
-                    if how != "fail before" and not world.acts[key]:
+                    if how not in ("fail before", "busy") and not world.acts[key]:
                         world.acts[key] += 1
                 body = json.dumps({"amount": 7}).encode()
-                self.send_response(200 if how == "ok" else 500)
+                if how == "hang":
+                    time.sleep(5)
+                if how == "drip":
+                    body = body.ljust(25)
+                self.send_response({"fail before": 500, "fail after": 500, "busy": 429}.get(how, 200))
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                with contextlib.suppress(OSError):  # whoever asked may have gone
+                    if how == "drip":
+                        for byte in body:
+                            self.wfile.write(bytes([byte]))
+                            time.sleep(0.2)
+                    else:
+                        self.wfile.write(body)
 
             def log_message(self, *args: Any) -> None:
                 pass
