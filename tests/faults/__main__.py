@@ -37,8 +37,10 @@ def main() -> int:
     for cell, reason in collected.reasons():
         console.print(f"not run  {cell.name}: {reason}")
     for cell in collected.wrong:
-        for failed in collected.cells[cell.fault, cell.phase].failed or ["no test"]:
-            console.print(f"{collected.word(cell)}  {cell.name}: {failed}", markup=False)
+        for failed in collected.cells[cell.fault, cell.phase].failed:
+            console.print(f"{report.FAILED}  {cell.name}: {failed}", markup=False)
+    if missing := [cell.name for cell in collected.wrong if collected.word(cell) == report.MISSING]:
+        console.print(f"{report.MISSING} (no test)  {', '.join(missing)}")
     for stray in collected.stray:
         console.print(f"not in the matrix  {stray}", markup=False)
     if given.json:

@@ -119,7 +119,7 @@ def table(collected: Collector) -> Table:
 
 
 def _coloured(word: str) -> str:
-    return f"[{_COLOURS.get(word, 'green')}]{word}[/]"
+    return f"[{_COLOURS.get(word, 'green')}]{'·' if word == NOT_SELECTED else word}[/]"
 
 
 def summary(collected: Collector) -> str:

@@ -1,0 +1,217 @@
+"""F16–F18, F20: eight copies at once, poison, errors of the body, and a gateway that misbehaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from idempotency.dead_letter_queue import DeadLetterConsumer
+from tests import bank, crashing
+from tests.faults.scene import PATIENCE, POINTS, Scene
+from tests.processes import eventually
+
+COPIES = 8
+
+
+def each(fault: str, *phases: str) -> list:
+    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=f"{fault}-{phase}") for phase in phases]
+
+
+# ---------------------------------------------------------------- F16: eight copies at once
+
+
+@pytest.fixture
+def eight(scene: Scene, processes) -> None:
+    """A worker with eight pool children."""
+    scene.workers.append(processes.worker("--concurrency", str(COPIES)))
+
+
+def send_copies(scene: Scene, cell, number: int) -> None:
+    """The same message so many times: one task id, as if the broker had repeated it."""
+    cell.accepts(scene.account)
+    for _ in range(number):
+        bank.transfer.apply_async((scene.account, scene.outside.url), task_id=f"copy-of-{scene.account}")
+
+
+def settled(scene: Scene, number: int) -> None:
+    """Wait until so many copies have an answer, and nothing waits in the queue."""
+    answers = (" succeeded", " ignored")
+    eventually(lambda: sum(map(scene.logged, answers)) >= number, timeout=PATIENCE, what=f"{number} copies settled")
+    assert sum(map(scene.logged, answers)) == number
+    assert scene.messages() == 0
+
+
+@pytest.mark.cell("F16", "P0")
+def test_of_eight_copies_at_once_one_runs(scene, eight, cell):
+    crashing.plan(scene.directory, POINTS["P0"], crashing.HOLD_EVERYBODY)
+    send_copies(scene, cell, COPIES)
+    held = f"{POINTS['P0']}.*.held"
+    eventually(lambda: len(list(scene.directory.glob(held))) == COPIES, timeout=PATIENCE, what="eight before the claim")
+    scene.let_go("P0")
+    scene.completed()
+    settled(scene, COPIES)
+    assert scene.outcome() in ("–", "D")
+    cell.saw(f"{len(scene.trace('body.entered'))} runs")
+
+
+@pytest.mark.cell("F16", "P3")
+def test_of_seven_copies_that_find_the_lease_over_one_calls_the_gateway_again(scene, eight, cell):
+    crashing.plan(scene.directory, POINTS["P3"], crashing.HOLD)
+    send_copies(scene, cell, 1)
+    holder = scene.held("P3")
+    os.kill(holder, signal.SIGSTOP)  # nor does it renew
+    first = scene.record()
+    scene.age()
+    send_copies(scene, cell, COPIES - 1)
+    done = scene.completed()
+    scene.let_go("P3")
+    os.kill(holder, signal.SIGCONT)
+    settled(scene, COPIES)
+    assert scene.record().fence == done.fence > first.fence
+    assert list(scene.outside.calls.values()) == [2]
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F16", "P4")
+def test_seven_copies_wait_for_a_commit_and_find_its_result(scene, eight, cell):
+    crashing.plan(scene.directory, POINTS["P4"], crashing.HOLD)
+    send_copies(scene, cell, 1)
+    scene.held("P4")
+    first = scene.record()
+    send_copies(scene, cell, COPIES - 1)
+    waiting = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    eventually(lambda: len(scene.rows(waiting)) == COPIES - 1, timeout=PATIENCE, what="seven wait for the row")
+    scene.let_go("P4")
+    scene.completed()
+    settled(scene, COPIES)
+    assert scene.outcome() == "D"
+    runs = len(scene.trace("body.entered"))
+    cell.saw("1 wins" if (runs, scene.record().fence) == (1, first.fence) else f"{runs} runs")
+
+
+@pytest.mark.cell("F16", "P6")
+def test_seven_copies_find_the_result_of_a_commit_that_is_not_acknowledged(scene, eight, cell):
+    crashing.plan(scene.directory, POINTS["P6"], crashing.HOLD)
+    send_copies(scene, cell, 1)
+    scene.held("P6")
+    send_copies(scene, cell, COPIES - 1)
+    settled(scene, COPIES - 1)
+    scene.let_go("P6")
+    settled(scene, COPIES)
+    assert scene.record().duplicates == 0
+    cell.saw(scene.outcome())
+
+
+# ---------------------------------------------------------------- F17: poison
+
+
+def ended(scene: Scene) -> str:
+    """Q: the operation has failed, and there is one dead letter."""
+    letters = scene.rows("SELECT reason, attempts FROM idempotency.dead_letters WHERE key = :key")
+    row = scene.record()
+    assert (row.status, len(letters)) == ("failed", 1), (row, letters)
+    assert scene.entries()[0] == 0
+    assert letters[0].attempts == row.attempts
+    return "Q"
+
+
+@pytest.mark.cell("F17", "P0")
+def test_poison_before_the_claim_ends_at_the_brokers_delivery_limit(scene, cell):
+    crashing.plan(scene.directory, POINTS["P0"], crashing.KILL_EVERY_CHILD)
+    worker = scene.worker()
+    scene.relay()
+    scene.accept()
+    consumer = DeadLetterConsumer(scene.app)
+    dead = f"{scene.app.conf.task_default_queue}-dead"
+    eventually(lambda: scene.messages(dead) == 1, timeout=120, what="in the dead-letter queue")
+    assert consumer.run_once() == 1
+    consumer.close()
+    assert len(scene.trace("lease.taken")) > 20
+    assert worker.process.poll() is None
+    cell.saw(ended(scene))
+
+
+@pytest.mark.parametrize("phase", each("F17", "P1", "P2", "P3"))
+def test_poison_after_the_claim_ends_when_its_attempts_are_used_up(phase, scene, cell):
+    point = POINTS[phase]
+    crashing.plan(scene.directory, point, crashing.KILL_EVERY_CHILD)
+    worker = scene.worker()
+    scene.relay()
+    scene.accept()
+
+    def over() -> bool:
+        if scene.status() == "started":
+            scene.sweep()
+        if phase == "P1" and len(scene.trace(point)) == 5:
+            # the sixth claim ends the operation before anything of the body, and so before its poison
+            (scene.directory / point).unlink(missing_ok=True)
+        return scene.status() == "failed"
+
+    eventually(over, timeout=120, what="failed")
+    assert len(scene.trace(point)) == (6 if phase == "P1" else 5)
+    assert worker.process.poll() is None
+    assert set(scene.outside.acts.values()) <= {1}
+    cell.saw(ended(scene))
+
+
+# ---------------------------------------------------------------- F18: errors of the body
+
+
+@pytest.mark.parametrize("phase", each("F18", "P2", "P3"))
+def test_an_error_is_another_attempt_with_back_off(phase, scene, cell):
+    scene.worker(RETRY_BASE="1")
+    scene.relay()
+    crashing.plan(scene.directory, POINTS[phase], crashing.RAISE_ERROR)
+    scene.accept()
+    row = scene.completed()
+    assert (row.attempts, len(scene.trace("body.entered"))) == (2, 2)
+    assert "planned" in row.first_error
+    first, retry = scene.outbox()
+    assert (retry.origin, retry.available_at > first.available_at) == ("retry", True)
+    letter = scene.outcome()
+    assert letter == ("R" if phase == "P2" else "G")
+    cell.saw("retry" if phase == "P2" else letter)
+
+
+@pytest.mark.parametrize("phase", each("F18", "P2", "P3"))
+def test_a_permanent_error_ends_the_operation(phase, scene, cell):
+    scene.worker()
+    scene.relay()
+    crashing.plan(scene.directory, POINTS[phase], crashing.RAISE_PERMANENT)
+    scene.accept()
+    eventually(lambda: scene.status() == "failed", timeout=PATIENCE, what="failed")
+    row = scene.record()
+    assert (row.attempts, row.error) == (1, row.first_error)
+    assert ended(scene) == "Q"
+    assert [tuple(each) for each in scene.rows("SELECT code FROM failures WHERE account = :key")] == [("planned",)]
+    cell.saw(row.status)
+
+
+# ---------------------------------------------------------------- F20: the gateway
+
+
+@pytest.mark.cell("F20", "P3")
+@pytest.mark.parametrize("how", ["fail after", "busy", "hang"])
+def test_the_gateway_fails_after_it_has_acted_or_before(how, scene, cell):
+    scene.outside.script = [how]
+    scene.worker(CALL_TIMEOUT="1")
+    scene.relay()
+    scene.accept()
+    row = scene.completed()
+    assert row.attempts == 2
+    assert list(scene.outside.calls.values()) == [2]
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F20", "P3")
+def test_a_gateway_that_drips_is_left_at_the_soft_limit(scene, cell):
+    scene.outside.script = ["drip"]
+    scene.worker(CALL_TIMEOUT="1")
+    scene.relay()
+    cell.accepts(scene.account)
+    bank.transfer.apply_async((scene.account, scene.outside.url), soft_time_limit=2)
+    row = scene.completed()
+    assert (row.attempts, "SoftTimeLimitExceeded" in row.first_error) == (2, True)
+    cell.saw(scene.outcome())

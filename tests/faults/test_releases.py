@@ -1,0 +1,101 @@
+"""F21: workers of an old and of a new release share the queues."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from idempotency.dead_letter_queue import DeadLetterConsumer
+from tests.faults.scene import PATIENCE, Scene
+from tests.processes import Processes, Worker, eventually
+
+OLD, NEW = "tests.bank", "tests.faults.new_code"
+# what the final row of each says
+WRITTEN_BY = {7: OLD, 8: NEW}
+OPEN = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
+
+
+def each(fault: str, *phases: str) -> list:
+    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=f"{fault}-{phase}") for phase in phases]
+
+
+@pytest.fixture
+def release(scene: Scene, processes: Processes):
+    """Starts a worker of a release."""
+
+    def start(app: str, **environment: str) -> Worker:
+        # one child: while it is held, whatever comes goes to the other release
+        scene.workers.append(processes.worker("--concurrency", "1", app=app, **environment))
+        return scene.workers[-1]
+
+    return start
+
+
+def writer(scene: Scene) -> str:
+    """Whose row is there."""
+    (row,) = scene.rows("SELECT amount FROM entries WHERE account = :key")
+    return WRITTEN_BY[row.amount]
+
+
+@pytest.mark.cell("F21", "P0")
+def test_a_worker_that_does_not_know_the_task_keeps_its_message_as_a_dead_letter(scene, release, cell):
+    release("tests.faults.older_code")
+    scene.relay()
+    scene.accept()
+    eventually(
+        lambda: scene.messages(f"{scene.app.conf.task_default_queue}-dead") == 1,
+        timeout=PATIENCE,
+        what="in the dead-letter queue",
+    )
+    consumer = DeadLetterConsumer(scene.app)
+    assert consumer.run_once() == 1
+    consumer.close()
+    (letter,) = scene.rows("SELECT task, reason FROM idempotency.dead_letters WHERE key = :key")
+    assert letter.task == "tests.bank.transfer"
+    assert scene.entries() == (0, 0)
+    cell.saw("dead letter")
+
+
+@pytest.mark.parametrize("phase", each("F21", "P1", "P2", "P3", "P4", "P5"))
+@pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (NEW, OLD)], ids=["old-first", "new-first"])
+def test_an_attempt_of_one_release_and_its_takeover_by_another(first, second, phase, scene, release, cell):
+    postgres = scene.postgres_proxy() if phase == "P5" else None
+    # an attempt frozen before COMMIT is evicted after half its lease
+    holder = release(first, LEASE="4" if phase == "P4" else "60")
+    scene.bring_to(phase, postgres)
+    child = scene.held(phase)
+    os.kill(child, signal.SIGSTOP)
+    if phase == "P4":
+        eventually(lambda: not scene.rows(OPEN), timeout=PATIENCE, what="evicted")
+    scene.age()
+    other = release(second)
+    scene.duplicate()
+    scene.completed()
+    eventually(lambda: " succeeded" in other.log, timeout=PATIENCE, what="the other release has answered")
+    done = scene.record()
+
+    scene.let_go(phase)
+    if postgres is not None:
+        postgres.heal()
+    os.kill(child, signal.SIGCONT)
+    eventually(lambda: " succeeded" in holder.log or " ignored" in holder.log, timeout=PATIENCE, what="settled")
+    assert scene.record() == done
+    # at P5 the first had committed; nobody knew
+    assert writer(scene) == (first if phase == "P5" else second)
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.parametrize("phase", each("F21", "P6"))
+@pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (NEW, OLD)], ids=["old-first", "new-first"])
+def test_one_release_answers_with_the_result_of_another(first, second, phase, scene, release, cell):
+    holder = release(first)
+    scene.bring_to(phase)
+    other = release(second)
+    scene.duplicate()
+    eventually(lambda: " succeeded" in other.log, timeout=PATIENCE, what="the other release has answered")
+    scene.let_go(phase)
+    eventually(lambda: " succeeded" in holder.log, timeout=PATIENCE, what="settled")
+    assert writer(scene) == first
+    cell.saw(scene.outcome())
