@@ -28,6 +28,7 @@ from sqlalchemy import create_engine, text
 import services
 from idempotency.message import KEY_HEADER
 from tests.faults import accounts, cells
+from tests.faults.scene import scene as scene
 from tests.processes import Processes
 
 FOLDER = Path(__file__).parent
@@ -37,12 +38,6 @@ VERSIONS = pytest.StashKey[dict[str, str]]()
 # The longest that a broker takes to put back what a killed worker had not acknowledged.
 REQUEUED = 5.0
 _PASSED = pytest.StashKey[bool]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cell(fault, phase): the cell of the fault matrix that this test shows")
-    config.addinivalue_line("markers", "faults: a test of the fault matrix; plain `pytest` runs only the quick ones")
-    config.addinivalue_line("markers", "quick: a test of the fault matrix that plain `pytest` runs, too")
 
 
 @pytest.hookimpl(tryfirst=True)
