@@ -25,6 +25,7 @@ from .errors import SettingsError
 from .lease import Heartbeat, Leases
 from .records import Claimed, Renewal
 from .settings import Settings
+from .statements import treat_read_only_as_away
 
 
 class Runtime:
@@ -137,6 +138,7 @@ def make_engine(settings: Settings, *, server_options: str = "", **options: Any)
         **options,
     )
     event.listen(engine, "first_connect", _require_read_committed)
+    treat_read_only_as_away(engine)
     return engine
 
 

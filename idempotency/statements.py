@@ -10,8 +10,12 @@ from typing import Any
 
 import psycopg
 from psycopg.rows import namedtuple_row
-from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Connection, Engine, ExceptionContext, event
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+# read_only_sql_transaction: a standby after a failover, or a disk that is kept from filling up. psycopg counts it
+# among the internal errors; to everybody here it is a Postgres that is away, and comes back.
+READ_ONLY = "25006"
 
 
 def execute(connection: Connection, statement: str, parameters: Mapping[str, Any] | None = None) -> Any:
@@ -23,6 +27,9 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
     try:
         return driver.cursor(row_factory=namedtuple_row).execute(statement, parameters)
     except psycopg.Error as error:
+        if error.sqlstate == READ_ONLY:
+            connection.invalidate()
+            raise _away(statement, error) from error
         if driver.closed:
             connection.invalidate()
         raise DBAPIError.instance(
@@ -34,3 +41,18 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
             connection_invalidated=connection.invalidated,
             dialect=connection.dialect,
         ) from error
+
+
+def treat_read_only_as_away(engine: Engine) -> None:
+    """A refusal to write is an `OperationalError`; its connections are not used again, since the primary is elsewhere."""
+
+    @event.listens_for(engine, "handle_error")
+    def _(context: ExceptionContext) -> None:
+        error = context.original_exception
+        if isinstance(error, psycopg.Error) and error.sqlstate == READ_ONLY:
+            context.is_disconnect = True
+            raise _away(context.statement, error)
+
+
+def _away(statement: str | None, error: psycopg.Error) -> OperationalError:
+    return OperationalError(statement, None, error, hide_parameters=True, connection_invalidated=True)
