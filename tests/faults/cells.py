@@ -170,6 +170,32 @@ _WORDS = {
 ALSO = {
     ("F1", "P4"): ("R,S", "the dead holder's lease still runs, as in P1–P3"),
     ("F2", "P4"): ("R,S", "the dead holder's lease still runs, as in P1–P3"),
+    ("F13", "P9"): ("–", "a mark whose reply is lost has been made: nothing is sent again"),
+    ("F8", "P0"): (
+        "R,S",
+        "its process ended with the broker's connection; the delivery that the sweeper sent is the first claim",
+    ),
+    **{
+        ("F8", phase): (
+            letter,
+            "a worker without its broker ends its attempts: they go back to the outbox by themselves",
+        )
+        for phase, letter in (("P1", "R"), ("P2", "R"), ("P3", "G"), ("P4", "R"))
+    },
+    **dict.fromkeys(
+        (("F12", "P7"), ("F14", "P7")), ("K", "the relay has its rows and publishes them; what waits is its mark")
+    ),
+    **dict.fromkeys(
+        (("F14", "P1"), ("F14", "P2")), ("R", "it waits until it may write, and goes on as another attempt")
+    ),
+    **dict.fromkeys(
+        (("F9", "P2"), ("F9", "P3"), ("F10", "P3")),
+        ("–", "the lease in Postgres keeps a duplicate away, whatever Redis has lost"),
+    ),
+    **dict.fromkeys((("F19", "P1"), ("F19", "P2")), ("R,S", "its holder was dead: it is another attempt")),
+    ("F19", "P3"): ("G,S", "its holder was dead, and the gateway had been called"),
+    ("F8+F9", ""): ("R", "a worker without its broker ends its attempts: they go back to the outbox by themselves"),
+    ("F3@P4+F12", ""): ("R+", "the frozen attempt still exists, and finds out when it goes on"),
 }
 
 
