@@ -1,0 +1,350 @@
+"""F12–F14: Postgres is killed, its connections break on a reply, its disk is full or it takes no writes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from uuid import uuid4
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError
+
+import services
+from idempotency import schema
+from idempotency.relay import Relay, Relayed
+from idempotency.runtime import Runtime
+from services.postgres import Postgres, create_database, drop_database
+from tests import bank as app_module
+from tests.faults.scene import PATIENCE, Scene
+from tests.processes import eventually
+
+# as psycopg sends it; "BEGIN ISOLATION LEVEL READ COMMITTED" is something else
+COMMIT = b"\x0bCOMMIT\x00"
+CLAIM = b"INSERT INTO idempotency.records"
+FINISH = b"'completed', result ="
+TABLES = "CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint); \
+CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text)"
+
+
+def cells(fault: str, *phases: str) -> list:
+    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=phase) for phase in phases]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    """A Postgres of these tests' own, which may be killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DATABASE_URL", raising=False)  # one that was given is not ours to kill
+        with services.running(needs=("postgres",)) as running:
+            yield running.postgres
+
+
+@pytest.fixture(scope="module")
+def template(postgres: Postgres) -> Iterator[str]:
+    name = f"template_{uuid4().hex[:8]}"
+    engine = create_engine(create_database(postgres.url, name))
+    schema.migrate(engine)
+    with engine.begin() as connection:
+        connection.execute(text(TABLES))
+    engine.dispose()
+    yield name
+    drop_database(postgres.url, name)
+
+
+@pytest.fixture
+def database(postgres: Postgres, template: str) -> Iterator[str]:
+    name = f"test_{uuid4().hex[:12]}"
+    with psycopg.connect(_plain(postgres.url), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield make_url(postgres.url).set(database=name).render_as_string(hide_password=False)
+    postgres.start()
+    drop_database(postgres.url, name)
+
+
+def _plain(url: str) -> str:
+    return url.replace("+psycopg", "")
+
+
+@pytest.fixture
+def relay(scene: Scene) -> Iterator[Relay]:
+    """A relay that this test runs pass by pass."""
+    relay = Relay(scene.app, confirm_timeout=2.0)
+    relay.publisher.depth(scene.app.conf.task_default_queue)  # connected, and the queues are there
+    yield relay
+    relay.close()
+
+
+def waits(scene: Scene) -> bool:
+    return scene.logged("event=claim_waits") > 0
+
+
+def published_again(scene: Scene) -> str:
+    """The broker has one copy of a row that is still to be published; then what a second relay makes of it."""
+    assert scene.outbox()[0].status == "pending"
+    eventually(lambda: scene.messages() == 1, what="the first copy")
+    scene.age()  # the lease of the relay that failed
+    scene.relay()
+    eventually(lambda: scene.outbox()[0].status == "published", timeout=PATIENCE)
+    eventually(lambda: scene.messages() == 2, what="the second copy")
+    scene.worker(children=1)
+    scene.completed()
+    eventually(lambda: len(scene.trace("lease.taken")) == 2, what="both copies taken")
+    assert scene.outcome() == "D"
+    return "K"
+
+
+# ---------------------------------------------------------------- F12: killed
+
+
+@pytest.mark.parametrize("phase", cells("F12", "P0", "P1", "P2", "P3", "P4", "P5"))
+def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(phase, scene, postgres, cell):
+    proxy = scene.postgres_proxy()
+    scene.worker()
+    scene.bring_to(phase, proxy)
+    postgres.kill()
+    proxy.heal()
+    scene.let_go(phase)
+    eventually(lambda: waits(scene), what="it waits for Postgres")
+    postgres.start()
+    scene.completed()
+    eventually(lambda: scene.messages() == 0)
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F12", "P6")
+def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after_its_recovery(scene, postgres, cell):
+    scene.worker()
+    scene.bring_to("P6")
+    postgres.kill()
+    postgres.start()
+    assert scene.status() == "completed"
+    scene.let_go("P6")
+    scene.duplicate()
+    eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE)
+    eventually(lambda: scene.logged(" succeeded in ") == 2, timeout=PATIENCE, what="both answered")
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.parametrize("phase", cells("F12", "P7", "P8", "P9"))
+def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_copy_is_dropped(
+    phase, scene, relay, postgres, cell
+):
+    scene.accept()
+    scene.at({"P7": "relay.selected", "P8": "relay.published", "P9": "relay.confirmed"}[phase], postgres.kill)
+    with pytest.raises(OperationalError):
+        relay.run_once()
+    postgres.start()
+    cell.saw(published_again(scene))
+
+
+# ---------------------------------------------------------------- F13: a reply that is lost with its connection
+
+
+@pytest.mark.parametrize("phase", cells("F13", "P0", "P1", "P4", "P5"))
+def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase, scene, cell):
+    proxy = scene.postgres_proxy()
+    scene.worker(children=1)
+    before = {"P0": "P0", "P1": "P0", "P4": "P3", "P5": "P4"}[phase]
+    scene.bring_to(before)
+    # P0: the first question on the connection that is to claim; its process has none yet
+    proxy.cut_reply_to({"P0": b"default_transaction_isolation", "P1": CLAIM, "P4": FINISH, "P5": COMMIT}[phase])
+    scene.let_go(before)
+    scene.completed()
+    eventually(lambda: scene.logged(" succeeded in ") >= 1, timeout=PATIENCE)
+    assert proxy.cuts == 1
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F13", "P6")
+def test_a_duplicate_whose_answer_is_lost_asks_again_and_gets_the_stored_result(scene, cell):
+    proxy = scene.postgres_proxy()
+    scene.worker(children=1)
+    scene.relay()
+    scene.accept()
+    scene.completed()
+    fence = scene.record().fence
+    proxy.cut_reply_to(CLAIM)
+    scene.duplicate()
+    eventually(lambda: scene.logged(" succeeded in ") == 2, timeout=PATIENCE, what="both answered")
+    assert (proxy.cuts, scene.record().fence) == (1, fence)
+    cell.saw(scene.outcome())
+
+
+@pytest.fixture
+def proxied_relay(scene: Scene) -> Iterator[Relay]:
+    """A relay whose own statements go through a proxy."""
+    direct = scene.environment["DATABASE_URL"]
+    scene.proxy = scene.postgres_proxy()
+    app_module.configure(scene.environment)
+    relay = Relay(scene.app, confirm_timeout=2.0)
+    relay.publisher.depth(scene.app.conf.task_default_queue)
+    assert relay.run_once() == Relayed(0, 0)
+    yield relay
+    relay.close()
+    Runtime.discard(scene.app)
+    scene.environment["DATABASE_URL"] = direct
+    app_module.configure(scene.environment)
+
+
+@pytest.mark.cell("F13", "P7")
+def test_a_relay_that_never_hears_which_rows_it_has_leased_leaves_them_until_the_lease_is_over(
+    scene, proxied_relay, cell
+):
+    scene.accept()
+    scene.proxy.cut_reply_to(b"WITH due AS")
+    with pytest.raises(OperationalError):
+        proxied_relay.run_once()
+    assert scene.proxy.cuts == 1
+    assert proxied_relay.run_once() == Relayed(0, 0)
+    assert scene.outbox()[0].relayed_until is not None
+    scene.age()
+    assert proxied_relay.run_once() == Relayed(1, 0)
+    assert scene.messages() == 1
+    scene.worker(children=1)
+    scene.completed()
+    assert scene.outcome() == "–"
+    cell.saw("W")
+
+
+@pytest.mark.cell("F13", "P9")
+def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(scene, proxied_relay, cell):
+    scene.accept()
+    scene.at("relay.confirmed", scene.proxy.reset)
+    with pytest.raises(OperationalError):
+        proxied_relay.run_once()
+    assert scene.proxy.resets > 0
+    cell.saw(published_again(scene))
+
+
+@pytest.mark.cell("F13", "P9")
+def test_a_mark_whose_reply_is_lost_has_been_made_and_nothing_is_sent_again(scene, proxied_relay, cell):
+    scene.accept()
+    scene.proxy.cut_reply_to(b"SET status = 'published'")
+    with pytest.raises(OperationalError):
+        proxied_relay.run_once()
+    assert scene.proxy.cuts == 1
+    assert scene.outbox()[0].status == "published"
+    scene.age()
+    assert proxied_relay.run_once() == Relayed(0, 0)
+    scene.worker(children=1)
+    scene.completed()
+    cell.saw(scene.outcome())
+
+
+# ---------------------------------------------------------------- F14: no writes
+
+
+class Writes:
+    """Whether Postgres takes writes: `stop` makes every transaction that begins from now on read-only."""
+
+    def __init__(self, postgres: Postgres) -> None:
+        self._url = _plain(postgres.url)
+
+    def stop(self) -> None:
+        self._change("ALTER SYSTEM SET default_transaction_read_only = on", "on")
+
+    def allow(self) -> None:
+        self._change("ALTER SYSTEM RESET default_transaction_read_only", "off")
+
+    def _change(self, statement: str, expected: str) -> None:
+        options = "-c default_transaction_read_only=off"
+        with psycopg.connect(self._url, autocommit=True, options=options) as connection:
+            connection.execute(statement)
+            connection.execute("SELECT pg_reload_conf()")
+        eventually(lambda: self._shown() == expected, what=f"read-only {expected}")
+
+    def _shown(self) -> str:
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            row = connection.execute("SHOW default_transaction_read_only").fetchone()
+            assert row is not None
+            return str(row[0])
+
+
+@pytest.fixture
+def writes(postgres: Postgres) -> Iterator[Writes]:
+    writes = Writes(postgres)
+    yield writes
+    writes.allow()
+
+
+@pytest.mark.parametrize("phase", cells("F14", "P0", "P1", "P2", "P3"))
+def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(phase, scene, writes, cell):
+    scene.worker()
+    scene.bring_to(phase)
+    writes.stop()
+    scene.let_go(phase)
+    eventually(lambda: waits(scene), what="it waits")
+    writes.allow()
+    scene.completed()
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F14", "P6")
+def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stored_result(scene, writes, cell):
+    scene.worker()
+    scene.bring_to("P6")
+    writes.stop()
+    scene.let_go("P6")
+    eventually(lambda: scene.logged(" succeeded in ") == 1, what="nothing more had to be written")
+    scene.duplicate()
+    eventually(lambda: waits(scene), what="the duplicate waits")
+    writes.allow()
+    eventually(lambda: scene.logged(" succeeded in ") == 2, timeout=PATIENCE, what="both answered")
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.parametrize("phase", cells("F14", "P7", "P9"))
+def test_a_relay_that_must_not_write_its_mark_publishes_again_later(phase, scene, relay, writes, cell):
+    scene.accept()
+    scene.at({"P7": "relay.selected", "P9": "relay.confirmed"}[phase], writes.stop)
+    with pytest.raises(OperationalError):
+        relay.run_once()
+    writes.allow()
+    cell.saw(published_again(scene))
+
+
+@contextlib.contextmanager
+def disk_full(backend: int) -> Iterator[None]:
+    """Each write to the log of one backend fails: no space left on device."""
+    command = ["strace", "-p", str(backend), "-e", "trace=pwrite64,pwritev", "-e"]
+    command += ["inject=pwrite64,pwritev:error=ENOSPC"]
+    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert strace.stderr is not None
+    attached = strace.stderr.readline()
+    try:
+        assert "attached" in attached, attached
+        yield
+    finally:
+        strace.terminate()
+        _, said = strace.communicate(timeout=20)
+    assert "ENOSPC" in said, said
+
+
+@pytest.mark.parametrize("phase", cells("F14", "P4", "P5"))
+def test_a_commit_for_which_the_disk_has_no_space_is_not_one(phase, scene, postgres, cell):
+    if shutil.which("strace") is None:
+        cell.not_run("no strace")
+    scene.worker()
+    scene.bring_to("P4")
+    if phase == "P5":
+        finishing = "SELECT pid FROM pg_stat_activity WHERE state = 'idle in transaction' AND query LIKE '%completed%'"
+        (backend,) = scene.rows(finishing)
+        with disk_full(backend.pid):
+            scene.let_go("P4")
+            eventually(lambda: waits(scene), timeout=PATIENCE, what="it waits for Postgres")
+    else:
+        # somebody else's commit finds the disk full, and takes the whole server down
+        with psycopg.connect(_plain(scene.engine.url.render_as_string(hide_password=False))) as other:
+            other.execute("INSERT INTO failures (account, code) VALUES ('x', 'y')")
+            with disk_full(other.info.backend_pid), pytest.raises(psycopg.OperationalError):
+                other.commit()
+        scene.let_go("P4")
+    postgres.wait_until_ready()
+    scene.completed()
+    assert "PANIC" in postgres.log.read_text()
+    cell.saw(scene.outcome())
