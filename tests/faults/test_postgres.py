@@ -6,20 +6,16 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator
-from uuid import uuid4
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine, text
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
-import services
-from idempotency import schema
 from idempotency.relay import Relay, Relayed
 from idempotency.runtime import Runtime
-from services.postgres import Postgres, create_database, drop_database
+from services.postgres import Postgres
 from tests import bank as app_module
+from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template, plain  # noqa: F401
 from tests.faults.scene import PATIENCE, Scene
 from tests.processes import eventually
 
@@ -27,47 +23,10 @@ from tests.processes import eventually
 COMMIT = b"\x0bCOMMIT\x00"
 CLAIM = b"INSERT INTO idempotency.records"
 FINISH = b"'completed', result ="
-TABLES = "CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint); \
-CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text)"
 
 
 def cells(fault: str, *phases: str) -> list:
     return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=phase) for phase in phases]
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    """A Postgres of these tests' own, which may be killed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("DATABASE_URL", raising=False)  # one that was given is not ours to kill
-        with services.running(needs=("postgres",)) as running:
-            yield running.postgres
-
-
-@pytest.fixture(scope="module")
-def template(postgres: Postgres) -> Iterator[str]:
-    name = f"template_{uuid4().hex[:8]}"
-    engine = create_engine(create_database(postgres.url, name))
-    schema.migrate(engine)
-    with engine.begin() as connection:
-        connection.execute(text(TABLES))
-    engine.dispose()
-    yield name
-    drop_database(postgres.url, name)
-
-
-@pytest.fixture
-def database(postgres: Postgres, template: str) -> Iterator[str]:
-    name = f"test_{uuid4().hex[:12]}"
-    with psycopg.connect(_plain(postgres.url), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
-    yield make_url(postgres.url).set(database=name).render_as_string(hide_password=False)
-    postgres.start()
-    drop_database(postgres.url, name)
-
-
-def _plain(url: str) -> str:
-    return url.replace("+psycopg", "")
 
 
 @pytest.fixture
@@ -243,7 +202,7 @@ class Writes:
     """Whether Postgres takes writes: `stop` makes every transaction that begins from now on read-only."""
 
     def __init__(self, postgres: Postgres) -> None:
-        self._url = _plain(postgres.url)
+        self._url = plain(postgres.url)
 
     def stop(self) -> None:
         self._change("ALTER SYSTEM SET default_transaction_read_only = on", "on")
@@ -339,7 +298,7 @@ def test_a_commit_for_which_the_disk_has_no_space_is_not_one(phase, scene, postg
             eventually(lambda: waits(scene), timeout=PATIENCE, what="it waits for Postgres")
     else:
         # somebody else's commit finds the disk full, and takes the whole server down
-        with psycopg.connect(_plain(scene.engine.url.render_as_string(hide_password=False))) as other:
+        with psycopg.connect(plain(scene.engine.url.render_as_string(hide_password=False))) as other:
             other.execute("INSERT INTO failures (account, code) VALUES ('x', 'y')")
             with disk_full(other.info.backend_pid), pytest.raises(psycopg.OperationalError):
                 other.commit()

@@ -1,0 +1,58 @@
+"""Fixtures of a Postgres of a module's own, which may be killed or refuse writes: import all three."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import make_url
+
+import services
+from idempotency import schema
+from services.postgres import Postgres, create_database, drop_database
+
+TABLES = """
+CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint);
+CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text);
+"""
+
+
+def plain(url: str) -> str:
+    """An address as psycopg itself reads it."""
+    return url.replace("+psycopg", "")
+
+
+@pytest.fixture(scope="module", name="postgres")
+def fixture_postgres() -> Iterator[Postgres]:
+    """A Postgres of this module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DATABASE_URL", raising=False)  # one that was given is not ours to kill
+        with services.running(needs=("postgres",)) as running:
+            yield running.postgres
+
+
+@pytest.fixture(scope="module", name="template")
+def fixture_template(postgres: Postgres) -> Iterator[str]:
+    """A migrated database with the tables of tests/bank.py; each test gets a copy of it."""
+    name = f"template_{uuid4().hex[:8]}"
+    engine = create_engine(create_database(postgres.url, name))
+    schema.migrate(engine)
+    with engine.begin() as connection:
+        connection.execute(text(TABLES))
+    engine.dispose()
+    yield name
+    drop_database(postgres.url, name)
+
+
+@pytest.fixture(name="database")
+def fixture_database(postgres: Postgres, template: str) -> Iterator[str]:
+    """The address of a fresh database in it. The server runs at the end, whatever the test has done."""
+    name = f"test_{uuid4().hex[:12]}"
+    with psycopg.connect(plain(postgres.url), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield make_url(postgres.url).set(database=name).render_as_string(hide_password=False)
+    postgres.start()
+    drop_database(postgres.url, name)

@@ -1,0 +1,151 @@
+"""Two faults together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import redis
+
+from idempotency import dead_letters
+from idempotency.dead_letters import ReplayRefused
+from tests import crashing
+from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template  # noqa: F401
+from tests.faults.scene import PATIENCE, POINTS
+from tests.processes import eventually
+
+
+def flush(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+
+
+@pytest.mark.cell("F3@P2+F9")
+def test_a_worker_frozen_in_its_body_while_redis_loses_everything_writes_nothing_when_it_goes_on(scene, cell):
+    scene.worker()
+    scene.bring_to("P2")
+    os.kill(frozen := scene.held("P2"), signal.SIGSTOP)
+    flush(scene.environment["REDIS_URL"])
+    scene.age()
+    scene.duplicate()
+    done = scene.completed()
+    scene.let_go("P2")
+    os.kill(frozen, signal.SIGCONT)
+    eventually(lambda: scene.logged("event=fenced") or scene.logged("event=lease_lost"), what="it finds out")
+    eventually(lambda: scene.logged(" succeeded in ") == 2, timeout=PATIENCE, what="both answered")
+    assert scene.record() == done
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F3@P4+F12")
+def test_a_worker_frozen_before_its_commit_while_postgres_is_killed_commits_nothing_when_it_goes_on(
+    scene,
+    postgres,
+    cell,
+):
+    scene.worker()
+    scene.bring_to("P4")
+    os.kill(frozen := scene.held("P4"), signal.SIGSTOP)
+    postgres.kill()
+    postgres.start()
+    assert scene.entries() == (0, 1)
+    scene.age()
+    scene.duplicate()
+    done = scene.completed()
+    scene.let_go("P4")
+    os.kill(frozen, signal.SIGCONT)
+    eventually(lambda: scene.logged(" succeeded in ") == 2, timeout=PATIENCE, what="both answered")
+    assert scene.record() == done
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F5@P5+F13")
+def test_a_broker_connection_reset_while_the_reply_to_commit_is_lost_leaves_one_commit(scene, cell):
+    broker, postgres = scene.broker_proxy(), scene.postgres_proxy()
+    scene.worker()
+    scene.bring_to("P5", postgres)
+    assert postgres.swallowed > 0
+    broker.reset()
+    scene.cancelled("P5")
+    eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE, what="delivered again")
+    eventually(lambda: scene.logged(" succeeded in ") == 1, timeout=PATIENCE, what="answered")
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F6@P8+F2")
+def test_a_broker_and_a_relay_killed_before_the_confirm_was_read_leave_a_second_copy_which_is_dropped(
+    scene, servers, cell
+):
+    if servers.broker != "rabbitmq":
+        cell.not_run("needs a RabbitMQ of our own")
+    scene.declare_queues()
+    crashing.plan(scene.directory, POINTS["P8"], crashing.HOLD)
+    scene.accept()
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+    with subprocess.Popen(command, env=scene.environment, stderr=subprocess.DEVNULL) as relay:
+        try:
+            scene.held("P8")
+            eventually(lambda: scene.messages() == 1, what="published")
+            servers.rabbitmq.kill()
+        finally:
+            relay.kill()
+    servers.rabbitmq.start()
+    assert scene.outbox()[0].status == "pending"
+    assert scene.messages() == 1, "the first copy survived"
+    scene.age()
+    scene.relay()
+    eventually(lambda: scene.outbox()[0].status == "published", timeout=PATIENCE)
+    eventually(lambda: scene.messages() == 2, what="the second copy")
+    scene.worker(children=1)
+    scene.completed()
+    eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE, what="both copies taken")
+    assert scene.outcome() == "D"
+    cell.saw("K")
+
+
+@pytest.mark.parametrize("phase", ["P0", "P2"])
+@pytest.mark.cell("F8+F9")
+def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(phase, scene, cell):
+    scene.worker()
+    scene.bring_to(phase)
+    scene.delete_queues()
+    flush(scene.environment["REDIS_URL"])
+    scene.cancelled(phase)
+    scene.sweep()
+    scene.completed()
+    scene.sweep()
+    assert all(row.settled_at for row in scene.outbox())
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("replay+F2")
+def test_a_replay_whose_worker_is_killed_and_a_second_replay_give_one_result(scene, cell):
+    worker = scene.worker(RETRY_BASE="0.01")
+    scene.outside.script = ["fail before"] * 20
+    scene.relay()
+    scene.accept()
+    eventually(lambda: scene.status() == "failed", timeout=PATIENCE, what="attempts used up")
+    (letter,) = scene.rows("SELECT id FROM idempotency.dead_letters WHERE key = :key AND status = 'open'")
+    scene.outside.script.clear()
+    scene.outside.calls.clear()
+    before = len(scene.trace("claimed"))
+
+    crashing.plan(scene.directory, POINTS["P2"], crashing.HOLD)
+    with scene.engine.execution_options(isolation_level="READ COMMITTED").begin() as connection:
+        dead_letters.replay(connection, letter.id, app=scene.app)
+    scene.held("P2")
+    with (
+        pytest.raises(ReplayRefused),
+        scene.engine.execution_options(isolation_level="READ COMMITTED").begin() as connection,
+    ):
+        dead_letters.replay(connection, letter.id, app=scene.app)
+    worker.kill()
+    scene.worker()
+    eventually(lambda: scene.record().duplicates > 0, timeout=PATIENCE, what="the redelivery was counted")
+    scene.sweep()
+    done = scene.completed()
+    assert (done.generation, len(scene.trace("claimed")) - before, sum(scene.outside.calls.values())) == (2, 2, 1)
+    cell.saw(scene.outcome())
