@@ -231,7 +231,13 @@ def writes(postgres: Postgres) -> Iterator[Writes]:
     writes.allow()
 
 
-@pytest.mark.parametrize("phase", cells("F14", "P0", "P1", "P2", "P3"))
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("P0", marks=[pytest.mark.cell("F14", "P0"), pytest.mark.quick], id="P0"),
+        *cells("F14", "P1", "P2", "P3"),
+    ],
+)
 def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(phase, scene, writes, cell):
     scene.worker()
     scene.bring_to(phase)

@@ -46,7 +46,7 @@ def flush(server: Redis) -> None:
     [
         pytest.param("P1", flush, marks=pytest.mark.cell("F9", "P1")),
         pytest.param("P2", restart_empty, marks=pytest.mark.cell("F9", "P2")),
-        pytest.param("P3", restart_empty, marks=pytest.mark.cell("F9", "P3")),
+        pytest.param("P3", restart_empty, marks=[pytest.mark.cell("F9", "P3"), pytest.mark.quick]),
     ],
 )
 def test_a_duplicate_finds_redis_empty_and_is_still_kept_away_by_the_record(phase, lose, scene, own_redis, cell):

@@ -23,6 +23,7 @@ def flush(url: str) -> None:
         client.flushall()
 
 
+@pytest.mark.quick
 @pytest.mark.cell("F3@P2+F9")
 def test_a_worker_frozen_in_its_body_while_redis_loses_everything_writes_nothing_when_it_goes_on(scene, cell):
     scene.worker()
