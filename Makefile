@@ -43,7 +43,7 @@ test: .venv/ready ## all tests, against real servers
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)
 
-faults: .venv/ready ## the fault matrix, kept in docs/faults.md; some of it with ARGS='-k F1'
+faults: .venv/ready ## the fault matrix, kept in docs/faults.md; some of it with ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)
 
 lint: .venv/ready ## ruff: rules and formatting

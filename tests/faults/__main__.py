@@ -1,7 +1,7 @@
 """Run the fault matrix and keep what was seen.
 
     python -m tests.faults                 the whole matrix, kept in docs/faults.md
-    python -m tests.faults -k F1           some of it: printed, not kept
+    python -m tests.faults -k F1-P2        some of it: printed, not kept
     python -m tests.faults --json FILE     also as JSON; everything else goes to pytest
 
 Exit status 1 if a cell failed or has no test.

@@ -163,7 +163,7 @@ _WORDS = {
     "retry with backoff / failed + dead letter": ("retry", "failed"),
     "no double commit, no storm": ("–", "D"),
     "unknown task → dead letter": ("dead letter",),
-    "both honour the fence": ("R+", "R", "G", "U"),
+    "both honour the fence": ("R+", "R", "G", "U", "D"),
 }
 
 # Outcomes beyond the matrix' words that are as good or better, each with the reason.

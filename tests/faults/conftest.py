@@ -45,6 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker("faults")
+            # `-k F1-` finds the tests of a fault, `-k F1-P2` those of a cell
+            for mark in item.iter_markers("cell"):
+                item.extra_keyword_matches.add("-".join(mark.args))
 
 
 @pytest.hookimpl(wrapper=True)

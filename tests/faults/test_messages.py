@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
+from idempotency import maintenance
 from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.queues import DELIVERY_LIMIT
 from tests import bank, crashing
 from tests.faults.scene import PATIENCE, POINTS, Scene
 from tests.processes import eventually
@@ -43,6 +45,7 @@ def settled(scene: Scene, number: int) -> None:
     assert scene.messages() == 0
 
 
+@pytest.mark.quick
 @pytest.mark.cell("F16", "P0")
 def test_of_eight_copies_at_once_one_runs(scene, eight, cell):
     crashing.plan(scene.directory, POINTS["P0"], crashing.HOLD_EVERYBODY)
@@ -117,20 +120,34 @@ def ended(scene: Scene) -> str:
     return "Q"
 
 
+# Deliveries that a worker's death has to use up; the others are handed back at once.
+DEATHS = 4
+
+
 @pytest.mark.cell("F17", "P0")
 def test_poison_before_the_claim_ends_at_the_brokers_delivery_limit(scene, cell):
-    crashing.plan(scene.directory, POINTS["P0"], crashing.KILL_EVERY_CHILD)
-    worker = scene.worker()
     scene.relay()
     scene.accept()
+    eventually(lambda: scene.messages() == 1, timeout=PATIENCE, what="in its queue")
+    hand_back(scene, DELIVERY_LIMIT + 1 - DEATHS)
+    crashing.plan(scene.directory, POINTS["P0"], crashing.KILL_EVERY_CHILD)
+    worker = scene.worker()
     consumer = DeadLetterConsumer(scene.app)
-    dead = f"{scene.app.conf.task_default_queue}-dead"
-    eventually(lambda: scene.messages(dead) == 1, timeout=120, what="in the dead-letter queue")
-    assert consumer.run_once() == 1
+    eventually(lambda: consumer.run_once() == 1, timeout=PATIENCE, what="given up by the broker, and stored")
     consumer.close()
-    assert len(scene.trace("lease.taken")) > 20
+    assert len(scene.trace("lease.taken")) == DEATHS
     assert worker.process.poll() is None
+    assert scene.rows("SELECT reason FROM idempotency.dead_letters WHERE key = :key")[0].reason == "delivery_limit"
     cell.saw(ended(scene))
+
+
+def hand_back(scene: Scene, times: int) -> None:
+    """Take the message and give it back unanswered, as a worker does that loses its connection."""
+    with scene.app.connection_for_read() as broker:
+        channel = broker.default_channel
+        for _ in range(times):
+            got = eventually(lambda: channel.basic_get(scene.app.conf.task_default_queue), what="the message")
+            channel.basic_reject(got.delivery_tag, requeue=True)
 
 
 @pytest.mark.parametrize("phase", each("F17", "P1", "P2", "P3"))
@@ -141,15 +158,13 @@ def test_poison_after_the_claim_ends_when_its_attempts_are_used_up(phase, scene,
     scene.relay()
     scene.accept()
 
-    def over() -> bool:
-        if scene.status() == "started":
-            scene.sweep()
-        if phase == "P1" and len(scene.trace(point)) == 5:
-            # the sixth claim ends the operation before anything of the body, and so before its poison
-            (scene.directory / point).unlink(missing_ok=True)
-        return scene.status() == "failed"
-
-    eventually(over, timeout=120, what="failed")
+    for deaths in range(1, 6):
+        eventually(lambda deaths=deaths: len(scene.trace(point)) == deaths, timeout=PATIENCE, what=f"death {deaths}")
+        if phase == "P1" and deaths == 5:
+            # the sixth claim ends the operation before anything of the body: its poison does not come so far
+            (scene.directory / point).unlink()
+        eventually(lambda: maintenance.recover(scene.app) == 1, timeout=PATIENCE, what="recovered")
+    eventually(lambda: scene.status() == "failed", timeout=PATIENCE, what="failed")
     assert len(scene.trace(point)) == (6 if phase == "P1" else 5)
     assert worker.process.poll() is None
     assert set(scene.outside.acts.values()) <= {1}

@@ -11,9 +11,15 @@ from tests.faults.scene import PATIENCE, Scene
 from tests.processes import Worker, eventually
 from tests.proxy import Proxy
 
+# these run with plain pytest, too
+QUICK = {("F1", "P3"), ("F3", "P4")}
+
 
 def each(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=f"{fault}-{phase}") for phase in phases]
+    marks = {
+        phase: [pytest.mark.cell(fault, phase)] + [pytest.mark.quick] * ((fault, phase) in QUICK) for phase in phases
+    }
+    return [pytest.param(phase, marks=marks[phase], id=f"{fault}-{phase}") for phase in phases]
 
 
 @pytest.fixture
