@@ -60,10 +60,13 @@ class Books:
     """All keys of a test."""
 
     keys: Mapping[str, Account]
+    # keys under which the provider has acted and that no record holds
+    stray_acts: Collection[str] = ()
 
     def violations(self) -> list[str]:
         """What the invariants do not allow; empty when all is well."""
-        return [each for account in self.keys.values() for each in account.violations()]
+        found = [each for account in self.keys.values() for each in account.violations()]
+        return found + [f"I12: the provider acted under {key}, a key of no operation" for key in self.stray_acts]
 
 
 def _steps(record: Mapping[str, Any]) -> int:
@@ -71,10 +74,11 @@ def _steps(record: Mapping[str, Any]) -> int:
     return sum(1 for effect in record["effects"].values() if effect["state"] == "done" and not effect["key"])
 
 
-def _acts(record: Mapping[str, Any], acts: Mapping[str, int]) -> dict[str, int]:
+def _provider_keys(record: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Per effect: the keys it has been called under, as they are recorded and as they are derived."""
     id = OperationId(record["tenant"], record["operation"], record["key"])
     return {
-        name: sum(acts.get(effects.provider_key(id, name, number), 0) for number in range(1, effect["number"] + 1))
+        name: {effect["key"], *(effects.provider_key(id, name, number) for number in range(1, effect["number"] + 1))}
         for name, effect in record["effects"].items()
         if effect["key"]
     }
@@ -100,6 +104,8 @@ def read(engine: Engine, accepted: Collection[str], queued: Sequence[str], acts:
         enqueued = counted("SELECT key FROM idempotency.outbox")
         outbox = counted("SELECT key FROM idempotency.outbox WHERE settled_at IS NULL AND status <> 'failed'")
     messages = Counter(queued)
+    called = {key: _provider_keys(record) for key, record in records.items()}
+    known = {each for by_effect in called.values() for keys in by_effect.values() for each in keys}
     named = {*records, *letters, *messages, *failures, *(key.removesuffix("/step") for key in rows)}
     return Books(
         {
@@ -112,8 +118,9 @@ def read(engine: Engine, accepted: Collection[str], queued: Sequence[str], acts:
                 letters[key],
                 outbox[key],
                 messages[key],
-                _acts(records[key], acts) if key in records else {},
+                {name: sum(acts.get(each, 0) for each in keys) for name, keys in called.get(key, {}).items()},
             )
             for key in sorted({*named, *enqueued, *accepted})
-        }
+        },
+        [each for each in acts if each not in known],
     )

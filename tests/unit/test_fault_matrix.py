@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults import report
-from tests.faults.accounts import Account
+from tests.faults.accounts import Account, Books
 from tests.faults.cells import ALSO, CELLS, LEGEND, find
 from tests.faults.conftest import SAW, SeenCell
 
@@ -51,6 +51,13 @@ def test_books_in_order_show_no_violation():
 )
 def test_books_that_do_not_agree_name_the_invariant(invariant, changes):
     assert [each for each in account(**changes).violations() if each.startswith(f"k: {invariant}:")]
+
+
+def test_a_provider_that_acted_under_an_unknown_key_is_a_violation():
+    assert Books({"k": account()}).violations() == []
+    assert Books({"k": account()}, ["idem-1"]).violations() == [
+        "I12: the provider acted under idem-1, a key of no operation"
+    ]
 
 
 # ---------------------------------------------------------------- the matrix
