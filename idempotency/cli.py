@@ -58,10 +58,10 @@ def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 @cli.command()
 def relay(app: AppOption = "tasks") -> None:
     """Publish the outbox until stopped; also recovers what has lost its holder. Any number at once."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     celery = _app(app)
     celery.loader.import_default_modules()  # what is to be checked are its tasks
     refuse_to_start(celery)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     configuration.require_broker_address(celery)
     with Runtime.of(celery).autocommit() as connection:
         schema.require_current(connection)
