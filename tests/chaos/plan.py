@@ -1,0 +1,71 @@
+"""What goes wrong and when: a pure function of the seed and the length of the run.
+
+The same seed replays the same plan. What the plan meets is another matter: the processes, the kernel and the servers
+keep no seed, so two runs of one plan are two different histories.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+# How often each kind is drawn, relative to the others. Every kind is in every plan, whatever its weight.
+WEIGHTS = {
+    # processes
+    "kill_child": 3,
+    "kill_worker": 2,
+    "stop_worker": 2,
+    "terminate_worker": 2,
+    "kill_relay": 2,
+    "kill_beat": 1,
+    # processes, at a crash point
+    "kill_child_at_point": 4,
+    "kill_worker_at_point": 2,
+    "kill_relay_at_point": 2,
+    "stop_child_at_point": 3,
+    "stop_child_before_finish": 3,
+    # broker
+    "reset_broker": 2,
+    "freeze_broker": 1,
+    "wipe_broker": 2,
+    # Redis
+    "flush_redis": 3,
+    "black_hole_redis": 1,
+    # Postgres
+    "reset_postgres": 2,
+    "cut_commit": 4,
+    "slow_postgres": 1,
+}
+# A former holder that goes on and finds the fence moved is what the fence is for: one try may be overtaken by another
+# fault, so there are more.
+AT_LEAST = {"stop_child_before_finish": 3}
+# Faults per second. More of them, and nothing would run between two.
+RATE = 0.5
+# The first fault finds work under way, and the last one still has the run around it.
+LEAD_IN, LEAD_OUT = 2.0, 1.0
+# What a target may be; whoever inflicts the fault takes it modulo what there is.
+TARGETS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Fault:
+    """Seconds after the beginning, what happens, and to which of its kind."""
+
+    second: float
+    kind: str
+    target: int
+
+
+def plan(seed: int, seconds: float) -> list[Fault]:
+    """All faults of a run in their order; the same for the same seed and length."""
+    chance = random.Random(f"plan {seed} {seconds}")
+    kinds = [kind for kind in WEIGHTS for _ in range(AT_LEAST.get(kind, 1))]
+    more = max(round(seconds * RATE) - len(kinds), 0)
+    kinds += chance.choices(list(WEIGHTS), weights=list(WEIGHTS.values()), k=more)
+    chance.shuffle(kinds)
+    # One in each slot of the time, anywhere in it: spread, and never in step with anything that is periodic.
+    slot = max(seconds - LEAD_IN - LEAD_OUT, 0.0) / len(kinds)
+    return [
+        Fault(round(LEAD_IN + (number + chance.random()) * slot, 3), kind, chance.randrange(TARGETS))
+        for number, kind in enumerate(kinds)
+    ]

@@ -1,0 +1,50 @@
+"""The plan of a chaos run: the same seed, the same faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.chaos.plan import AT_LEAST, LEAD_IN, WEIGHTS, plan
+
+
+def test_the_same_seed_and_length_give_the_same_plan():
+    assert plan(7, 60) == plan(7, 60)
+
+
+def test_the_same_seed_gives_the_same_plan_in_another_process():
+    script = "from tests.chaos.plan import plan; print(plan(7, 60))"
+    # with another hash seed: an iteration over a set would show
+    printed = subprocess.run(
+        [sys.executable, "-c", script], env={"PYTHONHASHSEED": "1"}, check=True, capture_output=True, text=True
+    ).stdout
+    assert printed.strip() == repr(plan(7, 60))
+
+
+def test_another_seed_or_another_length_gives_another_plan():
+    assert len({tuple(plan(seed, 60)) for seed in range(20)}) == 20
+    assert plan(7, 60) != plan(7, 61)
+
+
+@pytest.mark.parametrize("seconds", [10, 60, 600])
+def test_every_kind_is_in_every_plan(seconds):
+    for seed in range(50):
+        counts = Counter(fault.kind for fault in plan(seed, seconds))
+        assert counts.keys() == WEIGHTS.keys()
+        assert all(counts[kind] >= least for kind, least in AT_LEAST.items())
+
+
+def test_faults_come_in_their_order_within_the_run():
+    for seed in range(50):
+        faults = plan(seed, 60)
+        assert faults == sorted(faults)
+        assert LEAD_IN <= faults[0].second
+        assert faults[-1].second < 60
+
+
+def test_a_kind_comes_as_often_as_its_weight_says():
+    counts = Counter(fault.kind for fault in plan(1, 20_000))
+    assert counts["cut_commit"] / counts["slow_postgres"] == pytest.approx(4, rel=0.3)
