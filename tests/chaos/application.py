@@ -1,0 +1,251 @@
+"""The application under chaos: every outcome that an operation can have, and nothing unique in its tables.
+
+An operation is known by `number`, which two tenants share; `account` differs between them and names what the effect is
+found by. Operations are accepted by a row in `submitted`, written in the transaction of the message.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from celery import Celery
+from sqlalchemy import Connection, text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask, Operation, PermanentError, maintenance, publish, subscribe
+from idempotency.queues import quorum_queue
+from idempotency.reconcile import reconcile
+from tests import crashing
+from tests.chaos import ledgers
+
+app = Celery("chaos")
+
+TABLES = """
+CREATE TABLE submitted (
+    id bigserial PRIMARY KEY, tenant text, operation text, key text, account text, amount bigint
+);
+CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint);
+CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text);
+"""
+# Short, so that a dead holder is replaced many times within a minute.
+LEASE = 2.5
+# Ended by these faults an operation has used up attempts that it is not to blame for: the tasks that are to complete
+# get more of them than a run has faults.
+MANY_ATTEMPTS = 100
+FEW_ATTEMPTS = 3
+# What the second consumer's tables would say, if there were two databases.
+LEDGER, MAILER = "ledger.post", "mailer.note"
+_INSERT = text("INSERT INTO entries (account, amount) VALUES (:account, :amount)")
+_ACCEPT = text(
+    "INSERT INTO submitted (tenant, operation, key, account, amount)"
+    " VALUES (:tenant, :operation, :key, :account, :amount)"
+)
+
+
+def configure(environment: Mapping[str, str]) -> None:
+    """Point the application at one run's servers."""
+    queue = environment["CHAOS_QUEUE"]
+    dead = f"{queue}-dead"
+    app.conf.update(
+        broker_url=environment["BROKER_URL"],
+        broker_transport_options={"confirm_publish": True},
+        broker_heartbeat=10,
+        broker_connection_timeout=5,
+        broker_connection_retry_on_startup=True,
+        broker_channel_error_retry=True,
+        task_queues=[
+            quorum_queue(name, exchange=queue, dead_letter_queue=dead) for name in (queue, upkeep_queue(queue))
+        ],
+        task_default_queue=queue,
+        task_default_exchange=queue,
+        task_default_exchange_type="topic",
+        task_default_routing_key=queue,
+        task_routes={"upkeep.*": {"queue": upkeep_queue(queue)}},
+        task_create_missing_queues=False,
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_acks_on_failure=True,
+        task_acks_on_timeout=False,
+        task_serializer="json",
+        accept_content=["json"],
+        task_ignore_result=True,
+        worker_prefetch_multiplier=1,
+        worker_enable_prefetch_count_reduction=False,
+        worker_cancel_long_running_tasks_on_connection_loss=True,
+        timezone="UTC",
+        # A tick that nobody took in time is not worth taking: the next one does its work.
+        beat_schedule={
+            name: {"task": f"upkeep.{name}", "schedule": 1.0, "options": {"expires": 5.0}}
+            for name in ("recover", "reconcile", "purge")
+        },
+        # a beat that slept through a fault looks at its schedule again within this time
+        beat_max_loop_interval=1,
+        idempotency_database_url=environment["DATABASE_URL"],
+        idempotency_redis_url=environment["REDIS_URL"],
+        idempotency_lease=LEASE,
+        idempotency_heartbeat=LEASE / 4,
+        idempotency_sweep=1.0,
+        idempotency_resend_after=3.0,
+        idempotency_retry_base=0.05,
+        idempotency_retry_cap=1.0,
+        idempotency_redis_pause=0.5,
+        idempotency_pool_size=2,
+    )
+
+
+def upkeep_queue(queue: str) -> str:
+    """Where beat's messages go: what they leave behind must not look like work."""
+    return f"{queue}-upkeep"
+
+
+def accept(session: Session | Connection, *, tenant: str, operation: str, key: str, account: str, amount: int) -> None:
+    """Note in the caller's transaction that this operation is accepted and what it is to do."""
+    row = {"tenant": tenant, "operation": operation, "key": key, "account": account, "amount": amount}
+    session.execute(_ACCEPT, row)
+
+
+def record_failure(session: Session, operation: Operation, error: PermanentError) -> None:
+    session.execute(
+        text("INSERT INTO failures (account, code) VALUES (:account, :code)"),
+        {"account": operation.arguments["account"], "code": error.code},
+    )
+
+
+def _write(task: IdempotentTask, account: str, amount: int) -> dict[str, Any]:
+    task.session.execute(_INSERT, {"account": account, "amount": amount})
+    # All is written, nothing is finished: whoever is stopped here past the lease goes on to a write that must match nothing.
+    crashing.reach("body.done")
+    return {"account": account, "amount": amount}
+
+
+_OPTIONS: dict[str, Any] = {
+    "base": IdempotentTask,
+    "bind": True,
+    "key": "{number}",
+    "on_failed": record_failure,
+    "max_attempts": MANY_ATTEMPTS,
+}
+
+
+@app.task(name="chaos.deposit", **_OPTIONS)
+def deposit(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
+    """One row."""
+    return _write(self, account, amount)
+
+
+@app.task(name="chaos.transfer", **_OPTIONS)
+def transfer(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> dict[str, Any]:
+    """A step, a call outside, and a final row."""
+    self.step("reserve", _reserve, f"{account}/reserved", amount)
+    self.effect("pay", _pay, url, amount)
+    return _write(self, account, amount)
+
+
+def _reserve(session: Session, account: str, amount: int) -> None:
+    session.execute(_INSERT, {"account": account, "amount": amount})
+
+
+def _pay(url: str, amount: int, *, idempotency_key: str) -> dict[str, Any]:
+    response = httpx.post(url, json={"amount": amount}, headers={"Idempotency-Key": idempotency_key}, timeout=10)
+    response.raise_for_status()
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@app.task(name="chaos.announce", **_OPTIONS)
+def announce(self: IdempotentTask, number: str, tenant: str, account: str, amount: int) -> dict[str, Any]:
+    """A row and an event about it: both, or neither."""
+    tell(self.session, tenant=tenant, account=account, amount=amount, ordering_key=f"{tenant}-{int(number) % 5}")
+    return _write(self, account, amount)
+
+
+def tell(session: Session | Connection, *, tenant: str, account: str, amount: int, ordering_key: str) -> str:
+    """Publish an event in the caller's transaction, and accept what its two consumers are to do. Returns its id."""
+    data = {"account": account, "amount": amount}
+    event_id = publish(session, "account.moved", data, ordering_key=ordering_key, tenant=tenant, app=app)
+    for consumer in (LEDGER, MAILER):
+        accept(
+            session,
+            tenant=tenant,
+            operation=consumer,
+            key=event_id,
+            account=f"{account}/{consumer}",
+            amount=amount,
+        )
+    return event_id
+
+
+@subscribe("account.*", consumer="ledger", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS)
+def post(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
+    """The first consumer's row."""
+    return _write(self, f"{event['data']['account']}/{LEDGER}", event["data"]["amount"])
+
+
+@subscribe("account.moved", consumer="mailer", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS)
+def note(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
+    """The second consumer's row."""
+    return _write(self, f"{event['data']['account']}/{MAILER}", event["data"]["amount"])
+
+
+@app.task(name="chaos.waited", on_busy="wait", **_OPTIONS)
+def waited(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
+    """One row; its duplicates come back for the result."""
+    return _write(self, account, amount)
+
+
+@app.task(name="chaos.flaky", **_OPTIONS)
+def flaky(self: IdempotentTask, number: str, account: str, amount: int, failures: int) -> dict[str, Any]:
+    """Writes its row and fails, a few times; the row of the last attempt stays."""
+    result = _write(self, account, amount)
+    if self.request.retries < failures:
+        raise ConnectionError("not yet")
+    return result
+
+
+@app.task(name="chaos.refused", **_OPTIONS)
+def refused(self: IdempotentTask, number: str, account: str, amount: int) -> None:
+    """Writes its row and says that it can never be."""
+    _write(self, account, amount)
+    raise PermanentError("no such account", "no_account")
+
+
+@app.task(name="chaos.hopeless", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS})
+def hopeless(self: IdempotentTask, number: str, account: str, amount: int) -> None:
+    """Writes its row and fails until its attempts are used up."""
+    _write(self, account, amount)
+    raise ValueError("never")
+
+
+@app.task(name="chaos.poison", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS})
+def poison(self: IdempotentTask, number: str, account: str, amount: int) -> None:
+    """Writes its row and kills its process."""
+    self.session.execute(_INSERT, {"account": account, "amount": amount})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(name="upkeep.recover", ignore_result=True)
+def recover() -> None:
+    """Release orphaned operations."""
+    maintenance.recover(app)
+
+
+@app.task(name="upkeep.reconcile", ignore_result=True)
+def reconcile_outbox() -> None:
+    """Send again what the broker has lost."""
+    reconcile(app)
+
+
+@app.task(name="upkeep.purge", ignore_result=True)
+def purge() -> None:
+    """Delete what is past its retention."""
+    maintenance.purge(app)
+
+
+if "CHAOS_QUEUE" in os.environ:
+    configure(os.environ)
+    crashing.install()
+    ledgers.sign_writers()
