@@ -37,8 +37,9 @@ LEASE = 2.5
 # get more of them than a run has faults.
 MANY_ATTEMPTS = 100
 FEW_ATTEMPTS = 3
-# What the second consumer's tables would say, if there were two databases.
+# The operations of an event's two consumers.
 LEDGER, MAILER = "ledger.post", "mailer.note"
+ORDERING_KEYS = 5
 _INSERT = text("INSERT INTO entries (account, amount) VALUES (:account, :amount)")
 _ACCEPT = text(
     "INSERT INTO submitted (tenant, operation, key, account, amount)"
@@ -157,15 +158,16 @@ def _pay(url: str, amount: int, *, idempotency_key: str) -> dict[str, Any]:
 
 
 @app.task(name="chaos.announce", **_OPTIONS)
-def announce(self: IdempotentTask, number: str, tenant: str, account: str, amount: int) -> dict[str, Any]:
+def announce(self: IdempotentTask, number: str, owner: str, account: str, amount: int) -> dict[str, Any]:
     """A row and an event about it: both, or neither."""
-    tell(self.session, tenant=tenant, account=account, amount=amount, ordering_key=f"{tenant}-{int(number) % 5}")
+    tell(self.session, tenant=owner, number=number, account=account, amount=amount)
     return _write(self, account, amount)
 
 
-def tell(session: Session | Connection, *, tenant: str, account: str, amount: int, ordering_key: str) -> str:
+def tell(session: Session | Connection, *, tenant: str, number: str, account: str, amount: int) -> str:
     """Publish an event in the caller's transaction, and accept what its two consumers are to do. Returns its id."""
     data = {"account": account, "amount": amount}
+    ordering_key = f"{tenant}-{int(number) % ORDERING_KEYS}"
     event_id = publish(session, "account.moved", data, ordering_key=ordering_key, tenant=tenant, app=app)
     for consumer in (LEDGER, MAILER):
         accept(

@@ -1,0 +1,334 @@
+"""Faults: one function for each kind of the plan. Each inflicts, waits for as long as it lasts, and heals.
+
+A fault returns what it did, in a line. It raises `Missed` when there was nothing to hit: a fault that is only believed
+to have happened proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import redis
+from kombu import Connection as BrokerConnection
+
+import services
+from idempotency.queues import dead_letter_queues
+from services import process
+from tests import crashing
+from tests.chaos import application
+from tests.chaos.fleet import BEAT, RELAY, WORKER, Fleet, Member
+from tests.proxy import Proxy
+
+# Longer than the lease, so that what is stopped is taken over, and short enough that it goes on within the run.
+STOPPED = application.LEASE + 2.0
+# How long a crash point may take to be reached before the fault counts as missed.
+REACHED_WITHIN = 10.0
+FROZEN = 4.0
+BLACK_HOLE = 3.0
+SLOW, SLOW_SECONDS = 0.05, 3.0
+
+ATTEMPT_POINTS = (
+    "lease.taken",
+    "claimed",
+    "body.entered",
+    "body.done",
+    "finish.written",
+    "finish.committed",
+    "released",
+    "step.recorded",
+    "step.committed",
+    "effect.begun",
+    "effect.called",
+    "effect.recorded",
+)
+RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
+
+
+class Missed(Exception):
+    """There was nothing to hit, or it did not come by in time."""
+
+
+@dataclass
+class Scene:
+    """Everything that a fault can act on."""
+
+    servers: services.Services
+    fleet: Fleet
+    postgres: Proxy
+    redis: Proxy
+    broker: Proxy
+    # the broker's own address, past the proxy
+    broker_url: str
+    crash_directory: Path
+    _armed: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def heal(self) -> None:
+        """Undo whatever may still be in force."""
+        for proxy in (self.postgres, self.redis, self.broker):
+            proxy.heal()
+        self.servers.rabbitmq.resume()
+        for point in (*ATTEMPT_POINTS, *RELAY_POINTS):
+            (self.crash_directory / point).unlink(missing_ok=True)
+        for member in self.fleet.members:
+            if (running := member.running) is not None:
+                process.signal_all(process.family(running), signal.SIGCONT)
+
+    def arm(self, points: Sequence[str], target: int, action: str) -> str:
+        """Plan an action at one of these points that has none yet."""
+        with self._lock:
+            free = [point for point in points if point not in self._armed]
+            if not free:
+                raise Missed("every point has a plan already")
+            point = free[target % len(free)]
+            self._armed.add(point)
+        crashing.plan(self.crash_directory, point, action)
+        return point
+
+    def wait_for(self, point: str, sign: str) -> str:
+        """Wait until a point is reached and return the sign's text; Missed when it is not reached in time."""
+        path = self.crash_directory / f"{point}.{sign}"
+        try:
+            deadline = time.monotonic() + REACHED_WITHIN
+            while not path.exists():
+                if time.monotonic() > deadline and self._disarm(point):
+                    raise Missed(f"{point} was not reached within {REACHED_WITHIN:g} s")
+                time.sleep(0.02)
+            text = path.read_text()
+            path.unlink()
+            return text
+        finally:
+            with self._lock:
+                self._armed.discard(point)
+
+    def _disarm(self, point: str) -> bool:
+        try:
+            (self.crash_directory / point).unlink()
+        except FileNotFoundError:
+            return False  # reached just now
+        return True
+
+
+Inflict = Callable[[Scene, int], str]
+
+# ---------------------------------------------------------------- processes
+
+
+def kill_child(scene: Scene, target: int) -> str:
+    """F1: SIGKILL of one pool child."""
+    member, running = _take(scene, WORKER, target)
+    children = process.family(running)[1:]
+    if not children:
+        raise Missed(f"{member.name} has no pool yet")
+    child = children[target % len(children)]
+    child.kill()
+    return f"{member.name}: child {child.pid}"
+
+
+def kill_worker(scene: Scene, target: int) -> str:
+    """F2: SIGKILL of a whole worker, parent first."""
+    member, running = _take(scene, WORKER, target)
+    process.signal_all(process.family(running), signal.SIGKILL)
+    return f"{member.name}: {running.pid}"
+
+
+def stop_worker(scene: Scene, target: int) -> str:
+    """F3: SIGSTOP of a whole worker until its leases are over, then SIGCONT."""
+    member, running = _take(scene, WORKER, target)
+    family = process.family(running)
+    process.signal_all(family, signal.SIGSTOP)
+    time.sleep(STOPPED)
+    process.signal_all(family, signal.SIGCONT)
+    return f"{member.name}: {running.pid} for {STOPPED:g} s"
+
+
+def terminate_worker(scene: Scene, target: int) -> str:
+    """F4: SIGTERM, a warm shutdown."""
+    member, running = _take(scene, WORKER, target)
+    scene.fleet.terminate(member, running)
+    return f"{member.name}: {running.pid}"
+
+
+def kill_relay(scene: Scene, target: int) -> str:
+    """F2: SIGKILL of a relay."""
+    return _kill(scene, RELAY, target)
+
+
+def kill_beat(scene: Scene, target: int) -> str:
+    """F19: SIGKILL of a beat, which starts again with its old schedule file."""
+    return _kill(scene, BEAT, target)
+
+
+# ---------------------------------------------------------------- processes, at a crash point
+
+
+def kill_child_at_point(scene: Scene, target: int) -> str:
+    """F1 at a named moment of an attempt."""
+    point = scene.arm(ATTEMPT_POINTS, target, crashing.KILL_CHILD)
+    scene.wait_for(point, "reached")
+    return point
+
+
+def kill_worker_at_point(scene: Scene, target: int) -> str:
+    """F2 at a named moment of an attempt."""
+    point = scene.arm(ATTEMPT_POINTS, target, crashing.KILL_WORKER)
+    scene.wait_for(point, "reached")
+    return point
+
+
+def kill_relay_at_point(scene: Scene, target: int) -> str:
+    """F2 of a relay between select, publish, confirm and mark."""
+    point = scene.arm(RELAY_POINTS, target, crashing.KILL_CHILD)
+    scene.wait_for(point, "reached")
+    return point
+
+
+def stop_child_at_point(scene: Scene, target: int) -> str:
+    """F3 at a named moment of an attempt: taken over, and then it goes on."""
+    return _stop_at(scene, ATTEMPT_POINTS, target)
+
+
+def stop_child_before_finish(scene: Scene, target: int) -> str:
+    """F3 with everything written and nothing finished: its next word is the write that must match nothing."""
+    return _stop_at(scene, ("body.done",), target)
+
+
+# ---------------------------------------------------------------- servers
+
+
+def reset_broker(scene: Scene, target: int) -> str:
+    """F5: every connection to the broker ends by RST."""
+    return _reset(scene.broker)
+
+
+def freeze_broker(scene: Scene, target: int) -> str:
+    """F7: the broker is stopped, its connections stay open."""
+    scene.servers.rabbitmq.pause()
+    try:
+        time.sleep(FROZEN)
+    finally:
+        scene.servers.rabbitmq.resume()
+    return f"for {FROZEN:g} s"
+
+
+def wipe_broker(scene: Scene, target: int) -> str:
+    """F8: every queue is deleted with all that is in it."""
+    messages = 0
+    with BrokerConnection(scene.broker_url, connect_timeout=5) as connection, connection.channel() as channel:
+        queues = list(application.app.amqp.queues.values())
+        for queue in [*queues, *dead_letter_queues(queues)]:
+            messages += channel.queue_delete(queue.name)
+    return f"{messages} messages were waiting"
+
+
+def flush_redis(scene: Scene, target: int) -> str:
+    """F9: FLUSHALL."""
+    with redis.Redis.from_url(scene.servers.redis_url) as client:
+        leases = client.dbsize()
+        client.flushall()
+    return f"{leases} leases"
+
+
+def black_hole_redis(scene: Scene, target: int) -> str:
+    """F10: Redis takes everything and answers nothing."""
+    swallowed = scene.redis.swallowed
+    scene.redis.black_hole("replies")
+    try:
+        time.sleep(BLACK_HOLE)
+    finally:
+        scene.redis.black_hole(None)
+    if scene.redis.swallowed == swallowed:
+        raise Missed("nobody asked")
+    return f"for {BLACK_HOLE:g} s, {scene.redis.swallowed - swallowed} bytes"
+
+
+def reset_postgres(scene: Scene, target: int) -> str:
+    """F12, F13: every connection to Postgres ends by RST."""
+    return _reset(scene.postgres)
+
+
+def cut_commit(scene: Scene, target: int) -> str:
+    """F13: the answer to a COMMIT never arrives."""
+    cuts = scene.postgres.cuts
+    scene.postgres.cut_reply_to(b"COMMIT", skip=target % 5)
+    deadline = time.monotonic() + REACHED_WITHIN
+    while scene.postgres.cuts == cuts:
+        if time.monotonic() > deadline:
+            raise Missed("no COMMIT came by")
+        time.sleep(0.02)
+    return "one answer lost"
+
+
+def slow_postgres(scene: Scene, target: int) -> str:
+    """Every byte to and from Postgres takes its time."""
+    scene.postgres.latency(SLOW)
+    try:
+        time.sleep(SLOW_SECONDS)
+    finally:
+        scene.postgres.latency(0)
+    return f"{SLOW * 1000:g} ms each way for {SLOW_SECONDS:g} s"
+
+
+FAULTS: dict[str, Inflict] = {
+    each.__name__: each
+    for each in (
+        kill_child,
+        kill_worker,
+        stop_worker,
+        terminate_worker,
+        kill_relay,
+        kill_beat,
+        kill_child_at_point,
+        kill_worker_at_point,
+        kill_relay_at_point,
+        stop_child_at_point,
+        stop_child_before_finish,
+        reset_broker,
+        freeze_broker,
+        wipe_broker,
+        flush_redis,
+        black_hole_redis,
+        reset_postgres,
+        cut_commit,
+        slow_postgres,
+    )
+}
+
+
+def _take(scene: Scene, kind: str, target: int) -> tuple[Member, psutil.Process]:
+    taken = scene.fleet.take(kind, target)
+    if taken is None:
+        raise Missed(f"no {kind} is running")
+    return taken
+
+
+def _kill(scene: Scene, kind: str, target: int) -> str:
+    member, running = _take(scene, kind, target)
+    process.signal_all(process.family(running), signal.SIGKILL)
+    return f"{member.name}: {running.pid}"
+
+
+def _stop_at(scene: Scene, points: Sequence[str], target: int) -> str:
+    point = scene.arm(points, target, crashing.STOP)
+    pid = int(scene.wait_for(point, "stopped"))
+    time.sleep(STOPPED)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+        return f"{point}: {pid} for {STOPPED:g} s"
+    return f"{point}: {pid}, killed meanwhile"
+
+
+def _reset(proxy: Proxy) -> str:
+    resets = proxy.resets
+    proxy.reset()
+    if proxy.resets == resets:
+        raise Missed("no connection was open")
+    return f"{proxy.resets - resets} connections"

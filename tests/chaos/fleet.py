@@ -1,0 +1,184 @@
+"""The processes of the application, and the orchestrator that starts them again when they end.
+
+Whatever ends is started again after a moment, whoever ended it: that is what an orchestrator does, and nothing else is
+done for a process by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from services import process
+
+ROOT = Path(__file__).parent.parent.parent
+APPLICATION = "tests.chaos.application"
+# As long as an orchestrator takes to notice and to schedule.
+RESTART_PAUSE = 0.5
+# What is told to end and does not is killed after this time.
+GRACE = 20.0
+WATCH = 0.1
+
+WORKER, RELAY, BEAT = "worker", "relay", "beat"
+
+
+@dataclass
+class Member:
+    """One process that is always to be there, however often it ends."""
+
+    name: str
+    kind: str
+    directory: Path
+    command: list[str]
+    pid: int = 0
+    starts: int = 0
+    # when to start it again, and when to kill it because it was told to end, by the monotonic clock
+    due: float | None = None
+    overdue: float | None = None
+    # how it ended each time: an exit status, or minus the signal
+    ends: list[int] = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log"
+
+    @property
+    def record(self) -> Path:
+        return self.directory / "pid"
+
+    @property
+    def running(self) -> psutil.Process | None:
+        return process.find(self.record)
+
+
+class Fleet:
+    """Workers, relays and beats, each in a session of its own. Their records and logs are below `directory`."""
+
+    def __init__(
+        self, directory: Path, environment: Mapping[str, str], *, workers: int, concurrency: int, relays: int, beats: int
+    ) -> None:
+        self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="orchestrator", daemon=True)
+        self.members: list[Member] = []
+        # what ended without having been told to: (name, exit status)
+        self.ended_by_themselves: list[tuple[str, int]] = []
+        pool = ["--concurrency", str(concurrency), "--pool", "prefork", "--without-mingle", "--without-gossip"]
+        for number in range(workers):
+            hostname = f"{WORKER}-{number + 1}@%h"
+            self._add(directory, WORKER, "worker", "--loglevel", "INFO", "--hostname", hostname, *pool)
+        for _ in range(relays):
+            self._add(directory, RELAY)
+        for _ in range(beats):
+            self._add(directory, BEAT, "beat", "--pidfile", "", "--schedule", "schedule")
+
+    def start(self) -> None:
+        """Start all, and watch over them."""
+        for member in self.members:
+            self._start(member)
+        self._thread.start()
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Return when every worker takes messages; TimeoutError names one that does not."""
+        deadline = time.monotonic() + timeout
+        for member in self.of(WORKER):
+            while " ready." not in member.log.read_text(errors="replace"):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{member.name} is not ready after {timeout:g} s")
+                time.sleep(0.05)
+
+    def of(self, kind: str) -> list[Member]:
+        """The members of a kind, in their order."""
+        return [member for member in self.members if member.kind == kind]
+
+    def take(self, kind: str, target: int) -> tuple[Member, psutil.Process] | None:
+        """One running member of a kind: the one that `target` names, or the next that runs."""
+        members = self.of(kind)
+        for offset in range(len(members)):
+            member = members[(target + offset) % len(members)]
+            if (running := member.running) is not None and member.overdue is None:
+                return member, running
+        return None
+
+    def terminate(self, member: Member, running: psutil.Process) -> None:
+        """SIGTERM: a warm shutdown, which becomes a SIGKILL when it takes too long."""
+        member.overdue = time.monotonic() + GRACE
+        running.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Let every process finish what it is doing; kill it after a while. Nothing is started any more."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+        stopping = [running for member in self.members if (running := member.running) is not None]
+        for running in stopping:
+            process.signal_all(process.family(running), signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                running.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        for running in stopping:
+            process.end(running, signal.SIGTERM, timeout=max(deadline - time.monotonic(), 0.1))
+
+    def _add(self, directory: Path, kind: str, *arguments: str) -> None:
+        name = f"{kind}-{len(self.of(kind)) + 1}"
+        place = directory / name
+        place.mkdir(parents=True)
+        if kind == RELAY:
+            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", APPLICATION]
+        else:
+            command = [sys.executable, "-m", "celery", "-A", APPLICATION, *arguments]
+        self.members.append(Member(name, kind, place, command))
+
+    def _start(self, member: Member) -> None:
+        # its own directory: a beat's schedule file is its own
+        member.pid = process.launch(
+            member.command,
+            record=member.record,
+            log=member.log,
+            directory=member.directory,
+            environment=self._environment,
+        )
+        member.starts += 1
+        member.due = member.overdue = None
+
+    def _watch(self) -> None:
+        while not self._stop.wait(WATCH):
+            now = time.monotonic()
+            for member in self.members:
+                if member.due is not None:
+                    if now >= member.due:
+                        self._start(member)
+                    continue
+                if (status := _ended(member.pid)) is not None:
+                    if status not in (-signal.SIGKILL, 0) or (status == 0 and member.overdue is None):
+                        self.ended_by_themselves.append((member.name, status))
+                    member.ends.append(status)
+                    _kill_orphans(member.pid)
+                    member.due = now + RESTART_PAUSE
+                elif member.overdue is not None and now > member.overdue and (running := member.running) is not None:
+                    process.end(running, signal.SIGKILL, timeout=5)
+
+
+def _ended(pid: int) -> int | None:
+    """How our child has ended: its exit status, or minus its signal; None while it runs."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return -signal.SIGKILL  # reaped where it was killed
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _kill_orphans(leader: int) -> None:
+    """End what a killed parent has left: a container that ends takes all its processes with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,466 @@
+"""One run: servers, application, traffic and faults, then quiet, then the ledgers are checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from kombu import Connection as BrokerConnection
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+from rich.console import Console
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.exc import DBAPIError
+
+import services
+from idempotency import schema
+from idempotency.runtime import Runtime
+from tests.chaos import application, ledgers
+from tests.chaos.application import FEW_ATTEMPTS, MANY_ATTEMPTS
+from tests.chaos.checker import Accepted, Evidence, Findings, Violation, check
+from tests.chaos.faults import FAULTS, Missed, Scene
+from tests.chaos.fleet import Fleet
+from tests.chaos.plan import WEIGHTS, Fault, plan
+from tests.chaos.traffic import TENANTS, Traffic
+from tests.outside import OutsideWorld
+from tests.proxy import Proxy
+
+# Accepted and not ended: enough to keep every worker busy, few enough that the quiet afterwards is short.
+WINDOW = 300
+READY_WITHIN = 90.0
+# A killed relay's rows are another one's after 30 s, and an unroutable one's pause grows to a minute.
+QUIET_WITHIN = 120.0
+# Less than this, and the run has shown nothing: faults per second that took place.
+PROVEN_RATE = 20 / 60
+# Of the provider's answers.
+FAIL_BEFORE, FAIL_AFTER = 0.05, 0.1
+STATUS_SECONDS = 10.0
+
+
+class NotHere(Exception):
+    """The run needs what this machine does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`rate` is accepted operations per second."""
+
+    seconds: float
+    seed: int
+    workers: int = 4
+    concurrency: int = 2
+    relays: int = 2
+    beats: int = 2
+    rate: float = 30.0
+
+
+@dataclass
+class Report:
+    """What a run did and what its ledgers say."""
+
+    seed: int
+    seconds: float
+    faults: int
+    kinds: int
+    by_kind: dict[str, int]
+    missed: dict[str, int]
+    counts: dict[str, int]
+    violations: list[dict[str, str]]
+    problems: list[str]
+    counters: dict[str, int]
+    ended_by_themselves: list[list[Any]]
+    traffic: dict[str, int]
+    phases: dict[str, float]
+    versions: dict[str, str]
+    logs: str | None = None
+    histories: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        shown = {"seed": self.seed, "seconds": f"{self.seconds:g}", "faults": self.faults, "kinds": self.kinds}
+        names = ("accepted", "completed", "failed", "dead", "duplicated", "takeovers", "fenced", "lost", "doubled")
+        shown |= {name: self.counts[name] for name in names}
+        return "RESULT " + " ".join(f"{name}={value}" for name, value in shown.items()) + f" violations={self.wrong}"
+
+    @property
+    def wrong(self) -> int:
+        return len(self.violations)
+
+    @property
+    def status(self) -> int:
+        """0: kept its promise; 1: did not; 2: nothing was proved."""
+        if self.violations:
+            return 1
+        return 2 if self.problems else 0
+
+    def as_line(self) -> str:
+        """The run as one line of JSON, for the record of all runs."""
+        kept = asdict(self)
+        for name in ("histories", "logs", "ended_by_themselves"):
+            del kept[name]
+        return json.dumps(kept)
+
+
+def run(options: Options, console: Console) -> Report:
+    """Start everything, let things go wrong for so many seconds, wait for quiet, check. Raises `NotHere`."""
+    phases: dict[str, float] = {}
+    with ExitStack() as stack:
+        began = time.monotonic()
+        # it stops, wipes and cuts its servers: they have to be its own
+        servers = stack.enter_context(_own_servers())
+        if servers.broker != "rabbitmq":
+            raise NotHere("chaos needs a RabbitMQ of its own to freeze: install the package rabbitmq-server")
+        phases["servers"] = time.monotonic() - began
+        began = time.monotonic()
+        stage = _Stage(servers, options, stack)
+        try:
+            stage.fleet.start()
+            stage.fleet.wait_until_ready(READY_WITHIN)
+            phases["start"] = time.monotonic() - began
+            faults = plan(options.seed, options.seconds)
+            weights = ", ".join(f"{kind} {weight}" for kind, weight in WEIGHTS.items())
+            console.print(f"seed {options.seed}, {options.seconds:g} s, {len(faults)} faults planned; weights: {weights}")
+            inflicted, missed = stage.storm(faults, console)
+            began = time.monotonic()
+            open_work = stage.wait_for_quiet()
+            phases["until quiet"] = time.monotonic() - began
+            stage.fleet.stop()
+            began = time.monotonic()
+            findings = stage.check(drained=not open_work)
+            phases["check"] = time.monotonic() - began
+            report = stage.report(findings, inflicted, missed, open_work, phases)
+        except BaseException:
+            console.print(f"logs: {_keep(servers.directory)}", highlight=False)
+            raise
+        if report.status:
+            report.logs = str(_keep(servers.directory))
+        return report
+
+
+def _own_servers() -> Any:
+    for variable in ("DATABASE_URL", "REDIS_URL", "BROKER_URL"):
+        os.environ.pop(variable, None)
+    return services.running()
+
+
+class _Stage:
+    """Everything that takes part, and what is known of it."""
+
+    def __init__(self, servers: services.Services, options: Options, stack: ExitStack) -> None:
+        self.servers, self.options = servers, options
+        self.directory = servers.directory
+        name = f"chaos_{os.getpid()}"
+        database_url = servers.create_database(name)
+        # straight to Postgres: whoever watches is not part of the storm
+        self.engine = create_engine(database_url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
+        stack.callback(self.engine.dispose)
+        schema.migrate(self.engine.execution_options(isolation_level="READ COMMITTED"))
+        with self.engine.connect() as connection:
+            connection.exec_driver_sql(application.TABLES)
+        ledgers.install(self.engine)
+        self.outside = OutsideWorld()
+        stack.callback(self.outside.close)
+        chance = random.Random(f"provider {options.seed}")
+        answers, shares = ("fail before", "fail after", "ok"), (FAIL_BEFORE, FAIL_AFTER, 1 - FAIL_BEFORE - FAIL_AFTER)
+        self.outside.script = chance.choices(answers, weights=shares, k=5000)
+        proxies = {}
+        for which, url in (
+            ("postgres", database_url),
+            ("redis", servers.redis_url),
+            ("broker", servers.broker_url),
+        ):
+            address = urlsplit(url)
+            proxies[which] = Proxy(address.hostname or "127.0.0.1", address.port or 0)
+            stack.callback(proxies[which].close)
+        crash_directory, self.metrics = self.directory / "crash", self.directory / "metrics"
+        crash_directory.mkdir()
+        self.metrics.mkdir()
+        # without the library's own variable: this process must not count among the application's
+        environment = {
+            "DATABASE_URL": _through(database_url, proxies["postgres"]),
+            "REDIS_URL": _through(servers.redis_url, proxies["redis"]),
+            "BROKER_URL": _through(servers.broker_url, proxies["broker"]),
+            "CHAOS_QUEUE": "chaos",
+        }
+        application.configure(environment)
+        stack.callback(Runtime.discard, application.app)
+        self.submitting = create_engine(environment["DATABASE_URL"], connect_args={"connect_timeout": 5})
+        stack.callback(self.submitting.dispose)
+        self.fleet = Fleet(
+            self.directory / "processes",
+            environment
+            | {"PROMETHEUS_MULTIPROC_DIR": str(self.metrics), "CRASH_DIRECTORY": str(crash_directory)},
+            workers=options.workers,
+            concurrency=options.concurrency,
+            relays=options.relays,
+            beats=options.beats,
+        )
+        stack.callback(self.fleet.stop)
+        self.scene = Scene(
+            servers,
+            self.fleet,
+            proxies["postgres"],
+            proxies["redis"],
+            proxies["broker"],
+            servers.broker_url,
+            crash_directory,
+        )
+        self.traffic = Traffic(
+            self.submitting,
+            seed=options.seed,
+            rate=options.rate,
+            url=self.outside.url,
+            may_go_on=lambda: self.open < WINDOW,
+        )
+        self.open = 0
+
+    # ------------------------------------------------------------ the storm
+
+    def storm(self, faults: Sequence[Fault], console: Console) -> tuple[Counter[str], Counter[str]]:
+        """Traffic and faults for as long as the run is to last; returns what took place, and what was missed."""
+        inflicted: Counter[str] = Counter()
+        missed: Counter[str] = Counter()
+        began = time.monotonic()
+
+        def inflict(fault: Fault) -> None:
+            try:
+                what = FAULTS[fault.kind](self.scene, fault.target)
+                inflicted[fault.kind] += 1
+            except Missed as error:
+                missed[fault.kind] += 1
+                what = f"missed: {error}"
+            except Exception as error:
+                missed[fault.kind] += 1
+                what = f"not done: {type(error).__name__}: {error}"
+            console.print(f"  {fault.second:6.1f} s  {fault.kind}: {what}", highlight=False, markup=False)
+
+        self.traffic.start()
+        threads = []
+        waiting = list(faults)
+        next_status = STATUS_SECONDS
+        while (now := time.monotonic() - began) < self.options.seconds:
+            while waiting and waiting[0].second <= now:
+                thread = threading.Thread(target=inflict, args=(waiting.pop(0),), daemon=True)
+                thread.start()
+                threads.append(thread)
+            self._look()
+            if now >= next_status:
+                next_status += STATUS_SECONDS
+                console.print(f"  {now:6.1f} s  {self._status()}", highlight=False)
+            time.sleep(0.05)
+        self.traffic.stop()
+        for thread in threads:
+            thread.join(60)
+        self.scene.heal()
+        return inflicted, missed
+
+    def wait_for_quiet(self) -> list[str]:
+        """Wait until all that was accepted has ended and the queues are empty; what is open when time is up."""
+        deadline = time.monotonic() + QUIET_WITHIN
+        quiet = 0
+        while time.monotonic() < deadline:
+            # twice, because a message between queue and worker is in neither
+            quiet = quiet + 1 if not self._open_work() and not self._waiting() else 0
+            if quiet == 2:
+                return []
+            time.sleep(0.5)
+        return self._open_work() or [f"{number} messages in {name}" for name, number in self._waiting().items()]
+
+    def _look(self) -> None:
+        with self.engine.connect() as connection:
+            self.open = connection.exec_driver_sql(_OPEN).scalar_one()
+
+    def _status(self) -> str:
+        tally = self.traffic.tally
+        return f"{len(tally.certain)} accepted, {tally.unknown} unknown, {tally.copies} copies sent, {self.open} open"
+
+    def _open_work(self) -> list[str]:
+        with self.engine.connect() as connection:
+            return list(connection.exec_driver_sql(_OPEN_WORK).scalars())
+
+    def _waiting(self) -> dict[str, int]:
+        """Messages ready in the queues of the work; the broker may still be coming back."""
+        names = [application.app.conf.task_default_queue, f"{application.app.conf.task_default_queue}-dead"]
+        found = {}
+        try:
+            with BrokerConnection(self.servers.broker_url, connect_timeout=5) as connection:
+                for name in names:
+                    with connection.channel() as channel:
+                        try:
+                            number = channel.queue_declare(name, passive=True).message_count
+                        except connection.channel_errors:
+                            continue
+                    if number:
+                        found[name] = int(number)
+        except OSError as error:
+            return {f"unknown: {type(error).__name__}": 1}
+        return found
+
+    # ------------------------------------------------------------ the verdict
+
+    def check(self, *, drained: bool) -> Findings:
+        """Read the ledgers; nothing is running any more."""
+        with self.engine.connect() as connection:
+            rows = connection.exec_driver_sql(
+                "SELECT DISTINCT tenant, operation, key, account, amount FROM submitted"
+            ).all()
+        accepted = [_expected(*row) for row in rows]
+        findings = check(
+            Evidence(
+                self.engine,
+                accepted,
+                acts=dict(self.outside.acts),
+                queues=self._waiting(),
+                tenants=frozenset(TENANTS),
+                drained=drained,
+                max_attempts=MANY_ATTEMPTS,
+                fenced=self._counters().get("idempotency_fenced_writes_total", 0),
+            )
+        )
+        known = {each.id for each in accepted}
+        vanished = [
+            Violation("I15", "/".join(id), "its COMMIT was answered, and its row is not there")
+            for id in self.traffic.tally.certain
+            if id not in known
+        ]
+        return Findings((*findings.violations, *vanished, *self._announcements(rows)), findings.counts, findings.changes)
+
+    def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
+        """I3: an announcement and its event are one commit: exactly one event for each that completed."""
+        with self.engine.connect() as connection:
+            completed = set(connection.exec_driver_sql(_ANNOUNCED).scalars())
+        told = Counter(
+            row.account.removesuffix(f"/{application.LEDGER}")
+            for row in rows
+            if row.operation == application.LEDGER and "-announce-" in row.account
+        )
+        return [
+            Violation("I3", account, f"announced {told[account]} times, completed: {account in completed}")
+            for account in completed | told.keys()
+            if told[account] != (account in completed)
+        ]
+
+    def report(
+        self,
+        findings: Findings,
+        inflicted: Mapping[str, int],
+        missed: Mapping[str, int],
+        open_work: list[str],
+        phases: dict[str, float],
+    ) -> Report:
+        counts = asdict(findings.counts)
+        problems = [f"not quiet after {QUIET_WITHIN:g} s: {each}" for each in open_work[:10]]
+        if (number := sum(inflicted.values())) < self.options.seconds * PROVEN_RATE:
+            problems.append(f"only {number} faults in {self.options.seconds:g} s")
+        if never := [kind for kind in WEIGHTS if not inflicted.get(kind)]:
+            problems.append(f"never hit: {', '.join(never)}")
+        for evidence in ("takeovers", "fenced"):
+            if not counts[evidence]:
+                problems.append(f"{evidence}: none")
+        if self.traffic.tally.copies < len(self.traffic.tally.certain):
+            problems.append(f"only {self.traffic.tally.copies} copies for {len(self.traffic.tally.certain)} messages")
+        report = Report(
+            seed=self.options.seed,
+            seconds=self.options.seconds,
+            faults=number,
+            kinds=len(inflicted),
+            by_kind=dict(inflicted),
+            missed=dict(missed),
+            counts=counts,
+            violations=[asdict(violation) for violation in findings.violations],
+            problems=problems,
+            counters=self._counters(),
+            ended_by_themselves=[list(each) for each in self.fleet.ended_by_themselves],
+            traffic={
+                name: getattr(self.traffic.tally, name) for name in ("committed", "unknown", "copies", "unsent")
+            },
+            phases={name: round(seconds, 1) for name, seconds in phases.items()},
+            versions=self._versions(),
+        )
+        for violation in findings.violations:
+            report.histories.setdefault(violation.key, findings.history(violation))
+        return report
+
+    def _counters(self) -> dict[str, int]:
+        """What all processes have counted, killed ones included, over all operations."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(self.metrics))  # type: ignore[no-untyped-call]
+        found: Counter[str] = Counter()
+        for metric in registry.collect():
+            for sample in metric.samples:
+                if sample.name.endswith("_total"):
+                    found[sample.name] += int(sample.value)
+        return dict(sorted(found.items()))
+
+    def _versions(self) -> dict[str, str]:
+        packages = ("celery", "kombu", "amqp", "sqlalchemy", "psycopg", "redis")
+        found = {"python": platform.python_version()} | {name: version(name) for name in packages}
+        with self.engine.connect() as connection:
+            found["postgres"] = str(connection.exec_driver_sql("SHOW server_version").scalar_one())
+        with BrokerConnection(self.servers.broker_url, connect_timeout=5) as broker:
+            broker.connect()
+            found["rabbitmq"] = str(broker.connection.server_properties.get("version"))
+        return found
+
+
+_OPEN = """
+SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 'released'))
+     + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
+"""
+_OPEN_WORK = """
+SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records
+WHERE status IN ('started', 'released')
+UNION ALL
+SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || status || coalesce(' ' || last_error, '')
+FROM idempotency.outbox WHERE settled_at IS NULL
+"""
+_ANNOUNCED = """
+SELECT tenant || '-announce-' || key FROM idempotency.records
+WHERE operation = 'chaos.announce' AND status = 'completed'
+"""
+
+
+def _expected(tenant: str, operation: str, key: str, account: str, amount: int) -> Accepted:
+    """What should come of an accepted operation."""
+    rows: tuple[tuple[str, int], ...] = ((account, amount),)
+    result = json.dumps({"account": account, "amount": amount})
+    match operation:
+        case "chaos.refused":
+            return Accepted(tenant, operation, key, rows=(), failure="no_account")
+        case "chaos.hopeless" | "chaos.poison":
+            return Accepted(tenant, operation, key, rows=(), failure="attempts_exhausted")
+        case "chaos.transfer":
+            rows += ((f"{account}/reserved", amount),)
+            return Accepted(tenant, operation, key, rows=rows, result=result, acts=1)
+        case application.LEDGER | application.MAILER:
+            return Accepted(tenant, operation, key, rows=rows, result=result, is_event=True)
+    return Accepted(tenant, operation, key, rows=rows, result=result)
+
+
+def _through(url: str, proxy: Proxy) -> str:
+    """The same address, by way of a proxy."""
+    parts = urlsplit(url)
+    login, at, _ = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{login}{at}127.0.0.1:{proxy.port}"))
+
+
+def _keep(directory: Path) -> Path:
+    """Copy the logs of all processes and servers to where they outlive the private directory."""
+    kept = Path(tempfile.mkdtemp(prefix="chaos-"))
+    for log in [*directory.glob("*/log"), *directory.glob("processes/*/log")]:
+        shutil.copyfile(log, kept / f"{log.parent.name}.log")
+    return kept

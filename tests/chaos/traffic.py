@@ -1,0 +1,203 @@
+"""Accepted operations at a bounded rate: each a row and its message in one commit, and then the message twice more.
+
+A commit whose answer was lost is neither accepted nor refused: the table `submitted` tells, when all is over.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kombu.exceptions import OperationalError as BrokerError
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from idempotency.message import Message
+from tests.chaos import application
+
+TENANTS = ("red", "blue")
+# Copies of each message besides the one from the outbox.
+COPIES = 2
+# Of a hundred operations; what is not listed deposits.
+SHARES = {"transfer": 14, "announce": 10, "event": 6, "waited": 6, "flaky": 6, "refused": 6, "hopeless": 2}
+# One of so many kills the process that runs it, as often as it is run.
+POISON_EVERY = 400
+# A connection that was reset is noticed by the first publish on it.
+_RETRY = {"max_retries": 1, "interval_start": 0.1}
+_BROKER_ERRORS = (BrokerError, OSError)
+
+_MESSAGES = text("SELECT message FROM idempotency.outbox WHERE key = :key")
+
+
+@dataclass
+class Tally:
+    """What became of the submissions, by the submitter's own knowledge."""
+
+    committed: int = 0
+    unknown: int = 0
+    copies: int = 0
+    unsent: int = 0
+    # (tenant, operation, key) of what was certainly committed
+    certain: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+Copy = Callable[[], object]
+
+
+class Traffic:
+    """A thread that submits through `engine`, and one that sends the copies."""
+
+    def __init__(self, engine: Engine, *, seed: int, rate: float, url: str, may_go_on: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._chance = random.Random(f"traffic {seed}")
+        self._rate = rate
+        self._url = url
+        self._may_go_on = may_go_on
+        self._stop = threading.Event()
+        # bounded: while the broker is away copies are left out, not heaped up
+        self._copies: queue.Queue[Copy] = queue.Queue(maxsize=1000)
+        self._numbers = 0
+        self.tally = Tally()
+        self._threads = [
+            threading.Thread(target=self._submit_all, name="submitter", daemon=True),
+            threading.Thread(target=self._send_copies, name="copies", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Accept no more; returns when what was accepted has been copied."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    # ------------------------------------------------------------ submitting
+
+    def _submit_all(self) -> None:
+        pause = len(TENANTS) / self._rate
+        due = time.monotonic()
+        while not self._stop.wait(max(due - time.monotonic(), 0.0)):
+            due = max(due + pause, time.monotonic() - 1.0)  # what could not be submitted is not made up for at once
+            if self._may_go_on():
+                self._submit()
+
+    def _submit(self) -> None:
+        """One operation for each tenant, under the same key, in one transaction."""
+        self._numbers += 1
+        number, kind = str(self._numbers), self._draw()
+        certain: list[tuple[str, str, str]] = []
+        copies: list[Copy] = []
+        try:
+            with Session(self._engine) as session, session.begin():
+                for tenant in TENANTS:
+                    amount = self._chance.randrange(1, 1_000_000)
+                    if kind == "event":
+                        self._tell(session, tenant, number, amount, certain, copies)
+                    else:
+                        self._enqueue(session, kind, tenant, number, amount, certain, copies)
+        except DBAPIError:
+            # Perhaps committed: the answer may be what was lost.
+            self.tally.unknown += 1
+            return
+        self.tally.committed += 1
+        self.tally.certain += certain
+        for copy in copies * COPIES:
+            try:
+                self._copies.put_nowait(copy)
+            except queue.Full:
+                self.tally.unsent += 1
+
+    def _draw(self) -> str:
+        if self._numbers % POISON_EVERY == POISON_EVERY // 4:
+            return "poison"
+        point = self._chance.randrange(100)
+        for kind, share in SHARES.items():
+            if point < share:
+                return kind
+            point -= share
+        return "deposit"
+
+    def _enqueue(
+        self,
+        session: Session,
+        kind: str,
+        tenant: str,
+        number: str,
+        amount: int,
+        certain: list[tuple[str, str, str]],
+        copies: list[Copy],
+    ) -> None:
+        task: Any = getattr(application, kind)
+        arguments: dict[str, Any] = {"number": number, "account": f"{tenant}-{kind}-{number}", "amount": amount}
+        if kind == "transfer":
+            arguments["url"] = self._url
+        elif kind == "announce":
+            arguments["owner"] = tenant
+        elif kind == "flaky":
+            arguments["failures"] = self._chance.randrange(1, 4)
+        application.accept(
+            session, tenant=tenant, operation=task.name, key=number, account=arguments["account"], amount=amount
+        )
+        handle = task.enqueue(session, **arguments, tenant=tenant)
+        certain.append((tenant, task.name, number))
+        copies.append(
+            lambda: task.apply_async(
+                kwargs=arguments, task_id=handle.task_id, tenant=tenant, retry=True, retry_policy=_RETRY
+            )
+        )
+
+    def _tell(
+        self,
+        session: Session,
+        tenant: str,
+        number: str,
+        amount: int,
+        certain: list[tuple[str, str, str]],
+        copies: list[Copy],
+    ) -> None:
+        account = f"{tenant}-event-{number}"
+        event_id = application.tell(
+            session, tenant=tenant, number=number, account=account, amount=amount
+        )
+        certain += [(tenant, consumer, event_id) for consumer in (application.LEDGER, application.MAILER)]
+        for message in session.scalars(_MESSAGES, {"key": event_id}):
+            copies.append(lambda message=message: _send(Message.from_text(message)))
+
+    # ------------------------------------------------------------ copies
+
+    def _send_copies(self) -> None:
+        while not (self._stop.is_set() and self._copies.empty()):
+            try:
+                copy = self._copies.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            try:
+                copy()
+                self.tally.copies += 1
+            except _BROKER_ERRORS:
+                self.tally.unsent += 1
+
+
+def _send(message: Message) -> None:
+    exchange, routing_key = message.destination(application.app)
+    with application.app.producer_or_acquire() as producer:
+        producer.publish(
+            message.body,
+            exchange=exchange,
+            routing_key=routing_key,
+            headers=message.headers,
+            content_type="application/json",
+            content_encoding="utf-8",
+            delivery_mode=2,
+            retry=True,
+            retry_policy=_RETRY,
+            **message.properties,
+        )
