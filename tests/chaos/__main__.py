@@ -26,24 +26,24 @@ SHOWN = 5
 def main(arguments: list[str] | None = None) -> int:
     """Run, show, and return the exit status."""
     given = _parser().parse_args(arguments)
-    console = Console(soft_wrap=True)
+    console, complaints = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     # However this process is asked to end, everything it started ends with it.
     signal.signal(signal.SIGTERM, _interrupt)
     options = Options(given.seconds, given.seed, workers=given.workers, rate=given.rate)
     try:
         report = run(options, console)
     except (NotHere, ServiceError, TimeoutError) as error:
-        print(f"chaos: {error}", file=sys.stderr)
+        complaints.print(f"chaos: {error}")
         return 3
     except KeyboardInterrupt:
-        print("chaos: interrupted; everything it started has been stopped", file=sys.stderr)
+        complaints.print("chaos: interrupted; everything it started has been stopped")
         return 130
     _show(report, console)
     if given.record:
         RECORD.parent.mkdir(exist_ok=True)
         with RECORD.open("a") as runs:
             runs.write(report.as_line() + "\n")
-    print(report.line)
+    console.print(report.line, highlight=False, markup=False)
     return report.status
 
 

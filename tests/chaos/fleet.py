@@ -64,7 +64,14 @@ class Fleet:
     """Workers, relays and beats, each in a session of its own. Their records and logs are below `directory`."""
 
     def __init__(
-        self, directory: Path, environment: Mapping[str, str], *, workers: int, concurrency: int, relays: int, beats: int
+        self,
+        directory: Path,
+        environment: Mapping[str, str],
+        *,
+        workers: int,
+        concurrency: int,
+        relays: int,
+        beats: int,
     ) -> None:
         self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self._lock = threading.Lock()

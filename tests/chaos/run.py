@@ -23,14 +23,13 @@ from kombu import Connection as BrokerConnection
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from rich.console import Console
-from sqlalchemy import Engine, create_engine, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import create_engine
 
 import services
 from idempotency import schema
 from idempotency.runtime import Runtime
 from tests.chaos import application, ledgers
-from tests.chaos.application import FEW_ATTEMPTS, MANY_ATTEMPTS
+from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.checker import Accepted, Evidence, Findings, Violation, check
 from tests.chaos.faults import FAULTS, Missed, Scene
 from tests.chaos.fleet import Fleet
@@ -133,7 +132,9 @@ def run(options: Options, console: Console) -> Report:
             phases["start"] = time.monotonic() - began
             faults = plan(options.seed, options.seconds)
             weights = ", ".join(f"{kind} {weight}" for kind, weight in WEIGHTS.items())
-            console.print(f"seed {options.seed}, {options.seconds:g} s, {len(faults)} faults planned; weights: {weights}")
+            console.print(
+                f"seed {options.seed}, {options.seconds:g} s, {len(faults)} faults planned; weights: {weights}"
+            )
             inflicted, missed = stage.storm(faults, console)
             began = time.monotonic()
             open_work = stage.wait_for_quiet()
@@ -202,8 +203,7 @@ class _Stage:
         stack.callback(self.submitting.dispose)
         self.fleet = Fleet(
             self.directory / "processes",
-            environment
-            | {"PROMETHEUS_MULTIPROC_DIR": str(self.metrics), "CRASH_DIRECTORY": str(crash_directory)},
+            environment | {"PROMETHEUS_MULTIPROC_DIR": str(self.metrics), "CRASH_DIRECTORY": str(crash_directory)},
             workers=options.workers,
             concurrency=options.concurrency,
             relays=options.relays,
@@ -337,7 +337,9 @@ class _Stage:
             for id in self.traffic.tally.certain
             if id not in known
         ]
-        return Findings((*findings.violations, *vanished, *self._announcements(rows)), findings.counts, findings.changes)
+        return Findings(
+            (*findings.violations, *vanished, *self._announcements(rows)), findings.counts, findings.changes
+        )
 
     def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
         """I3: an announcement and its event are one commit: exactly one event for each that completed."""
@@ -385,9 +387,7 @@ class _Stage:
             problems=problems,
             counters=self._counters(),
             ended_by_themselves=[list(each) for each in self.fleet.ended_by_themselves],
-            traffic={
-                name: getattr(self.traffic.tally, name) for name in ("committed", "unknown", "copies", "unsent")
-            },
+            traffic={name: getattr(self.traffic.tally, name) for name in ("committed", "unknown", "copies", "unsent")},
             phases={name: round(seconds, 1) for name, seconds in phases.items()},
             versions=self._versions(),
         )

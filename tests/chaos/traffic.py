@@ -164,9 +164,7 @@ class Traffic:
         copies: list[Copy],
     ) -> None:
         account = f"{tenant}-event-{number}"
-        event_id = application.tell(
-            session, tenant=tenant, number=number, account=account, amount=amount
-        )
+        event_id = application.tell(session, tenant=tenant, number=number, account=account, amount=amount)
         certain += [(tenant, consumer, event_id) for consumer in (application.LEDGER, application.MAILER)]
         for message in session.scalars(_MESSAGES, {"key": event_id}):
             copies.append(lambda message=message: _send(Message.from_text(message)))
