@@ -118,9 +118,14 @@ def record_failure(session: Session, operation: Operation, error: PermanentError
 
 def _write(task: IdempotentTask, account: str, amount: int) -> dict[str, Any]:
     task.session.execute(_INSERT, {"account": account, "amount": amount})
-    # All is written, nothing is finished: whoever is stopped here past the lease goes on to a write that must match nothing.
-    crashing.reach("body.done")
     return {"account": account, "amount": amount}
+
+
+def _write_last(task: IdempotentTask, account: str, amount: int) -> dict[str, Any]:
+    result = _write(task, account, amount)
+    # Whoever is stopped here past the lease goes on to a finish that must match nothing.
+    crashing.reach("body.done")
+    return result
 
 
 _OPTIONS: dict[str, Any] = {
@@ -135,7 +140,7 @@ _OPTIONS: dict[str, Any] = {
 @app.task(name="chaos.deposit", **_OPTIONS)
 def deposit(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
     """One row."""
-    return _write(self, account, amount)
+    return _write_last(self, account, amount)
 
 
 @app.task(name="chaos.transfer", **_OPTIONS)
@@ -143,7 +148,7 @@ def transfer(self: IdempotentTask, number: str, account: str, amount: int, url: 
     """A step, a call outside, and a final row."""
     self.step("reserve", _reserve, f"{account}/reserved", amount)
     self.effect("pay", _pay, url, amount)
-    return _write(self, account, amount)
+    return _write_last(self, account, amount)
 
 
 def _reserve(session: Session, account: str, amount: int) -> None:
@@ -184,19 +189,19 @@ def tell(session: Session | Connection, *, tenant: str, number: str, account: st
 @subscribe("account.*", consumer="ledger", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS)
 def post(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
     """The first consumer's row."""
-    return _write(self, f"{event['data']['account']}/{LEDGER}", event["data"]["amount"])
+    return _write_last(self, f"{event['data']['account']}/{LEDGER}", event["data"]["amount"])
 
 
 @subscribe("account.moved", consumer="mailer", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS)
 def note(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
     """The second consumer's row."""
-    return _write(self, f"{event['data']['account']}/{MAILER}", event["data"]["amount"])
+    return _write_last(self, f"{event['data']['account']}/{MAILER}", event["data"]["amount"])
 
 
 @app.task(name="chaos.waited", on_busy="wait", **_OPTIONS)
 def waited(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
     """One row; its duplicates come back for the result."""
-    return _write(self, account, amount)
+    return _write_last(self, account, amount)
 
 
 @app.task(name="chaos.flaky", **_OPTIONS)

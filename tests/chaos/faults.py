@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import redis
 from kombu import Connection as BrokerConnection
+from sqlalchemy import Engine
 
 import services
 from idempotency.queues import dead_letter_queues
@@ -31,6 +32,8 @@ from tests.proxy import Proxy
 STOPPED = application.LEASE + 2.0
 # How long a crash point may take to be reached before the fault counts as missed.
 REACHED_WITHIN = 10.0
+# How long it may take until somebody else has ended the operation of a process that is stopped.
+REPLACED_WITHIN = 15.0
 FROZEN = 4.0
 BLACK_HOLE = 3.0
 SLOW, SLOW_SECONDS = 0.05, 3.0
@@ -51,6 +54,16 @@ ATTEMPT_POINTS = (
 )
 RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
+# The fourth part of a holder's name is its pid.
+_HELD = """
+SELECT tenant, operation, key, fence FROM idempotency.records
+WHERE status = 'started' AND split_part(locked_by, '|', 4) = %(pid)s
+"""
+_REPLACED = """
+SELECT fence > %(fence)s AND status IN ('completed', 'failed') FROM idempotency.records
+WHERE (tenant, operation, key) = (%(tenant)s, %(operation)s, %(key)s)
+"""
+
 
 class Missed(Exception):
     """There was nothing to hit, or it did not come by in time."""
@@ -67,6 +80,8 @@ class Scene:
     broker: Proxy
     # the broker's own address, past the proxy
     broker_url: str
+    # the database, past the proxy
+    engine: Engine
     crash_directory: Path
     _armed: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -197,8 +212,25 @@ def stop_child_at_point(scene: Scene, target: int) -> str:
 
 
 def stop_child_before_finish(scene: Scene, target: int) -> str:
-    """F3 with everything written and nothing finished: its next word is the write that must match nothing."""
-    return _stop_at(scene, ("body.done",), target)
+    """F3 with everything written and nothing finished, until somebody else has ended the operation.
+
+    Its next word is the write that must match nothing.
+    """
+    pid = int(scene.wait_for(scene.arm(("body.done",), target, crashing.STOP), "stopped"))
+    deadline = time.monotonic() + REPLACED_WITHIN
+    with scene.engine.connect() as connection:
+        held = connection.exec_driver_sql(_HELD, {"pid": str(pid)}).one_or_none()
+        while held is not None and not connection.exec_driver_sql(_REPLACED, held._asdict()).scalar_one():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        raise Missed(f"{pid} was killed meanwhile") from None
+    if held is None or time.monotonic() > deadline:
+        raise Missed(f"{pid}: nobody had ended its operation within {REPLACED_WITHIN:g} s")
+    return f"{pid}, taken over: {held.tenant} {held.operation} {held.key}"
 
 
 # ---------------------------------------------------------------- servers

@@ -217,6 +217,7 @@ class _Stage:
             proxies["redis"],
             proxies["broker"],
             servers.broker_url,
+            self.engine,
             crash_directory,
         )
         self.traffic = Traffic(

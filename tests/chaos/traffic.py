@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from amqp.exceptions import AMQPError
 from kombu.exceptions import OperationalError as BrokerError
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
@@ -30,7 +31,7 @@ SHARES = {"transfer": 14, "announce": 10, "event": 6, "waited": 6, "flaky": 6, "
 POISON_EVERY = 400
 # A connection that was reset is noticed by the first publish on it.
 _RETRY = {"max_retries": 1, "interval_start": 0.1}
-_BROKER_ERRORS = (BrokerError, OSError)
+_BROKER_ERRORS = (AMQPError, BrokerError, OSError)
 
 _MESSAGES = text("SELECT message FROM idempotency.outbox WHERE key = :key")
 
