@@ -14,7 +14,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test faults controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: help venv up down status demo test faults chaos controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ demo: .venv/ready ## the whole system under load and faults, checked at the end
 
 test: .venv/ready ## all tests, against real servers
 	@$(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
+
+chaos: .venv/ready ## random faults against the whole pipeline, checked at the end; SECONDS=60 SEED=1
+	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
 
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
-from rich.table import Table
 
 from services import ServiceError
-from tests.chaos.run import NotHere, Options, Report, run
+from tests.chaos.run import NotHere, Options, run
 
 RECORD = Path(__file__).parent.parent.parent / "docs" / "chaos-runs.jsonl"
-# Of the histories shown; all of them are in the database, which is gone by then, and in the kept file.
-SHOWN = 5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,39 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         complaints.print("chaos: interrupted; everything it started has been stopped")
         return 130
-    _show(report, console)
+    report.show(console)
     if given.record:
         RECORD.parent.mkdir(exist_ok=True)
         with RECORD.open("a") as runs:
-            runs.write(report.as_line() + "\n")
+            runs.write(report.as_json() + "\n")
     console.print(report.line, highlight=False, markup=False)
     return report.status
-
-
-def _show(report: Report, console: Console) -> None:
-    table = Table("fault", "took place", "missed", title=f"{report.faults} faults of {report.kinds} kinds")
-    for kind in sorted({*report.by_kind, *report.missed}):
-        table.add_row(kind, str(report.by_kind.get(kind, 0)), str(report.missed.get(kind, 0) or ""))
-    console.print(table)
-    console.print("counted: " + ", ".join(f"{name.removeprefix('idempotency_').removesuffix('_total')} {value}"
-                                          for name, value in report.counters.items() if value))  # fmt: skip
-    console.print("traffic: " + ", ".join(f"{name} {value}" for name, value in report.traffic.items()))
-    console.print("seconds: " + ", ".join(f"{name} {value}" for name, value in report.phases.items()))
-    for name, status in report.ended_by_themselves:
-        console.print(f"{name} ended by itself with status {status}", highlight=False)
-    for problem in report.problems:
-        console.print(f"proves nothing: {problem}", highlight=False, markup=False)
-    lines = [f"{each['invariant']} {each['key']}: {each['what']}" for each in report.violations]
-    for line in lines:
-        console.print(f"VIOLATION {line}", highlight=False, markup=False)
-    for key, history in list(report.histories.items())[:SHOWN]:
-        console.print(f"history of {key}", highlight=False, markup=False)
-        for entry in history:
-            console.print(f"  {entry}", highlight=False, markup=False)
-    if report.logs is not None:
-        everything = [*lines, *(line for key, h in report.histories.items() for line in (f"history of {key}", *h))]
-        (Path(report.logs) / "violations.txt").write_text("\n".join(everything) + "\n")
-        console.print(f"logs: {report.logs}", highlight=False)
 
 
 def _parser() -> argparse.ArgumentParser:

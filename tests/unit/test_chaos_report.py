@@ -1,0 +1,75 @@
+"""The verdict of a chaos run: kept, broken, or nothing proved."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tests.chaos.checker import Counts, Violation
+from tests.chaos.plan import WEIGHTS
+from tests.chaos.report import Report, unproved
+
+ENOUGH = dict.fromkeys(WEIGHTS, 2)
+GOOD = Counts(accepted=10, completed=9, failed=1, takeovers=3, fenced=1)
+BROKEN = Violation("I1", "red/chaos.deposit/17", "2 committed results in generation 1")
+
+
+def report(violations=(), problems=(), counts=GOOD):
+    return Report(7, 60.0, ENOUGH, {}, counts, list(violations), list(problems))
+
+
+def test_a_run_that_kept_its_promises_ends_with_0():
+    assert report().status == 0
+
+
+def test_a_violation_ends_with_1_even_if_the_run_proves_nothing():
+    assert report([BROKEN], ["no takeover"]).status == 1
+
+
+def test_a_run_that_proves_nothing_ends_with_2():
+    assert report(problems=["no takeover"]).status == 2
+
+
+def test_the_last_line_has_every_figure():
+    assert report([BROKEN]).line == (
+        f"RESULT seed=7 seconds=60 faults={2 * len(WEIGHTS)} kinds={len(WEIGHTS)} accepted=10 completed=9 failed=1 "
+        "dead=0 duplicated=0 takeovers=3 fenced=1 lost=0 doubled=0 violations=1"
+    )
+
+
+def test_a_run_with_every_kind_a_takeover_and_a_fenced_write_proves_something():
+    assert unproved(60, ENOUGH, GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("inflicted", "counts", "reason"),
+    [
+        (dict.fromkeys(WEIGHTS, 1), GOOD, f"only {len(WEIGHTS)} faults in 60 s"),
+        (ENOUGH | {"cut_commit": 0}, GOOD, "never hit: cut_commit"),
+        (ENOUGH, Counts(accepted=1, completed=1, fenced=1), "no takeover"),
+        (ENOUGH, Counts(accepted=1, completed=1, takeovers=1), "no fenced write"),
+        (ENOUGH, Counts(takeovers=1, fenced=1), "0 operations accepted, 0 completed"),
+    ],
+)
+def test_a_run_in_which_too_little_went_wrong_proves_nothing(inflicted, counts, reason):
+    assert unproved(60, inflicted, counts) == [reason]
+
+
+def test_a_violation_is_shown_with_its_history_and_kept_with_the_logs(tmp_path):
+    broken = report([BROKEN])
+    broken.histories, broken.logs = {BROKEN.key: ["1 records insert"]}, tmp_path
+    screen = io.StringIO()
+    broken.show(Console(file=screen, soft_wrap=True))
+    for text in (screen.getvalue(), (tmp_path / "violations.txt").read_text()):
+        assert "I1 red/chaos.deposit/17: 2 committed results in generation 1" in text
+        assert "1 records insert" in text
+    assert f"logs: {tmp_path}" in screen.getvalue()
+
+
+def test_a_run_is_recorded_as_one_line_of_json():
+    line = report([BROKEN]).as_json()
+    assert "\n" not in line
+    assert json.loads(line)["violations"][0]["invariant"] == "I1"
