@@ -139,10 +139,14 @@ Inflict = Callable[[Scene, int], str]
 
 def kill_child(scene: Scene, target: int) -> str:
     """F1: SIGKILL of one pool child."""
-    member, running = _take(scene, WORKER, target)
-    children = process.family(running)[1:]
-    if not children:
-        raise Missed(f"{member.name} has no pool yet")
+    deadline = time.monotonic() + REACHED_WITHIN
+    while True:
+        member, running = _take(scene, WORKER, target)
+        if children := process.family(running)[1:]:
+            break
+        if time.monotonic() > deadline:
+            raise Missed(f"{member.name} has no pool")
+        time.sleep(0.1)
     child = children[target % len(children)]
     child.kill()
     return f"{member.name}: child {child.pid}"
@@ -336,9 +340,11 @@ FAULTS: dict[str, Inflict] = {
 
 
 def _take(scene: Scene, kind: str, target: int) -> tuple[Member, psutil.Process]:
-    taken = scene.fleet.take(kind, target)
-    if taken is None:
-        raise Missed(f"no {kind} is running")
+    deadline = time.monotonic() + REACHED_WITHIN
+    while (taken := scene.fleet.take(kind, target)) is None:
+        if time.monotonic() > deadline:
+            raise Missed(f"no {kind} is running")
+        time.sleep(0.1)  # started again in a moment
     return taken
 
 
