@@ -15,6 +15,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from services import ServiceError
+from tests.chaos.plan import WEIGHTS
 from tests.chaos.run import NotHere, Options, run
 
 RECORD = Path(__file__).parent.parent.parent / "docs" / "chaos-runs.jsonl"
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     console, complaints = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     # However this process is asked to end, everything it started ends with it.
     signal.signal(signal.SIGTERM, _interrupt)
-    options = Options(given.seconds, given.seed, workers=given.workers, rate=given.rate)
+    options = Options(given.seconds, given.seed, workers=given.workers, rate=given.rate, only=given.only)
     try:
         report = run(options, console)
     except (NotHere, ServiceError, TimeoutError) as error:
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="the same seed replays the same plan")
     parser.add_argument("--workers", type=int, choices=range(2, 33), default=4, metavar="2..32")
     parser.add_argument("--rate", type=_positive, default=30.0, help="accepted operations per second")
+    parser.add_argument("--only", type=_kinds, default=(), help="some kinds of faults, to look into what they do")
     parser.add_argument("--record", action="store_true", help=f"append the run to {RECORD.parent.name}/{RECORD.name}")
     return parser
 
@@ -59,6 +61,13 @@ def _positive(value: str) -> float:
     if not 0 < number < 86_400:
         raise argparse.ArgumentTypeError(f"must be between 0 and 86400, got {value}")
     return number
+
+
+def _kinds(value: str) -> tuple[str, ...]:
+    kinds = tuple(value.split(","))
+    if unknown := [kind for kind in kinds if kind not in WEIGHTS]:
+        raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}, use some of {', '.join(WEIGHTS)}")
+    return kinds
 
 
 def _interrupt(*_: object) -> NoReturn:

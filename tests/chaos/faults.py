@@ -233,7 +233,8 @@ def stop_child_before_finish(scene: Scene, target: int) -> str:
     except ProcessLookupError:
         raise Missed(f"{pid} was killed meanwhile") from None
     if held is None or time.monotonic() > deadline:
-        raise Missed(f"{pid}: nobody had ended its operation within {REPLACED_WITHIN:g} s")
+        what = "nothing" if held is None else f"{held.operation} of {held.tenant} {held.key}"
+        raise Missed(f"{pid}: nobody had ended {what} within {REPLACED_WITHIN:g} s")
     return f"{pid}, taken over: {held.tenant} {held.operation} {held.key}"
 
 

@@ -66,6 +66,7 @@ class Options:
     relays: int = 2
     beats: int = 2
     rate: float = 30.0
+    only: tuple[str, ...] = ()
 
 
 def run(options: Options, console: Console) -> Report:
@@ -84,7 +85,7 @@ def run(options: Options, console: Console) -> Report:
             stage.fleet.start()
             stage.fleet.wait_until_ready(READY_WITHIN)
             phases["start"] = time.monotonic() - began
-            faults = plan(options.seed, options.seconds)
+            faults = plan(options.seed, options.seconds, options.only)
             weights = ", ".join(f"{kind} {weight}" for kind, weight in WEIGHTS.items())
             console.print(
                 f"seed {options.seed}, {options.seconds:g} s, {len(faults)} faults planned; weights: {weights}"
@@ -101,7 +102,7 @@ def run(options: Options, console: Console) -> Report:
         except Exception:
             console.print(f"logs: {_keep(servers.directory)}", highlight=False)
             raise
-        if report.status:
+        if report.status or report.ended_by_themselves:
             report.logs = _keep(servers.directory)
         return report
 

@@ -45,6 +45,14 @@ def test_faults_come_in_their_order_within_the_run():
         assert faults[-1].second < 60
 
 
+def test_a_plan_may_be_of_some_kinds_only():
+    assert {fault.kind for fault in plan(7, 60, ["cut_commit", "kill_beat"])} == {"cut_commit", "kill_beat"}
+
+
+def test_a_whole_number_of_seconds_is_the_same_length_either_way():
+    assert plan(7, 60) == plan(7, 60.0)
+
+
 def test_a_kind_comes_as_often_as_its_weight_says():
     counts = Counter(fault.kind for fault in plan(1, 20_000))
     assert counts["cut_commit"] / counts["slow_postgres"] == pytest.approx(4, rel=0.3)
