@@ -167,7 +167,9 @@ class Fleet:
                         self._start(member)
                     continue
                 if (status := _ended(member.pid)) is not None:
-                    if status not in (-signal.SIGKILL, 0) or (status == 0 and member.overdue is None):
+                    # a SIGTERM before the process has its handlers ends it, too
+                    told = {-signal.SIGKILL} | ({0, -signal.SIGTERM} if member.overdue is not None else set())
+                    if status not in told:
                         self.ended_by_themselves.append((member.name, status))
                     member.ends.append(status)
                     _kill_orphans(member.pid)
