@@ -6,19 +6,20 @@ to have happened proves nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import redis
 from kombu import Connection as BrokerConnection
-from sqlalchemy import Engine
+from sqlalchemy import Engine, Row
+from sqlalchemy.exc import DBAPIError
 
 import services
 from idempotency.queues import dead_letter_queues
@@ -35,6 +36,9 @@ REACHED_WITHIN = 10.0
 # How long it may take until somebody else has ended the operation of a process that is stopped.
 REPLACED_WITHIN = 15.0
 FROZEN = 4.0
+DOWN = 1.0
+# Whoever watches waits for Postgres for so long.
+PATIENCE = 30.0
 BLACK_HOLE = 3.0
 SLOW, SLOW_SECONDS = 0.05, 3.0
 
@@ -83,6 +87,8 @@ class Scene:
     # the database, past the proxy
     engine: Engine
     crash_directory: Path
+    # one restart of Postgres at a time
+    restarting: threading.Lock = field(default_factory=threading.Lock)
     _armed: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,11 +97,25 @@ class Scene:
         for proxy in (self.postgres, self.redis, self.broker):
             proxy.heal()
         self.servers.rabbitmq.resume()
+        with self.restarting:
+            self.servers.postgres.start()  # nothing happens when it runs
         for point in (*ATTEMPT_POINTS, *RELAY_POINTS):
             (self.crash_directory / point).unlink(missing_ok=True)
         for member in self.fleet.members:
             if (running := member.running) is not None:
                 process.signal_all(process.family(running), signal.SIGCONT)
+
+    def ask(self, query: str, parameters: Mapping[str, Any] | None = None) -> Sequence[Row[Any]]:
+        """Read from the database, past the proxy, as often as it takes while Postgres is away."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                with self.engine.connect() as connection:
+                    return connection.exec_driver_sql(query, dict(parameters or {})).all()
+            except DBAPIError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def arm(self, points: Sequence[str], target: int, action: str) -> str:
         """Plan an action at one of these points that has none yet."""
@@ -221,21 +241,21 @@ def stop_child_before_finish(scene: Scene, target: int) -> str:
     Its next word is the write that must match nothing.
     """
     pid = int(scene.wait_for(scene.arm(("body.done",), target, crashing.STOP), "stopped"))
-    deadline = time.monotonic() + REPLACED_WITHIN
-    with scene.engine.connect() as connection:
-        held = connection.exec_driver_sql(_HELD, {"pid": str(pid)}).one_or_none()
-        while held is not None and not connection.exec_driver_sql(_REPLACED, held._asdict()).scalar_one():
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+    replaced = False
     try:
-        os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        raise Missed(f"{pid} was killed meanwhile") from None
-    if held is None or time.monotonic() > deadline:
-        what = "nothing" if held is None else f"{held.operation} of {held.tenant} {held.key}"
-        raise Missed(f"{pid}: nobody had ended {what} within {REPLACED_WITHIN:g} s")
-    return f"{pid}, taken over: {held.tenant} {held.operation} {held.key}"
+        held = scene.ask(_HELD, {"pid": str(pid)})
+        deadline = time.monotonic() + REPLACED_WITHIN
+        while held and not replaced and time.monotonic() < deadline:
+            time.sleep(0.1)
+            replaced = any(row[0] for row in scene.ask(_REPLACED, held[0]._asdict()))
+    finally:
+        goes_on = _continue(pid)
+    operation = f"{held[0].tenant} {held[0].operation} {held[0].key}" if held else "nothing"
+    if not goes_on:
+        raise Missed(f"{pid} was killed meanwhile")
+    if not replaced:
+        raise Missed(f"{pid}: nobody had ended {operation} within {REPLACED_WITHIN:g} s")
+    return f"{pid}, taken over: {operation}"
 
 
 # ---------------------------------------------------------------- servers
@@ -287,8 +307,18 @@ def black_hole_redis(scene: Scene, target: int) -> str:
     return f"for {BLACK_HOLE:g} s, {scene.redis.swallowed - swallowed} bytes"
 
 
+def kill_postgres(scene: Scene, target: int) -> str:
+    """F12: SIGKILL of Postgres and all its backends, and recovery from its log."""
+    postgres, began = scene.servers.postgres, time.monotonic()
+    with scene.restarting:
+        postgres.kill()
+        time.sleep(DOWN)
+        postgres.start()
+    return f"answers again after {time.monotonic() - began:.1f} s"
+
+
 def reset_postgres(scene: Scene, target: int) -> str:
-    """F12, F13: every connection to Postgres ends by RST."""
+    """F13: every connection to Postgres ends by RST."""
     return _reset(scene.postgres)
 
 
@@ -333,6 +363,7 @@ FAULTS: dict[str, Inflict] = {
         wipe_broker,
         flush_redis,
         black_hole_redis,
+        kill_postgres,
         reset_postgres,
         cut_commit,
         slow_postgres,
@@ -359,10 +390,16 @@ def _stop_at(scene: Scene, points: Sequence[str], target: int) -> str:
     point = scene.arm(points, target, crashing.STOP)
     pid = int(scene.wait_for(point, "stopped"))
     time.sleep(STOPPED)
-    with contextlib.suppress(ProcessLookupError):
+    return f"{point}: {pid} for {STOPPED:g} s" if _continue(pid) else f"{point}: {pid}, killed meanwhile"
+
+
+def _continue(pid: int) -> bool:
+    """SIGCONT; whether the process is still there."""
+    try:
         os.kill(pid, signal.SIGCONT)
-        return f"{point}: {pid} for {STOPPED:g} s"
-    return f"{point}: {pid}, killed meanwhile"
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _reset(proxy: Proxy) -> str:

@@ -33,6 +33,7 @@ WEIGHTS = {
     "flush_redis": 3,
     "black_hole_redis": 1,
     # Postgres
+    "kill_postgres": 1,
     "reset_postgres": 2,
     "cut_commit": 4,
     "slow_postgres": 1,

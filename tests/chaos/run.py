@@ -237,16 +237,14 @@ class _Stage:
         return self._open_work() or [f"{number} messages in {name}" for name, number in self._waiting().items()]
 
     def _look(self) -> None:
-        with self.engine.connect() as connection:
-            self.open = connection.exec_driver_sql(_OPEN).scalar_one()
+        self.open = self.scene.ask(_OPEN)[0][0]
 
     def _status(self) -> str:
         tally = self.traffic.tally
         return f"{len(tally.certain)} accepted, {tally.unknown} unknown, {tally.copies} copies sent, {self.open} open"
 
     def _open_work(self) -> list[str]:
-        with self.engine.connect() as connection:
-            return list(connection.exec_driver_sql(_OPEN_WORK).scalars())
+        return [row[0] for row in self.scene.ask(_OPEN_WORK)]
 
     def _waiting(self) -> dict[str, int]:
         """Messages ready in the queues of the work; the broker may still be coming back."""

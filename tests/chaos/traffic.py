@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from amqp.exceptions import AMQPError
@@ -168,7 +169,7 @@ class Traffic:
         event_id = application.tell(session, tenant=tenant, number=number, account=account, amount=amount)
         certain += [(tenant, consumer, event_id) for consumer in (application.LEDGER, application.MAILER)]
         for message in session.scalars(_MESSAGES, {"key": event_id}):
-            copies.append(lambda message=message: _send(Message.from_text(message)))
+            copies.append(partial(_send, Message.from_text(message)))
 
     # ------------------------------------------------------------ copies
 
