@@ -40,7 +40,7 @@ from tests.outside import OutsideWorld
 from tests.proxy import Proxy
 
 # Accepted and not ended: enough to keep every worker busy, few enough that the quiet afterwards is short.
-WINDOW = 400
+WINDOW = 250
 # Beyond the last attempt: the claim that ends the operation, and again for each time a fault kills that one.
 SPARE_ATTEMPTS = 4
 READY_WITHIN = 90.0
