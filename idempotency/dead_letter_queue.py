@@ -38,6 +38,7 @@ from .message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Me
 from .queues import dead_letter_queues
 from .records import Busy, Changed, GivenUp, Mismatch
 from .runtime import Runtime
+from .task import IdempotentTask
 
 # How often an empty queue is asked.
 POLL = 1.0
@@ -151,8 +152,11 @@ def store(app: Celery, message: BrokerMessage) -> int | None:
     """Store a message that no worker will run, and end its operation, in one transaction.
 
     Returns the dead letter's id; None when there was nothing to store: it is stored already, or a duplicate of an
-    operation that has ended or that a living holder has.
+    operation that has ended or that a living holder has; or a plain task's, which its sender allowed to expire.
     """
+    if _was_allowed_to_expire(app, message):
+        log.info("expired", task=_text(message.headers.get("task")))
+        return None
     examined = examine(app, message)
     fingerprint = None
     if examined.id is not None:
@@ -280,6 +284,17 @@ def _letter(app: Celery, message: BrokerMessage, examined: Examined) -> BrokerLe
         payload=payload.to_text(),
         digest=_digest(headers, message.body, queue),
     )
+
+
+def _was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
+    """Whether this is a tick of beat's, say, that nobody took in time: the next one does its work.
+
+    Celery gives a message with `expires` a time to live in the broker, too. A plain task promises nothing beyond it;
+    an accepted operation is never just dropped.
+    """
+    task = app.tasks.get(name) if isinstance(name := message.headers.get("task"), str) else None
+    is_plain = task is not None and not isinstance(task, IdempotentTask)
+    return is_plain and message.headers.get("x-first-death-reason") == "expired"
 
 
 def _reason(message: BrokerMessage, examined: Examined) -> str:

@@ -275,6 +275,45 @@ def test_an_expired_message_ends_its_operation_and_its_replay_does_not_expire(
     assert "expires" not in Message.from_text(row.message).headers
 
 
+@b.app.task(name="tests.tick")
+def tick() -> None:
+    """A plain task, as beat sends it: the next tick does what this one did not."""
+
+
+def expire(app: Celery, consumer: DeadLetterConsumer, send: Callable[[], object]) -> None:
+    """Send a message that nobody takes in time; it is in the dead-letter queue when this returns."""
+    consumer.run_once()  # declares the queue
+    send()
+    with app.connection_for_write() as broker:
+        name = f"{app.conf.task_default_queue}-dead"
+        eventually(lambda: broker.default_channel.queue_declare(name, passive=True).message_count)
+
+
+def test_a_plain_task_that_nobody_took_before_it_expired_leaves_no_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    expire(bank, consumer, lambda: tick.apply_async(expires=0.1))
+    assert consumer.run_once() == 1
+    assert op.dead_letters(connection) == []
+    assert consumer.run_once() == 0
+
+
+def test_an_operation_that_the_broker_let_expire_leaves_its_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    expire(bank, consumer, lambda: publish(bank, json.dumps([["a1"], {}, {}]), expiration=0.1))
+    consumer.run_once()
+    assert [(letter.reason, letter.key) for letter in op.dead_letters(connection)] == [("expired", "a1")]
+
+
+def test_a_plain_task_that_was_rejected_leaves_its_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    die(bank, consumer, json.dumps([[], {}, {}]), headers=headers(task=tick.name))
+    consumer.run_once()
+    assert [(letter.reason, letter.task) for letter in op.dead_letters(connection)] == [("rejected", tick.name)]
+
+
 @pytest.mark.parametrize("state", [op.early, op.due, op.expired])
 def test_what_nobody_holds_is_given_up(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any]
