@@ -197,7 +197,7 @@ class Attempt:
             )
         crash_point("released")
         if not released:
-            self._fenced()
+            self.fenced()
         counter = metrics.deferrals if give_back else metrics.retries
         counter.labels(self.claim.id.operation).inc()
         log.info("released", delay=round(delay, 3), given_back=give_back, error=described, **self._names())
@@ -249,7 +249,7 @@ class Attempt:
                 raise
             assert self._session is not None
             self._session.rollback()
-            self._fenced()
+            self.fenced()
 
     def _finish_alone(self, finish: Callable[[Any], None]) -> None:
         """Finish an attempt that never opened its session: statement and commit are one round trip."""
@@ -267,7 +267,7 @@ class Attempt:
         except DataError as error:
             if getattr(error.orig, "sqlstate", None) != DIVISION_BY_ZERO:
                 raise
-            self._fenced()
+            self.fenced()
 
     def _doubt(self, error: BaseException | None) -> NoReturn:
         self._holding.lost = True
@@ -280,7 +280,8 @@ class Attempt:
             raise error
         raise OutcomeInDoubt(f"{self.claim.id.operation}: the answer to COMMIT was lost") from error
 
-    def _fenced(self) -> NoReturn:
+    def fenced(self) -> NoReturn:
+        """Note that a write of this attempt matched nothing, because it is not the holder any more."""
         self._holding.lost = True
         metrics.fenced.labels(self.claim.id.operation).inc()
         log.warning("fenced", **self._names())

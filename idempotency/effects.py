@@ -22,7 +22,6 @@ from .errors import (
     EffectMismatch,
     EffectNameReused,
     EffectUnknown,
-    LeaseLost,
     OpenTransaction,
     PermanentError,
     StoredFailure,
@@ -167,7 +166,7 @@ def _begin(
     with attempt.runtime.autocommit() as connection:
         begun_at = records.begin_effect(connection, attempt.claim, name, entry)
     if begun_at is None:
-        raise LeaseLost(f"effect {name!r}: no longer the holder")
+        attempt.fenced()
     attempt.claim.effects[name] = entry | {"begun_at": begun_at}
     return attempt.claim.effects[name]
 
@@ -235,7 +234,7 @@ def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
     with attempt.runtime.autocommit() as connection:
         changed = records.change_effect(connection, attempt.claim, name, change)
     if not changed:
-        raise LeaseLost(f"effect {name!r}: no longer the holder")
+        attempt.fenced()
     attempt.claim.effects[name] = attempt.claim.effects[name] | change
 
 

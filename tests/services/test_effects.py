@@ -18,6 +18,7 @@ from idempotency import (
     PermanentError,
     StillUnknown,
     StoredFailure,
+    metrics,
 )
 from idempotency.effects import provider_key
 from idempotency.keys import OperationId
@@ -272,6 +273,7 @@ def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(
     outcomes.append(deliveries.deliver(task, key="k"))
     assert [outcome.value for outcome in outcomes] == ["done", "done"]
     assert (list(outside.calls.values()), entries("row")) == ([1], 1)
+    assert metrics.fenced.labels(task.name)._value.get() == 1
 
 
 def test_provider_keys_do_not_depend_on_the_attempt_and_differ_in_everything_else():
