@@ -70,6 +70,7 @@ some_amount = st.sampled_from([1, 1, 1, 2])
 some_answers = st.lists(
     st.sampled_from(["confirmed", "confirmed", "confirmed", "unroutable", "own fault", "none"]), min_size=1, max_size=3
 )
+some_statement = st.sampled_from(["complete", "fail", "release", "begin", "happened", "step"])
 some_name = st.sampled_from(["charge", "reserve"])
 # Which of those there are, the newest first.
 which = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
@@ -274,17 +275,30 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(
         n=which,
-        statement=st.sampled_from(["complete", "fail", "release", "begin", "happened", "step"]),
+        statement=some_statement,
         arrives=st.sampled_from(["before the next claim", "after it", "never"]),
     )
     def lose_the_answer(self, n: int, statement: str, arrives: str) -> None:
         """The holder cannot tell whether its last statement has been carried out, and claims with the same token."""
         holder = nth(self.holders, n)
+        if statement == "happened":
+            self._begin_effect(holder.claim, "charge")
         if arrives == "before the next claim":
             self._send(holder, statement)
         self._claim(holder.claim.id, holder.amount, holder.claim.token)
         if arrives == "after it":
             self._send(holder, statement)
+
+    @precondition(lambda self: self.holders)
+    @rule(n=which, statement=some_statement)
+    def be_overtaken(self, n: int, statement: str) -> None:
+        """The lease ends in the middle of an attempt, another one takes over, and the first one goes on."""
+        holder = nth(self.holders, n)
+        if statement == "happened":
+            self._begin_effect(holder.claim, "charge")
+        self.its_time_comes(holder.claim.id)
+        self.claim(holder.claim.id, holder.amount, dies=False)
+        self._send(holder, statement)
 
     def _send(self, holder: Holder, statement: str) -> None:
         match statement:
@@ -384,6 +398,8 @@ class Machine(RuleBasedStateMachine):
             case "begin":
                 self._begin_effect(held, name)
             case "happened":
+                self._change_effect(held, name, {"state": "done", "result": "1"})
+                # again: what is recorded stays
                 self._change_effect(held, name, {"state": "done", "result": "1"})
             case "did not happen":
                 self._change_effect(held, name, {"state": "not_happened"})
