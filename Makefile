@@ -82,7 +82,7 @@ flower: up ## Flower on 127.0.0.1:5555, for FLOWER_BASIC_AUTH=user:password or a
 doctor: up ## what in the set-up would lose work or do it twice
 	@$(with_services) $(VENV)/idempotency doctor $(ARGS)
 
-metrics: up ## the backlog, and the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
+metrics: migrate ## the backlog, and the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
 bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency
