@@ -5,6 +5,7 @@ Made on first use in the process that uses it, so that a forked pool child never
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -38,7 +39,11 @@ class Runtime:
         self.pid = os.getpid()
         self.settings = settings.from_app(app)
         self.holder = process_identity()
-        self.engine = make_engine(self.settings)
+        self.engine = make_engine(
+            self.settings,
+            # A body that hangs in a transaction is no holder for longer than this; its locks end with its lease.
+            server_options=f"-c idle_in_transaction_session_timeout={math.ceil(self.settings.longest_run * 1000)}",
+        )
         # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the
         # round trips of switching a connection to and fro; an attempt never holds one of each.
         self._autocommit_engine = make_engine(

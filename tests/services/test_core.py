@@ -505,3 +505,21 @@ def outbox(engine):
         return [
             tuple(row) for row in connection.execute(text("SELECT origin, status FROM idempotency.outbox ORDER BY id"))
         ]
+
+
+def test_a_body_that_hangs_in_a_transaction_loses_its_locks_with_its_lease(deliveries, engine, environment):
+    bank.configure(environment | {"LEASE": "1", "MAX_RUN": "1"})
+    seen = []
+    idle = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND datname = current_database()"
+    )
+
+    def body(self):
+        self.session.execute(ROW)
+        with engine.connect() as connection:
+            seen.append(connection.execute(idle).scalar_one())
+            eventually(lambda: connection.execute(idle).scalar_one() == 0, what="evicted by the server")
+            seen.append(connection.execute(idle).scalar_one())
+
+    deliveries.deliver(make_task(deliveries.app, body), key="k")
+    assert seen[:2] == [1, 0]
