@@ -154,6 +154,9 @@ class Scene:
             self.relay()
         self.accept()
         self.held(phase)
+        # its child is quicker than it: a worker that loses its broker now would end no attempt, knowing of none
+        inspect = self.app.control.inspect(timeout=5, limit=1)
+        eventually(lambda: any((inspect.active() or {}).values()), timeout=PATIENCE, what="the worker knows it")
         if phase == "P5":
             assert postgres is not None, "P5 needs the proxy before Postgres"
             postgres.black_hole("replies")

@@ -221,7 +221,7 @@ def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(phase, scene
     # where nobody but a redelivery will look: the process that was waiting for COMMIT's reply is gone
     again = "lease.taken" if phase in ("P5", "P6") else "finish.committed"
     count = 2 if phase in ("P5", "P6") else 1
-    eventually(lambda: len(scene.trace(again)) == count, timeout=PATIENCE, what=again)
+    eventually(lambda: len(scene.trace(again)) >= count, timeout=PATIENCE, what=again)
     cell.saw(scene.outcome())
 
 
