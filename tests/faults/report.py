@@ -13,6 +13,8 @@ from rich.table import Table
 from tests.faults.cells import ALSO, CELLS, LEGEND, NO_EFFECT, PAIRS, PHASES, TITLES, Cell
 from tests.faults.conftest import SAW, VERSIONS
 
+# As against a cell that has no effect by its nature and needs no test.
+SHOWN_NO_EFFECT = f"{NO_EFFECT} ✓"
 FAILED, MISSING, NOT_RUN, NOT_SELECTED = "FAILED", "missing", "not run", "not selected"
 
 
@@ -77,7 +79,7 @@ class Collector:
         if seen.failed:
             return FAILED
         if seen.outcomes:
-            return " · ".join(sorted(seen.outcomes))
+            return " · ".join(SHOWN_NO_EFFECT if each == NO_EFFECT else each for each in sorted(seen.outcomes))
         if seen.not_run:
             return NOT_RUN
         if seen.tests:
@@ -151,7 +153,8 @@ def markdown(collected: Collector) -> str:
     lines += ["", "| two faults at once | |", "|---|---|"]
     lines += [f"| **{pair}** {title} | {collected.word(CELLS[pair, ''])} |" for pair, title in PAIRS.items()]
     lines += ["", "Phases: " + " · ".join(f"**{phase}** {title}" for phase, title in PHASES.items()) + "."]
-    lines += ["", "Outcomes: " + " · ".join(f"**{letter}** {meaning}" for letter, meaning in LEGEND.items()) + "."]
+    legend = LEGEND | {SHOWN_NO_EFFECT: "no effect, and a test shows it"}
+    lines += ["", "Outcomes: " + " · ".join(f"**{letter}** {meaning}" for letter, meaning in legend.items()) + "."]
     if ALSO:
         lines += ["", "Where an outcome is another one than was expected, and as good:", ""]
         lines += [
