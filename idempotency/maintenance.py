@@ -10,11 +10,18 @@ from __future__ import annotations
 from celery import Celery
 from sqlalchemy import Connection
 
-from . import dead_letters, metrics
+from . import dead_letters, metrics, records
+from .attempt import RESPONSE_FAILED
+from .logs import log
 from .runtime import Runtime, is_provably_dead
+from .task import IdempotentTask
 
 # Rows per statement: short transactions, so that nothing waits long behind a sweep.
 BATCH = 500
+
+# What has used up its attempts is ended by its next claim, in a worker that knows `on_failed` and tries it five times.
+# An operation whose process dies in this many claims beyond its last attempt is ended by the sweep, without `on_failed`.
+SPARE_CLAIMS = 10
 
 _HOLDERS = (
     "SELECT DISTINCT locked_by FROM idempotency.records WHERE status = 'started' AND locked_until >= clock_timestamp()"
@@ -37,6 +44,34 @@ WITH orphan AS MATERIALIZED (
     SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'recover' FROM released
 )
 SELECT count(*) FROM released
+"""
+
+_EXHAUST = """
+WITH spent AS MATERIALIZED (
+    SELECT tenant, operation, key FROM idempotency.records r
+    WHERE status = 'started' AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
+      AND attempts >= %(spare)s + coalesce(
+          (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(operation, attempts)
+           WHERE bound.operation = r.operation), %(otherwise)s)
+    ORDER BY tenant, operation, key LIMIT %(batch)s
+    FOR UPDATE SKIP LOCKED
+), failed AS (
+    UPDATE idempotency.records r
+    SET status = 'failed', fence = nextval('idempotency.fence'), token = NULL, locked_until = NULL, locked_by = NULL,
+        error = %(error)s, first_error = coalesce(first_error, %(error)s), response_code = %(response_code)s,
+        completed_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
+        updated_at = clock_timestamp()
+    FROM spent s WHERE (r.tenant, r.operation, r.key) = (s.tenant, s.operation, s.key)
+    RETURNING r.*
+), letter AS (
+    INSERT INTO idempotency.dead_letters
+        (source, tenant, operation, key, generation, fingerprint, queue, task, consumer_service, reason, first_error,
+         last_error, attempts, headers, payload)
+    SELECT 'operation', tenant, operation, key, generation, fingerprint, queue, operation, %(service)s,
+           'attempts_exhausted', first_error, error, attempts, message::json ->> 'headers', message FROM failed
+    ON CONFLICT DO NOTHING
+)
+SELECT count(*) FROM failed
 """
 
 # The outbox rows go with their record: a row that outlived it would be sent again and run a second time. An
@@ -69,19 +104,47 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
     """Release operations whose lease is over or whose holder is provably dead; returns how many.
 
     Each is delivered again by the outbox, in the same statement. Its attempt stays used: a poison message that
-    kills its worker must come to an end. Death is proven only on this host; elsewhere the lease decides.
+    kills its worker must come to an end, and one that kills even the claims which would end it is failed here. Death
+    is proven only on this host; elsewhere the lease decides.
     """
-    with Runtime.of(app).autocommit() as connection:
+    runtime = Runtime.of(app)
+    with runtime.autocommit() as connection:
         dead = [holder for (holder,) in connection.exec_driver_sql(_HOLDERS) if is_provably_dead(holder)]
+        exhausted: int = connection.exec_driver_sql(_EXHAUST, {"dead": dead} | _bounds(app, runtime)).scalar_one()
         total = 0
         while total < limit:
             recovered = connection.exec_driver_sql(_RECOVER, {"dead": dead, "batch": BATCH}).scalar_one()
             total += recovered
             if recovered < BATCH:
                 break
+    if exhausted:
+        metrics.recovered.labels("attempts_exhausted").inc(exhausted)
+        log.warning("attempts_exhausted", operations=exhausted)
     if total:
         metrics.recovered.labels("dead_holder" if dead else "lease_over").inc(total)
-    return total
+    return exhausted + total
+
+
+def _bounds(app: Celery, runtime: Runtime) -> dict[str, object]:
+    settings = runtime.settings
+    own = {
+        name: task.max_attempts
+        for name, task in app.tasks.items()
+        if isinstance(task, IdempotentTask) and task.max_attempts
+    }
+    return {
+        "spare": SPARE_CLAIMS,
+        "operations": list(own),
+        "attempts": list(own.values()),
+        "otherwise": settings.max_attempts,
+        "batch": BATCH,
+        "error": records.error_text(
+            "attempts_exhausted", "its process died in every attempt, and in what would end it"
+        ),
+        "response_code": RESPONSE_FAILED,
+        "retention": settings.retention_failed,
+        "service": settings.service,
+    }
 
 
 def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:

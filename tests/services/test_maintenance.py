@@ -14,9 +14,9 @@ from sqlalchemy.exc import DataError
 
 from idempotency import IdempotentTask, outbox, records
 from idempotency.keys import OperationId
-from idempotency.maintenance import BATCH, purge, recover
+from idempotency.maintenance import BATCH, SPARE_CLAIMS, purge, recover
 from idempotency.message import Message
-from idempotency.runtime import process_identity
+from idempotency.runtime import Runtime, process_identity
 from tests import bank as b
 from tests import operations as op
 from tests.deliveries import Deliveries
@@ -38,6 +38,29 @@ def status(connection: Connection, id: OperationId) -> str | None:
 
 
 # ---------------------------------------------------------------- what recovery takes
+
+
+@pytest.mark.parametrize(("short", "ends"), [(1, "released"), (0, "failed")])
+def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_letter_but_not_before(
+    bank: Celery, connection: Connection, short: int, ends: str
+) -> None:
+    held = expired(connection)
+    bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
+    statement = "UPDATE idempotency.records SET attempts = :attempts WHERE key = :key"
+    connection.execute(text(statement), {"attempts": bound - short, "key": held.id.key})
+    assert recover(bank) == 1
+    row = record(connection, held.id)
+    assert row is not None
+    letters = connection.execute(
+        text("SELECT reason, attempts, payload, headers, status FROM idempotency.dead_letters")
+    ).all()
+    assert row.status == ends
+    if ends == "failed":
+        assert [tuple(letter) for letter in letters] == [("attempts_exhausted", bound, op.MESSAGE, "{}", "open")]
+        assert row.fence > held.fence  # what the last process may still send matches nothing
+        assert op.outbox(connection, held.id) == []
+    else:
+        assert letters == []
 
 
 def test_an_operation_whose_lease_is_over_is_released_with_its_next_delivery(
