@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,40 @@ def test_a_frozen_broker_neither_blocks_the_relay_nor_yields_a_false_confirm(ser
         assert states(engine) == ["published", "pending"]
     finally:
         servers.rabbitmq.resume()
+    eventually(lambda: relay.run_once().published == 1)
+    assert states(engine) == ["published", "published"]
+    relay.close()
+
+
+@pytest.fixture
+def memory_alarm(servers):
+    """RabbitMQ believes that its memory is used up: it accepts connections, and reads nothing that is published."""
+    if servers.broker != "rabbitmq" or (program := shutil.which("rabbitmqctl", path="/usr/lib/rabbitmq/bin")) is None:
+        pytest.skip("needs a RabbitMQ of our own and its rabbitmqctl")
+    environment = servers.rabbitmq._environment()  # HOME has the node's cookie
+
+    def watermark(fraction):
+        command = [program, "-q", "-n", environment["RABBITMQ_NODENAME"], "set_vm_memory_high_watermark", fraction]
+        subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+
+    yield watermark
+    watermark("0.4")  # RabbitMQ's default
+
+
+def test_under_a_memory_alarm_of_the_broker_work_is_accepted_into_postgres_and_flows_later(
+    memory_alarm, bank, engine, enqueue
+):
+    relay = Relay(bank, confirm_timeout=1.0)
+    enqueue("before")
+    assert relay.run_once() == Relayed(1, 0)
+    memory_alarm("0.0000001")
+    enqueue("during")
+    for _ in range(2):  # on the open connection, and on a new one
+        assert relay.run_once() == Relayed(0, 0, broker_away=True)
+        with engine.connect() as connection:
+            connection.execute(text("UPDATE idempotency.outbox SET relayed_until = NULL"))
+    assert states(engine) == ["published", "pending"]
+    memory_alarm("0.4")
     eventually(lambda: relay.run_once().published == 1)
     assert states(engine) == ["published", "published"]
     relay.close()
