@@ -30,7 +30,13 @@ def held_relay(scene: Scene) -> Iterator[Start]:
     def start(phase: str, app: str = "tests.bank") -> subprocess.Popen[bytes]:
         crashing.plan(scene.directory, POINTS[phase], crashing.HOLD)
         command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", app]
-        relay = subprocess.Popen(command, env=scene.environment, stderr=subprocess.DEVNULL)
+        relay = subprocess.Popen(
+            command,
+            env=scene.environment,
+            stderr=subprocess.DEVNULL,
+            # a shell's background job, and all that it starts, ignores SIGQUIT
+            preexec_fn=lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL),
+        )
         started.append(relay)
         scene.accept()
         assert scene.held(phase) == relay.pid
