@@ -318,6 +318,14 @@ class Machine(RuleBasedStateMachine):
             case "happened":
                 self._change_effect(holder.claim, "charge", {"state": "done", "result": "1"})
 
+    @rule(id=some_id, amount=some_amount)
+    def live(self, id: OperationId, amount: int) -> None:
+        """The usual life, as far as it gets: accepted, published, claimed and completed."""
+        self.enqueue(id, amount, later=False, sent=True)
+        self.claim(id, amount, dies=False)
+        if self.holders:
+            self._complete(self.holders[-1], "1")
+
     def _claim(self, id: OperationId, amount: int, token: str, *, dies: bool = False) -> None:
         record, mine = self.records.get(id), fingerprint(id, amount)
         self.accepted.add((id, mine))
