@@ -318,13 +318,17 @@ class Machine(RuleBasedStateMachine):
             case "happened":
                 self._change_effect(holder.claim, "charge", {"state": "done", "result": "1"})
 
-    @rule(id=some_id, amount=some_amount)
-    def live(self, id: OperationId, amount: int) -> None:
-        """The usual life, as far as it gets: accepted, published, claimed and completed."""
-        self.enqueue(id, amount, later=False, sent=True)
-        self.claim(id, amount, dies=False)
+    @rule(id=some_id, amounts=st.lists(some_amount, min_size=1, max_size=2), sent=st.booleans(), purged=st.booleans())
+    def live(self, id: OperationId, amounts: list[int], sent: bool, purged: bool) -> None:
+        """The usual life, as far as it gets: accepted, published, claimed, completed, and perhaps forgotten."""
+        for amount in amounts:
+            self.enqueue(id, amount, later=False, sent=sent)
+        self.claim(id, amounts[0], dies=False)
         if self.holders:
             self._complete(self.holders[-1], "1")
+        if purged:
+            self.check()
+            self.purge(late=True)
 
     def _claim(self, id: OperationId, amount: int, token: str, *, dies: bool = False) -> None:
         record, mine = self.records.get(id), fingerprint(id, amount)
@@ -770,6 +774,19 @@ class Machine(RuleBasedStateMachine):
         batch = nth(self.batches, n)
         self.batches.remove(batch)
         self._mark(batch, answers)
+
+    @precondition(lambda self: any(row.status == "pending" for row in self.rows.values()))
+    @rule(answers=some_answers, failed_before=st.booleans())
+    def relay_is_overtaken(self, answers: list[str], failed_before: bool) -> None:
+        """A relay stops after it was answered; another one sends its rows, and then the first one goes on."""
+        self.the_outbox_ages(failed_before)
+        kept = len(self.batches)
+        self.relay_leases(None)
+        self.the_outbox_ages(failed_before)
+        self.relay_leases(["confirmed"])
+        for batch in self.batches[kept:]:
+            self.batches.remove(batch)
+            self._mark(batch, answers)
 
     def _mark(self, batch: Sequence[Any], answers: list[str]) -> None:
         result = Published()
