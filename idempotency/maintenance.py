@@ -27,10 +27,17 @@ _HOLDERS = (
     "SELECT DISTINCT locked_by FROM idempotency.records WHERE status = 'started' AND locked_until >= clock_timestamp()"
 )
 
-_RECOVER = """
+# More attempts than a claim would have ended: the attempts of the task's own, or those of the settings, and the spare ones.
+_BOUND = """%(spare)s + coalesce(
+          (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(operation, attempts)
+           WHERE bound.operation = r.operation), %(otherwise)s)"""
+
+# What is to be exhausted and was skipped, because somebody had it locked, is not released instead.
+_RECOVER = f"""
 WITH orphan AS MATERIALIZED (
-    SELECT tenant, operation, key FROM idempotency.records
+    SELECT tenant, operation, key FROM idempotency.records r
     WHERE status = 'started' AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
+      AND attempts < {_BOUND}
     ORDER BY tenant, operation, key LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 ), released AS (
@@ -46,13 +53,11 @@ WITH orphan AS MATERIALIZED (
 SELECT count(*) FROM released
 """
 
-_EXHAUST = """
+_EXHAUST = f"""
 WITH spent AS MATERIALIZED (
     SELECT tenant, operation, key FROM idempotency.records r
     WHERE status = 'started' AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
-      AND attempts >= %(spare)s + coalesce(
-          (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(operation, attempts)
-           WHERE bound.operation = r.operation), %(otherwise)s)
+      AND attempts >= {_BOUND}
     ORDER BY tenant, operation, key LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 ), failed AS (
@@ -110,10 +115,11 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
     runtime = Runtime.of(app)
     with runtime.autocommit() as connection:
         dead = [holder for (holder,) in connection.exec_driver_sql(_HOLDERS) if is_provably_dead(holder)]
-        exhausted: int = connection.exec_driver_sql(_EXHAUST, {"dead": dead} | _bounds(app, runtime)).scalar_one()
+        parameters = {"dead": dead} | _bounds(app, runtime)
+        exhausted: int = connection.exec_driver_sql(_EXHAUST, parameters).scalar_one()
         total = 0
         while total < limit:
-            recovered = connection.exec_driver_sql(_RECOVER, {"dead": dead, "batch": BATCH}).scalar_one()
+            recovered = connection.exec_driver_sql(_RECOVER, parameters).scalar_one()
             total += recovered
             if recovered < BATCH:
                 break
