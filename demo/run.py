@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.multiprocess import MultiProcessCollector
 from rich.console import Console
 from sqlalchemy import create_engine
 
@@ -23,7 +21,7 @@ from demo.input import Intake
 from demo.processes import Processes
 from demo.progress import Counter, Counts, Display
 from demo.report import Report, refusals
-from idempotency import schema
+from idempotency import metrics, schema
 from sandbox import process as sandbox
 from tasks.models import create_tables
 
@@ -115,15 +113,15 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             stack.callback(engine.dispose)
             schema.migrate(engine)
             create_tables(engine)
-        metrics = directory / "metrics"
-        metrics.mkdir()
+        counters = directory / "metrics"
+        counters.mkdir()
         environment = {
             **servers.environment(),
             **TIMES,
             "DATABASE_URL": database_url,
             "STRIPE_API_BASE": provider.url,
             "SMTP_URL": mail.url,
-            "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+            "PROMETHEUS_MULTIPROC_DIR": str(counters),
         }
         processes = Processes(directory, environment)
         stack.callback(processes.stop)
@@ -156,7 +154,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             with watch.phase("check"):
                 books = checking.read_books(engine, intake, provider.data, mail.data)
                 verdict = checking.check(books)
-                suppressed = _suppressed(metrics)
+                suppressed = _suppressed(counters)
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt | SystemExit):
                 console.print(f"logs: {processes.keep_logs()}", highlight=False)
@@ -238,9 +236,5 @@ class _Work:
 
 def _suppressed(directory: Path) -> int:
     """How many deliveries were recognised as duplicates, over all workers, killed ones included."""
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(directory))  # type: ignore[no-untyped-call]
-    names = ("idempotency_duplicates_total", "idempotency_busy_total")
-    samples = (sample for metric in registry.collect() for sample in metric.samples)
-    total: float = sum(sample.value for sample in samples if sample.name in names)
-    return int(total)
+    counted = metrics.totals(directory)
+    return sum(counted.get(name, 0) for name in ("idempotency_duplicates_total", "idempotency_busy_total"))

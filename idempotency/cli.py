@@ -125,14 +125,14 @@ def serve_metrics(
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
     if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         raise SettingsError("PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this need the same directory there")
-    registry = metrics.of_all_processes()
+    counted = metrics.of_all_processes()
     if app is not None:
-        registry.register(Backlog(_app(app)))
+        counted.register(Backlog(_app(app)))
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
     try:
-        server, thread = start_http_server(port, address, registry=registry)
+        server, thread = start_http_server(port, address, registry=counted)
     except OSError as error:
         raise SettingsError(f"--address {address} --port {port}: {error.strerror or error}") from None
     console.print(f"metrics at http://{address}:{port}/metrics")

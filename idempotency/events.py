@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from celery import Celery, current_app
 from sqlalchemy import Connection
@@ -46,6 +46,17 @@ class Subscription:
 _subscriptions: WeakKeyDictionary[Celery, list[Subscription]] = WeakKeyDictionary()
 
 
+_imported: WeakSet[Celery] = WeakSet()
+
+
+def _subscriptions_of(application: Celery) -> list[Subscription]:
+    # What `include` names is imported by workers alone; a consumer whose module was not would miss the event.
+    if application not in _imported:
+        application.loader.import_default_modules()
+        _imported.add(application)
+    return _subscriptions.get(application, [])
+
+
 def subscribe(
     *patterns: str, consumer: str, app: Celery | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
@@ -53,8 +64,8 @@ def subscribe(
 
     The function becomes an idempotent task named `consumer.function`, keyed by the event's id, with `options` as in
     `@app.task`. Each of `patterns` is matched like a file name (`*` and `?`). Its module belongs into the application's
-    `include`, or into every process that publishes: `publish` writes a row for each consumer it knows. Raises `SettingsError` without a pattern, and for a consumer that
-    subscribes twice under one function name.
+    `include`, or into every process that publishes: `publish` writes a row for each consumer it knows. Raises
+    `SettingsError` without a pattern, and for a consumer that subscribes twice under one function name.
     """
     application = app or current_app._get_current_object()
     keys.check_key(consumer, field="consumer")
@@ -108,9 +119,7 @@ def publish(
     settings = Runtime.of(application).settings
     if (size := len(json.dumps(data))) > settings.arguments_limit:
         raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
-    # What `include` names is imported by workers alone; a consumer whose module was not would miss the event.
-    application.loader.import_default_modules()
-    for subscription in _subscriptions.get(application, []):
+    for subscription in _subscriptions_of(application):
         if subscription.matches(event_type):
             event = {**attributes, "data": data}
             subscription.task.enqueue(

@@ -52,8 +52,18 @@ def phase(operation: str, name: str) -> AbstractContextManager[object]:
     return phase_seconds.labels(operation, name).time()
 
 
-def of_all_processes() -> CollectorRegistry:
-    """What all processes that share `PROMETHEUS_MULTIPROC_DIR` have counted, ended ones included."""
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    return registry
+def of_all_processes(directory: Path | None = None) -> CollectorRegistry:
+    """What all processes that share a directory (by default `PROMETHEUS_MULTIPROC_DIR`) have counted, ended ones too."""
+    shared = CollectorRegistry()
+    MultiProcessCollector(shared, path=directory and str(directory))  # type: ignore[no-untyped-call]
+    return shared
+
+
+def totals(directory: Path) -> dict[str, int]:
+    """The counters of all processes that share a directory, by name, over all labels."""
+    samples = (sample for metric in of_all_processes(directory).collect() for sample in metric.samples)
+    found: dict[str, int] = {}
+    for sample in samples:
+        if sample.name.endswith("_total"):
+            found[sample.name] = found.get(sample.name, 0) + int(sample.value)
+    return dict(sorted(found.items()))

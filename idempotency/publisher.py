@@ -10,7 +10,8 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,6 @@ from .logs import log
 from .message import OUTBOX_HEADER, Message
 from .queues import dead_letter_queues
 
-# AMQP's reply codes for what is the message's own fault: too large, and what the server cannot parse.
-_OWN_FAULTS = frozenset({406, 501, 502, 540})
 # What else is in the frame of the headers: the frame's own bytes and nine properties of at most 256 each.
 _BESIDE_HEADERS = 4096
 
@@ -71,38 +70,30 @@ class Publisher:
 
     def publish(self, batch: list[tuple[str, Message]], result: Published) -> None:
         """Publish messages under their ids and note in `result` what is certain. Raises `BrokerAway`."""
-        self._open()
-        try:
+        with self._closing_on_errors():
+            self._connect()  # apart: a refused login blames none of the messages
             try:
                 self._pipelined(batch, result)
             except ChannelError as error:
                 self.close()
                 if len(batch) == 1:
-                    own = error.reply_code in _OWN_FAULTS
+                    own = isinstance(error, PreconditionFailed)  # too large: what RabbitMQ answers
                     result.refused[batch[0][0]] = Refusal(f"{type(error).__name__}: {error}"[:300], own)
                     return
                 # One of them broke the channel. Alone, each shows whether it was the one.
                 for each in result.open(batch):
                     self.publish([each], result)
-        except _BROKER_ERRORS as error:
-            self.close()
-            raise BrokerAway(type(error).__name__) from error
-        except BaseException:
-            self.close()
-            raise
 
     def depth(self, queue: str) -> int:
         """Messages ready in a queue; 0 when it is gone. Raises `BrokerAway`."""
-        self._open()
-        try:
+        with self._closing_on_errors():
+            self._connect()
             assert self._broker is not None
-            with self._broker.channel() as channel:
-                return int(channel.queue_declare(queue, passive=True).message_count)
-        except ChannelError:
-            return 0
-        except _BROKER_ERRORS as error:
-            self.close()
-            raise BrokerAway(type(error).__name__) from error
+            try:
+                with self._broker.channel() as channel:
+                    return int(channel.queue_declare(queue, passive=True).message_count)
+            except ChannelError:
+                return 0
 
     def close(self) -> None:
         """Drop the channel and the connection without a handshake: a broker that hangs must not hang us."""
@@ -111,10 +102,11 @@ class Publisher:
         if broker is not None:
             broker.collect()
 
-    def _open(self) -> None:
-        """Raises `BrokerAway` for whatever is wrong before the first message: a refused login blames none of them."""
+    @contextmanager
+    def _closing_on_errors(self) -> Iterator[None]:
+        """After any error the connection is a new one. Raises `BrokerAway` for those of the broker."""
         try:
-            self._connect()
+            yield
         except _BROKER_ERRORS as error:
             self.close()
             raise BrokerAway(type(error).__name__) from error

@@ -25,7 +25,7 @@ MAX_ADDRESS = 254
 MAX_SUBJECT = 500
 # RFC 5322: 998 characters and the line end.
 MAX_LINE = 998
-# The older of the two ways to write a message takes a fifth of the newer one's time (0.17 ms, not 0.87).
+# The older of the two policies: it folds a header without parsing it, and is several times faster.
 _WIRE = compat32.clone(linesep="\r\n", max_line_length=MAX_LINE)
 _ADDRESS = re.compile(r"[!-;=?-~]+@[A-Za-z0-9.-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")

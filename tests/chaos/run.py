@@ -20,13 +20,11 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from kombu import Connection as BrokerConnection
-from prometheus_client import CollectorRegistry
-from prometheus_client.multiprocess import MultiProcessCollector
 from rich.console import Console
 from sqlalchemy import create_engine
 
 import services
-from idempotency import schema
+from idempotency import metrics, schema
 from idempotency.runtime import Runtime
 from tests.chaos import application, ledgers
 from tests.chaos.application import FEW_ATTEMPTS, MANY_ATTEMPTS
@@ -284,7 +282,7 @@ class _Stage:
                 drained=True,
                 max_attempts=MANY_ATTEMPTS,
                 spare_attempts=SPARE_ATTEMPTS,
-                fenced=self._counters().get("idempotency_fenced_writes_total", 0),
+                fenced=metrics.totals(self.metrics).get("idempotency_fenced_writes_total", 0),
             )
         )
         known = {each.id for each in accepted}
@@ -331,7 +329,7 @@ class _Stage:
             findings.counts,
             list(findings.violations),
             problems,
-            counters=self._counters(),
+            counters=metrics.totals(self.metrics),
             traffic={name: getattr(tally, name) for name in ("committed", "unknown", "copies", "unsent")},
             phases={name: round(seconds, 1) for name, seconds in phases.items()},
             versions=self._versions(),
@@ -340,17 +338,6 @@ class _Stage:
         for violation in findings.violations:
             report.histories.setdefault(violation.key, findings.history(violation))
         return report
-
-    def _counters(self) -> dict[str, int]:
-        """What all processes have counted, killed ones included, over all operations."""
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(self.metrics))  # type: ignore[no-untyped-call]
-        found: Counter[str] = Counter()
-        for metric in registry.collect():
-            for sample in metric.samples:
-                if sample.name.endswith("_total"):
-                    found[sample.name] += int(sample.value)
-        return dict(sorted(found.items()))
 
     def _versions(self) -> dict[str, str]:
         packages = ("celery", "kombu", "amqp", "sqlalchemy", "psycopg", "redis")

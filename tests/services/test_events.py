@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 
 import pytest
+from celery.signals import import_modules
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from idempotency import InvalidArguments, SettingsError, publish, subscribe
+from idempotency import InvalidArguments, SettingsError, events, publish, subscribe
 from idempotency.relay import Relay
 from tests.services.test_core import ROW
 
@@ -17,7 +19,6 @@ from tests.services.test_core import ROW
 @pytest.fixture
 def consumers(bank):
     """Two consumers of order events and one of everything; their tasks go with the test."""
-    from idempotency import events
 
     def handle(self, event):
         self.session.execute(ROW)
@@ -140,3 +141,52 @@ def test_a_consumer_cannot_subscribe_one_name_twice(bank, consumers):
 
     with pytest.raises(SettingsError, match=r"ledger\.handle"):
         subscribe("order.*", consumer="ledger", app=bank)(handle)
+
+
+def test_a_consumer_without_a_pattern_is_refused(bank):
+    with pytest.raises(SettingsError, match=r"'ledger' names no event type"):
+        subscribe(consumer="ledger", app=bank)
+
+
+def test_one_consumer_may_name_several_patterns_and_is_told_once(bank, transaction, engine):
+    def handle(self, event): ...
+
+    task = subscribe("order.paid", "order.*", "user.created", consumer="ledger", app=bank)(handle)
+    try:
+        told = [publish(transaction, name, {}, app=bank) for name in ("order.paid", "user.created", "user.deleted")]
+        transaction.commit()
+        assert [row.key for row in rows(engine)] == told[:2]
+    finally:
+        events._subscriptions.pop(bank)
+        bank.tasks.pop(task.name)
+
+
+def test_a_consumer_in_a_module_that_only_include_names_is_told(bank, transaction, engine, tmp_path, monkeypatch):
+    (tmp_path / "late_consumer.py").write_text(
+        "from idempotency import subscribe\n"
+        "from tests.bank import app\n"
+        "@subscribe('order.*', consumer='late', app=app)\n"
+        "def handle(self, event): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    bank.conf.include = ["late_consumer"]
+    vars(bank.loader).pop("default_modules", None)  # a cached property of the loader
+    events._imported.discard(bank)
+    imports = []
+
+    def note(**_):
+        imports.append(1)
+
+    import_modules.connect(note)
+    try:
+        for _ in range(3):
+            publish(transaction, "order.paid", {}, app=bank)
+        transaction.commit()
+        assert [row.operation for row in rows(engine)] == ["late.handle"] * 3
+        assert imports == [1]  # not again for every event
+    finally:
+        bank.conf.include = []
+        vars(bank.loader).pop("default_modules")
+        events._subscriptions.pop(bank)
+        bank.tasks.pop("late.handle")
+        sys.modules.pop("late_consumer")

@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError
 
-from idempotency import IdempotentTask, outbox, records
+from idempotency import IdempotentTask, maintenance, outbox, records
 from idempotency.keys import OperationId
 from idempotency.maintenance import BATCH, SPARE_CLAIMS, purge, recover
 from idempotency.message import Message
@@ -61,6 +61,21 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
         assert op.outbox(connection, held.id) == []
     else:
         assert letters == []
+
+
+def test_what_is_to_be_ended_is_not_released_because_somebody_had_it_locked_when_it_was_looked_for(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = expired(connection)
+    bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
+    statement = "UPDATE idempotency.records SET attempts = :attempts WHERE key = :key"
+    connection.execute(text(statement), {"attempts": bound, "key": held.id.key})
+    monkeypatch.setattr(maintenance, "_EXHAUST", "SELECT 0")  # what a look finds that skips every locked row
+    assert recover(bank) == 0
+    assert (status(connection, held.id), op.outbox(connection, held.id)) == ("started", [])
+    monkeypatch.undo()
+    assert recover(bank) == 1
+    assert status(connection, held.id) == "failed"
 
 
 def test_an_operation_whose_lease_is_over_is_released_with_its_next_delivery(

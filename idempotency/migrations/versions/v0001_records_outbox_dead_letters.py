@@ -40,8 +40,8 @@ CREATE TABLE idempotency.records (
     expires_at    timestamptz,
     PRIMARY KEY (tenant, operation, key)
 );
--- What CHECKs would say, as a trigger: Postgres reads the text of every CHECK anew for every statement, which took
--- half of its time for an attempt's two (measured: 0.25 ms with them, 0.16 with this, 0.15 with neither).
+-- What CHECKs would say, as a trigger: Postgres reads the text of every CHECK anew for every statement, but keeps the
+-- plan of a function.
 CREATE FUNCTION idempotency.check_record() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     broken text := CASE
