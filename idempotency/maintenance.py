@@ -36,7 +36,8 @@ _BOUND = """%(spare)s + coalesce(
 _RECOVER = f"""
 WITH orphan AS MATERIALIZED (
     SELECT tenant, operation, key FROM idempotency.records r
-    WHERE status = 'started' AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
+    WHERE locked_until IS NOT NULL AND status = 'started'
+      AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
       AND attempts < {_BOUND}
     ORDER BY tenant, operation, key LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
@@ -56,7 +57,8 @@ SELECT count(*) FROM released
 _EXHAUST = f"""
 WITH spent AS MATERIALIZED (
     SELECT tenant, operation, key FROM idempotency.records r
-    WHERE status = 'started' AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
+    WHERE locked_until IS NOT NULL AND status = 'started'
+      AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
       AND attempts >= {_BOUND}
     ORDER BY tenant, operation, key LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED

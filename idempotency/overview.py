@@ -19,7 +19,7 @@ ORDER BY operation, status
 _OLDEST = """
 SELECT
     (SELECT extract(epoch FROM clock_timestamp() - min(opened_at))::float8 FROM idempotency.records
-     WHERE status = 'started') AS oldest_started,
+     WHERE locked_until IS NOT NULL) AS oldest_started,
     (SELECT extract(epoch FROM clock_timestamp() - min(opened_at))::float8 FROM idempotency.records
      WHERE status = 'released') AS oldest_released,
     (SELECT count(*) FROM idempotency.records WHERE status = 'started' AND locked_until < clock_timestamp())

@@ -48,8 +48,9 @@ class Runtime:
         # round trips of switching a connection to and fro; an attempt never holds one of each.
         self._autocommit_engine = make_engine(
             self.settings,
-            # Our statements find rows by key; planning them anew for each value costs more than running them.
-            server_options="-c plan_cache_mode=force_generic_plan",
+            # Our statements find rows by key; planning them anew for each value costs more than running them. A kept
+            # plan that was made while the tables were empty would read them whole when they have grown.
+            server_options="-c plan_cache_mode=force_generic_plan -c enable_seqscan=off",
             isolation_level="AUTOCOMMIT",
             pool_reset_on_return=None,
         )
