@@ -9,21 +9,22 @@ from __future__ import annotations
 from datetime import datetime
 from uuid import uuid4
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
 from .keys import OperationId
 from .message import Message
 
-_INSERT = text("""
+_INSERT = """
 INSERT INTO idempotency.outbox
     (event_id, tenant, operation, key, fingerprint, message, queue, ordering_key, origin, available_at, settled_at)
-VALUES (:event_id, :tenant, :operation, :key, :fingerprint, :message, :queue, :ordering_key, :origin,
-        coalesce(cast(:eta AS timestamptz), clock_timestamp() + make_interval(secs => :countdown)),
-        CASE WHEN :settled THEN clock_timestamp() END)
-""")
+VALUES (%(event_id)s, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
+        %(origin)s,
+        coalesce(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
+        CASE WHEN %(settled)s THEN clock_timestamp() END)
+"""
 
-_ORDER = text("SELECT pg_advisory_xact_lock(hashtextextended(:ordering_key, 0))")
+_ORDER = "SELECT pg_advisory_xact_lock(hashtextextended(%(ordering_key)s, 0))"
 
 
 def insert(
@@ -43,11 +44,12 @@ def insert(
 
     Rows of one operation and `ordering_key` are published in commit order. `settled` rows name no operation whose end they would wait for: once published, nothing is owed.
     """
+    connection = session if isinstance(session, Connection) else session.connection()
     event_id = str(uuid4())
     if ordering_key is not None:
         # Ids are given out in the order of inserts; the lock, held until commit, makes it the order of commits.
-        session.execute(_ORDER, {"ordering_key": f"{id.operation} {ordering_key}"})
-    session.execute(
+        connection.exec_driver_sql(_ORDER, {"ordering_key": f"{id.operation} {ordering_key}"})
+    connection.exec_driver_sql(
         _INSERT,
         {
             "event_id": event_id,

@@ -116,7 +116,7 @@ WITH claimed AS (
     WHERE r.fingerprint = excluded.fingerprint
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
-    RETURNING fence, attempts, generation, effects, opened_at, revoked_generation,
+    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation,
         -- xmax is 0 in a row that was inserted
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
@@ -296,7 +296,7 @@ def claim(
             row.attempts,
             row.generation,
             max(row.age, 0.0),
-            row.effects,
+            row.effects or {},
             row.attempts == 1,
             row.revoked,
         )

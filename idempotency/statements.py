@@ -16,16 +16,24 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 # read_only_sql_transaction: a standby after a failover, or a disk that is kept from filling up. psycopg counts it
 # among the internal errors; to everybody here it is a Postgres that is away, and comes back.
 READ_ONLY = "25006"
+# Under this name a connection keeps the cursor of our statements; making one costs as much as a short statement.
+_CURSOR = "idempotency.cursor"
 
 
 def execute(connection: Connection, statement: str, parameters: Mapping[str, Any] | None = None) -> Any:
-    """Run a statement in the connection's transaction; returns a psycopg cursor of named tuples. Raises what SQLAlchemy would."""
+    """Run a statement in the connection's transaction, and return a cursor of named tuples: the same for every call.
+
+    So its rows are read before the next statement. Raises what SQLAlchemy would.
+    """
     driver = connection.connection.driver_connection
     assert isinstance(driver, psycopg.Connection)
     if not (driver.autocommit or connection.in_transaction()):
         connection.begin()  # or SQLAlchemy would not know what its commit() has to commit
     try:
-        return driver.cursor(row_factory=namedtuple_row).execute(statement, parameters)
+        cursor: Any = connection.info.get(_CURSOR)
+        if cursor is None:
+            cursor = connection.info[_CURSOR] = driver.cursor(row_factory=namedtuple_row)
+        return cursor.execute(statement, parameters)
     except psycopg.Error as error:
         if error.sqlstate == READ_ONLY:
             connection.invalidate()

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import stripe
-from celery.exceptions import SoftTimeLimitExceeded
 
 from idempotency import (
     Defer,
@@ -30,6 +29,7 @@ from idempotency import (
     StoredFailure,
 )
 from tasks.circuit import Circuit, Unavailable
+from tasks.stripe_http import StripeConnections
 
 T = TypeVar("T")
 Outcome = Happened | DidNotHappen | StillUnknown
@@ -80,7 +80,7 @@ class Gateway(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Connection:
     client: stripe.StripeClient
-    http: stripe.RequestsClient
+    http: StripeConnections
     circuit: Circuit
 
 
@@ -203,8 +203,8 @@ class StripeGateway:
         )
 
     def close(self) -> None:
-        """Close the calling thread's connection; the next call opens another."""
-        self._connection().http.close()  # type: ignore[no-untyped-call]  # the SDK leaves it unannotated
+        """Close the connections; the next call opens others."""
+        self._connection().http.close()
 
     def _call(self, request: Callable[[stripe.StripeClient], T]) -> T:
         connection = self._connection()
@@ -221,7 +221,7 @@ class StripeGateway:
     def _connection(self) -> _Connection:
         with self._lock:
             if self._opened is None:
-                http = stripe.RequestsClient(timeout=self._timeout)
+                http = StripeConnections(self._url, timeout=self._timeout)
                 client = stripe.StripeClient(
                     self._api_key,
                     base_addresses={"api": self._url},
@@ -254,9 +254,6 @@ def _meaning(error: stripe.StripeError) -> Exception:
     where = f" ({error.request_id})" if error.request_id else ""
     replayed = _header(error, "idempotent-replayed") == "true"
     match error:
-        case stripe.APIConnectionError() if isinstance(error.__cause__, SoftTimeLimitExceeded):
-            # The SDK takes the worker's interruption for a network error.
-            return SoftTimeLimitExceeded(*error.__cause__.args)  # type: ignore[no-any-return]
         case stripe.APIConnectionError():
             return Unavailable(UNAVAILABLE_SECONDS, "the payment provider is unreachable or did not answer in time")
         case stripe.RateLimitError():

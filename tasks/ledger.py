@@ -6,23 +6,30 @@ from typing import Literal
 
 from sqlalchemy.orm import Session
 
-from .models import Payment, Posting
+from .models import Posting
 
 PROVIDER = "provider"  # what the provider holds for us
 REVENUE = "revenue"
 
 
-def post(session: Session, kind: Literal["capture", "refund"], reference: str, payment: Payment, amount: int) -> None:
+def post(
+    session: Session,
+    kind: Literal["capture", "refund"],
+    reference: str,
+    payment_id: str,
+    amount: int,
+    currency: str,
+) -> None:
     """Post a capture or a refund of a payment; its reference can be posted once."""
     debit, credit = (PROVIDER, REVENUE) if kind == "capture" else (REVENUE, PROVIDER)
     session.add(
         Posting(
             kind=kind,
             reference=reference,
-            payment_id=payment.id,
+            payment_id=payment_id,
             debit=debit,
             credit=credit,
             amount=amount,
-            currency=payment.currency,
+            currency=currency,
         )
     )

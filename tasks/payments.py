@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, publish
@@ -26,7 +27,6 @@ def submit_payment(session: Session, *, payment_id: str, customer_id: str, amoun
         currency=check_currency("currency", currency),
     )
     session.add(payment)
-    session.flush()
     handle: Handle = capture_payment.enqueue(session, payment_id=payment_id)
     return handle
 
@@ -58,11 +58,12 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
     if request["amount"] > 0:
         charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
 
-    payment = self.session.get_one(Payment, payment_id, with_for_update=True)
-    if charge is None:
-        payment.status = "free"
-    else:
-        payment.status, payment.charge_id = "captured", charge["id"]
-        ledger.post(self.session, "capture", payment.id, payment, payment.amount)
+    status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
+    self.session.execute(
+        update(Payment).where(Payment.id == payment_id).values(status=status, charge_id=charge_id),
+        execution_options={"synchronize_session": False},  # nothing in this session has read it since the rollback
+    )
+    if charge is not None:
+        ledger.post(self.session, "capture", payment_id, payment_id, request["amount"], request["currency"])
     publish(self.session, "payment.captured", request, app=app)
-    return {"status": payment.status, "charge": payment.charge_id}
+    return {"status": status, "charge": charge_id}

@@ -29,7 +29,6 @@ def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: 
         reason=check_text("reason", reason),
     )
     session.add(refund)
-    session.flush()
     handle: Handle = refund_payment.enqueue(session, refund_id=refund_id)
     return handle
 
@@ -83,7 +82,7 @@ def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
     refund = self.session.get_one(Refund, refund_id, with_for_update=True)
     payment = self.session.get_one(Payment, refund.payment_id)
     refund.status, refund.provider_refund_id = "refunded", given_back["id"]
-    ledger.post(self.session, "refund", refund.id, payment, refund.amount)
+    ledger.post(self.session, "refund", refund.id, payment.id, refund.amount, payment.currency)
     publish(
         self.session,
         "payment.refunded",
