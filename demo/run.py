@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # Shorter than in production, so that a killed worker's operations and a lost answer are settled within the run.
 TIMES = {
-    "IDEMPOTENCY_LEASE": "10",
-    "IDEMPOTENCY_HEARTBEAT": "3",
-    "IDEMPOTENCY_SWEEP": "2",
+    "IDEMPOTENCY_LEASE": "15",
+    "IDEMPOTENCY_HEARTBEAT": "5",
+    "IDEMPOTENCY_SWEEP": "5",
     "IDEMPOTENCY_RESEND_AFTER": "5",
     # Only where Redis is the broker: what a killed worker held comes back after this.
     "BROKER_VISIBILITY_TIMEOUT": "20",
@@ -107,8 +107,11 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 sandbox.running("mail", directory / "mail", "--seed", seed, "--faults", spelled(MAIL_FAULTS))
             )
             # A database of its own: the check accounts for every row in it.
-            database_url = servers.create_database(f"demo_{os.getpid()}")
-            stack.callback(servers.drop_database, f"demo_{os.getpid()}")
+            name = f"demo_{os.getpid()}"
+            database_url = servers.create_database(name)
+            stack.callback(servers.drop_database, name)
+            with suppress(services.ServiceError):  # a server that was given is used over the address that was given
+                database_url = servers.postgres.nearest_url(name)
             engine = create_engine(database_url, hide_parameters=True)
             stack.callback(engine.dispose)
             schema.migrate(engine)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlencode
 
 import psycopg
 from psycopg import sql
@@ -53,13 +54,24 @@ class Postgres(Server):
         """The SQLAlchemy address of a database of this server."""
         return f"postgresql+psycopg://postgres:{self.password}@127.0.0.1:{self.port}/{database}"
 
+    def nearest_url(self, database: str) -> str:
+        """The address for processes on this machine: over the Unix socket, which costs less than TCP, where there is one."""
+        if not self._socket_directory:
+            return self.database_url(database)
+        query = urlencode({"host": self._socket_directory, "port": self.port})
+        return f"postgresql+psycopg://postgres:{self.password}@/{database}?{query}"
+
+    @property
+    def _socket_directory(self) -> str:
+        """Empty where the path would be too long for a socket."""
+        directory = str(self.directory)
+        return directory if len(f"{directory}/.s.PGSQL.{self.port}") <= _SOCKET_PATH_LIMIT else ""
+
     def _command(self) -> Sequence[str | Path]:
         data = self.directory / "data"
         if not data.exists():
             self._create_cluster(data)
-        directory = str(self.directory)
-        fits = len(f"{directory}/.s.PGSQL.{self.port}") <= _SOCKET_PATH_LIMIT
-        settings = {**_SETTINGS, "port": str(self.port), "unix_socket_directories": directory if fits else ""}
+        settings = {**_SETTINGS, "port": str(self.port), "unix_socket_directories": self._socket_directory}
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         return [*_as_unprivileged(), find_programs() / "postgres", "-D", data, *options]
 

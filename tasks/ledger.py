@@ -6,7 +6,7 @@ from typing import Literal
 
 from sqlalchemy.orm import Session
 
-from .models import Posting
+from .models import ledger
 
 PROVIDER = "provider"  # what the provider holds for us
 REVENUE = "revenue"
@@ -22,14 +22,13 @@ def post(
 ) -> None:
     """Post a capture or a refund of a payment; its reference can be posted once."""
     debit, credit = (PROVIDER, REVENUE) if kind == "capture" else (REVENUE, PROVIDER)
-    session.add(
-        Posting(
-            kind=kind,
-            reference=reference,
-            payment_id=payment_id,
-            debit=debit,
-            credit=credit,
-            amount=amount,
-            currency=currency,
-        )
-    )
+    posting = {
+        "kind": kind,
+        "reference": reference,
+        "payment_id": payment_id,
+        "debit": debit,
+        "credit": credit,
+        "amount": amount,
+        "currency": currency,
+    }
+    session.execute(ledger.insert(), posting)

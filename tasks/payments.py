@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, publish
 
 from . import app, ledger
-from .models import Payment
+from .models import Payment, payments
 from .outside import gateway
 from .validation import check_amount, check_currency, check_id, check_local_part
 
@@ -59,10 +58,8 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
         charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
 
     status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
-    self.session.execute(
-        update(Payment).where(Payment.id == payment_id).values(status=status, charge_id=charge_id),
-        execution_options={"synchronize_session": False},  # nothing in this session has read it since the rollback
-    )
+    settled = payments.update().where(payments.c.id == payment_id)
+    self.session.execute(settled.values(status=status, charge_id=charge_id))
     if charge is not None:
         ledger.post(self.session, "capture", payment_id, payment_id, request["amount"], request["currency"])
     publish(self.session, "payment.captured", request, app=app)
