@@ -1,5 +1,6 @@
 """What each answer of the payment provider means for an operation: the gateway against the real sandbox."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -569,3 +571,54 @@ def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], nam
     with pytest.raises(ValueError, match=name):
         StripeGateway(**{"api_key": KEY} | settings)
     assert StripeGateway(KEY, search_lag=0, circuit_failures=1)
+
+
+# the connections
+
+
+@pytest.mark.parametrize(("excepted", "through_proxy"), [("", True), ("127.0.0.1", False)])
+def test_calls_go_through_the_proxy_of_the_environment_unless_it_excepts_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+    sandbox: Sandbox,
+    purchase: dict[str, Any],
+    key: str,
+    excepted: str,
+    through_proxy: bool,
+) -> None:
+    seen: list[bytes] = []
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def proxy() -> None:
+            with contextlib.suppress(OSError):  # closed without a call
+                connection, _ = listener.accept()
+                with connection:
+                    seen.append(connection.recv(65536).split(b"\r\n")[0])
+
+        thread = threading.Thread(target=proxy)
+        thread.start()
+        with monkeypatch.context() as environment:
+            for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+                environment.delenv(name, raising=False)
+            environment.setenv("http_proxy", f"http://127.0.0.1:{listener.getsockname()[1]}")
+            environment.setenv("no_proxy", excepted)
+            gateway = StripeGateway(KEY, url=sandbox.url)
+            assert not gateway.circuit_open  # its connections are made on first use, under this environment
+        if through_proxy:
+            with pytest.raises(Unavailable):  # this proxy hangs up
+                gateway.capture(**purchase, idempotency_key=key)
+        else:
+            assert gateway.capture(**purchase, idempotency_key=key)["status"] == "succeeded"
+        gateway.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(30)
+    assert seen == ([f"POST {sandbox.url}/v1/payment_intents HTTP/1.1".encode()] if through_proxy else [])
+
+
+def test_a_connection_is_kept_between_calls(gateway: Gateway, purchase: dict[str, Any], key: str) -> None:
+    gateway.capture(**purchase, idempotency_key=key)
+    before = len(psutil.Process().net_connections(kind="tcp"))
+    for number in range(5):
+        gateway.capture(
+            **purchase | {"payment_id": f"{purchase['payment_id']}-{number}"}, idempotency_key=f"{key}{number}"
+        )
+    assert len(psutil.Process().net_connections(kind="tcp")) == before

@@ -130,6 +130,14 @@ def test_postgres_keeps_its_port_and_what_was_committed_across_a_kill(light: ser
     assert light.postgres.pid != pid
 
 
+def test_the_nearest_address_of_a_database_is_its_socket_and_leads_to_the_same(light: services.Services) -> None:
+    url = light.create_database("near")
+    query(url, "CREATE TABLE things AS SELECT 42 AS thing")
+    nearest = light.postgres.nearest_url("near")
+    assert query(nearest, "SELECT thing, inet_server_addr() FROM things") == [(42, None)]
+    assert light.postgres.password not in query(nearest, "SELECT current_setting('unix_socket_directories')")[0][0]
+
+
 def test_redis_comes_back_empty_on_the_same_port_after_a_kill(light: services.Services) -> None:
     with RedisClient.from_url(light.redis_url) as client:
         client.set("lease", "token")

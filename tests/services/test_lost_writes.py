@@ -1,4 +1,4 @@
-"""A first claim does not wait for the disk. A crash of Postgres that undoes it costs a second claim and nothing else."""
+"""What does not wait for the disk: a first claim, and the relay's notes. A crash that undoes them costs a repetition."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 from idempotency import crash_points, schema
+from idempotency.message import KEY_HEADER
+from idempotency.relay import Relay
 from idempotency.runtime import Runtime
 from services.postgres import Postgres
-from tests import bank
+from tests.bank import app, deposit, transfer
 from tests.services.test_core import ROW, make_task
+from tests.services.test_relay import drained
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def database(postgres: Postgres) -> Iterator[str]:
         connection.execute(text("CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text)"))
     engine.dispose()
     yield url
-    Runtime.discard(bank.app)
+    Runtime.discard(app)
 
 
 @pytest.fixture
@@ -93,7 +96,7 @@ def test_a_claim_that_a_crash_has_undone_is_made_again_and_the_effects_happen_on
 
 def test_no_call_goes_outside_under_a_claim_that_a_crash_has_undone(crash, deliveries, outside, entries, record):
     crashed = crash("body.entered")
-    outcome = deliveries.deliver(bank.transfer, "a", outside.url)
+    outcome = deliveries.deliver(transfer, "a", outside.url)
 
     assert crashed == ["body.entered"]
     assert outcome.state == "SUCCESS"
@@ -118,3 +121,29 @@ def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(crash, d
     assert answers == ["IGNORED"]  # acknowledged, and so the record had to outlive the crash
     assert found == ["started"]
     assert (outcome.state, entries("row")) == ("SUCCESS", 1)
+
+
+def test_a_mark_of_the_relay_that_a_crash_has_undone_is_made_again_and_the_operation_is_done_once(
+    postgres, bank, engine, deliveries, entries
+):
+    with engine.begin() as connection:
+        handle = deposit.enqueue(connection, account="a1", amount=5)
+    relay = Relay(bank)
+    assert relay.run_once().published == 1
+    postgres.kill()
+    postgres.start()
+    engine.dispose()
+    Runtime.discard(bank)
+
+    with engine.connect() as connection:
+        left = connection.execute(text("SELECT status, relayed_until FROM idempotency.outbox")).one()
+    # neither the lease nor the mark has survived, or this test would show nothing
+    assert tuple(left) == ("pending", None)
+    assert relay.run_once().published == 1
+    relay.close()
+    messages = drained(bank)
+    assert [message.headers["id"] for message in messages] == [handle.task_id] * 2
+    for message in messages:
+        key = message.headers[KEY_HEADER]
+        assert deliveries.deliver(deposit, key=key, **message.payload[1]).state == "SUCCESS"
+    assert entries("a1") == 1

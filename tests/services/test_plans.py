@@ -1,0 +1,79 @@
+"""How Postgres finds the rows of our statements, by plans made while the tables are empty, as kept ones are.
+
+A plan by the wrong index is right and slow, so no other test notices it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection
+
+from idempotency import maintenance, records, relay
+from idempotency.runtime import Runtime
+
+Plan = Callable[..., str]
+
+
+def explain(connection: Connection, statement: str) -> str:
+    """The generic plan of a statement with psycopg's placeholders."""
+    names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", statement)))
+    numbered = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", statement)
+    rows = connection.exec_driver_sql(f"EXPLAIN (GENERIC_PLAN) {numbered}").all()
+    return "\n".join(line for (line,) in rows)
+
+
+@pytest.fixture
+def planned(bank: Celery) -> Plan:
+    """Explain a statement on a connection like the one it runs on."""
+
+    def planned(statement: str, *, in_session: bool) -> str:
+        runtime = Runtime.of(bank)
+        with runtime.engine.connect() if in_session else runtime.autocommit() as connection:
+            return explain(connection, statement)
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("name", "in_session"),
+    [
+        ("_BEGIN_EFFECT", False),
+        ("_CHANGE_EFFECT", False),
+        ("_COUNT_DUPLICATE", False),
+        ("_RELEASE", False),
+        ("_RECORD_STEP", True),
+        ("_COMPLETE", True),
+        ("_COMPLETE", False),
+        ("_FAIL", True),
+    ],
+)
+def test_a_guarded_write_finds_its_record_by_key(planned: Plan, name: str, in_session: bool) -> None:
+    plan = planned(getattr(records, name), in_session=in_session)
+    assert "using records_pkey" in plan or "on records_pkey" in plan, plan
+    # Small, and so cheap in the planner's eyes: but it holds a dead entry for each operation that has ended.
+    assert "records_held" not in plan
+
+
+@pytest.mark.parametrize("name", ["_RECOVER", "_EXHAUST", "_HOLDERS"])
+def test_a_sweep_reads_only_what_is_held(planned: Plan, name: str) -> None:
+    plan = planned(getattr(maintenance, name), in_session=False)
+    assert "records_held" in plan, plan
+    assert "Seq Scan on records" not in plan
+
+
+def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:
+    plan = planned(relay._LEASE_ROWS, in_session=False)
+    # A bitmap scan never learns which entries are dead, and reads them in every pass.
+    assert "Index Scan using outbox_pending" in plan, plan
+    assert "Seq Scan on outbox" not in plan
+
+
+@pytest.mark.parametrize("name", ["_MARK_PUBLISHED", "_RETURN_ROWS", "_NOTE_ERROR", "_GIVE_UP"])
+def test_the_relay_finds_the_rows_it_has_published_by_id(planned: Plan, name: str) -> None:
+    plan = planned(getattr(relay, name), in_session=False)
+    assert "outbox_event_id_key" in plan, plan
+    assert "outbox_pending" not in plan
