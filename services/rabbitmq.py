@@ -88,6 +88,8 @@ class RabbitMQ(Server):
             f"management.tcp.port = {self.ports['management']}\n"
             # Message rates cost processor time for every queue; counts of messages are still reported.
             "management.rates_mode = none\n"
+            # Quorum queues keep their log in memory until a file of it is full: half a gigabyte by default.
+            "raft.wal_max_size_bytes = 33554432\n"
             "log.console = true\n"
             "log.console.level = warning\n"
             "log.file = false\n"

@@ -17,8 +17,8 @@ app = Celery(
 def collect_often(**_: Any) -> None:
     """Keep the memory of a pool process flat.
 
-    Celery leaves the traceback of every failed attempt in a cycle, up to a megabyte each, which only a full collection
-    frees; and those wait until what is new is a quarter of all there is. Frozen, what was imported counts no more.
+    Celery leaves the traceback of every failed attempt in a cycle, which only a full collection frees; and those wait
+    until what is new is a quarter of all there is. Frozen, what was imported counts no more.
     """
     gc.freeze()
     gc.collect()

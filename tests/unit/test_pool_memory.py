@@ -1,0 +1,50 @@
+"""What failed attempts leave behind in a pool process of the application."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ATTEMPTS = 3000
+# Celery keeps a copy of the code of every frame of a traceback; they are by far the largest part of what is left.
+FAIL = """
+import gc, sys
+from billiard.einfo import _Code
+from celery import Celery
+from celery.app.trace import build_tracer
+from tasks import collect_often
+
+def fails():
+    raise ValueError
+
+app = Celery("failing", broker="memory://")
+task = app.task(name="fails")(fails)
+app.finalize()
+collect = sys.argv[1] == "True"
+if collect:
+    collect_often()
+tracer = build_tracer("fails", task, app=app)
+most = 0
+for number in range(int(sys.argv[2])):
+    tracer("1", [], {}, {"id": "1", "task": "fails"})
+    if number % 100 == 0:
+        most = max(most, sum(type(each) is _Code for each in gc.get_objects()))
+print(most)
+"""
+
+
+@pytest.mark.parametrize("collect", [True, False])
+def test_failed_attempts_leave_no_pile_of_tracebacks(collect: bool) -> None:
+    addresses = {"DATABASE_URL": "postgresql+psycopg://nowhere/none", "BROKER_URL": "memory://"}
+    command = [sys.executable, "-c", FAIL, str(collect), str(ATTEMPTS)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | addresses, capture_output=True, text=True, timeout=120, check=True
+    )
+    most = int(done.stdout)
+    # Left to itself it piles up, or this test would show nothing.
+    assert most < ATTEMPTS / 4 if collect else most > ATTEMPTS, most
