@@ -32,12 +32,15 @@ _BOUND = """%(spare)s + coalesce(
           (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(operation, attempts)
            WHERE bound.operation = r.operation), %(otherwise)s)"""
 
+# The index of what is held is found by the first condition alone.
+_ORPHANED = """locked_until IS NOT NULL AND status = 'started'
+      AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))"""
+
 # What is to be exhausted and was skipped, because somebody had it locked, is not released instead.
 _RECOVER = f"""
 WITH orphan AS MATERIALIZED (
     SELECT tenant, operation, key FROM idempotency.records r
-    WHERE locked_until IS NOT NULL AND status = 'started'
-      AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
+    WHERE {_ORPHANED}
       AND attempts < {_BOUND}
     ORDER BY tenant, operation, key LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
@@ -57,8 +60,7 @@ SELECT count(*) FROM released
 _EXHAUST = f"""
 WITH spent AS MATERIALIZED (
     SELECT tenant, operation, key FROM idempotency.records r
-    WHERE locked_until IS NOT NULL AND status = 'started'
-      AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))
+    WHERE {_ORPHANED}
       AND attempts >= {_BOUND}
     ORDER BY tenant, operation, key LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED

@@ -192,7 +192,7 @@ RETURNING 1
 
 _DATABASE_TIME = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
-# Raises division_by_zero by itself when it matches no row, so that it can share a flush with COMMIT. A holder
+# Raises division_by_zero by itself when it matches no row, so that no COMMIT can follow. A holder
 # frozen between this statement and COMMIT is evicted by the server within half a lease: nobody waits behind it.
 _FINISH = """
 WITH settings AS (

@@ -1,4 +1,4 @@
-"""Stripe's SDK over urllib3 itself: by default it goes through requests, which costs as much again as the call."""
+"""Stripe's SDK over urllib3 itself, without the layer of requests between them that it uses by default."""
 
 from __future__ import annotations
 

@@ -9,15 +9,29 @@ from typing import Any
 import httpx
 from celery import Celery
 from celery.exceptions import Ignore
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import Defer, IdempotentTask, Operation, PermanentError
+from idempotency import Defer, IdempotentTask, Operation, PermanentError, schema
 from idempotency.queues import quorum_queue
 from tests import crashing
 
 app = Celery("bank")
 INSERT = text("INSERT INTO entries (account, amount) VALUES (:account, :amount)")
+# no uniqueness anywhere: what happened twice is there twice
+TABLES = """
+CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint);
+CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text);
+"""
+
+
+def prepare(database_url: str) -> None:
+    """Make the library's tables in an empty database, and two of the application's own."""
+    engine = create_engine(database_url)
+    schema.migrate(engine)
+    with engine.begin() as connection:
+        connection.execute(text(TABLES))
+    engine.dispose()
 
 
 def configure(environment: dict[str, str]) -> None:

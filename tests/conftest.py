@@ -19,7 +19,6 @@ from sqlalchemy import Row, create_engine, text
 from sqlalchemy.engine import Engine, make_url
 
 import services
-from idempotency import schema
 from idempotency.maintenance import recover
 from idempotency.relay import Relay
 from idempotency.runtime import Runtime
@@ -37,14 +36,10 @@ def servers() -> Iterator[services.Services]:
 @pytest.fixture(scope="session")
 def template(servers: services.Services) -> Iterator[str]:
     """A migrated database; each test gets a copy of it."""
+    from tests import bank
+
     name = f"template_{uuid4().hex[:8]}"
-    engine = create_engine(servers.create_database(name))
-    schema.migrate(engine)
-    with engine.begin() as connection:
-        # no uniqueness anywhere: what happened twice is there twice
-        connection.execute(text("CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint)"))
-        connection.execute(text("CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text)"))
-    engine.dispose()
+    bank.prepare(servers.create_database(name))
     yield name
     servers.drop_database(name)
 

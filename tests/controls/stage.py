@@ -18,7 +18,6 @@ from sqlalchemy import Connection, Row, create_engine, text
 from sqlalchemy.orm import Session
 
 import services
-from idempotency import schema
 from idempotency.message import OUTBOX_HEADER
 from idempotency.relay import Relay
 from idempotency.runtime import Runtime
@@ -178,10 +177,7 @@ def stage(servers: services.Services, *removed: str, **environment: str) -> Iter
 
 
 def _prepare(database_url: str) -> None:
+    bank.prepare(database_url)
     engine = create_engine(database_url)
-    schema.migrate(engine)
-    with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint)"))
-        connection.execute(text("CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text)"))
     ledgers.install(engine)
     engine.dispose()

@@ -7,17 +7,11 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
-from idempotency import schema
 from services.postgres import Postgres, create_database, drop_database
-
-TABLES = """
-CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint);
-CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text);
-"""
+from tests import bank
 
 
 def plain(url: str) -> str:
@@ -38,11 +32,7 @@ def fixture_postgres() -> Iterator[Postgres]:
 def fixture_template(postgres: Postgres) -> Iterator[str]:
     """A migrated database with the tables of tests/bank.py; each test gets a copy of it."""
     name = f"template_{uuid4().hex[:8]}"
-    engine = create_engine(create_database(postgres.url, name))
-    schema.migrate(engine)
-    with engine.begin() as connection:
-        connection.execute(text(TABLES))
-    engine.dispose()
+    bank.prepare(create_database(postgres.url, name))
     yield name
     drop_database(postgres.url, name)
 

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+from celery.exceptions import SoftTimeLimitExceeded
 
 from idempotency import (
     Defer,
@@ -614,11 +616,41 @@ def test_calls_go_through_the_proxy_of_the_environment_unless_it_excepts_the_add
     assert seen == ([f"POST {sandbox.url}/v1/payment_intents HTTP/1.1".encode()] if through_proxy else [])
 
 
-def test_a_connection_is_kept_between_calls(gateway: Gateway, purchase: dict[str, Any], key: str) -> None:
-    gateway.capture(**purchase, idempotency_key=key)
-    before = len(psutil.Process().net_connections(kind="tcp"))
-    for number in range(5):
-        gateway.capture(
-            **purchase | {"payment_id": f"{purchase['payment_id']}-{number}"}, idempotency_key=f"{key}{number}"
-        )
-    assert len(psutil.Process().net_connections(kind="tcp")) == before
+def test_a_connection_is_kept_between_calls(
+    sandbox: Sandbox, gateway: Gateway, purchase: dict[str, Any], key: str
+) -> None:
+    def ours() -> list[int]:
+        """The local ports of our connections to the sandbox."""
+        connections = psutil.Process().net_connections(kind="tcp")
+        return [
+            c.laddr.port for c in connections if c.raddr and c.raddr.port == sandbox.port and c.status == "ESTABLISHED"
+        ]
+
+    seen = []
+    for number in range(3):
+        numbered = purchase | {"payment_id": f"{purchase['payment_id']}-{number}"}
+        gateway.capture(**numbered, idempotency_key=f"{key}{number}")
+        seen.append(ours())
+    assert len(seen[0]) == 1
+    assert seen == [seen[0]] * 3
+
+
+def test_an_interruption_by_the_worker_says_nothing_about_the_provider(
+    sandbox: Sandbox, purchase: dict[str, Any], key: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    faults(sandbox, next=["timeout_after"])
+    with closing(StripeGateway(KEY, url=sandbox.url, circuit_failures=1)) as gateway:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(SoftTimeLimitExceeded):
+                gateway.capture(**purchase, idempotency_key=key)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert not gateway.circuit_open
+        # and the connection that waits for the lost answer is not used for the next call
+        assert gateway.capture(**purchase | {"payment_id": f"{key}-2"}, idempotency_key=f"{key}-2")["amount"] == 1250

@@ -7,14 +7,13 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import create_engine, text
-from sqlalchemy.engine import make_url
 
-from idempotency import crash_points, schema
+from idempotency import crash_points
 from idempotency.message import KEY_HEADER
 from idempotency.relay import Relay
 from idempotency.runtime import Runtime
-from services.postgres import Postgres
-from tests.bank import app, deposit, transfer
+from services.postgres import Postgres, create_database
+from tests.bank import app, deposit, prepare, transfer
 from tests.services.test_core import ROW, make_task
 from tests.services.test_relay import drained
 
@@ -37,17 +36,8 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
 @pytest.fixture
 def database(postgres: Postgres) -> Iterator[str]:
     name = f"lost_{uuid4().hex[:8]}"
-    admin = create_engine(postgres.url, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    admin.dispose()
-    url = make_url(postgres.url).set(database=name).render_as_string(hide_password=False)
-    engine = create_engine(url)
-    schema.migrate(engine)
-    with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint)"))
-        connection.execute(text("CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text)"))
-    engine.dispose()
+    url = create_database(postgres.url, name)
+    prepare(url)
     yield url
     Runtime.discard(app)
 

@@ -37,6 +37,12 @@ def status(connection: Connection, id: OperationId) -> str | None:
     return None if row is None else str(row.status)
 
 
+def used(connection: Connection, id: OperationId, attempts: int) -> None:
+    """Let so many attempts have been used."""
+    statement = "UPDATE idempotency.records SET attempts = :attempts WHERE key = :key"
+    connection.execute(text(statement), {"attempts": attempts, "key": id.key})
+
+
 # ---------------------------------------------------------------- what recovery takes
 
 
@@ -46,8 +52,7 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
 ) -> None:
     held = expired(connection)
     bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
-    statement = "UPDATE idempotency.records SET attempts = :attempts WHERE key = :key"
-    connection.execute(text(statement), {"attempts": bound - short, "key": held.id.key})
+    used(connection, held.id, bound - short)
     assert recover(bank) == 1
     row = record(connection, held.id)
     assert row is not None
@@ -68,8 +73,7 @@ def test_what_is_to_be_ended_is_not_released_because_somebody_had_it_locked_when
 ) -> None:
     held = expired(connection)
     bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
-    statement = "UPDATE idempotency.records SET attempts = :attempts WHERE key = :key"
-    connection.execute(text(statement), {"attempts": bound, "key": held.id.key})
+    used(connection, held.id, bound)
     monkeypatch.setattr(maintenance, "_EXHAUST", "SELECT 0")  # what a look finds that skips every locked row
     assert recover(bank) == 0
     assert (status(connection, held.id), op.outbox(connection, held.id)) == ("started", [])

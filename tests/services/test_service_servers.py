@@ -135,7 +135,6 @@ def test_the_nearest_address_of_a_database_is_its_socket_and_leads_to_the_same(l
     query(url, "CREATE TABLE things AS SELECT 42 AS thing")
     nearest = light.postgres.nearest_url("near")
     assert query(nearest, "SELECT thing, inet_server_addr() FROM things") == [(42, None)]
-    assert light.postgres.password not in query(nearest, "SELECT current_setting('unix_socket_directories')")[0][0]
 
 
 def test_redis_comes_back_empty_on_the_same_port_after_a_kill(light: services.Services) -> None:
