@@ -4,7 +4,7 @@ Give a task an idempotency key, and its database effects, its result and the mes
 together, once, however often the message is delivered. Start reading at `idempotency.task`.
 """
 
-from .delivery import Operation
+from .delivery import EffectOutcome, Operation
 from .effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
 from .errors import (
     AttemptsExhausted,
@@ -28,6 +28,8 @@ from .errors import (
     SessionNotYours,
     SettingsError,
     StoredFailure,
+    StoredRefusal,
+    Unfinished,
     UnsupportedControl,
 )
 from .events import publish, subscribe
@@ -45,6 +47,7 @@ __all__ = [
     "EffectInDoubt",
     "EffectMismatch",
     "EffectNameReused",
+    "EffectOutcome",
     "EffectUnknown",
     "FingerprintMismatch",
     "Handle",
@@ -68,6 +71,8 @@ __all__ = [
     "StillUnknown",
     "StoredFailure",
     "StoredOperation",
+    "StoredRefusal",
+    "Unfinished",
     "UnsupportedControl",
     "content_hash",
     "lookup",

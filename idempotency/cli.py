@@ -18,7 +18,6 @@ from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from . import alerts, configuration, maintenance, metrics, schema
-from .attempt import describe
 from .backlog import Backlog
 from .dead_letter_commands import letters, people
 from .dead_letter_queue import DeadLetterConsumer
@@ -31,6 +30,7 @@ from .reconcile import reconcile
 from .relay import Relay
 from .runtime import Runtime
 from .startup import refuse_to_start
+from .statements import describe
 from .terminal import AppOption, JsonOption, console, print_json
 from .terminal import application as _app
 

@@ -25,19 +25,19 @@ from kombu.serialization import prepare_accept_content
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
-from . import dead_letters, keys, records
-from .attempt import RESPONSE_FAILED, AttemptSession, Policy, describe
+from . import conclusions, dead_letters, keys, records
+from .attempt import AttemptSession, Policy
 from .crash_points import crash_point
 from .dead_letters import BrokerLetter
-from .delivery import Operation
 from .errors import CallRefused, PermanentError
 from .guard import Examined, examine
 from .keys import OperationId
 from .logs import log
 from .message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
 from .queues import dead_letter_queues
-from .records import Busy, Changed, GivenUp, Mismatch
+from .records import Busy, Changed, FailedEnd, GivenUp, Mismatch
 from .runtime import Runtime
+from .statements import describe
 from .task import IdempotentTask
 
 # How often an empty queue is asked.
@@ -207,18 +207,31 @@ def _give_up(
                 fingerprint=fingerprint,
                 message=letter.payload,
                 queue=letter.queue or "",
-                error=letter.last_error,
-                response_code=RESPONSE_FAILED,
+                end=FailedEnd(letter.reason, letter.last_error),
                 retention=policy.retention_failed,
                 lease=settings.lease,
             )
             stored: int | None = None
             match answer:
-                case GivenUp(generation, attempts, first_error):
-                    operation = Operation(id.tenant, id.operation, id.key, arguments, attempts)
-                    reason = _on_failed(session, policy, operation, letter)
+                case GivenUp() as ended:
+                    concluded = conclusions.conclude(
+                        session,
+                        id,
+                        PermanentError(_EXPLANATIONS[letter.reason], letter.reason),
+                        described=_EXPLANATIONS[letter.reason],
+                        entries=ended.effects,
+                        arguments=arguments,
+                        attempts=ended.attempts,
+                        on_failed=policy.on_failed,
+                    )
+                    records.conclude(connection, id, concluded.end, fence=ended.fence)
                     letter = replace(
-                        letter, reason=reason, generation=generation, attempts=attempts, first_error=first_error
+                        letter,
+                        reason=concluded.reason,
+                        last_error=concluded.end.error,
+                        generation=ended.generation,
+                        attempts=ended.attempts,
+                        first_error=ended.first_error,
                     )
                     stored = dead_letters.store_end(connection, letter)
                 case Mismatch(generation):
@@ -229,25 +242,6 @@ def _give_up(
                     continue
             Session.commit(session)
             return stored
-
-
-def _on_failed(session: AttemptSession, policy: Policy, operation: Operation, letter: BrokerLetter) -> str:
-    """Run the task's `on_failed` in the same transaction. Returns the reason: the letter's, or that it is broken."""
-    if policy.on_failed is None:
-        return letter.reason
-    savepoint = session.begin_nested()
-    try:
-        policy.on_failed(session, operation, PermanentError(_EXPLANATIONS[letter.reason], letter.reason))
-        session.flush()
-        savepoint.commit()
-    except OperationalError:
-        raise  # Postgres is away or a lock was not to be had: the handler is not to blame
-    except Exception as error:
-        # A broken handler must not keep the message for ever; the dead letter says what is missing.
-        savepoint.rollback()
-        log.error("on_failed_error", operation=operation.operation, key=operation.key, error=describe(error))
-        return "on_failed_error"
-    return letter.reason
 
 
 # ---------------------------------------------------------------- from a message to a letter

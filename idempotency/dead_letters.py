@@ -117,7 +117,7 @@ _REOPEN = """
 UPDATE idempotency.records
 SET status = 'released', generation = generation + 1, attempts = 0, token = NULL, locked_by = NULL,
     available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_code = NULL,
-    error = NULL, first_error = NULL, opened_at = clock_timestamp(), updated_at = clock_timestamp()
+    error = NULL, error_code = NULL, first_error = NULL, opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
 RETURNING 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from .keys import OperationId
 
@@ -25,11 +25,24 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
+class EffectOutcome:
+    """What is known of an effect when its operation ends; `result` where it happened."""
+
+    state: Literal["unknown", "happened", "not_happened", "compensated"]
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation that `on_failed` is told about: what its key names, and what it was asked to do."""
+    """The operation that `on_failed` is told about: what its key names, what it was asked to do, and what it did.
+
+    `steps` holds the results of the recorded steps, undone ones included, by name.
+    """
 
     tenant: str
     operation: str
     key: str
     arguments: Mapping[str, Any]
     attempts: int
+    steps: Mapping[str, Any] = field(default_factory=dict)
+    effects: Mapping[str, EffectOutcome] = field(default_factory=dict)

@@ -11,7 +11,6 @@ from celery import Celery
 from sqlalchemy import Connection
 
 from . import dead_letters, metrics, records
-from .attempt import RESPONSE_FAILED
 from .logs import log
 from .runtime import Runtime, is_provably_dead
 from .task import IdempotentTask
@@ -68,6 +67,10 @@ WITH spent AS MATERIALIZED (
     UPDATE idempotency.records r
     SET status = 'failed', fence = nextval('idempotency.fence'), token = NULL, locked_until = NULL, locked_by = NULL,
         error = %(error)s, first_error = coalesce(first_error, %(error)s), response_code = %(response_code)s,
+        error_code = CASE
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.state == "begun")') THEN 'effect_unknown'
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
+            ELSE 'attempts_exhausted' END,
         completed_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
         updated_at = clock_timestamp()
     FROM spent s WHERE (r.tenant, r.operation, r.key) = (s.tenant, s.operation, s.key)
@@ -151,7 +154,7 @@ def _bounds(app: Celery, runtime: Runtime) -> dict[str, object]:
         "error": records.error_text(
             "attempts_exhausted", "its process died in every attempt, and in what would end it"
         ),
-        "response_code": RESPONSE_FAILED,
+        "response_code": records.RESPONSE_FAILED,
         "retention": settings.retention_failed,
         "service": settings.service,
     }

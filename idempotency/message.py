@@ -76,13 +76,7 @@ class Message:
     ) -> Message:
         """The message that `apply_async` would send for this call."""
         wire = app.amqp.as_task_v2(task_id, name, args, kwargs, **options)
-        routed = app.amqp.router.route({"queue": queue} if queue else {}, name, args, kwargs)
-        target = routed.get("queue")
-        route = (
-            {"queue": getattr(target, "name", target)}
-            if target is not None
-            else {"exchange": routed.get("exchange", ""), "routing_key": routed.get("routing_key", "")}
-        )
+        route = _route(app, name, args, kwargs, queue)
         properties: dict[str, Any] = {"correlation_id": task_id}
         if priority is not None:
             properties["priority"] = priority
@@ -113,6 +107,10 @@ class Message:
         if exchange.startswith(_DELAY_EXCHANGE):
             route = {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
         return cls({**headers, **custom}, kombu_dumps(body), route, properties)
+
+    def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
+        """The same message, for the queue to which the application routes this call."""
+        return replace(self, route=_route(app, name, args, kwargs))
 
     @classmethod
     def from_text(cls, text: str) -> Message:
@@ -152,3 +150,11 @@ class Message:
             if (known.exchange.name, known.routing_key) == (exchange, routing_key):
                 return str(known.name)
         return str(routing_key)
+
+
+def _route(app: Celery, name: str, args: Any, kwargs: Any, queue: str | None = None) -> dict[str, Any]:
+    routed = app.amqp.router.route({"queue": queue} if queue else {}, name, args, kwargs)
+    target = routed.get("queue")
+    if target is not None:
+        return {"queue": getattr(target, "name", target)}
+    return {"exchange": routed.get("exchange", ""), "routing_key": routed.get("routing_key", "")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from rich.bar import Bar
 
 from . import operators, overview
 from .effects import DidNotHappen, Happened
-from .operators import Change, ChangeRefused, Shown
+from .operators import Change, Shown
 from .runtime import Runtime
 from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
 
@@ -46,6 +47,9 @@ TenantOption = Annotated[str | None, typer.Option(help="The tenant, where severa
 ReasonOption = Annotated[str, typer.Option(help="Why; kept in the audit table.")]
 ActorOption = Annotated[str, typer.Option("--as", help="Who does it.", default_factory=this_user, show_default="you")]
 FenceOption = Annotated[int | None, typer.Option(help="Only if the record still has the fence that `show` printed.")]
+RequestOption = Annotated[
+    str | None, typer.Option(help="A name for this change: repeated under the same one, it is made once.")
+]
 
 
 @commands.command("status")
@@ -154,12 +158,13 @@ def release(
     operation: OperationOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
+    request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take a started operation from its holder, and deliver it again now."""
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
-    operators.release(celery, shown, Change(actor, reason))
+    operators.release(celery, shown, Change(actor, reason, request_id))
     _print_change("released", shown, as_json)
 
 
@@ -172,13 +177,18 @@ def cancel(
     operation: OperationOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
+    may_have_happened: Annotated[
+        bool, typer.Option("--may-have-happened", help="Also when an effect has happened or may have.")
+    ] = False,
+    request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """End an operation that has not begun, or waits for its next attempt: failed as cancelled, with a dead letter."""
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
-    operators.cancel(celery, shown, Change(actor, reason))
-    _print_change("cancelled", shown, as_json)
+    change = Change(actor, reason, request_id)
+    error = operators.cancel(celery, shown, change, may_have_happened=may_have_happened)
+    _print_change("cancelled", shown, as_json, ended_as=error.code)
 
 
 @effects.command("resolve")
@@ -193,13 +203,17 @@ def resolve(
     not_happened: Annotated[
         bool, typer.Option("--not-happened", help="It did not, and under its key it cannot happen any more.")
     ] = False,
+    end: Annotated[
+        bool, typer.Option("--end", help="The operation is not to go on: undo what its end had to leave.")
+    ] = False,
     app: AppOption = "tasks",
     operation: OperationOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
+    request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what became of an effect that failed as effect_unknown; then replay its dead letter."""
+    """Say what became of an effect whose outcome was unknown, or correct it; then replay its dead letter, or --end it."""
     if (happened is None) != not_happened:
         raise typer.BadParameter("give one of --happened RESULT_JSON and --not-happened")
     outcome: Happened | DidNotHappen = DidNotHappen()
@@ -210,16 +224,15 @@ def resolve(
             raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
-    operators.resolve_effect(celery, shown, name, outcome, Change(actor, reason))
+    operators.resolve_effect(celery, shown, name, outcome, Change(actor, reason, request_id), end=end)
     _print_change("resolved", shown, as_json, effect=name)
 
 
 def _shown(app: str, key: str, operation: str | None, tenant: str | None, fence: int | None) -> Shown:
     with Runtime.of(application(app)).autocommit() as connection:
         shown = operators.read(connection, operators.find(connection, key, operation=operation, tenant=tenant))
-    if fence is not None and shown.fence != fence:
-        raise ChangeRefused(f"--fence {fence}: the record is {shown.status} and has fence {shown.fence}; look again")
-    return shown
+    # compared in the change's own transaction, after it is known not to be a repetition
+    return shown if fence is None else replace(shown, fence=fence)
 
 
 def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -45,6 +45,7 @@ class Claimed:
     effects: dict[str, dict[str, Any]]
     first_claim: bool
     revoked: bool = False  # Celery was told to revoke this generation: it ends without its body
+    resumed: bool = False  # the same attempt as before, claimed again after a doubt
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ WITH claimed AS (
         token = excluded.token,
         -- the same token again is the same attempt, resolving a doubt
         attempts = r.attempts + (r.token IS DISTINCT FROM excluded.token)::int,
+        resumed = r.token IS NOT DISTINCT FROM excluded.token,
         locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
         locked_by = excluded.locked_by,
         available_at = NULL,
@@ -116,13 +118,13 @@ WITH claimed AS (
     WHERE r.fingerprint = excluded.fingerprint
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
-    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation,
+    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, resumed,
         -- xmax is 0 in a row that was inserted
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
-       revoked_generation IS NOT DISTINCT FROM generation AS revoked
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, resumed
 FROM claimed
 UNION ALL
 SELECT CASE
@@ -131,7 +133,7 @@ SELECT CASE
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, NULL
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -178,7 +180,7 @@ UPDATE idempotency.records
 SET effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
         || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)),
     updated_at = clock_timestamp()
-WHERE {_MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' = 'not_happened')
+WHERE {_MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' IN ('not_happened', 'compensated'))
 RETURNING effects -> %(name)s ->> 'begun_at'
 """
 
@@ -217,8 +219,12 @@ _COMPLETE = _FINISH.format(
     changes=f"status = 'completed', result = %(result)s, response_code = 200, {_TERMINAL}", guard=_MINE
 )
 
+# Steps that were undone are forgotten, so that a replay does them again.
+_CONCLUDED = """status = 'failed', error = %(error)s, error_code = %(code)s,
+        effects = (effects - %(forgotten)s::text[]) || %(changed)s::jsonb"""
+
 _FAIL = _FINISH.format(
-    changes=f"""status = 'failed', error = %(error)s, first_error = coalesce(first_error, %(error)s),
+    changes=f"""{_CONCLUDED}, first_error = coalesce(first_error, %(error)s),
         response_code = %(response_code)s, {_TERMINAL}""",
     guard=_MINE,
 )
@@ -236,7 +242,8 @@ WITH released AS (
     RETURNING tenant, operation, key, fingerprint, message, queue, available_at
 ), next_delivery AS (
     INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry', available_at
+    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry',
+           available_at + make_interval(secs => %(after_due)s)
     FROM released WHERE %(deliver)s
 )
 SELECT count(*) FROM released
@@ -299,6 +306,7 @@ def claim(
             row.effects or {},
             row.attempts == 1,
             row.revoked,
+            row.resumed,
         )
     return _explained(row)
 
@@ -376,16 +384,9 @@ def complete(connection: Connection, claim: Claimed, result: str, *, retention: 
     execute(connection, _COMPLETE, _guard(claim) | parameters)
 
 
-def fail(
-    connection: Connection, claim: Claimed, error: str, *, response_code: int, retention: float, lease: float
-) -> None:
+def fail(connection: Connection, claim: Claimed, end: FailedEnd, *, retention: float, lease: float) -> None:
     """Finish without success; raises `DivisionByZero` when not the holder. The dead letter goes in the same transaction."""
-    parameters = {
-        "error": error,
-        "response_code": response_code,
-        "retention": retention,
-        "idle_ms": _idle_ms(lease),
-    }
+    parameters = end.parameters() | {"retention": retention, "idle_ms": _idle_ms(lease)}
     execute(connection, _FAIL, _guard(claim) | parameters)
 
 
@@ -397,12 +398,20 @@ def release(
     error: str | None,
     give_back: bool = False,
     deliver: bool = True,
+    after_due: float = 0.0,
 ) -> bool:
-    """Let go, due again after `delay` seconds, with the next delivery in the same statement. False: not the holder.
+    """Let go, claimable after `delay` seconds, with the next delivery in the same statement. False: not the holder.
 
-    `give_back` returns the attempt: it was a deferral or a shutdown, not the operation's fault.
+    `give_back` returns the attempt: it was a deferral or a shutdown, not the operation's fault. `after_due`: how many
+    seconds later the delivery leaves. Without `deliver` there is none: for a caller that ends the operation now.
     """
-    parameters = {"delay": delay, "error": error, "given_back": int(give_back), "deliver": deliver}
+    parameters = {
+        "delay": delay,
+        "error": error,
+        "given_back": int(give_back),
+        "deliver": deliver,
+        "after_due": after_due,
+    }
     return bool(execute(connection, _RELEASE, _guard(claim) | parameters).fetchone()[0])
 
 
@@ -414,9 +423,32 @@ def lookup(connection: Connection, id: OperationId) -> Any | None:
 # ---------------------------------------------------------------- the error as it is stored
 
 
-def error_text(code: str, message: str) -> str:
-    """Write an error as it is stored: JSON with code and message."""
-    return json.dumps({"code": code, "message": message})
+# The code a failed operation answers with, as HTTP would say it: understood, and cannot be done.
+RESPONSE_FAILED = 422
+
+
+def error_text(code: str, message: str, cause: Mapping[str, str] | None = None) -> str:
+    """Write an error as it is stored: JSON with code and message, and what ended the operation beside an open effect."""
+    return json.dumps({"code": code, "message": message} | ({"cause": dict(cause)} if cause else {}))
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEnd:
+    """How an operation fails: its error and code, the steps that were undone, and the effects that an undo answered for."""
+
+    code: str
+    error: str
+    forgotten: tuple[str, ...] = ()
+    changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def parameters(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "error": self.error,
+            "forgotten": list(self.forgotten),
+            "changed": json.dumps(self.changed),
+            "response_code": RESPONSE_FAILED,
+        }
 
 
 def error_fields(text: str) -> dict[str, str]:
@@ -455,7 +487,7 @@ RETURNING 1
 
 _CANCEL = f"""
 UPDATE idempotency.records
-SET status = 'failed', available_at = NULL, fence = nextval('idempotency.fence'), error = %(error)s,
+SET {_CONCLUDED}, available_at = NULL, fence = nextval('idempotency.fence'),
     first_error = coalesce(first_error, %(error)s), response_code = %(response_code)s,
     completed_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
     updated_at = clock_timestamp()
@@ -463,11 +495,11 @@ WHERE {_ROW} AND status = 'released' AND fence = %(fence)s
 RETURNING fence
 """
 
-_RESOLVE_EFFECT = f"""
-UPDATE idempotency.records
-SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(change)s::jsonb),
-    updated_at = clock_timestamp()
-WHERE {_ROW} AND status = 'failed' AND fence = %(fence)s AND effects -> %(name)s ->> 'state' = 'begun'
+# A person's word about an effect, and what the end may conclude now. The fence moves: who was shown the record before
+# is told to look again.
+_CONCLUDE = f"""
+UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp()
+WHERE {_ROW} AND status = 'failed' AND fence = %(fence)s
 RETURNING fence
 """
 
@@ -486,18 +518,15 @@ def revoke(connection: Connection, id: OperationId, fingerprint: str, *, remembe
     return execute(connection, _REVOKE, _row(id) | parameters).fetchone() is not None
 
 
-def cancel(
-    connection: Connection, id: OperationId, *, fence: int, error: str, response_code: int, retention: float
-) -> int | None:
-    """End what has not begun, under the fence that was read. Returns the new fence; None: it has changed meanwhile."""
-    parameters = {"fence": fence, "error": error, "response_code": response_code, "retention": retention}
+def cancel(connection: Connection, id: OperationId, end: FailedEnd, *, fence: int, retention: float) -> int | None:
+    """End what is released, under the fence that was read. Returns the new fence; None: it has changed meanwhile."""
+    parameters = end.parameters() | {"fence": fence, "retention": retention}
     return _fence(execute(connection, _CANCEL, _row(id) | parameters).fetchone())
 
 
-def resolve_effect(connection: Connection, id: OperationId, *, fence: int, name: str, change: Parameters) -> int | None:
-    """Record a person's word about an effect of a failed operation. Returns the fence; None: it has changed meanwhile."""
-    parameters = {"fence": fence, "name": name, "change": json.dumps(change)}
-    return _fence(execute(connection, _RESOLVE_EFFECT, _row(id) | parameters).fetchone())
+def conclude(connection: Connection, id: OperationId, end: FailedEnd, *, fence: int) -> int | None:
+    """Say anew how a failed operation ended. Returns the new fence; None: it has changed meanwhile."""
+    return _fence(execute(connection, _CONCLUDE, _row(id) | end.parameters() | {"fence": fence}).fetchone())
 
 
 def _fence(row: Any | None) -> int | None:
@@ -513,28 +542,34 @@ WITH settings AS (
 ), given_up AS (
     INSERT INTO idempotency.records AS r
         (tenant, operation, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
-         response_code, completed_at, expires_at)
+         error_code, response_code, completed_at, expires_at)
     SELECT %(tenant)s, %(operation)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
-           %(message)s, %(queue)s, %(error)s, %(error)s, %(response_code)s, clock_timestamp(),
+           %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(retention)s)
     FROM settings
     ON CONFLICT (tenant, operation, key) DO UPDATE SET
         status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
+        -- what the end may conclude is said in the same transaction, by `conclude`
+        error_code = CASE
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.state == "begun")') THEN 'effect_unknown'
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
+            ELSE excluded.error_code END,
         response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
         updated_at = clock_timestamp()
     WHERE r.fingerprint = excluded.fingerprint
       AND (r.status = 'released' OR r.status = 'started' AND r.locked_until < clock_timestamp())
-    RETURNING generation, attempts, first_error
+    RETURNING generation, attempts, first_error, fence, effects
 )
-SELECT 'given_up' AS answer, generation, attempts, first_error, NULL AS result, NULL AS error FROM given_up
+SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error
+FROM given_up
 UNION ALL
 SELECT CASE
            WHEN fingerprint <> %(fingerprint)s THEN 'mismatch'
            WHEN status IN ('completed', 'failed') THEN status
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, generation, attempts, first_error, result, error
+       END, generation, attempts, first_error, NULL, NULL, result, error
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM given_up)
 """
@@ -542,11 +577,13 @@ WHERE {_ROW} AND NOT EXISTS (SELECT FROM given_up)
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Ended as failed, because no worker will run its message. The dead letter goes in the same transaction."""
+    """Ended as failed, because no worker will run its message. The dead letter and `conclude` go in the same transaction."""
 
     generation: int
     attempts: int
     first_error: str
+    fence: int
+    effects: dict[str, dict[str, Any]]
 
 
 def give_up(
@@ -556,8 +593,7 @@ def give_up(
     fingerprint: str,
     message: str,
     queue: str,
-    error: str,
-    response_code: int,
+    end: FailedEnd,
     retention: float,
     lease: float,
 ) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
@@ -570,14 +606,13 @@ def give_up(
             "fingerprint": fingerprint,
             "message": message,
             "queue": queue,
-            "error": error,
-            "response_code": response_code,
             "retention": retention,
             "idle_ms": _idle_ms(lease),
-        },
+        }
+        | end.parameters(),
     ).fetchone()
     if row is None:
         return Changed()
     if row.answer == "given_up":
-        return GivenUp(row.generation, row.attempts, row.first_error)
+        return GivenUp(row.generation, row.attempts, row.first_error, row.fence, row.effects)
     return _explained(row)

@@ -18,6 +18,8 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 READ_ONLY = "25006"
 # Under this name a connection keeps the cursor of our statements.
 _CURSOR = "idempotency.cursor"
+# Enough for a sentence; a record is not a log file.
+ERROR_LIMIT = 500
 
 
 def execute(connection: Connection, statement: str, parameters: Mapping[str, Any] | None = None) -> Any:
@@ -49,6 +51,15 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
             connection_invalidated=connection.invalidated,
             dialect=connection.dialect,
         ) from error
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line for the record: type and message, without the statement's parameters or a row's values."""
+    if isinstance(error, DBAPIError):
+        diagnosis = getattr(error.orig, "diag", None)
+        primary = getattr(diagnosis, "message_primary", None)
+        return f"{type(error.orig).__name__}: {primary or 'no answer from the database'}"
+    return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
 
 
 def treat_read_only_as_away(engine: Engine) -> None:

@@ -30,8 +30,9 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from . import dead_letters, eager, keys, metrics, outbox, records
-from .attempt import Attempt, AttemptSession, OnFailed, Policy, describe
+from . import conclusions, dead_letters, eager, keys, metrics, outbox, records
+from .attempt import Attempt, AttemptSession, Policy
+from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
 from .effects import Reconcile
@@ -39,6 +40,7 @@ from .endings import Ending, Raised, Release, Returned, end_for
 from .errors import (
     AttemptsExhausted,
     Defer,
+    EffectUnknown,
     FingerprintMismatch,
     IdempotencyError,
     InvalidArguments,
@@ -58,6 +60,7 @@ from .logs import log
 from .message import KEY_HEADER, ORIGIN_HEADER, REVOKED_HEADER, TENANT_HEADER, WAITS_HEADER, Message
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
+from .statements import describe
 
 # A doubt is resolved by claiming again. Each round moves the fence, so five in a row mean something is broken.
 DOUBT_ROUNDS = 5
@@ -83,6 +86,7 @@ class IdempotentTask(Task):
                     `content_hash(...)`, or None: then every call gives `idempotency_key=`
     on_failed       `on_failed(session, operation, error)`, run in the failing transaction
     permanent_errors exception types that end the operation at once
+    effect_types    what its effects return, by name (any type pydantic checks): a person's word is held against it
     on_busy         what a duplicate of a running operation does: "ack" (default), "wait", or "raise" (eager calls)
     max_attempts, retention_completed, retention_failed   override the settings; retentions in seconds
     """
@@ -104,6 +108,7 @@ class IdempotentTask(Task):
     key: ClassVar[str | KeyFunction | None] = None
     on_failed: ClassVar[OnFailed | None] = None
     permanent_errors: ClassVar[Sequence[type[BaseException]]] = ()
+    effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
     max_attempts: ClassVar[int | None] = None
     retention_completed: ClassVar[float | None] = None
@@ -152,6 +157,9 @@ class IdempotentTask(Task):
                 answer = self._claim(runtime, delivery, token)
             match answer:
                 case Claimed() as claim:
+                    if not claim.resumed:
+                        # An ending belongs to the attempt that decided it: this is another one, on other ground.
+                        ending = None
                     self.request.retries = max(claim.attempts - 1, 0)
                     self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
                     try:
@@ -162,7 +170,7 @@ class IdempotentTask(Task):
                                 raise
                             except BaseException as error:
                                 ending = end_for(error, attempt)
-                        ending.apply(attempt)
+                        outcome = ending.apply(attempt)
                     except (LeaseLost, OutcomeInDoubt, DBAPIError, PoolTimeout, SoftTimeLimitExceeded):
                         if ending is not None and not isinstance(ending.outcome, Exception):
                             raise ending.outcome from None  # the process ends; recovery has the rest
@@ -174,7 +182,7 @@ class IdempotentTask(Task):
                         if isinstance(ending.cause, Defer):
                             return Raised(ending.cause)  # later means that the caller calls again
                         return self._perform(delivery)  # nobody delivers again: the next attempt is here and now
-                    return Raised(ending.outcome)
+                    return Raised(outcome)
                 case Completed() as completed:
                     metrics.duplicates.labels(self.name).inc()
                     return Returned(completed.value())
@@ -190,15 +198,41 @@ class IdempotentTask(Task):
 
     def _run(self, attempt: Attempt) -> Any:
         crash_point("claimed")
-        if self._is_revoked(attempt):
-            raise PermanentError("revoked through Celery before it had ended", "revoked")
-        if attempt.claim.attempts > attempt.policy.max_attempts:
-            raise AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts; the last one died")
+        if (end := self._end_without_body(attempt)) is not None:
+            return self._look_once_more(attempt, end)
         crash_point("body.entered")
         with metrics.phase(self.name, "body"):
             result = self.run(*self.request.args, **self.request.kwargs)
         with metrics.phase(self.name, "commit"):
             attempt.complete(result)
+        return result
+
+    def _end_without_body(self, attempt: Attempt) -> PermanentError | None:
+        """Why this claim ends the operation instead of running its body, if it does."""
+        if self._is_revoked(attempt):
+            return PermanentError("revoked through Celery before it had ended", "revoked")
+        if attempt.claim.attempts > attempt.policy.max_attempts:
+            return AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts")
+        return None
+
+    def _look_once_more(self, attempt: Attempt, end: PermanentError) -> Any:
+        """Finish what has happened outside, if asking the provider allows it; begin nothing. Else raise `end`.
+
+        Once only: a body that kills its process must not do so for ever.
+        """
+        claim, most = attempt.claim, attempt.policy.max_attempts
+        if not conclusions.has_acted(claim.effects) or claim.attempts > most + 1:
+            raise end
+        attempt.ends_as = end
+        try:
+            result = self.run(*self.request.args, **self.request.kwargs)
+        except (LeaseLost, OutcomeInDoubt, Defer, EffectUnknown):
+            raise
+        except Exception as error:
+            raise end from error
+        if attempt.stopped:
+            raise end  # the body has caught it and gone on without what it was refused
+        attempt.complete(result)
         return result
 
     def _claim(
@@ -321,6 +355,10 @@ class IdempotentTask(Task):
         arguments = keys.bind(self._signature, request.args or (), request.kwargs or {})
         id = self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
         message = Message.delivered(request)
+        if request.is_eager:
+            message = message.routed(
+                self.app, self.name, request.args or (), request.kwargs or {}
+            )  # should this process die, a worker goes on with it
         return Delivery(
             id=id,
             fingerprint=keys.fingerprint(arguments),
@@ -350,9 +388,15 @@ class IdempotentTask(Task):
         """
         return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
 
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once."""
-        return self._attempt.step(name, fn, *args, **kwargs)
+    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
+        """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once.
+
+        If the operation ends without success, `undo(session, result)` takes the step back in the failing transaction,
+        the last step first, and a replay does the step again. It is a function that can be imported by its name. No
+        undo runs while an effect is unknown, nor over a later effect that has happened, unless it accepts
+        `effects` (their results by name) and answers for them. Raises as `effect` does.
+        """
+        return self._attempt.step(name, fn, *args, undo=undo, **kwargs)
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` when another attempt may hold the operation; for long loops."""

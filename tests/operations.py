@@ -23,6 +23,7 @@ FINGERPRINT = "v1:same"
 MESSAGE = '{"headers": {}, "properties": {}, "route": {}, "body": "[[1e16], {}, {}]"}'
 HOLDER = "another-host|boot|namespace|1|1"
 ERROR = records.error_text("no_account", "no such account")
+FAILED = records.FailedEnd("no_account", ERROR)
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def completed(
 
 def failed(connection: Connection, id: OperationId | None = None, **options: Any) -> Claimed:
     held = started(connection, id, **options)
-    records.fail(connection, held, ERROR, response_code=422, retention=RETENTION, lease=LEASE)
+    records.fail(connection, held, FAILED, retention=RETENTION, lease=LEASE)
     return held
 
 

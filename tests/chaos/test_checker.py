@@ -54,7 +54,7 @@ DEPOSIT = "INSERT INTO entries (account, amount) VALUES (:key, 1)"
 COMPLETE = """UPDATE idempotency.records SET status = 'completed', result = '{"ok": 1}', response_code = 200,
     completed_at = clock_timestamp(), locked_until = NULL, available_at = NULL, token = 't', locked_by = 'h|b|n|7|1',
     expires_at = clock_timestamp() + interval '1 hour' WHERE :row"""
-FAIL = """UPDATE idempotency.records SET status = 'failed', error = '{"code": "no_account", "message": "m"}',
+FAIL = """UPDATE idempotency.records SET status = 'failed', error_code = 'no_account', error = '{"code": "no_account", "message": "m"}',
     completed_at = clock_timestamp(), locked_until = NULL, expires_at = clock_timestamp() + interval '1 hour'
     WHERE :row"""
 LETTER = """INSERT INTO idempotency.dead_letters (source, tenant, operation, key, generation, fingerprint, reason,

@@ -115,7 +115,11 @@ STARTED = KEY | {"status": "'started'", "fence": "1", "token": "'x'", "locked_un
 RELEASED = KEY | {"status": "'released'", "fence": "1", "available_at": NOW}
 TERMINAL = {"token": "'x'", "locked_by": "'h'", "completed_at": NOW, "expires_at": NOW}
 COMPLETED = KEY | TERMINAL | {"status": "'completed'", "fence": "1", "result": "'null'", "response_code": "200"}
-FAILED = KEY | TERMINAL | {"status": "'failed'", "fence": "1", "error": "'{}'", "response_code": "422"}
+FAILED = (
+    KEY
+    | TERMINAL
+    | {"status": "'failed'", "fence": "1", "error": "'{}'", "error_code": "'no_account'", "response_code": "422"}
+)
 LEGAL_RECORDS = {"started": STARTED, "released": RELEASED, "completed": COMPLETED, "failed": FAILED}
 
 OUTBOX = KEY | {"event_id": "'e'", "origin": "'enqueue'"}

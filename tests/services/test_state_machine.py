@@ -475,7 +475,7 @@ class Machine(RuleBasedStateMachine):
             connection.execute(FAILURE, {"account": held.id.key, "code": code})
             delivery = self.delivery(held.id, holder.amount)
             dead_letters.store_failure(connection, held.id, delivery, held, reason=code, last_error=error)
-            records.fail(connection, held, error, response_code=422, retention=RETENTION, lease=LEASE)
+            records.fail(connection, held, records.FailedEnd(code, error), retention=RETENTION, lease=LEASE)
         if record is not None:
             record.end("failed", code=code)
             self.failures[held.id.key] += 1
