@@ -43,6 +43,7 @@ class Policy:
     retention_completed: float
     retention_failed: float
     provider_key_retention: float
+    provider_keeps_refusals: bool = True
     permanent_errors: tuple[type[BaseException], ...] = ()
     on_failed: OnFailed | None = None
 
@@ -52,7 +53,8 @@ class Policy:
             task.max_attempts or settings.max_attempts,
             task.retention_completed or settings.retention_completed,
             task.retention_failed or settings.retention_failed,
-            settings.provider_key_retention,
+            settings.provider_key_retention if task.provider is None else task.provider.keeps_keys_for,
+            task.provider is None or task.provider.keeps_refusals,
             tuple(task.permanent_errors),
             task.on_failed,
         )

@@ -79,6 +79,7 @@ def check(app: Celery, given: Settings | None) -> list[Finding]:
     findings = [*_tasks(tasks), *_content(app), *_schedule(app, tasks), *_celery_settings(app)]
     if given is not None:
         findings += _retentions(tasks, given)
+        findings += _providers(tasks, given)
     try:
         amqp = speaks_amqp(app)
     except ValueError:
@@ -195,6 +196,32 @@ def _queues(app: Celery, tasks: list[IdempotentTask], given: Settings | None) ->
         findings += wrong
         if name in used and not wrong:
             findings.append(_outage(queue, used[name], given))
+    return findings
+
+
+def _providers(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
+    """Whether repeats come while the provider still knows their key; beyond that the end is a person's."""
+    findings = []
+    for task in tasks:
+        if (contract := task.provider) is None:
+            continue
+        subject, kept = f"task {task.name}", contract.keeps_keys_for
+        attempts = task.max_attempts or given.max_attempts
+        horizons = {
+            "defer_budget": given.defer_budget,
+            f"{attempts} attempts x retry_cap": attempts * given.retry_cap,
+        }
+        for name, seconds in horizons.items():
+            if seconds >= kept:
+                found = f"{name}={seconds:g} s, and {contract.name} keeps a key for {kept:g} s"
+                findings.append(warning(subject, found, "a late repeat ends as effect_unknown instead"))
+        retention = task.retention_failed or given.retention_failed
+        if retention > kept:
+            found = (
+                f"{contract.name} keeps a key for {kept / 3600:g} h; failed operations are kept {retention / 3600:g} h"
+            )
+            advice = "give effects a reconcile: a later replay cannot repeat an unknown call, only ask about it"
+            findings.append(ok(subject, f"{found}; {advice}"))
     return findings
 
 

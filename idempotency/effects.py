@@ -129,7 +129,7 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
     except StoredFailure as failure:
         return _after_stored_failure(attempt, call, failure)
     except PermanentError as error:
-        if repeated and not isinstance(error, StoredRefusal):
+        if repeated and not (isinstance(error, StoredRefusal) and attempt.policy.provider_keeps_refusals):
             return _after_refused_repeat(attempt, call, error)
         # A known outcome: nothing happened. Only a person's replay may call again, under the next key.
         _change(attempt, call.name, {"state": "not_happened", "error": str(error)[:500]})

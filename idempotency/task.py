@@ -58,6 +58,7 @@ from .keys import KeyFunction, OperationId
 from .lease import Hint
 from .logs import log
 from .message import KEY_HEADER, ORIGIN_HEADER, REVOKED_HEADER, TENANT_HEADER, WAITS_HEADER, Message
+from .providers import ProviderContract
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
 from .statements import describe
@@ -86,6 +87,7 @@ class IdempotentTask(Task):
                     `content_hash(...)`, or None: then every call gives `idempotency_key=`
     on_failed       `on_failed(session, operation, error)`, run in the failing transaction
     permanent_errors exception types that end the operation at once
+    provider        what the provider of its effects promises about idempotency keys (`idempotency.providers`)
     effect_types    what its effects return, by name (any type pydantic checks): a person's word is held against it
     on_busy         what a duplicate of a running operation does: "ack" (default), "wait", or "raise" (eager calls)
     max_attempts, retention_completed, retention_failed   override the settings; retentions in seconds
@@ -108,6 +110,7 @@ class IdempotentTask(Task):
     key: ClassVar[str | KeyFunction | None] = None
     on_failed: ClassVar[OnFailed | None] = None
     permanent_errors: ClassVar[Sequence[type[BaseException]]] = ()
+    provider: ClassVar[ProviderContract | None] = None
     effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
     max_attempts: ClassVar[int | None] = None
