@@ -111,6 +111,8 @@ class StoredRefusal(PermanentError):
     repeated call (an API key revoked since, a parameter no longer valid) says nothing about the first call.
     """
 
+    default_code = "stored_refusal"
+
 
 class InvalidResult(PermanentError):
     """The result is not JSON, or larger than `result_limit` bytes; nothing was committed."""
