@@ -222,10 +222,15 @@ def audit(
             "before": row and row.fence,
             "after": (row and row.fence) if fence is None else fence,
             "reason": change.reason,
-            "details": json.dumps(details or {}),
+            "details": json.dumps({name: _storable(value) for name, value in (details or {}).items()}),
         },
     )
     log.info("operator_change", action=action, actor=change.actor, operation=id and id.operation, key=id and id.key)
+
+
+def _storable(value: Any) -> Any:
+    """What a jsonb column takes: NUL and half a surrogate pair are JSON, and no text to Postgres."""
+    return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 # ---------------------------------------------------------------- how

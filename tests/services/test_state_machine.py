@@ -582,6 +582,8 @@ class Machine(RuleBasedStateMachine):
         """Whatever has ended by now; or long after."""
         if late:
             self._retention_passes()
+        # an hour passes, for what an earlier purge has found a reason to keep
+        self.connection.exec_driver_sql("UPDATE idempotency.records SET kept_until = NULL")
         for number in [number for number, letter in self.letters.items() if letter.status != "open" and letter.old]:
             del self.letters[number]
         gone = [id for id, record in self.records.items() if self._may_be_purged(id, record)]
