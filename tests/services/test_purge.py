@@ -418,6 +418,15 @@ def test_a_purge_finds_its_rows_by_index_in_order(
     assert "Seq Scan" not in plan.replace("Seq Scan on set_aside", ""), plan
 
 
+@pytest.mark.parametrize(
+    ("statement", "index"),
+    [(maintenance._FORGET_ALERTS, "alerts_sent"), (maintenance._FORGET_SET_ASIDE, "set_aside_until")],
+)
+def test_what_is_forgotten_is_found_by_index(bank: Celery, statement: str, index: str) -> None:
+    with Runtime.of(bank).autocommit() as planning:
+        assert index in explain(planning, statement)
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_what_stays_costs_the_next_purge_nothing(many: Celery, connection: Connection, name: str) -> None:
     purge_once(many, limit=100_000)
