@@ -208,6 +208,7 @@ def _is_dead(holder: str) -> bool:
 def _end_spent(runtime: Runtime, parameters: dict[str, Any]) -> int:
     """End one spent operation in its own transaction. 0: its holder came back, or another sweep has it."""
     with runtime.engine.begin() as connection:
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {sweeps.LOCK_TIMEOUT_MS}")
         record = connection.exec_driver_sql(EXHAUST.find_one, parameters).one_or_none()
         if record is None:
             return 0
