@@ -95,7 +95,7 @@ def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, 
     """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due."""
     handled = seen = 0
     fields = {**parameters, "batch": BATCH}
-    with settings(connection):
+    with sweeping(connection):
         while seen < limit:
             try:
                 done, found = connection.exec_driver_sql(sweep.batch, fields).one()
@@ -116,7 +116,7 @@ def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, 
 
 def find(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any]) -> Sequence[Row[Any]]:
     """One batch of what is due, for a sweep whose rows are handled in Python (`one_by_one`)."""
-    with settings(connection):
+    with sweeping(connection):
         return connection.exec_driver_sql(sweep.find, {**parameters, "batch": BATCH}).all()
 
 
@@ -177,7 +177,7 @@ def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Excep
 
 
 @contextmanager
-def settings(connection: Connection) -> Iterator[None]:
+def sweeping(connection: Connection) -> Iterator[None]:
     """How a sweep's statements run: hardly waiting, and reading what is due by its index, in order.
 
     A plan that was made while little was due would sort everything that is due for each batch, when it has become much.

@@ -410,7 +410,7 @@ def test_a_purge_finds_its_rows_by_index_in_order(
     if planned_while == "full":
         connection.exec_driver_sql(MANY)
     sweep, _, index = SWEEPS[name]
-    with Runtime.of(bank).autocommit() as planning, sweeps.settings(planning):
+    with Runtime.of(bank).autocommit() as planning, sweeps.sweeping(planning):
         plan = explain(planning, sweep.batch)
     assert f"Index Scan using {index}" in plan, plan
     due = plan[: plan.index("->  Index Scan using " + index)]
@@ -432,7 +432,7 @@ def test_what_stays_costs_the_next_purge_nothing(many: Celery, connection: Conne
     purge_once(many, limit=100_000)
     connection.exec_driver_sql("VACUUM ANALYZE idempotency.records, idempotency.outbox, idempotency.dead_letters")
     sweep, parameters, _ = SWEEPS[name]
-    with Runtime.of(many).autocommit() as planning, sweeps.settings(planning):
+    with Runtime.of(many).autocommit() as planning, sweeps.sweeping(planning):
         explained = planning.exec_driver_sql(
             f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sweep.batch}", {**parameters, "batch": BATCH}
         ).scalar_one()
