@@ -43,6 +43,9 @@ cli.add_typer(people, name="operators")
 DEATH_WATCH = 2.0
 # How often it looks for something to alert about; each service and reason keeps to alert_interval besides.
 ALERT_WATCH = 5.0
+# How often it looks for something to purge, and how much it deletes at once; it goes on at once while there is more.
+PURGE_WATCH = 60.0
+PURGE_LIMIT = 5_000
 
 
 @cli.command()
@@ -57,7 +60,7 @@ def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 
 @cli.command()
 def relay(app: AppOption = "tasks") -> None:
-    """Publish the outbox until stopped; also recovers what has lost its holder. Any number at once."""
+    """Publish the outbox until stopped; also recovers what has lost its holder, and purges. Any number at once."""
     celery = _app(app)
     celery.loader.import_default_modules()  # what is to be checked are its tasks
     refuse_to_start(celery)
@@ -70,7 +73,12 @@ def relay(app: AppOption = "tasks") -> None:
         signal.signal(name, lambda *_: stop.set())
     sweep = Runtime.of(celery).settings.sweep
     running = Relay(celery)
-    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep, "alerts": time.monotonic()}
+    due = {
+        "recover": time.monotonic(),
+        "reconcile": time.monotonic() + sweep,
+        "alerts": time.monotonic(),
+        "purge": time.monotonic(),
+    }
 
     def periodic() -> None:
         now = time.monotonic()
@@ -87,8 +95,12 @@ def relay(app: AppOption = "tasks") -> None:
         if now >= due["alerts"]:
             due["alerts"] = now + ALERT_WATCH
             alerts.run_once(celery)
+        if now >= due["purge"]:
+            due["purge"] = now + PURGE_WATCH
+            if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
+                due["purge"] = now
 
-    # Its own thread: a slow receiver of alerts, or a lock that a dead letter waits for, delays no message.
+    # Its own thread: a slow receiver of alerts, a lock that a dead letter waits for, or a long purge delays no message.
     letters = threading.Thread(target=DeadLetterConsumer(celery).run, args=(stop, tell), daemon=True)
     letters.start()
     log.info("relay_started")

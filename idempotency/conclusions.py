@@ -61,7 +61,7 @@ def conclude(
     id: OperationId,
     error: PermanentError,
     *,
-    described: str,
+    described: str | None = None,
     entries: Mapping[str, Entry],
     arguments: Mapping[str, Any],
     attempts: int,
@@ -70,10 +70,11 @@ def conclude(
 ) -> Concluded:
     """Say how an operation ends, and run the application's part of it in the session's transaction.
 
-    `described` is the error in one line, as it is stored. Without `may_run` neither an undo nor `on_failed` runs: they
+    `described` is the error in one line, as it is stored; by default its message. Without `may_run` neither an undo nor `on_failed` runs: they
     have ended their process too often. One that raises leaves no rows; the dead letter says so. `OperationalError` and
     `LeaseLost` are raised: the database is to blame, and the end is tried again.
     """
+    described = error.message if described is None else described
     cause = {"code": error.code, "message": described}
     ended, undos = _verdict(entries, error)
     if undos and not may_run:

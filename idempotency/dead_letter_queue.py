@@ -218,7 +218,6 @@ def _give_up(
                         session,
                         id,
                         PermanentError(_EXPLANATIONS[letter.reason], letter.reason),
-                        described=_EXPLANATIONS[letter.reason],
                         entries=ended.effects,
                         arguments=arguments,
                         attempts=ended.attempts,

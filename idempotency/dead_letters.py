@@ -24,8 +24,6 @@ from .records import Claimed
 
 # The most that one command may replay or discard: a mistaken filter should not send a million messages.
 BULK_LIMIT = 10_000
-# Rows per statement of the purge: short transactions.
-BATCH = 500
 
 GROUPS = {
     "service": "coalesce(consumer_service, '-')",
@@ -132,16 +130,6 @@ VALUES (gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerpri
 _STATUS = (
     "SELECT status FROM idempotency.records WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
 )
-
-# Only what a person has settled: an open letter stays as long as it takes.
-_PURGE = """
-WITH settled AS MATERIALIZED (
-    SELECT id FROM idempotency.dead_letters
-    WHERE status <> 'open' AND settled_at < clock_timestamp() - make_interval(secs => %(retention)s)
-    ORDER BY settled_at LIMIT %(batch)s FOR UPDATE SKIP LOCKED
-)
-DELETE FROM idempotency.dead_letters d USING settled s WHERE d.id = s.id
-"""
 
 _REPORT = """
 SELECT coalesce(consumer_service, '-') AS service,
@@ -256,10 +244,18 @@ def _store(
             "reason": reason,
             "last_error": last_error,
             "attempts": attempts,
-            "headers": headers_text({**Message.from_text(delivery.message).headers, **delivery.headers}),
+            "headers": headers_text({**_headers(delivery.message), **delivery.headers}),
             "message": delivery.message,
         },
     )
+
+
+def _headers(message: str) -> Mapping[str, Any]:
+    """The headers of a stored message; none of one that cannot be read, which is no reason to keep it from its letter."""
+    try:
+        return dict(Message.from_text(message).headers)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}
 
 
 def headers_text(headers: Mapping[str, Any]) -> str:
@@ -375,8 +371,3 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
         why = str(error) if isinstance(error, CallRefused) else "not a task message"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
     return id, fingerprint
-
-
-def purge(connection: Connection, *, retention: float, batch: int = BATCH) -> int:
-    """Delete one batch of dead letters settled more than `retention` seconds ago; returns how many. Never an open one."""
-    return connection.exec_driver_sql(_PURGE, {"retention": retention, "batch": batch}).rowcount

@@ -31,6 +31,7 @@ from .errors import (
     StoredRefusal,
 )
 from .keys import OperationId, fingerprint
+from .statements import storable
 
 if TYPE_CHECKING:
     from .attempt import Attempt
@@ -132,7 +133,7 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
         if repeated and not (isinstance(error, StoredRefusal) and attempt.policy.provider_keeps_refusals):
             return _after_refused_repeat(attempt, call, error)
         # A known outcome: nothing happened. Only a person's replay may call again, under the next key.
-        _change(attempt, call.name, {"state": "not_happened", "error": str(error)[:500]})
+        _change(attempt, call.name, {"state": "not_happened", "error": storable(str(error)[:500])})
         raise
     crash_point("effect.called")
     return _record(attempt, call.name, result)

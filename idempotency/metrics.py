@@ -31,6 +31,7 @@ in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was los
 leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["operation"])
 unknown_effects = Counter("idempotency_unknown_effects", "Effects found begun without a result", ["operation"])
 recovered = Counter("idempotency_recovered", "Orphaned operations released by recovery", ["cause"])
+set_aside = Counter("idempotency_set_aside", "Rows that a sweep could not handle and tries again later", ["sweep"])
 purged = Counter("idempotency_purged", "Records deleted past retention")
 published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
 publish_errors = Counter("idempotency_outbox_errors", "Outbox rows whose publish failed", ["error"])

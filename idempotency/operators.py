@@ -36,7 +36,7 @@ from .logs import log
 from .message import Message
 from .records import Claimed, FailedEnd
 from .runtime import Runtime
-from .statements import describe
+from .statements import describe, storable
 
 # Enough for a sentence and a ticket number.
 REASON_LIMIT = 500
@@ -272,7 +272,7 @@ def audit(
             "before": row and row.fence,
             "after": (row and row.fence) if fence is None else fence,
             "reason": change.reason,
-            "details": json.dumps(details or {}),
+            "details": json.dumps({name: storable(value) for name, value in (details or {}).items()}),
             "request_id": change.request_id,
         },
     )
@@ -386,7 +386,6 @@ def _conclude(
             session,
             id,
             error,
-            described=error.message,
             entries=row.effects if entries is None else entries,
             arguments=arguments,
             attempts=row.attempts,

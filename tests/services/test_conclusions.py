@@ -622,3 +622,11 @@ def test_a_plain_end_is_told_to_duplicates_as_it_is(bank: Celery, deliveries: De
     outcome = deliveries.deliver(unknown, key="k")
     assert isinstance(outcome.value, OperationFailed)
     assert outcome.value.code == "effect_unknown"
+
+
+def test_a_refusal_whose_text_holds_nul_is_recorded(bank: Celery, deliveries: Deliveries, record: Record) -> None:
+    def refused(*, idempotency_key: str) -> None:
+        raise PermanentError("no \0 \ud800 such card", "no_card")
+
+    deliveries.deliver(make_task(bank, lambda self: self.effect("call", refused)), key="k")
+    assert (code(record("k")), record("k").effects["call"]["state"]) == (("no_card", None), "not_happened")

@@ -16,7 +16,7 @@ from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed,
 from idempotency import dead_letters as letters
 from idempotency.errors import InvalidResult, OperationNotFound
 from idempotency.message import Message
-from idempotency.operators import Change, ChangeRefused, Shown, cancel, find, read, release, resolve_effect
+from idempotency.operators import Change, ChangeRefused, Shown, audit, cancel, find, read, release, resolve_effect
 from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
@@ -393,3 +393,9 @@ def test_a_change_without_its_audit_row_is_no_change(bank: Celery, connection: C
         release(bank, shown, ANN)
     assert op.record(connection, shown.id).status == "started"
     assert op.outbox(connection) == []
+
+
+def test_details_that_are_no_text_to_postgres_are_audited(connection: Connection) -> None:
+    audit(connection, ANN, "cancel", None, None, details={"on_failed_error": "a\0b\ud800", "dead_letter": 1})
+    details = connection.execute(text("SELECT details FROM idempotency.audit")).scalar_one()
+    assert details == {"on_failed_error": "a\ufffdb?", "dead_letter": 1}

@@ -58,9 +58,13 @@ def test_a_guarded_write_finds_its_record_by_key(planned: Plan, name: str, in_se
     assert "records_held" not in plan
 
 
-@pytest.mark.parametrize("name", ["_RECOVER", "_EXHAUST", "_HOLDERS"])
-def test_a_sweep_reads_only_what_is_held(planned: Plan, name: str) -> None:
-    plan = planned(getattr(maintenance, name), in_session=False)
+@pytest.mark.parametrize(
+    "statement",
+    [maintenance.RECOVER.batch, maintenance.EXHAUST.find, maintenance._HOLDERS],
+    ids=["recover", "exhaust", "holders"],
+)
+def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
+    plan = planned(statement, in_session=False)
     assert "records_held" in plan, plan
     assert "Seq Scan on records" not in plan
 

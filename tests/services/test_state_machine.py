@@ -44,6 +44,7 @@ from idempotency.reconcile import reconcile
 from idempotency.records import Busy, Claimed, Completed, Failed, Mismatch, Renewal
 from idempotency.relay import Relay
 from idempotency.runtime import Runtime, process_identity
+from idempotency.sweeps import BATCH
 from tests.bank import INSERT
 from tests.operations import age, claim
 
@@ -147,6 +148,7 @@ class Row:
     settled: bool = False
     attempts: int = 0
     resends: int = 0
+    old: bool = False  # settled long ago
 
     def shown(self) -> tuple[Any, ...]:
         pending = self.status == "pending"
@@ -582,15 +584,33 @@ class Machine(RuleBasedStateMachine):
         """Whatever has ended by now; or long after."""
         if late:
             self._retention_passes()
+        # what an earlier purge has found a reason to keep is looked at again
+        self.connection.exec_driver_sql("UPDATE idempotency.records SET kept_until = NULL")
+        self.connection.exec_driver_sql("UPDATE idempotency.outbox SET kept_at = NULL")
         for number in [number for number, letter in self.letters.items() if letter.status != "open" and letter.old]:
             del self.letters[number]
         gone = [id for id, record in self.records.items() if self._may_be_purged(id, record)]
-        assert maintenance.purge(self.app) == len(gone)
+        alone = [number for number, row in self.rows.items() if self._is_left_over(number, row)]
+        purged = maintenance.purge_once(self.app, limit=BATCH)
+        assert (purged.operations, purged.rows) == (len(gone), len(alone))
+        for number in alone:
+            del self.rows[number]
         for id in gone:
             del self.records[id]
             self.rows = {number: row for number, row in self.rows.items() if row.id != id}
             self.accepted = {each for each in self.accepted if each[0] != id}
             self.discarded = {each for each in self.discarded if each[0] != id}
+
+    def _is_left_over(self, number: int, row: Row) -> bool:
+        """Settled long ago, without a record to go with, or a dead letter that is open."""
+        return (
+            row.old
+            and row.id not in self.records
+            and not any(
+                letter.status == "open" and (letter.id == row.id or letter.row == number)
+                for letter in self.letters.values()
+            )
+        )
 
     def _may_be_purged(self, id: OperationId, record: Record) -> bool:
         return (
@@ -892,6 +912,9 @@ class Machine(RuleBasedStateMachine):
             if record.has_ended:
                 age(self.connection, id, expires_at=-3600)
                 record.expired = True
+        self.connection.exec_driver_sql("UPDATE idempotency.outbox SET settled_at = settled_at - interval '90 days'")
+        for row in self.rows.values():
+            row.old = row.settled and row.status != "pending"
 
     @precondition(lambda self: self.rows)
     @rule(failed_before=st.sampled_from([False, False, True]))
