@@ -21,6 +21,7 @@ from idempotency.errors import SettingsError
 from tests.operations import at_once
 
 TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts"}
+TABLES |= {"dead_letter_tries", "compatibility"}
 
 
 @pytest.fixture
