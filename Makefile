@@ -61,7 +61,7 @@ sandbox: .venv/ready ## the payment provider's sandbox and the mail sink
 	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
 
 migrate: up
-	@$(with_services) $(VENV)/idempotency migrate
+	@$(with_services) sh -c '$(VENV)/idempotency migrate && $(VENV)/python -m tasks.migrate'
 
 worker: migrate ## a Celery worker
 	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)

@@ -67,7 +67,7 @@ def relay(app: AppOption = "tasks") -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     configuration.require_broker_address(celery)
     with Runtime.of(celery).autocommit() as connection:
-        schema.require_current(connection)
+        schema.require_compatible(connection)
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())

@@ -113,6 +113,11 @@ def has_acted(entries: Mapping[str, Entry]) -> bool:
     return any(entry["kind"] == "effect" and entry["state"] in ("begun", "done") for entry in entries.values())
 
 
+def has_undo(entries: Mapping[str, Entry]) -> bool:
+    """Whether a recorded step has an undo."""
+    return any(entry.get("undo") is not None for entry in entries.values())
+
+
 def reference(undo: Undo) -> str:
     """Name an undo so that any process of the application can run it: `module:function`.
 

@@ -118,13 +118,13 @@ SET status = 'released', generation = generation + 1, attempts = 0, token = NULL
     error = NULL, error_code = NULL, first_error = NULL, opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
-RETURNING 1
+RETURNING generation
 """
 
 _DELIVER = """
-INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin)
+INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
 VALUES (gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(payload)s,
-        coalesce(%(queue)s, ''), 'replay')
+        coalesce(%(queue)s, ''), 'replay', %(opened)s)
 """
 
 _STATUS = (
@@ -343,11 +343,12 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
     if row.fingerprint is None:
         id, fingerprint = _named(app, letter, row)
         fields |= {"tenant": id.tenant, "operation": id.operation, "key": id.key, "fingerprint": fingerprint}
-    if connection.exec_driver_sql(_REOPEN, fields).one_or_none() is None:
+    opened: int | None = connection.exec_driver_sql(_REOPEN, fields).scalar_one_or_none()
+    if opened is None:
         status = connection.exec_driver_sql(_STATUS, fields).scalar_one_or_none()
         if status is not None:
             raise ReplayRefused(f"dead letter {letter}: the operation is {status}, not failed in this generation")
-    connection.exec_driver_sql(_DELIVER, fields)
+    connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
     return OperationId(fields["tenant"], fields["operation"], fields["key"])
 
 

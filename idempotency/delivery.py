@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ class Delivery:
     queue: str
     resent: bool = False  # comes from the outbox as a later delivery: Redis' word does not acknowledge it
     is_eager: bool = False
+    also: Sequence[str] = ()  # the fingerprints of the same arguments by other rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@
     ├── FingerprintMismatch         this key was used with other arguments: nothing ran
     ├── OperationBusy               another attempt holds the operation (eager calls, on_busy="raise")
     ├── OperationFailed             a duplicate of an operation that has failed
-    └── OperationNotFound
+    ├── OperationNotFound
+    └── UnknownVersion              made by newer code: left to processes that know it
 
 Celery serialises exceptions as ``(type, args)`` and rebuilds them, so each one keeps in ``args`` exactly what
 its constructor takes.
@@ -190,3 +191,7 @@ class OperationFailed(IdempotencyError):
 
 class OperationNotFound(IdempotencyError):
     """No operation has this key (or none that this tenant may see)."""
+
+
+class UnknownVersion(IdempotencyError):
+    """A message or a record was made by newer code than this; its message waits for a process that knows it."""

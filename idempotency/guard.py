@@ -24,7 +24,7 @@ from . import keys
 from .errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from .keys import OperationId
 from .logs import log
-from .message import KEY_HEADER, TENANT_HEADER
+from .message import KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER
 from .queues import dead_letter_queues
 from .task import IdempotentTask
 
@@ -45,6 +45,9 @@ def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
     headers = message.headers
     name = headers.get("task")
+    version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
+    if type(version) is int and version > MESSAGE_VERSION:
+        return Examined("unknown_version")  # nothing else about it is known: not even how it is encoded
     task = app.tasks.get(name) if isinstance(name, str) else None
     accepted = {"application/json"} if isinstance(task, IdempotentTask) else message.accept
     if accepted is not None and message.content_type not in accepted:
@@ -65,6 +68,8 @@ def examine(app: Celery, message: Message) -> Examined:
         return Examined("unknown_task")
     if not isinstance(headers.get("id"), str) or not headers["id"]:
         return Examined("missing_id")
+    if type(version) is not int:
+        return Examined("invalid_header")
     try:
         times = {name: _time(app, headers[name]) for name in ("eta", "expires") if headers.get(name) is not None}
         hard, soft = headers.get("timelimit") or (None, None)

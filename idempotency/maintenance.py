@@ -64,10 +64,11 @@ RECOVER = Sweep(
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = clock_timestamp(), updated_at = clock_timestamp()
     FROM due o WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
-    RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue
+    RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue, r.generation
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'recover' FROM released
+    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
+    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'recover', generation
+    FROM released
 )
 SELECT (SELECT count(*) FROM released)""",
 )

@@ -22,6 +22,13 @@ ORIGIN_HEADER = "idempotency-origin"
 # How often a duplicate with on_busy="wait" has come back.
 WAITS_HEADER = "idempotency-waits"
 OUTBOX_HEADER = "idempotency-outbox-id"
+# The generation of the record that this delivery is for: a copy from before a replay ends nothing after it.
+GENERATION_HEADER = "idempotency-generation"
+# Made where the call is made. A process that does not know the task can name the operation all the same.
+FINGERPRINT_HEADER = "idempotency-fingerprint"
+# How this message is to be read; a message without it is of version 1.
+VERSION_HEADER = "idempotency-version"
+MESSAGE_VERSION = 1
 # Set by a worker that was told to revoke this task id, on the way into its pool; never stored, never sent.
 REVOKED_HEADER = "idempotency-revoked"
 
@@ -45,6 +52,8 @@ _PROTOCOL_HEADERS = (
     "stamped_headers",
     "stamps",
 )
+# What the relay writes onto one delivery; the message that is kept has none of it.
+MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER)
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 # A native delayed delivery arrives through this exchange, its delay spelled in bits before the real routing key.
 _DELAY_EXCHANGE = "celery_delayed_"
@@ -93,7 +102,7 @@ class Message:
         custom = {
             name: value
             for name, value in (request.headers or {}).items()
-            if not name.startswith("x-") and name not in (ORIGIN_HEADER, OUTBOX_HEADER, REVOKED_HEADER)
+            if not name.startswith("x-") and name not in (*MARKS, REVOKED_HEADER)
         }
         body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
         properties = {"correlation_id": request.id}
@@ -122,9 +131,11 @@ class Message:
             {"headers": self.headers, "properties": self.properties, "route": self.route, "body": self.body}
         )
 
-    def marked(self, *, origin: str, outbox_id: str) -> Message:
-        """The same message, saying which outbox row it comes from."""
-        marks = {OUTBOX_HEADER: outbox_id} | ({} if origin == "enqueue" else {ORIGIN_HEADER: origin})
+    def marked(self, *, origin: str, outbox_id: str, generation: int = 1) -> Message:
+        """The same message, saying which outbox row it comes from and which generation it delivers."""
+        marks: dict[str, Any] = {OUTBOX_HEADER: outbox_id, GENERATION_HEADER: generation}
+        if origin != "enqueue":
+            marks[ORIGIN_HEADER] = origin
         return replace(self, headers=self.headers | marks)
 
     def destination(self, app: Celery) -> tuple[str, str]:

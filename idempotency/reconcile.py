@@ -23,31 +23,36 @@ BATCH = 1000
 # The longest pause between two sends of one operation.
 RESEND_CAP = 3600.0
 
+# Fingerprints of two rules cannot be compared here, where the arguments are not known; the worker that is given the
+# message does it.
+_OTHER_RULE = "split_part(r.fingerprint, ':', 1) <> split_part(o.fingerprint, ':', 1)"
+
 # Settled by a terminal record with the same fingerprint; another request's end says nothing about this one.
-_SETTLE = """
+_SETTLE = f"""
 WITH ended AS MATERIALIZED (
     SELECT o.id FROM idempotency.outbox o
     JOIN idempotency.records r ON (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
     WHERE o.status = 'published' AND o.settled_at IS NULL
-      AND r.status IN ('completed', 'failed') AND r.fingerprint = o.fingerprint
+      AND r.status IN ('completed', 'failed') AND (r.fingerprint = o.fingerprint OR {_OTHER_RULE})
     LIMIT %(batch)s FOR UPDATE OF o SKIP LOCKED
 )
 UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM ended WHERE o.id = ended.id
 """
 
 # The key belongs to another request: this one will never run under it, and somebody has to know.
-_REFUSE = """
+_REFUSE = f"""
 WITH refused AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp()
     FROM idempotency.records r
     WHERE o.status = 'published' AND o.settled_at IS NULL AND o.published_at < clock_timestamp() - make_interval(secs => %(after)s)
       AND (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key) AND r.fingerprint <> o.fingerprint
-    RETURNING o.*, r.generation
+      AND NOT {_OTHER_RULE}
+    RETURNING o.*, r.generation AS of_record
 )
 INSERT INTO idempotency.dead_letters
     (source, outbox_id, event_id, tenant, operation, key, generation, fingerprint, queue, task, reason, first_error,
      last_error, attempts, payload, consumer_service)
-SELECT 'relay', id, event_id, tenant, operation, key, generation, fingerprint, queue, operation,
+SELECT 'relay', id, event_id, tenant, operation, key, of_record, fingerprint, queue, operation,
        'fingerprint_mismatch', %(error)s, %(error)s, 0, message, %(service)s
 FROM refused ON CONFLICT DO NOTHING
 """

@@ -23,7 +23,8 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from . import results
+from . import keys, results
+from .errors import UnknownVersion
 from .keys import OperationId
 from .statements import execute
 
@@ -46,6 +47,7 @@ class Claimed:
     first_claim: bool
     revoked: bool = False  # Celery was told to revoke this generation: it ends without its body
     resumed: bool = False  # the same attempt as before, claimed again after a doubt
+    fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +117,26 @@ WITH claimed AS (
         locked_by = excluded.locked_by,
         available_at = NULL,
         updated_at = clock_timestamp()
-    WHERE r.fingerprint = excluded.fingerprint
+    WHERE r.fingerprint = ANY(%(fingerprints)s)
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
     RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, resumed,
+        fingerprint,
         -- xmax is 0 in a row that was inserted
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
-       revoked_generation IS NOT DISTINCT FROM generation AS revoked, resumed
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, resumed, fingerprint
 FROM claimed
 UNION ALL
 SELECT CASE
-           WHEN fingerprint <> %(fingerprint)s THEN 'mismatch'
+           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
            WHEN status IN ('completed', 'failed') THEN status
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, NULL
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, NULL, fingerprint
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -143,7 +146,7 @@ WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 _COUNT_DUPLICATE = f"""
 UPDATE idempotency.records
 SET duplicates = duplicates + 1, updated_at = clock_timestamp()
-WHERE {_ROW} AND fingerprint = %(fingerprint)s
+WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s)
   AND (status = 'started' AND locked_until > clock_timestamp()
     OR status = 'released' AND available_at > clock_timestamp())
 RETURNING token
@@ -239,11 +242,12 @@ WITH released AS (
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
         updated_at = clock_timestamp()
     WHERE {_MINE}
-    RETURNING tenant, operation, key, fingerprint, message, queue, available_at
+    RETURNING tenant, operation, key, fingerprint, message, queue, available_at, generation
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at)
+    INSERT INTO idempotency.outbox
+        (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at, generation)
     SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry',
-           available_at + make_interval(secs => %(after_due)s)
+           available_at + make_interval(secs => %(after_due)s), generation
     FROM released WHERE %(deliver)s
 )
 SELECT count(*) FROM released
@@ -270,10 +274,13 @@ def claim(
     lease: float,
     queue: str = "",
     synchronous: bool = True,
+    also: Sequence[str] = (),
 ) -> Answer:
     """Claim the operation by writing first; read only to explain a lost claim.
 
     One statement: a new record, one that is due again, one whose lease is over, or our own claim after a doubt.
+    `also`: the fingerprints of the same arguments by other rules than that of `fingerprint`. Raises `UnknownVersion`
+    for a record whose fingerprint is of a rule that is not known here.
 
     Without `synchronous` the commit of a *new* record does not wait for the disk; only for a caller that acknowledges
     nothing on its strength. Every later write about it is flushed, and the claim, earlier in the log, with it. Should
@@ -286,6 +293,7 @@ def claim(
         | {
             "token": token,
             "fingerprint": fingerprint,
+            "fingerprints": [fingerprint, *also],
             "message": message,
             "queue": queue,
             "holder": holder,
@@ -307,6 +315,7 @@ def claim(
             row.attempts == 1,
             row.revoked,
             row.resumed,
+            row.fingerprint,
         )
     return _explained(row)
 
@@ -319,6 +328,9 @@ def _explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
         case "failed":
             return Failed(**error_fields(row.error))
         case "mismatch":
+            version = keys.fingerprint_version(row.fingerprint)
+            if version is not None and version not in keys.FINGERPRINT_RULES:
+                raise UnknownVersion(f"fingerprint: made by rule {version}, which this version does not know")
             return Mismatch(row.generation)
         case "busy":
             return Busy()
@@ -326,9 +338,11 @@ def _explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
             return Changed()
 
 
-def count_duplicate(connection: Connection, id: OperationId, fingerprint: str) -> tuple[bool, str | None]:
+def count_duplicate(
+    connection: Connection, id: OperationId, fingerprint: str, also: Sequence[str] = ()
+) -> tuple[bool, str | None]:
     """Count a duplicate of an operation in flight. Returns whether a row was counted, and its holder's token."""
-    row = execute(connection, _COUNT_DUPLICATE, _row(id) | {"fingerprint": fingerprint}).fetchone()
+    row = execute(connection, _COUNT_DUPLICATE, _row(id) | {"fingerprints": [fingerprint, *also]}).fetchone()
     return (False, None) if row is None else (True, row.token)
 
 
@@ -480,7 +494,7 @@ _READ = f"SELECT * FROM idempotency.records WHERE {_ROW} FOR UPDATE"
 # A worker remembers revoked task ids for hours, and a replay has the same one: its memory counts only once.
 _REVOKE = f"""
 UPDATE idempotency.records SET revoked_generation = generation, updated_at = clock_timestamp()
-WHERE {_ROW} AND fingerprint = %(fingerprint)s AND status IN ('started', 'released')
+WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
   AND (revoked_generation IS NULL OR NOT %(remembered)s)
 RETURNING 1
 """
@@ -509,12 +523,14 @@ def read_locked(connection: Connection, id: OperationId) -> Any | None:
     return execute(connection, _READ, _row(id)).fetchone()
 
 
-def revoke(connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool) -> bool:
+def revoke(
+    connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool, also: Sequence[str] = ()
+) -> bool:
     """Mark this generation as revoked: the next claim ends it without its body. False: it has ended, or is unknown.
 
     `remembered`: a worker's memory of a task id, which does not revoke a generation after the one it did revoke.
     """
-    parameters = {"fingerprint": fingerprint, "remembered": remembered}
+    parameters = {"fingerprints": [fingerprint, *also], "remembered": remembered}
     return execute(connection, _REVOKE, _row(id) | parameters).fetchone() is not None
 
 
@@ -535,10 +551,28 @@ def _fence(row: Any | None) -> int | None:
 
 # ---------------------------------------------------------------- what the dead-letter queue ends
 
-# The fence moves, so that whatever a former holder still sends matches nothing. A holder that lives is left alone.
+# Whether something else than the message in hand will deliver the operation. The newest row of the newest generation
+# is what reconcile would send again; the message in hand is a copy if that is another row, or is about to leave again.
+# (A row that a relay holds at this moment is the message in hand: it was refused before its confirm was noted.)
+_ELSEWHERE = f"""EXISTS (
+    SELECT FROM (
+        SELECT event_id, status, relayed_until FROM idempotency.outbox
+        WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+        ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
+    WHERE event_id IS DISTINCT FROM %(event_id)s
+       OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))"""
+
+# What is started goes on by its holder or by recover, whatever its lease. What is released ends only if it is as this
+# statement's snapshot has it: a release since then has brought a delivery that the snapshot does not show.
+_ENDS = f"""r.status = 'released' AND (%(generation)s::int IS NULL OR r.generation = %(generation)s::int)
+      AND r.fence = (SELECT fence FROM idempotency.records WHERE {_ROW} AND status = 'released')"""
+
+# The fence moves, so that whatever a former holder still sends matches nothing.
 _GIVE_UP = f"""
 WITH settings AS (
     SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+), deliveries AS MATERIALIZED (
+    SELECT {_ELSEWHERE} AS elsewhere
 ), given_up AS (
     INSERT INTO idempotency.records AS r
         (tenant, operation, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
@@ -546,7 +580,7 @@ WITH settings AS (
     SELECT %(tenant)s, %(operation)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
            %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(retention)s)
-    FROM settings
+    FROM settings, deliveries WHERE NOT elsewhere
     ON CONFLICT (tenant, operation, key) DO UPDATE SET
         status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
@@ -557,21 +591,78 @@ WITH settings AS (
             ELSE excluded.error_code END,
         response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
         updated_at = clock_timestamp()
-    WHERE r.fingerprint = excluded.fingerprint
-      AND (r.status = 'released' OR r.status = 'started' AND r.locked_until < clock_timestamp())
-    RETURNING generation, attempts, first_error, fence, effects
+    WHERE r.fingerprint = ANY(%(fingerprints)s)
+      AND {_ENDS}
+    RETURNING generation, attempts, first_error, fence, effects, fingerprint
 )
-SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error
+SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error,
+       fingerprint
 FROM given_up
 UNION ALL
 SELECT CASE
-           WHEN fingerprint <> %(fingerprint)s THEN 'mismatch'
+           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
            WHEN status IN ('completed', 'failed') THEN status
-           WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
+           WHEN status = 'started' OR elsewhere THEN 'busy'
+           WHEN generation <> %(generation)s::int THEN 'busy'
            ELSE 'changed'
-       END, generation, attempts, first_error, NULL, NULL, result, error
-FROM idempotency.records
-WHERE {_ROW} AND NOT EXISTS (SELECT FROM given_up)
+       END, generation, attempts, first_error, NULL, NULL, result, error, fingerprint
+FROM deliveries LEFT JOIN idempotency.records ON {_ROW}
+WHERE NOT EXISTS (SELECT FROM given_up)
+"""
+
+# Something was counted and flushed before a copy is acknowledged: the record it rests on may be younger than the last
+# flush. A copy of an earlier generation that is not to be sent again must not hide the row that is.
+_COUNT_COPY = f"""
+WITH counted AS (
+    UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
+    WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
+)
+UPDATE idempotency.outbox copy SET settled_at = clock_timestamp()
+WHERE event_id = %(event_id)s AND settled_at IS NULL AND status = 'published'
+  AND EXISTS (SELECT FROM idempotency.outbox
+              WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+                AND generation > copy.generation)
+"""
+
+# No worker took it, and nothing is wrong with it that can be seen: a deploy, perhaps. It comes back later by its own
+# row, or by one that is written for it; nothing is in the broker alone meanwhile. An ordered row would hold up those
+# behind it.
+_PUT_BACK = f"""
+WITH own AS (
+    SELECT id FROM idempotency.outbox
+    WHERE event_id = %(event_id)s AND settled_at IS NULL AND status <> 'failed' AND ordering_key IS NULL
+), free AS (
+    SELECT WHERE NOT {_ELSEWHERE}
+      AND NOT EXISTS (SELECT FROM idempotency.records WHERE {_ROW}
+                      AND fingerprint = ANY(%(fingerprints)s)
+                      AND (status <> 'released' OR generation <> %(generation)s::int))
+), in_time AS (
+    SELECT FROM free WHERE NOT EXISTS (
+        SELECT FROM idempotency.records
+        WHERE {_ROW} AND fingerprint <> ALL(%(fingerprints)s) AND split_part(fingerprint, ':', 1) = ANY(%(rules)s))
+), again AS (
+    UPDATE idempotency.outbox o
+    SET status = 'pending', origin = 'retry', relayed_until = NULL, refusals = refusals + 1,
+        first_refused_at = coalesce(first_refused_at, clock_timestamp()),
+        available_at = clock_timestamp()
+            + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))
+    FROM own, in_time
+    WHERE o.id = own.id
+      AND (first_refused_at IS NULL OR first_refused_at > clock_timestamp() - make_interval(secs => %(grace)s))
+    RETURNING 1
+), first AS (
+    INSERT INTO idempotency.outbox
+        (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at, generation, refusals,
+         first_refused_at)
+    SELECT gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s,
+           'retry', clock_timestamp() + make_interval(secs => %(pause)s), coalesce(%(generation)s::int, 1), 1,
+           clock_timestamp()
+    FROM in_time WHERE NOT EXISTS (SELECT FROM own)
+    RETURNING 1
+)
+SELECT CASE WHEN EXISTS (SELECT FROM again) OR EXISTS (SELECT FROM first) THEN 'put_back'
+            WHEN EXISTS (SELECT FROM free) THEN 'over'
+            ELSE 'copy' END AS answer
 """
 
 
@@ -584,28 +675,73 @@ class GivenUp:
     first_error: str
     fence: int
     effects: dict[str, dict[str, Any]]
+    fingerprint: str
+
+
+class PutBack(StrEnum):
+    """What became of a message that no worker took, and with which nothing is wrong that can be seen."""
+
+    PUT_BACK = "put_back"  # it comes back
+    OVER = "over"  # it has come back for long enough
+    COPY = "copy"  # its operation has ended, or something else will deliver it
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A message that no worker took: which operation it was to deliver, and by which outbox row and generation."""
+
+    id: OperationId
+    fingerprint: str
+    also: Sequence[str]
+    event_id: str | None
+    generation: int | None
+    message: str
+    queue: str
+
+    def parameters(self) -> dict[str, Any]:
+        return _row(self.id) | {
+            "fingerprint": self.fingerprint,
+            "fingerprints": [self.fingerprint, *self.also],
+            "event_id": self.event_id,
+            "generation": self.generation,
+            "message": self.message,
+            "queue": self.queue,
+        }
+
+
+def put_back(connection: Connection, dead: Dead, *, pause: float, cap: float, grace: float) -> PutBack:
+    """Send a message again after a pause that doubles from `pause` to `cap`, until it has come back for `grace`.
+
+    All in seconds; by its own outbox row, or by one that is written for it.
+    """
+    # a record's fingerprint by another rule than these may be that of the same request
+    rules = [keys.fingerprint_version(each) for each in (dead.fingerprint, *dead.also)]
+    parameters = {"pause": pause, "cap": cap, "grace": grace, "rules": rules}
+    return PutBack(execute(connection, _PUT_BACK, dead.parameters() | parameters).fetchone().answer)
+
+
+def count_copy(connection: Connection, dead: Dead) -> None:
+    """Count a message that need not be delivered, because something else will deliver its operation."""
+    execute(connection, _COUNT_COPY, dead.parameters())
 
 
 def give_up(
     connection: Connection,
-    id: OperationId,
+    dead: Dead,
     *,
-    fingerprint: str,
-    message: str,
-    queue: str,
     end: FailedEnd,
     retention: float,
     lease: float,
 ) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
-    """End as failed what has no record yet, is released, or has outlived its lease; else say what the record is."""
+    """End as failed what has no record yet or is released, and what nothing else will deliver; else say what it is.
+
+    `Busy`: it is started, or will be delivered by something else. Raises `UnknownVersion`, as `claim` does.
+    """
     row = execute(
         connection,
         _GIVE_UP,
-        _row(id)
+        dead.parameters()
         | {
-            "fingerprint": fingerprint,
-            "message": message,
-            "queue": queue,
             "retention": retention,
             "idle_ms": _idle_ms(lease),
         }
@@ -614,5 +750,5 @@ def give_up(
     if row is None:
         return Changed()
     if row.answer == "given_up":
-        return GivenUp(row.generation, row.attempts, row.first_error, row.fence, row.effects)
+        return GivenUp(row.generation, row.attempts, row.first_error, row.fence, row.effects, row.fingerprint)
     return _explained(row)

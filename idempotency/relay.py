@@ -65,7 +65,7 @@ WITH due AS MATERIALIZED (
 UPDATE idempotency.outbox o
 SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
 FROM due WHERE o.id = due.id
-RETURNING o.id, o.event_id, o.message, o.origin, o.attempts, {_UNFLUSHED}
+RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, {_UNFLUSHED}
 """
 
 _MARK_PUBLISHED = f"""
@@ -159,7 +159,9 @@ class Relay:
         batch = []
         for row in rows:
             try:
-                message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)
+                message = Message.from_text(row.message).marked(
+                    origin=row.origin, outbox_id=row.event_id, generation=row.generation
+                )
                 batch.append((row.event_id, message))
             except (ValueError, LookupError, TypeError) as error:
                 result.refused[row.event_id] = Refusal(f"not a message: {type(error).__name__}", own=True)

@@ -81,6 +81,10 @@ class Settings(BaseModel):
     # How long a duplicate with on_busy="wait" stays attached to the running attempt.
     wait: float = Field(30.0, ge=0)
 
+    # How long a message that no worker took, without a visible defect, comes back before its operation ends: longer
+    # than a deploy in which old workers meet tasks that only the new ones know.
+    unknown_task_grace: float = Field(HOUR, ge=0)
+
     max_attempts: int = Field(5, ge=1)
     # Exponential back-off with full jitter: uniform between 0 and min(retry_cap, retry_base * 2 ** (attempt - 1)).
     retry_base: float = Field(1.0, ge=0)

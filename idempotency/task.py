@@ -17,6 +17,7 @@ import inspect
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
@@ -57,7 +58,18 @@ from .handle import Handle
 from .keys import KeyFunction, OperationId
 from .lease import Hint
 from .logs import log
-from .message import KEY_HEADER, ORIGIN_HEADER, REVOKED_HEADER, TENANT_HEADER, WAITS_HEADER, Message
+from .message import (
+    FINGERPRINT_HEADER,
+    GENERATION_HEADER,
+    KEY_HEADER,
+    MESSAGE_VERSION,
+    ORIGIN_HEADER,
+    REVOKED_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    WAITS_HEADER,
+    Message,
+)
 from .providers import ProviderContract
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
@@ -163,6 +175,8 @@ class IdempotentTask(Task):
                     if not claim.resumed:
                         # An ending belongs to the attempt that decided it: this is another one, on other ground.
                         ending = None
+                    if claim.fingerprint != delivery.fingerprint:  # stored by an older rule: letters name it so
+                        delivery = replace(delivery, fingerprint=claim.fingerprint)
                     self.request.retries = max(claim.attempts - 1, 0)
                     self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
                     try:
@@ -285,10 +299,11 @@ class IdempotentTask(Task):
             lease=runtime.settings.lease,
             queue=delivery.queue,
             synchronous=synchronous,
+            also=delivery.also,
         )
 
     def _counted(self, runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
-        counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint)
+        counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
         if counted and holder is not None:
             runtime.leases.guard(delivery.id, holder, delivery.fingerprint)
         return counted
@@ -331,6 +346,7 @@ class IdempotentTask(Task):
                         queue=delivery.queue,
                         countdown=delay,
                         origin="retry",
+                        generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
                     )
         return Raised(Ignore())
 
@@ -338,7 +354,7 @@ class IdempotentTask(Task):
         if attempt.claim.revoked or REVOKED_HEADER not in attempt.delivery.headers:
             return attempt.claim.revoked
         with attempt.runtime.autocommit() as connection:
-            return records.revoke(connection, attempt.claim.id, attempt.delivery.fingerprint, remembered=True)
+            return records.revoke(connection, attempt.claim.id, attempt.claim.fingerprint, remembered=True)
 
     def revoke_terminated(self, request: Any) -> None:
         """Mark the operation whose attempt Celery terminates, so that its next claim ends it. For `revocation.py`."""
@@ -348,7 +364,7 @@ class IdempotentTask(Task):
             connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
             # The attempt may have been killed before its claim, with no record to be marked.
             answer = self._ask(runtime, connection, delivery, secrets.token_hex(16))
-            records.revoke(connection, delivery.id, delivery.fingerprint, remembered=False)
+            records.revoke(connection, delivery.id, delivery.fingerprint, remembered=False, also=delivery.also)
             if isinstance(answer, Claimed):
                 records.release(connection, answer, delay=0.0, error=None, give_back=True)
 
@@ -362,9 +378,12 @@ class IdempotentTask(Task):
             message = message.routed(
                 self.app, self.name, request.args or (), request.kwargs or {}
             )  # should this process die, a worker goes on with it
+        # by the rule of the message, so that the record agrees with the outbox row it came from
+        fingerprint = keys.fingerprint(arguments, like=headers.get(FINGERPRINT_HEADER))
         return Delivery(
             id=id,
-            fingerprint=keys.fingerprint(arguments),
+            fingerprint=fingerprint,
+            also=[other for other in keys.fingerprints(arguments) if other != fingerprint],
             arguments=arguments,
             task_id=request.id,
             message=message.to_text(),
@@ -456,9 +475,7 @@ class IdempotentTask(Task):
         options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
-        id, headers, arguments = self._checked(
-            args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None)
-        )
+        id, headers = self._checked(args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None))
         ordering_key = options.pop("ordering_key", None)
         _check_options(self.app, task_id=task_id, **options)
         # what the decorator says about every message of this task holds here as in apply_async
@@ -469,7 +486,7 @@ class IdempotentTask(Task):
         outbox.insert(
             session,
             id,
-            keys.fingerprint(arguments),
+            headers[FINGERPRINT_HEADER],
             message,
             queue=message.queue(self.app),
             countdown=countdown,
@@ -493,7 +510,7 @@ class IdempotentTask(Task):
         if (options.get("expires") or self.expires) is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
         given = options.pop("headers", None) or {}
-        id, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)
+        id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply_async(args, kwargs, task_id, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
@@ -512,7 +529,7 @@ class IdempotentTask(Task):
         eager.check_no_transaction(Runtime.of(self.app).engine.url)
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         given = options.pop("headers", None) or {}
-        _, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)
+        _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
 
     def _checked(
@@ -522,7 +539,7 @@ class IdempotentTask(Task):
         key: object,
         tenant: str | None,
         headers: Mapping[str, Any] = MappingProxyType({}),
-    ) -> tuple[OperationId, dict[str, str], dict[str, Any]]:
+    ) -> tuple[OperationId, dict[str, Any]]:
         """Everything that can be refused about a call is refused where it is made."""
         arguments = keys.bind(self._signature, args, kwargs)
         key = headers.get(KEY_HEADER) if key is None else key
@@ -531,7 +548,13 @@ class IdempotentTask(Task):
         limit = Runtime.of(self.app).settings.arguments_limit
         if (size := len(keys.canonical_json(arguments))) > limit:
             raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
-        return id, {KEY_HEADER: id.key, TENANT_HEADER: id.tenant}, arguments
+        sent = {
+            KEY_HEADER: id.key,
+            TENANT_HEADER: id.tenant,
+            FINGERPRINT_HEADER: keys.fingerprint(arguments),
+            VERSION_HEADER: MESSAGE_VERSION,
+        }
+        return id, sent
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
         if key is None and self._key_function is not None:
