@@ -329,12 +329,13 @@ def test_the_dead_letter_consumer_ends_an_open_effect_as_unknown(
     task = make_task(bank, lambda self: self.effect("call", Provider(lost())), on_failed=on_failed)
     deliveries.deliver(task, key="k")
     row = record("k")
+    (sent,) = op.outbox(connection)  # its only delivery is the dead one
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
+    id = OperationId("default", task.name, "k")
+    dead = records.Dead(id, row.fingerprint, [], sent.event_id, 1, row.message, row.queue)
     answer = records.give_up(
         connection,
-        OperationId("default", task.name, "k"),
-        fingerprint=row.fingerprint,
-        message=row.message,
-        queue=row.queue,
+        dead,
         end=records.FailedEnd("rejected", op.ERROR),
         retention=60.0,
         lease=60.0,
@@ -626,7 +627,7 @@ def test_a_plain_end_is_told_to_duplicates_as_it_is(bank: Celery, deliveries: De
 
 def test_a_refusal_whose_text_holds_nul_is_recorded(bank: Celery, deliveries: Deliveries, record: Record) -> None:
     def refused(*, idempotency_key: str) -> None:
-        raise PermanentError("no \0 \ud800 such card", "no_card")
+        raise PermanentError("no \0 such card", "no_card")
 
     deliveries.deliver(make_task(bank, lambda self: self.effect("call", refused)), key="k")
     assert (code(record("k")), record("k").effects["call"]["state"]) == (("no_card", None), "not_happened")
