@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from . import dead_letters, effects, metrics, records, results
 from .crash_points import crash_point
 from .delivery import Delivery, Operation
-from .errors import LeaseLost, OutcomeInDoubt, PermanentError, SessionNotYours
+from .errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError, SessionNotYours
 from .lease import Holding
 from .logs import log
 from .records import Claimed
@@ -179,6 +179,8 @@ class Attempt:
         self.commit()
         crash_point("finish.committed")
         metrics.failed.labels(self.claim.id.operation, error.code).inc()
+        if error.code == EffectUnknown.default_code:
+            metrics.unknown_effects.labels(self.claim.id.operation).inc()
         log.warning("failed", code=error.code, **self._names())
 
     def release(self, *, delay: float, error: BaseException | None, give_back: bool = False) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import metrics, records, results
+from . import records, results
 from .crash_points import crash_point
 from .errors import (
     Defer,
@@ -88,7 +88,6 @@ def effect(
     elif begun["state"] == "done":
         return results.from_text(begun["result"])
     else:
-        metrics.unknown_effects.labels(attempt.claim.id.operation).inc()
         settled = _settle_doubt(attempt, name, args, kwargs, begun, reconcile)
         if isinstance(settled, Happened):
             return settled.result

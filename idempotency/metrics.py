@@ -17,7 +17,10 @@ if directory := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
 
 claims = Counter("idempotency_claims", "Attempts begun", ["operation"])
 takeovers = Counter(
-    "idempotency_takeovers", "Attempts begun after another one (retry, recovery, lease over)", ["operation"]
+    "idempotency_takeovers",
+    "Claims of a started operation whose holder's lease was over. What recovery released first is claimed as any released "
+    "operation and counts in idempotency_recovered",
+    ["operation"],
 )
 completed = Counter("idempotency_completed", "Operations completed", ["operation"])
 failed = Counter("idempotency_failed", "Operations failed", ["operation", "code"])
@@ -29,13 +32,13 @@ mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fin
 fenced = Counter("idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["operation"])
 in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["operation"])
 leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["operation"])
-unknown_effects = Counter("idempotency_unknown_effects", "Effects found begun without a result", ["operation"])
+unknown_effects = Counter("idempotency_unknown_effects", "Operations that ended as effect_unknown", ["operation"])
 recovered = Counter("idempotency_recovered", "Orphaned operations released by recovery", ["cause"])
 purged = Counter("idempotency_purged", "Records deleted past retention")
 published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
 publish_errors = Counter("idempotency_outbox_errors", "Outbox rows whose publish failed", ["error"])
 resent = Counter("idempotency_outbox_resent", "Operations sent again because their queue lacked them")
-alerts = Counter("idempotency_alerts", "Alerts about dead letters", ["service", "reason"])
+alerts = Counter("idempotency_alerts", "Alerts about dead letters, and alarms", ["service", "reason"])
 alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts that their receiver did not take")
 redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
 attempt_seconds = Histogram("idempotency_attempt_seconds", "From claim to commit", ["operation"])

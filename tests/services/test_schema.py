@@ -20,7 +20,18 @@ from idempotency import schema
 from idempotency.errors import SettingsError
 from tests.operations import at_once
 
-TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts"}
+TABLES = {
+    "records",
+    "outbox",
+    "dead_letters",
+    "relay_sleep",
+    "audit",
+    "discards",
+    "operators",
+    "alerts",
+    "processes",
+    "alarms",
+}
 
 
 @pytest.fixture
