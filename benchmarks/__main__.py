@@ -25,7 +25,7 @@ from idempotency import schema
 console = Console()
 
 
-BENCHMARKS = ("unique", "relay", "latency")
+BENCHMARKS = ("unique", "relay", "latency", "backlog")
 
 
 def main(
@@ -35,6 +35,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
+    waiting: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Operations that wait: backlog.")] = 1_000_000,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure side by side in one run; print tables and RESULT lines."""
@@ -43,7 +44,7 @@ def main(
         raise SystemExit(f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
-        from . import latency, relay, unique  # the application reads the environment when it is imported
+        from . import backlog, latency, relay, unique  # the application reads the environment when it is imported
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -62,6 +63,10 @@ def main(
                 seconds = latency.measure(engine, messages=20 * rounds)
             figures = {"direct": [1e3 * s for s in seconds.direct], "outbox": [1e3 * s for s in seconds.outbox]}
             show(as_json, "ms to start", "latency_vs_delay", seconds.ratio, **figures)
+        if "backlog" in chosen:
+            took = backlog.measure(engine, rounds=rounds, waiting=waiting)
+            slowest = max(took.look + took.status)
+            show(as_json, "s to look", "backlog_seconds", slowest, scrape=took.look, status=took.status)
         engine.dispose()
 
 

@@ -1,7 +1,8 @@
 """What waits and who works on it, as gauges: asked at each scrape, because it is the state of no process.
 
 A scrape never fails and never hangs: while Postgres is away or slow, `idempotency_database_up` is 0 and the other
-gauges are missing, which is not the same as zero; so are those of a broker that does not answer. Counts stop at 100,000.
+gauges are missing, which is not the same as zero; so are those of a broker that does not answer. Counts stop at 50,000
+rows over all queues.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from .overview import Look
 
 # Of each queue: the attribute of its state, the gauge, and what it says.
 _QUEUE_GAUGES = (
-    ("accepted", "accepted", "Accepted operations that are due and have not begun; 100,000 is at least so many"),
+    ("accepted", "accepted", "Accepted operations that are due and have not begun; stops at 50,000 over all queues"),
     ("oldest_accepted_seconds", "accepted_oldest_seconds", "How long the oldest of them has been due"),
     ("scheduled", "scheduled", "Accepted operations that are not due yet"),
     ("running", "running", "Operations that an attempt holds"),
     ("lease_over", "lease_over", "Operations whose holder's lease is over"),
-    ("released", "released", "Operations between two attempts; 100,000 is at least so many"),
+    ("released", "released", "Operations between two attempts; stops at 50,000 over all queues"),
     ("next_due_seconds", "released_next_due_seconds", "When the first of them is due; negative: it has been due"),
     ("ready", "queue_ready", "Messages in the broker that no consumer has"),
     ("consumers", "queue_consumers", "Consumers of the queue"),
