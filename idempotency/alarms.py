@@ -90,7 +90,7 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
             late = f"the oldest accepted operation has waited for {age:.0f} s; {_number(queue, 'accepted')} accepted"
             alarms.append(Alarm(f"accepted/{name}", f"queue {name}", late, "are its workers and the relay alive?"))
     if found.unknown_effects:
-        waiting = f"{found.unknown_effects} operations ended as effect_unknown and wait for a person"
+        waiting = f"{found.unknown_effects} ended as effect_unknown and open, for a person to resolve"
         alarms.append(Alarm("unknown_effects", "effects", waiting, "idempotency effects resolve, then replay"))
     return alarms
 

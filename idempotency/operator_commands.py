@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -60,13 +61,8 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
         print_json(seen)
         return
     print_table(
-        "queue", "accepted", "oldest", "scheduled", "ready", "consumers", "running", "released", "next due",
-        rows=[
-            (name, _count(queue, "accepted"), _age(queue["oldest_accepted_seconds"]), _count(queue, "scheduled"),
-             _known(queue["ready"]), _known(queue["consumers"]), _count(queue, "running"), _count(queue, "released"),
-             _due(queue["next_due_seconds"]))
-            for name, queue in seen["queues"].items()
-        ],
+        "queue", "accepted, not begun", "in the broker", "running", "released",
+        rows=[(name, *_queue_cells(queue)) for name, queue in seen["queues"].items()],
     )  # fmt: skip
     if not seen["broker_answered"]:
         console.print("the broker does not answer: ready and consumers are unknown")
@@ -288,16 +284,23 @@ def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
         print_table(*columns, rows=[[row[column] for column in columns] for row in rows], title=title)
 
 
-def _count(queue: dict[str, Any], name: str) -> str:
-    return f"{queue[name]:,}{'+' if name in queue['at_least'] else ''}"
+def _queue_cells(queue: dict[str, Any]) -> Iterator[str]:
+    def number(name: str) -> str:
+        return f"{queue[name]:,}{'+' if name in queue['at_least'] else ''}"
 
-
-def _known(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
-
-
-def _due(seconds: float | None) -> str:
-    return _age(seconds) if seconds is None or seconds > 0 else f"{_age(-seconds)} ago"
+    oldest, due = queue["oldest_accepted_seconds"], queue["next_due_seconds"]
+    yield "".join(
+        [
+            number("accepted"),
+            "" if oldest is None else f", oldest {_age(oldest)}",
+            f", {number('scheduled')} not due yet" if queue["scheduled"] else "",
+        ]
+    )
+    ready, consumers = ("?" if queue[name] is None else f"{queue[name]:,}" for name in ("ready", "consumers"))
+    yield f"{ready} ready, {consumers} consumers"
+    yield number("running") + (f", {number('lease_over')} lease over" if queue["lease_over"] else "")
+    when = "" if due is None else f", next due in {_age(due)}" if due > 0 else f", due for {_age(-due)}"
+    yield number("released") + when
 
 
 def _age(seconds: float | None) -> str:

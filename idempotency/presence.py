@@ -27,6 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from . import settings
+from . import startup as _startup  # noqa: F401  its checks are connected first: a set-up that is refused never signs
 from .lease import _native as native
 from .logs import log
 
