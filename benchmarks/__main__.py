@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 console = Console()
 
 
-BENCHMARKS = ("unique", "relay", "latency")
+BENCHMARKS = ("unique", "relay", "latency", "backlog")
 # Not a comparison with plain Celery, and long: only when it is asked for.
 LIFE = "life"
 
@@ -44,6 +44,7 @@ def main(
     operations: Annotated[
         int, typer.Option(min=10_000, max=10_000_000, help="life: how many, after 10,000.")
     ] = 100_000,
+    waiting: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Operations that wait: backlog.")] = 1_000_000,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure side by side in one run; print tables and RESULT lines."""
@@ -54,7 +55,7 @@ def main(
         )
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
-        from . import latency, life, relay, unique  # the application reads the environment when it is imported
+        from . import backlog, latency, life, relay, unique  # the application reads the environment on import
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -81,6 +82,10 @@ def main(
                     yield
 
             show_life(as_json, *life.measure(engine, both, operations=operations))
+        if "backlog" in chosen:
+            took = backlog.measure(engine, rounds=rounds, waiting=waiting)
+            slowest = max(took.look + took.status)
+            show(as_json, "s to look", "backlog_seconds", slowest, scrape=took.look, status=took.status)
         engine.dispose()
 
 

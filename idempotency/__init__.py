@@ -36,6 +36,7 @@ from .events import publish, subscribe
 from .guard import install as _install_guard  # noqa: F401  importing it is what installs it
 from .handle import Handle, StoredOperation, lookup
 from .keys import OperationId, content_hash
+from .presence import sign_as_worker as _sign_as_worker  # noqa: F401  importing it is what installs it
 from .startup import refuse_to_lose as _refuse_to_lose  # noqa: F401  importing it is what installs it
 from .task import IdempotentTask
 

@@ -189,7 +189,7 @@ class Attempt:
         crash_point("finish.written")
         self.commit()
         crash_point("finish.committed")
-        metrics.failed.labels(self.claim.id.operation, concluded.error.code).inc()
+        metrics.count_failed(self.claim.id.operation, concluded.error.code)
         log.warning("failed", code=concluded.error.code, cause=error.code, **self._names())
         return concluded.error
 

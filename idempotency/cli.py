@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from . import alerts, configuration, maintenance, metrics, schema
+from . import alarms, alerts, configuration, maintenance, metrics, schema
 from .backlog import Backlog
 from .dead_letter_commands import letters, people
 from .dead_letter_queue import DeadLetterConsumer
@@ -26,6 +26,7 @@ from .doctor import doctor as diagnose
 from .errors import IdempotencyError, SettingsError
 from .logs import log
 from .operator_commands import commands as operator_commands
+from .presence import SignOfLife
 from .reconcile import reconcile
 from .relay import Relay
 from .runtime import Runtime
@@ -72,7 +73,7 @@ def relay(app: AppOption = "tasks") -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
     sweep = Runtime.of(celery).settings.sweep
-    running = Relay(celery)
+    running, life = Relay(celery), SignOfLife(celery, "relay")
     due = {
         "recover": time.monotonic(),
         "reconcile": time.monotonic() + sweep,
@@ -81,6 +82,7 @@ def relay(app: AppOption = "tasks") -> None:
     }
 
     def periodic() -> None:
+        life.progressed()
         now = time.monotonic()
         if now >= due["recover"]:
             due["recover"] = now + DEATH_WATCH
@@ -95,6 +97,7 @@ def relay(app: AppOption = "tasks") -> None:
         if now >= due["alerts"]:
             due["alerts"] = now + ALERT_WATCH
             alerts.run_once(celery)
+            alarms.run_once(celery)
         if now >= due["purge"]:
             due["purge"] = now + PURGE_WATCH
             if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
@@ -104,8 +107,10 @@ def relay(app: AppOption = "tasks") -> None:
     letters = threading.Thread(target=DeadLetterConsumer(celery).run, args=(stop, tell), daemon=True)
     letters.start()
     log.info("relay_started")
+    life.start()
     running.run(stop, periodic)
     letters.join(10)
+    life.end()
     log.info("relay_stopped")
 
 
@@ -131,7 +136,7 @@ def serve_metrics(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 9540,
     address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
     app: Annotated[
-        str | None, typer.Option("--app", "-A", help="Also the backlog in the database of this Celery application.")
+        str | None, typer.Option("--app", "-A", help="Also what waits and who works on it, of this Celery application.")
     ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""

@@ -21,10 +21,11 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
-from . import configuration, schema
+from . import alarms, configuration, overview, schema
 from .errors import SettingsError
 from .findings import Finding, Level, ok, refusal, warning
 from .queues import dead_letter_queues
+from .settings import Settings
 
 __all__ = ["Finding", "Level", "check_database", "doctor"]
 
@@ -80,6 +81,8 @@ def doctor(app: Celery) -> list[Finding]:
             url = settings.redis_url
             # Redis decides nothing: without it the promise holds, at the price of round trips
             findings += _asked("redis", "idempotency_redis_url", lambda: _redis(url), Level.WARNING)
+        if not any(f.level is Level.REFUSAL and f.subject.startswith("database") for f in findings):
+            findings += _asked("database", "idempotency_database_url", lambda: _at_work(app, settings), Level.WARNING)
     findings += _asked("broker", "broker_url", lambda: _broker(app))
     order = list(reversed(Level))
     return sorted(findings, key=lambda finding: order.index(finding.level))
@@ -197,6 +200,14 @@ def _inequivalent(error: PreconditionFailed) -> str:
     """RabbitMQ's own words name the argument and both values."""
     found = re.search(r"inequivalent arg .*", str(error.reply_text))
     return found.group() if found else "declared with other arguments than it has"
+
+
+def _at_work(app: Celery, given: Settings) -> list[Finding]:
+    """Whether anything waits for a process that is not there."""
+    with overview.looking(given) as connection:
+        found = overview.look(connection, app, given)
+    wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
+    return wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]
 
 
 def _clock(subject: str, ahead: float, of: str) -> Finding:

@@ -18,7 +18,7 @@ from kombu.utils.json import loads
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Row
 
-from . import conclusions, dead_letters, keys, records, results
+from . import conclusions, dead_letters, keys, metrics, records, results
 from .attempt import AttemptSession, Policy
 from .conclusions import Concluded, Entry
 from .delivery import Delivery
@@ -193,6 +193,7 @@ def cancel(app: Celery, shown: Shown, change: Change, *, may_have_happened: bool
         details = {"was": shown.status, "ended_as": concluded.error.code}
         details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
         audit(connection, change, "cancel", shown.id, row, fence=fence, details=details)
+    metrics.count_failed(shown.id.operation, concluded.error.code)
     return concluded.error
 
 

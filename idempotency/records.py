@@ -45,6 +45,7 @@ class Claimed:
     age: float  # seconds since the first claim of this generation
     effects: dict[str, dict[str, Any]]
     first_claim: bool
+    taken_over: bool = False  # from another holder, whose lease was over
     revoked: bool = False  # Celery was told to revoke this generation: it ends without its body
     resumed: bool = False  # the same attempt as before, claimed again after a doubt
     fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
@@ -115,19 +116,20 @@ WITH claimed AS (
         resumed = r.token IS NOT DISTINCT FROM excluded.token,
         locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
         locked_by = excluded.locked_by,
+        taken_over = r.status = 'started' AND r.token IS DISTINCT FROM excluded.token,
         available_at = NULL,
         updated_at = clock_timestamp()
     WHERE r.fingerprint = ANY(%(fingerprints)s)
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
     RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, resumed,
-        fingerprint,
+        fingerprint, taken_over,
         -- xmax is 0 in a row that was inserted
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
-       revoked_generation IS NOT DISTINCT FROM generation AS revoked, resumed, fingerprint
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, resumed, fingerprint, taken_over
 FROM claimed
 UNION ALL
 SELECT CASE
@@ -136,7 +138,7 @@ SELECT CASE
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, NULL, fingerprint
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, NULL, fingerprint, NULL
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -313,9 +315,10 @@ def claim(
             max(row.age, 0.0),
             row.effects or {},
             row.attempts == 1,
-            row.revoked,
-            row.resumed,
-            row.fingerprint,
+            taken_over=row.taken_over,
+            revoked=row.revoked,
+            resumed=row.resumed,
+            fingerprint=row.fingerprint,
         )
     return _explained(row)
 

@@ -278,7 +278,7 @@ class IdempotentTask(Task):
                 time.sleep(POSTGRES_PAUSE)
         if isinstance(answer, Claimed):
             metrics.claims.labels(self.name).inc()
-            if answer.attempts > 1:
+            if answer.taken_over:
                 metrics.takeovers.labels(self.name).inc()
             if hint is Hint.HELD or delivery.resent:
                 leases.hold([(id, token, delivery.fingerprint)])

@@ -46,6 +46,7 @@ def claim(
     holder: str = HOLDER,
     lease: float = LEASE,
     message: str = MESSAGE,
+    queue: str = "",
 ) -> Answer:
     """Claim until the answer is final: `Changed` means that the row moved meanwhile, ask again."""
     for _ in range(10):
@@ -57,6 +58,7 @@ def claim(
             message=message,
             holder=holder,
             lease=lease,
+            queue=queue,
         )
         if not isinstance(answer, Changed):
             return answer

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection
 
-from idempotency import maintenance, records, relay
+from idempotency import maintenance, overview, records, relay, settings
 from idempotency.runtime import Runtime
 
 Plan = Callable[..., str]
@@ -67,6 +67,25 @@ def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
     plan = planned(statement, in_session=False)
     assert "records_held" in plan, plan
     assert "Seq Scan on records" not in plan
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("_ACCEPTED", "outbox_waiting"),
+        ("_LIST_ACCEPTED", "outbox_waiting"),
+        ("_RELEASED", "records_released"),
+        ("_RUNNING", "records_held"),
+        ("_UNPUBLISHED", "outbox_pending"),
+        ("_UNPUBLISHED", "outbox_failed"),
+        ("_OPEN_LETTERS", "dead_letters_open"),
+    ],
+)
+def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str) -> None:
+    with overview.looking(settings.from_app(bank)) as connection:
+        plan = explain(connection, getattr(overview, name))
+    assert index in plan, plan
+    assert "Seq Scan" not in plan, plan
 
 
 def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:

@@ -24,7 +24,7 @@ from tests.operations import at_once, in_background, wait_for_a_lock
 from tests.processes import eventually
 
 TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts", "set_aside"}
-TABLES |= {"dead_letter_tries", "compatibility"}
+TABLES |= {"dead_letter_tries", "compatibility", "processes", "alarms"}
 
 
 @pytest.fixture
