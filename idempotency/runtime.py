@@ -170,7 +170,8 @@ def process_identity() -> str:
 def is_provably_dead(holder: str) -> bool:
     """Whether the process of this name is gone: same host, boot and pid namespace, and no such process any more.
 
-    A closed connection proves nothing, and a process elsewhere is never proven dead.
+    A closed connection proves nothing, and a process elsewhere is never proven dead. Nor is one that cannot be seen:
+    /proc may be mounted with `hidepid`, and then hides the processes of other users.
     """
     try:
         host, boot, namespace, pid, started = holder.split("|")
@@ -179,17 +180,30 @@ def is_provably_dead(holder: str) -> bool:
     mine = process_identity().split("|")
     if not boot or [host, boot, namespace] != mine[:3]:
         return False
-    return start_time(int(pid)) != started
+    if not pid.isdecimal() or int(pid) == 0:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass  # there is one, of another user; or this is no pid
+    state, start = _state_and_start(pid)
+    return state in ("Z", "X") or "" not in (start, started) and start != started
 
 
 def start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty when it is gone or a zombie."""
+    """When a process started, in clock ticks since boot; empty when it is gone, a zombie, or cannot be seen."""
+    state, start = _state_and_start(pid)
+    return "" if state in ("Z", "X") else start
+
+
+def _state_and_start(pid: int | str) -> tuple[str, str]:
+    """A process' state in one letter, and when it started; both empty when they cannot be read."""
     stat = _read(f"/proc/{pid}/stat")
     # The command in parentheses may hold anything; the fields after the last one are fixed (proc(5): 3 state, 22 start).
     fields = stat.rpartition(")")[2].split()
-    if len(fields) < 20 or fields[0] in "ZX":
-        return ""
-    return fields[19]
+    return (fields[0], fields[19]) if len(fields) >= 20 else ("", "")
 
 
 def _read(path: str) -> str:
