@@ -194,9 +194,11 @@ _DATABASE_TIME = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 # Raises division_by_zero by itself when it matches no row, so that no COMMIT can follow. A holder
 # frozen between this statement and COMMIT is evicted by the server within half a lease: nobody waits behind it.
+# And whatever a body has SET, this commit waits for the disk.
 _FINISH = """
 WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
+           set_config('synchronous_commit', 'on', true)
 ), finished AS (
     UPDATE idempotency.records SET {changes}, updated_at = clock_timestamp()
     FROM settings WHERE {guard} RETURNING 1
@@ -509,7 +511,8 @@ def _fence(row: Any | None) -> int | None:
 # The fence moves, so that whatever a former holder still sends matches nothing. A holder that lives is left alone.
 _GIVE_UP = f"""
 WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
+           set_config('synchronous_commit', 'on', true)
 ), given_up AS (
     INSERT INTO idempotency.records AS r
         (tenant, operation, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
