@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from .keys import OperationId
@@ -20,8 +21,12 @@ class Delivery:
     message: str
     headers: Mapping[str, Any]
     queue: str
-    resent: bool = False  # comes from the outbox as a later delivery: Redis' word does not acknowledge it
+    # Not the first of its message, by the outbox or by the broker: the one before may have been the holder's, which died
+    # after its commit, or the only way on. So Redis' word does not acknowledge it. Postgres decides; whatever the
+    # broker's flag says, it costs or saves a question and nothing else.
+    resent: bool = False
     is_eager: bool = False
+    eta: datetime | None = None  # not before this time by the database's clock
 
 
 @dataclass(frozen=True, slots=True)

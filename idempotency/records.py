@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
@@ -364,6 +365,11 @@ def change_effect(connection: Connection, claim: Claimed, name: str, change: Par
 def database_time(connection: Connection) -> float:
     """Seconds since the epoch by the database's clock: the only one that is compared with."""
     return float(execute(connection, _DATABASE_TIME).fetchone()[0])
+
+
+def has_come(connection: Connection, time: datetime) -> bool:
+    """Whether a time has come by the database's clock."""
+    return bool(execute(connection, "SELECT %(time)s <= clock_timestamp()", {"time": time}).fetchone()[0])
 
 
 def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:
