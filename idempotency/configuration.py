@@ -78,7 +78,8 @@ def check(app: Celery, given: Settings | None) -> list[Finding]:
     tasks = idempotent_tasks(app)
     findings = [*_tasks(tasks), *_content(app), *_schedule(app, tasks), *_celery_settings(app)]
     if given is not None:
-        findings += _retentions(tasks, given)
+        findings += [*_retentions(tasks, given), *_longest_runs(app, tasks, given)]
+        findings += connections(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
     try:
         amqp = speaks_amqp(app)
     except ValueError:
@@ -163,6 +164,27 @@ def _retentions(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
     ]
 
 
+def _longest_runs(app: Celery, tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
+    return [
+        warning(
+            f"task {task.name}",
+            f"time_limit={limit:g} above max_run={given.longest_run:g}",
+            "a body may run on after its lease is given up, beside the next attempt; raise idempotency_max_run",
+        )
+        for task in tasks
+        if (limit := task.time_limit or app.conf.task_time_limit) and limit > given.longest_run
+    ]
+
+
+def connections(pool: str, concurrency: int | None, given: Settings) -> list[Finding]:
+    """Whether the attempts that run in one process get a connection each. A prefork process runs one."""
+    most = 2 * given.pool_size  # half of them are kept
+    if not any(name in pool for name in ("thread", "gevent", "eventlet")) or (concurrency or 0) <= most:
+        return []
+    found = f"{given.pool_size}, enough for {most} attempts at once, and concurrency is {concurrency}"
+    return [warning("idempotency_pool_size", found, "the others would wait; raise it to half the concurrency")]
+
+
 # ---------------------------------------------------------------- queues, as they are declared
 
 
@@ -230,7 +252,9 @@ def _queue(queue: Queue) -> list[Finding]:
             )
     if queue.exchange is not None and queue.exchange.type != "topic":
         found = f"exchange type {queue.exchange.type}, recommended topic"
-        findings.append(warning(subject, found, "a countdown given to apply_async would hold a worker's slot"))
+        findings.append(
+            warning(subject, found, "a countdown given to apply_async goes through a worker into the outbox")
+        )
     return findings
 
 

@@ -39,13 +39,7 @@ class Runtime:
         self.pid = os.getpid()
         self.settings = settings.from_app(app)
         self.holder = process_identity()
-        longest_ms = math.ceil(self.settings.longest_run * 1000)
-        self.engine = make_engine(
-            self.settings,
-            # A body that hangs in a transaction, or in one statement, is no holder for longer than this; its locks end
-            # with its lease.
-            server_options=f"-c idle_in_transaction_session_timeout={longest_ms} -c statement_timeout={longest_ms}",
-        )
+        self.engine = make_attempts_engine(self.settings)
         # What a body has SET is its own affair: the next attempt on the connection begins as we connect.
         event.listen(self.engine, "reset", _reset)
         # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the
@@ -171,6 +165,18 @@ def make_engine(
     event.listen(engine, "connect", _examine)
     treat_read_only_as_away(engine)
     return engine
+
+
+def make_attempts_engine(settings: Settings, **options: Any) -> Engine:
+    """The engine of the bodies' sessions."""
+    longest_ms = math.ceil(settings.longest_run * 1000)
+    return make_engine(
+        settings,
+        # A body that hangs in a transaction, or in one statement, is no holder for longer than this; its locks end with
+        # its lease.
+        server_options=f"-c idle_in_transaction_session_timeout={longest_ms} -c statement_timeout={longest_ms}",
+        **options,
+    )
 
 
 def _examine(driver: Any, _: Any) -> None:

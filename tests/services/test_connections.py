@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from uuid import uuid4
 
 import psycopg
@@ -21,11 +17,11 @@ from sqlalchemy.exc import OperationalError
 from idempotency import IdempotentTask
 from idempotency.lease import Holding
 from idempotency.runtime import Runtime
-from services import packages
 from services.postgres import Postgres, create_database
 from tests import bank as app_module
 from tests import operations as op
 from tests.deliveries import Deliveries
+from tests.pooler import Pooler
 from tests.processes import eventually
 from tests.proxy import Proxy
 from tests.services.test_core import ROW, make_task
@@ -260,65 +256,11 @@ def test_a_claim_whose_answer_never_arrives_counts_as_lost(bank: Celery, proxied
 
 
 @pytest.fixture
-def pooler(database: str, servers) -> Iterator[str]:
-    """The database's address through PgBouncer, which hands every transaction to any of three backends."""
-    if servers.database_url is None or (shutil.which("pgbouncer") is None and not packages.can_install()):
-        pytest.skip("needs pgbouncer, and only root can install it")
-    if shutil.which("pgbouncer") is None:
-        packages.install("pgbouncer")
-    url, port = make_url(database), free_port()
-    directory = Path(tempfile.mkdtemp(prefix="pgbouncer-"))
-    (directory / "users").write_text(f'"{url.username}" "{url.password}"\n')
-    (directory / "ini").write_text(f"""
-[databases]
-* = host={url.host} port={url.port}
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = {port}
-unix_socket_dir =
-auth_type = plain
-auth_file = {directory}/users
-pool_mode = transaction
-default_pool_size = 3
-ignore_startup_parameters = options,extra_float_digits
-""")
-    for each in (directory, directory / "users", directory / "ini"):
-        each.chmod(0o755)
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(["pgbouncer", "-u", "nobody", directory / "ini"], stdout=log, stderr=log)
-    try:
-        through = url.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
-        eventually(lambda: answers(through), what=(directory / "log").read_text())
-        yield through
-    finally:
-        process.terminate()
-        process.wait(10)
-        shutil.rmtree(directory)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def answers(url: str) -> bool:
-    engine = create_engine(url)
-    try:
-        with engine.connect():
-            return True
-    except OperationalError:
-        return False
-    finally:
-        engine.dispose()
-
-
-@pytest.fixture
-def pooled(pooler: str, bank: Celery, environment: dict[str, str]) -> Iterator[Celery]:
-    app_module.configure(environment | {"DATABASE_URL": pooler})
-    yield bank
-    Runtime.discard(bank)
+def pooled(database: str, bank: Celery, environment: dict[str, str]) -> Iterator[Celery]:
+    with Pooler(database) as pooler:
+        app_module.configure(environment | {"DATABASE_URL": pooler.url})
+        yield bank
+        Runtime.discard(bank)
 
 
 def test_attempts_behind_a_pooler_in_transaction_mode_prepare_nothing(
