@@ -200,6 +200,7 @@ def _our_connections(given: Settings) -> list[Finding]:
     with first:
         driver: Any = first.connection.driver_connection
         shown = first.execute(_OURS).one()
+        first.rollback()  # between transactions is where a pooler takes the backend away
         findings = [
             warning(f"database {name}", "0 on our connections, though we set it", "a statement may wait for ever")
             for name in ("lock_timeout", "statement_timeout")
