@@ -259,20 +259,10 @@ def _queue(queue: Queue) -> list[Finding]:
 
 
 def _outage(queue: Queue, tasks: list[IdempotentTask], given: Settings | None) -> Finding:
-    """How long Postgres may be away before messages become dead letters: each delivery waits until its hard limit."""
+    """How late a message may come back. Waiting for Postgres uses no delivery; an attempt killed at its limit does."""
     subject, limit = f"queue {queue.name}", (queue.queue_arguments or {})["x-delivery-limit"]
-    limits = [task.time_limit for task in tasks if task.time_limit]
-    if not limits:
-        found = f"quorum, {limit} deliveries; no hard time limit: a wait for Postgres ends with the broker's time-out"
-        return ok(subject, found)
-    survived = limit * min(limits)
-    found = (
-        f"quorum; longest outage of Postgres survived: {limit} deliveries x {min(limits):g} s = {survived / 60:.0f} min"
-    )
-    latest = limit * max(limits)
+    latest = limit * max((task.time_limit or 0 for task in tasks), default=0)
     if given is not None and latest > given.redelivery_horizon:
-        found = (
-            f"{limit} deliveries x {max(limits):g} s = {latest:g} s above redelivery_horizon={given.redelivery_horizon}"
-        )
+        found = f"{limit} deliveries x {latest / limit:g} s = {latest:g} s above redelivery_horizon={given.redelivery_horizon}"
         return warning(subject, found, "a message may still arrive after its record is gone")
-    return ok(subject, found)
+    return ok(subject, f"quorum, {limit} deliveries; waiting for Postgres uses none of them")

@@ -195,14 +195,17 @@ def _examine(driver: Any, _: Any) -> None:
 _WHAT_IT_IS = "SELECT current_setting('default_transaction_isolation'), pg_backend_pid()"
 
 
-def _reset(driver: Any, _: Any, state: PoolResetState) -> None:
+def _reset(driver: Any, record: Any, state: PoolResetState) -> None:
     """Give a body's settings and role back with its connection; what we connect with is what they are reset to."""
     if state.terminate_only or driver.closed:
         return
-    driver.rollback()
-    driver.autocommit = True  # or it would be three round trips
-    driver.execute(_RESET)
-    driver.autocommit = False
+    try:
+        driver.rollback()
+        driver.autocommit = True  # or it would be three round trips
+        driver.execute(_RESET)
+        driver.autocommit = False
+    except psycopg.Error as error:
+        record.invalidate(error)  # Postgres is away, and whoever asks next will see that
 
 
 _RESET = "RESET SESSION AUTHORIZATION; RESET ALL"

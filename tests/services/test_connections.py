@@ -91,6 +91,20 @@ def test_the_next_attempt_on_a_connection_finds_nothing_that_an_earlier_one_has_
     assert deliveries.deliver(task, key="after").value == before
 
 
+def test_a_connection_whose_server_has_gone_is_given_back_in_silence_and_replaced(
+    bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Runtime.of(bank)
+    with runtime.engine.connect() as connection:
+        gone = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+        connection.commit()
+        with engine.connect() as other:
+            other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": gone})
+    assert caplog.text == ""
+    with runtime.engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() != gone
+
+
 # ---------------------------------------------------------------- commits that a standby has not confirmed
 
 

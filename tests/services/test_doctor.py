@@ -104,7 +104,7 @@ def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(soun
     task = sound.tasks["tests.bank.deposit"]
     task.time_limit = 3600
     try:
-        assert "20 deliveries x 3600 s = 1200 min" in str(about(sound, f"queue {queue}")[0])
+        assert about(sound, f"queue {queue}")[0].level is Level.OK
         task.time_limit = 5000
         late = about(sound, f"queue {queue}")[0]
         assert late.level is Level.WARNING
