@@ -39,7 +39,7 @@ class Runtime:
         self.pid = os.getpid()
         self.settings = settings.from_app(app)
         self.holder = process_identity()
-        self.engine = make_attempts_engine(self.settings)
+        self.engine = make_attempts_engine(self.settings, pool_reset_on_return=None)
         # What a body has SET is its own affair: the next attempt on the connection begins as we connect.
         event.listen(self.engine, "reset", _reset)
         # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the
