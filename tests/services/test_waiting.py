@@ -288,8 +288,9 @@ def test_a_message_with_a_far_eta_waits_in_the_outbox_and_not_in_a_worker(
             lambda: connection.execute(text("SELECT id, key, available_at FROM idempotency.outbox")).one_or_none()
         )
         assert (row.key, row.available_at) == ("a", eta)
-        worker.kill()  # what it held unacknowledged would come back
-        assert eventually(lambda: depth(bank) == 0)
+        worker.terminate()
+        worker.process.wait(20)
+        assert depth(bank) == 0  # what it held unacknowledged would be back
         processes.worker("--concurrency", "1")
         assert entries("a") == 0
         connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp()"))
