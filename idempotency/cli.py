@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from . import alarms, alerts, configuration, maintenance, metrics, schema
+from . import alarms, alerts, configuration, maintenance, metrics, schema, settings
 from .backlog import Backlog
 from .dead_letter_commands import letters, people
 from .dead_letter_queue import DeadLetterConsumer
@@ -29,7 +29,7 @@ from .operator_commands import commands as operator_commands
 from .presence import SignOfLife
 from .reconcile import reconcile
 from .relay import Relay
-from .runtime import Runtime
+from .runtime import Runtime, make_engine
 from .startup import refuse_to_start
 from .statements import describe
 from .terminal import AppOption, JsonOption, console, print_json
@@ -52,7 +52,8 @@ PURGE_LIMIT = 5_000
 @cli.command()
 def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Bring the database's tables to this version."""
-    revision = schema.migrate(Runtime.of(_app(app)).engine)
+    # on a connection without the time-outs of attempts: building an index may take long
+    revision = schema.migrate(make_engine(settings.from_app(_app(app))))
     if as_json:
         print_json({"revision": revision})
     else:

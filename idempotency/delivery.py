@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from .keys import OperationId
@@ -20,9 +21,13 @@ class Delivery:
     message: str
     headers: Mapping[str, Any]
     queue: str
-    resent: bool = False  # comes from the outbox as a later delivery: Redis' word does not acknowledge it
+    # Not the first of its message, by the outbox or by the broker: the one before may have been the holder's, which died
+    # after its commit, or the only way on. So Redis' word does not acknowledge it. Postgres decides; whatever the
+    # broker's flag says, it costs or saves a question and nothing else.
+    resent: bool = False
     is_eager: bool = False
     also: Sequence[str] = ()  # the fingerprints of the same arguments by other rules
+    eta: datetime | None = None  # not before this time by the database's clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 
 from . import keys
+from . import message as task_message
 from .errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from .keys import OperationId
 from .logs import log
@@ -158,6 +159,8 @@ class Guard(bootsteps.StartStopStep):
             if reason is not None:
                 self._refuse(message, reason)
                 return
+            if isinstance(self._app.tasks.get(message.headers["task"]), IdempotentTask):
+                _keep_out_of_memory(message)
             try:
                 handle(message)
             except (ValueError, TypeError, LookupError, AttributeError):
@@ -199,6 +202,16 @@ class Guard(bootsteps.StartStopStep):
                 message.ack()
 
         message.reject = store
+
+
+def _keep_out_of_memory(message: Message) -> None:
+    """Take a delay away from Celery's worker, which would hold the message unacknowledged until its own clock says so.
+
+    What came through the broker's delay queues has waited. The rest is told to the task, which asks the database's clock.
+    """
+    eta = message.headers.pop("eta", None)
+    if eta is not None and not task_message.Message.was_delayed((message.delivery_info or {}).get("exchange")):
+        message.headers[task_message.ETA_HEADER] = eta
 
 
 def keeps_rejected(app: Celery) -> bool:

@@ -29,6 +29,8 @@ FINGERPRINT_HEADER = "idempotency-fingerprint"
 # How this message is to be read; a message without it is of version 1.
 VERSION_HEADER = "idempotency-version"
 MESSAGE_VERSION = 1
+# Set by a worker instead of Celery's `eta`, which it would keep in its memory, by its own clock; never stored.
+ETA_HEADER = "idempotency-eta"
 # Set by a worker that was told to revoke this task id, on the way into its pool; never stored, never sent.
 REVOKED_HEADER = "idempotency-revoked"
 
@@ -102,7 +104,7 @@ class Message:
         custom = {
             name: value
             for name, value in (request.headers or {}).items()
-            if not name.startswith("x-") and name not in (*MARKS, REVOKED_HEADER)
+            if not name.startswith("x-") and name not in (*MARKS, REVOKED_HEADER, ETA_HEADER)
         }
         body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
         properties = {"correlation_id": request.id}
@@ -113,7 +115,7 @@ class Message:
             properties["priority"] = delivery["priority"]
         exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
         route = {"exchange": exchange, "routing_key": routing_key}
-        if exchange.startswith(_DELAY_EXCHANGE):
+        if cls.was_delayed(exchange):
             route = {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
         return cls({**headers, **custom}, kombu_dumps(body), route, properties)
 
@@ -125,6 +127,11 @@ class Message:
     def from_text(cls, text: str) -> Message:
         fields = json.loads(text)
         return cls(fields["headers"], fields["body"], fields["route"], fields["properties"])
+
+    @staticmethod
+    def was_delayed(exchange: str | None) -> bool:
+        """Whether the broker has kept a message's delay, by the exchange that it arrived through."""
+        return (exchange or "").startswith(_DELAY_EXCHANGE)
 
     def to_text(self) -> str:
         return json.dumps(

@@ -28,6 +28,14 @@ retries = Counter("idempotency_retries", "Attempts released for another one", ["
 deferrals = Counter("idempotency_deferrals", "Attempts given back: not the operation's fault", ["operation"])
 duplicates = Counter("idempotency_duplicates", "Deliveries answered with the stored outcome", ["operation"])
 busy = Counter("idempotency_busy", "Deliveries acknowledged while the operation was in flight", ["operation"])
+waiting = Counter(
+    "idempotency_claims_waiting", "Deliveries that had to wait for Postgres' answer", ["operation", "error"]
+)
+put_back = Counter(
+    "idempotency_put_back",
+    "Deliveries that Postgres did not answer in time, by where they wait now",
+    ["operation", "to"],
+)
 mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fingerprint", ["operation"])
 fenced = Counter("idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["operation"])
 in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["operation"])

@@ -23,7 +23,6 @@ from sqlalchemy import Connection, Row, create_engine
 from sqlalchemy.pool import NullPool
 
 from . import presence
-from .errors import EffectUnknown
 from .keys import OperationId
 from .settings import Settings
 
@@ -129,8 +128,14 @@ FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp
 """
 
 _OPEN_LETTERS = """
-SELECT operation, service, reason, count(*) AS letters
-FROM (SELECT operation, coalesce(consumer_service, '-') AS service, reason FROM idempotency.dead_letters
+SELECT operation, service, reason, count(*) AS letters, count(*) FILTER (WHERE unknown) AS unknown
+FROM (SELECT operation, coalesce(consumer_service, '-') AS service, reason,
+             -- a broken on_failed hides the code that the record has
+             reason = 'effect_unknown' OR reason = 'on_failed_error' AND EXISTS (
+                 SELECT FROM idempotency.records r
+                 WHERE (r.tenant, r.operation, r.key) = (d.tenant, d.operation, d.key)
+                   AND r.generation = d.generation AND r.error_code = 'effect_unknown') AS unknown
+      FROM idempotency.dead_letters d
       WHERE status = 'open' ORDER BY operation, reason LIMIT %(bound)s) open
 GROUP BY operation, service, reason ORDER BY operation, service, reason
 """
@@ -220,7 +225,7 @@ class Look:
     @property
     def unknown_effects(self) -> int:
         """Operations that ended as effect_unknown and whose dead letter is open."""
-        return sum(row.letters for row in self.letters if row.reason == EffectUnknown.default_code)
+        return sum(row.unknown for row in self.letters)
 
     def queue(self, name: str) -> QueueState:
         return self.queues.setdefault(name, QueueState())

@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
@@ -201,9 +202,11 @@ _DATABASE_TIME = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 # Raises division_by_zero by itself when it matches no row, so that no COMMIT can follow. A holder
 # frozen between this statement and COMMIT is evicted by the server within half a lease: nobody waits behind it.
+# And whatever a body has SET, this commit waits for the disk.
 _FINISH = """
 WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
+           set_config('synchronous_commit', 'on', true)
 ), finished AS (
     UPDATE idempotency.records SET {changes}, updated_at = clock_timestamp()
     FROM settings WHERE {guard} RETURNING 1
@@ -387,6 +390,11 @@ def change_effect(connection: Connection, claim: Claimed, name: str, change: Par
 def database_time(connection: Connection) -> float:
     """Seconds since the epoch by the database's clock: the only one that is compared with."""
     return float(execute(connection, _DATABASE_TIME).fetchone()[0])
+
+
+def has_come(connection: Connection, time: datetime) -> bool:
+    """Whether a time has come by the database's clock."""
+    return bool(execute(connection, "SELECT %(time)s <= clock_timestamp()", {"time": time}).fetchone()[0])
 
 
 def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:
@@ -573,7 +581,8 @@ _ENDS = f"""r.status = 'released' AND (%(generation)s::int IS NULL OR r.generati
 # The fence moves, so that whatever a former holder still sends matches nothing.
 _GIVE_UP = f"""
 WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
+           set_config('synchronous_commit', 'on', true)
 ), deliveries AS MATERIALIZED (
     SELECT {_ELSEWHERE} AS elsewhere
 ), given_up AS (

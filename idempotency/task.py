@@ -8,14 +8,15 @@ Nothing leaves the wrapper unexplained, because whatever Celery sees decides whe
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, and the next delivery is committed: acknowledged
     Ignore                                   a duplicate in flight, and one row was counted: acknowledged
-    Reject(requeue=False)                    everything else: the dead-letter queue stores it
+    Reject(requeue=False)                    a defect of the message, and what nobody foresaw in a claimed operation: the
+                                             dead-letter queue stores it
+    Ignore, Reject(requeue=True)             no answer from Postgres: it is in the outbox or the queue again (`waiting.py`)
 """
 
 from __future__ import annotations
 
 import inspect
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -24,10 +25,10 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.utils.time import maybe_make_aware
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
@@ -59,11 +60,13 @@ from .keys import KeyFunction, OperationId
 from .lease import Hint
 from .logs import log
 from .message import (
+    ETA_HEADER,
     FINGERPRINT_HEADER,
     GENERATION_HEADER,
     KEY_HEADER,
     MESSAGE_VERSION,
     ORIGIN_HEADER,
+    OUTBOX_HEADER,
     REVOKED_HEADER,
     TENANT_HEADER,
     VERSION_HEADER,
@@ -71,14 +74,18 @@ from .message import (
     Message,
 )
 from .providers import ProviderContract
+from .publisher import Published, Publisher
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
 from .statements import describe
+from .waiting import Unanswered, Waiting, is_stopping
 
 # A doubt is resolved by claiming again. Each round moves the fence, so five in a row mean something is broken.
 DOUBT_ROUNDS = 5
-# How often a claim is tried again while Postgres is away; the message stays unacknowledged meanwhile.
-POSTGRES_PAUSE = 0.5
+# Seconds in the outbox for a delivery that got no answer though Postgres takes it there: somebody has to mend that.
+PUT_BACK = 60.0
+# Seconds for the confirm of a copy; the hard time limit may be near.
+CONFIRM_TIMEOUT = 5.0
 # The options of enqueue() that are not arguments of the task.
 ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
 
@@ -152,7 +159,13 @@ class IdempotentTask(Task):
             # A plain call is protected like any other: it runs here, under the same key.
             return self.apply(args, kwargs, throw=True).get()
         try:
-            outcome = self._perform(self._delivery())
+            delivery = self._delivery()
+            try:
+                outcome = Raised(Ignore()) if self._is_early(delivery) else self._perform(delivery)
+            except Unanswered as unanswered:
+                raise self._put_back(delivery, unanswered) from unanswered.__cause__
+        except (Ignore, Reject):
+            raise
         except Exception as error:
             if self.request.is_eager:
                 raise
@@ -255,27 +268,26 @@ class IdempotentTask(Task):
     def _claim(
         self, runtime: Runtime, delivery: Delivery, token: str
     ) -> Claimed | Completed | Failed | Mismatch | Busy:
-        """Claim the operation, or learn from the record why not. Waits for Postgres as long as it takes."""
+        """Claim the operation, or learn from the record why not. Raises `Unanswered`."""
         leases, id = runtime.leases, delivery.id
         hint = Hint.FREE if delivery.resent else leases.take(id, token, delivery.fingerprint)
         if hint is Hint.GUARDED:
             return Busy()  # a duplicate was counted before this one: the record will be finished without it
         crash_point("lease.taken")
-        while True:
-            try:
-                with runtime.autocommit() as connection:
-                    if hint is Hint.HELD and self._counted(runtime, connection, delivery):
-                        return Busy()
+
+        def ask() -> Claimed | Completed | Failed | Mismatch | Busy:
+            with runtime.autocommit() as connection:
+                if hint is Hint.HELD and self._counted(runtime, connection, delivery):
+                    return Busy()
+                while True:
                     answer = self._ask(runtime, connection, delivery, token, synchronous=False)
-                    if isinstance(answer, Changed) or (
-                        isinstance(answer, Busy) and not self._counted(runtime, connection, delivery)
-                    ):
-                        continue  # the row became claimable meanwhile
-                    break
-            except (OperationalError, PoolTimeout, SoftTimeLimitExceeded) as error:
-                # Postgres is away, or a lock or a connection was not to be had: try again, never acknowledge.
-                log.warning("claim_waits", operation=self.name, error=describe(error))
-                time.sleep(POSTGRES_PAUSE)
+                    if isinstance(answer, Busy) and self._counted(runtime, connection, delivery):
+                        return answer
+                    if not isinstance(answer, Changed | Busy):
+                        return answer
+                    # the row became claimable meanwhile
+
+        answer = self._waiting(delivery).answer(ask)
         if isinstance(answer, Claimed):
             metrics.claims.labels(self.name).inc()
             if answer.taken_over:
@@ -302,6 +314,91 @@ class IdempotentTask(Task):
             also=delivery.also,
         )
 
+    def _waiting(self, delivery: Delivery) -> Waiting:
+        limit = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
+        return Waiting(self.name, time_limit=limit, is_eager=delivery.is_eager)
+
+    def _is_early(self, delivery: Delivery) -> bool:
+        """Whether its time has not come by the database's clock; then it waits in the outbox, and this one may go."""
+        if (eta := delivery.eta) is None:
+            return False
+        runtime = Runtime.of(self.app)
+
+        def park() -> bool:
+            with runtime.autocommit() as connection:
+                if records.has_come(connection, eta):
+                    return False
+                self._park(connection, delivery, Message.from_text(delivery.message), eta=eta)
+                return True
+
+        return self._waiting(delivery).answer(park)
+
+    def _park(
+        self,
+        connection: Connection,
+        delivery: Delivery,
+        message: Message,
+        *,
+        countdown: float = 0.0,
+        eta: datetime | None = None,
+    ) -> None:
+        """Write the next delivery of this message to the outbox: the relay sends it when it is due."""
+        outbox.insert(
+            connection,
+            delivery.id,
+            delivery.fingerprint,
+            message,
+            queue=delivery.queue,
+            countdown=countdown,
+            eta=eta,
+            origin="retry",
+            generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+        )
+
+    def _put_back(self, delivery: Delivery, unanswered: Unanswered) -> Any:
+        """End a delivery that has waited long enough without losing its message. Returns what is to be raised.
+
+        The outbox keeps it, if Postgres takes that; otherwise the broker, as a confirmed copy at the end of its queue:
+        a message that is only handed back comes at once, and its delivery limit counts that. Only a worker that shuts
+        down, or has lost the broker, leaves it at that.
+        """
+        if delivery.is_eager:
+            return unanswered.__cause__ or unanswered
+        to, message = "queue", Message.from_text(delivery.message)
+        if not is_stopping():
+            to = "outbox" if self._parked(delivery, message) else "copy" if self._copied(delivery, message) else to
+        metrics.put_back.labels(self.name, to).inc()
+        log.warning("put_back", operation=self.name, key=delivery.id.key, to=to)
+        if to == "queue":
+            return Reject("no answer from Postgres", requeue=True)
+        return Ignore()
+
+    def _parked(self, delivery: Delivery, message: Message) -> bool:
+        try:
+            with Runtime.of(self.app).autocommit() as connection:
+                self._park(connection, delivery, message, countdown=PUT_BACK, eta=delivery.eta)
+        except Exception:
+            return False
+        return True
+
+    def _copied(self, delivery: Delivery, message: Message) -> bool:
+        id = str(delivery.headers.get(OUTBOX_HEADER) or uuid())
+        message = message.marked(
+            origin=delivery.headers.get(ORIGIN_HEADER) or "retry",
+            outbox_id=id,
+            generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+        )
+        if delivery.eta is not None:
+            message.headers["eta"] = delivery.eta.isoformat()
+        publisher, published = Publisher(self.app, confirm_timeout=CONFIRM_TIMEOUT), Published()
+        try:
+            publisher.publish([(id, message)], published)
+        except Exception:
+            return False
+        finally:
+            publisher.close()
+        return bool(published.confirmed)
+
     def _counted(self, runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
         counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
         if counted and holder is not None:
@@ -312,16 +409,20 @@ class IdempotentTask(Task):
         """Another request under a used key: keep it as a dead letter, touch nothing else."""
         error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
         if not delivery.is_eager:
-            with runtime.autocommit() as connection:
-                dead_letters.store_refusal(
-                    connection,
-                    delivery.id,
-                    delivery,
-                    generation=generation,
-                    reason="fingerprint_mismatch",
-                    error=records.error_text("fingerprint_mismatch", str(error)),
-                    service=runtime.settings.service,
-                )
+
+            def store() -> None:
+                with runtime.autocommit() as connection:
+                    dead_letters.store_refusal(
+                        connection,
+                        delivery.id,
+                        delivery,
+                        generation=generation,
+                        reason="fingerprint_mismatch",
+                        error=records.error_text("fingerprint_mismatch", str(error)),
+                        service=runtime.settings.service,
+                    )
+
+            self._waiting(delivery).answer(store)
         metrics.mismatches.labels(self.name).inc()
         log.warning("fingerprint_mismatch", operation=self.name, key=delivery.id.key)
         return error
@@ -337,17 +438,12 @@ class IdempotentTask(Task):
             if 0.5 * (2**waits - 1) < runtime.settings.wait:
                 message = Message.from_text(delivery.message)
                 message.headers[WAITS_HEADER] = waits + 1
-                with runtime.autocommit() as connection:
-                    outbox.insert(
-                        connection,
-                        delivery.id,
-                        delivery.fingerprint,
-                        message,
-                        queue=delivery.queue,
-                        countdown=delay,
-                        origin="retry",
-                        generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
-                    )
+
+                def park() -> None:
+                    with runtime.autocommit() as connection:
+                        self._park(connection, delivery, message, countdown=delay)
+
+                self._waiting(delivery).answer(park)
         return Raised(Ignore())
 
     def _is_revoked(self, attempt: Attempt) -> bool:
@@ -389,8 +485,9 @@ class IdempotentTask(Task):
             message=message.to_text(),
             headers=headers,
             queue=message.queue(self.app),
-            resent=ORIGIN_HEADER in headers,
+            resent=ORIGIN_HEADER in headers or bool((request.delivery_info or {}).get("redelivered")),
             is_eager=bool(request.is_eager),
+            eta=maybe_make_aware(maybe_iso8601(headers[ETA_HEADER])) if headers.get(ETA_HEADER) else None,
         )
 
     # ------------------------------------------------------------ what a body uses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, ProgrammingError
 
 from idempotency import outbox, records, sweeps
+from idempotency import runtime as runtime_module
 from idempotency.keys import OperationId
 from idempotency.maintenance import BATCH, SPARE_CLAIMS, purge, recover
 from idempotency.message import Message
-from idempotency.runtime import Runtime, process_identity
+from idempotency.runtime import Runtime, is_provably_dead, process_identity
 from tests import operations as op
 from tests.operations import age, at_once, completed, due, early, expired, failed, record, started
 from tests.processes import eventually
@@ -231,6 +233,44 @@ def test_another_process_under_a_used_pid_does_not_keep_the_operation(bank: Cele
     assert recover(bank) == 1
     assert status(connection, earlier.id) == "released"
     assert status(connection, mine.id) == "started"
+
+
+# A /proc of its own: to remount the one that is there would hide the processes of the whole machine.
+SAYS = "import os, sys; from idempotency.runtime import is_provably_dead as dead; os.setgid(65534); os.setuid(65534);"
+SAYS += "print(os.path.exists(f'/proc/{sys.argv[1].split(chr(124))[3]}'), dead(sys.argv[1]))"
+
+
+def seen_under_hidepid(name: str) -> str:
+    """What a process of another user, from which /proc hides this one, says: is it to be seen, and is it dead?"""
+    script = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", SAYS, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    if done.returncode != 0 and "Traceback" not in done.stderr:
+        pytest.skip(f"/proc cannot be mounted here: {done.stderr.strip()[:100]}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a /proc of its own")
+def test_a_process_that_proc_hides_is_not_dead_until_it_is_gone(holder: subprocess.Popen[str]) -> None:
+    name = identity(holder)
+    assert seen_under_hidepid(name) == "False False"
+    holder.kill()
+    holder.wait(10)
+    assert seen_under_hidepid(name) == "False True"
+
+
+def test_a_used_pid_whose_start_cannot_be_compared_proves_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = process_identity()
+    assert not is_provably_dead(name.rpartition("|")[0] + "|")
+    earlier = name.rpartition("|")[0] + "|1"
+    assert is_provably_dead(earlier)
+    read = runtime_module._read
+    monkeypatch.setattr(runtime_module, "_read", lambda path: "" if path.endswith("/stat") else read(path))
+    assert not is_provably_dead(earlier)
 
 
 @pytest.mark.parametrize("name", ["", "?", "a|b|c", "a|b|c|d|e|f"])
