@@ -659,7 +659,7 @@ WITH own AS (
         available_at = clock_timestamp()
             + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))
     FROM own, in_time
-    WHERE o.id = own.id
+    WHERE o.id = own.id AND o.settled_at IS NULL AND o.status <> 'failed'
       AND (first_refused_at IS NULL OR first_refused_at > clock_timestamp() - make_interval(secs => %(grace)s))
     RETURNING 1
 ), first AS (

@@ -149,6 +149,7 @@ class Row:
     attempts: int = 0
     resends: int = 0
     old: bool = False  # settled long ago
+    generation: int = 1
 
     def shown(self) -> tuple[Any, ...]:
         pending = self.status == "pending"
@@ -163,6 +164,7 @@ class Row:
             self.settled,
             self.attempts,
             self.resends,
+            self.generation,
         )
 
 
@@ -211,7 +213,7 @@ SELECT (SELECT coalesce(json_agg(json_build_array(
             status = 'pending' AND available_at <= clock_timestamp(),
             status = 'pending' AND coalesce(relayed_until > clock_timestamp(), false),
             status = 'published' AND published_at < clock_timestamp() - interval '1 hour',
-            settled_at IS NOT NULL, attempts, resends, event_id) ORDER BY id), '[]') FROM idempotency.outbox),
+            settled_at IS NOT NULL, attempts, resends, generation, event_id) ORDER BY id), '[]') FROM idempotency.outbox),
        (SELECT coalesce(json_agg(json_build_array(
             id, tenant, operation, key, fingerprint, reason, source, generation, status,
             coalesce(settled_at < clock_timestamp() - interval '90 days', false), outbox_id)
@@ -497,7 +499,7 @@ class Machine(RuleBasedStateMachine):
         if record is not None:
             record.release(due=due, code=None if give_back else "flaky")
             record.attempts -= give_back
-            self.new_rows.append(Row(held.id, record.fingerprint, "retry", available=due))
+            self.new_rows.append(Row(held.id, record.fingerprint, "retry", available=due, generation=record.generation))
 
     # ------------------------------------------------------------ what nobody holds
 
@@ -511,7 +513,7 @@ class Machine(RuleBasedStateMachine):
         assert maintenance.recover(self.app) == len(orphans)
         for id, record in orphans.items():
             record.release(due=True)
-            self.new_rows.append(Row(id, record.fingerprint, "recover"))
+            self.new_rows.append(Row(id, record.fingerprint, "recover", generation=record.generation))
 
     @rule(id=some_id, amount=some_amount, n=st.none() | which, unknown=st.sampled_from([False, False, True]))
     def give_up(self, id: OperationId, amount: int, n: int | None, unknown: bool) -> None:
@@ -522,9 +524,10 @@ class Machine(RuleBasedStateMachine):
         if number is not None:
             amount = 1 if self.rows[number].fingerprint == fingerprint(id, 1) else 2
             origin = self.rows[number].origin
-        message = self.message(id, amount)
+        message, generation = self.message(id, amount), None
         if number is not None:
-            message = message.marked(origin=origin, outbox_id=self.events[number])
+            generation = self.rows[number].generation
+            message = message.marked(origin=origin, outbox_id=self.events[number], generation=generation)
         headers = message.headers | ({"task": "tests.bank.gone"} if unknown else {})
         if number is not None or not unknown:
             self.accepted.add((id, fingerprint(id, amount)))
@@ -548,9 +551,17 @@ class Machine(RuleBasedStateMachine):
             letter = replace(letter, reason="fingerprint_mismatch", generation=record.generation)
             assert self._store(letter) == (stored is not None)
             return
-        if record is not None and (record.has_ended or (record.status == "started" and not record.lease_over)):
-            record.duplicates += not record.has_ended
+        if record is not None and record.has_ended:
             assert stored is None
+            return
+        goes_on = record is not None and (
+            record.status == "started" or (generation is not None and generation != record.generation)
+        )
+        if goes_on or self._is_delivered_by_another(id, letter.fingerprint, number):
+            assert stored is None
+            if record is not None:
+                record.duplicates += 1
+            self._settle_what_hides_a_later_generation(number)
             return
         if record is None:
             record = self.records[id] = Record("started", fingerprint(id, amount), attempts=0)
@@ -578,6 +589,28 @@ class Machine(RuleBasedStateMachine):
             reason=letter.reason,
             generation=letter.generation,
         )
+
+    def _deliveries(self, id: OperationId, fingerprint: str | None) -> dict[int, Row]:
+        """The rows that may still be sent: of the latest generation last, and the newest last."""
+        rows = {
+            number: row
+            for number, row in self.rows.items()
+            if (row.id, row.fingerprint) == (id, fingerprint) and not row.settled and row.status != "failed"
+        }
+        return dict(sorted(rows.items(), key=lambda each: (each[1].generation, each[0])))
+
+    def _is_delivered_by_another(self, id: OperationId, fingerprint: str | None, number: int | None) -> bool:
+        rows = self._deliveries(id, fingerprint)
+        if not rows:
+            return False
+        last, row = list(rows.items())[-1]
+        return last != number or (row.status == "pending" and not row.leased)
+
+    def _settle_what_hides_a_later_generation(self, number: int | None) -> None:
+        if number is None or (row := self.rows[number]).status != "published":
+            return
+        others = self._deliveries(row.id, row.fingerprint).values()
+        row.settled = row.settled or any(other.generation > row.generation for other in others)
 
     @rule(late=st.booleans())
     def purge(self, late: bool) -> None:
@@ -678,7 +711,7 @@ class Machine(RuleBasedStateMachine):
             operators.release(self.app, shown, Change("ana", "hangs"))
         if record is not None and may:
             record.release(due=True)
-            self.new_rows.append(Row(shown.id, record.fingerprint, "retry"))
+            self.new_rows.append(Row(shown.id, record.fingerprint, "retry", generation=record.generation))
 
     def _resolve_effect(self, shown: Shown) -> None:
         record = self.records.get(shown.id)
@@ -733,7 +766,8 @@ class Machine(RuleBasedStateMachine):
         letter.status = "replayed"
         assert letter.id is not None
         assert letter.fingerprint is not None
-        self.new_rows.append(Row(letter.id, letter.fingerprint, "replay"))
+        generation = 1 if record is None else record.generation
+        self.new_rows.append(Row(letter.id, letter.fingerprint, "replay", generation=generation))
 
     @precondition(lambda self: self.letters)
     @rule(n=which, asks=st.booleans(), approves=st.sampled_from(["ana", "bo", "bo", None]))
@@ -1133,11 +1167,13 @@ def run(machine: Machine, *steps: Callable[[], None]) -> None:
 def test_a_letter_that_was_replayed_does_not_swallow_the_next_failure_of_its_outbox_row(machine: Machine) -> None:
     run(
         machine,
-        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
-        # a late copy of the first message, while the replay waits
+        # a late copy of the first message, while the replay waits; and then the replay's own
         lambda: machine.give_up(ACME, 1, 1, unknown=False),
+        lambda: machine.relay_leases(["confirmed"]),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
     )
 
@@ -1146,7 +1182,7 @@ def test_the_letter_of_a_message_whose_task_was_unknown_becomes_that_of_its_oper
     """An old worker did not know the task; a new one knew it, and died of it."""
     run(
         machine,
-        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
         lambda: machine.give_up(ACME, 1, 0, unknown=True),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
@@ -1156,9 +1192,9 @@ def test_the_letter_of_a_message_whose_task_was_unknown_becomes_that_of_its_oper
 def test_what_was_accepted_when_shown_and_replayed_since_is_not_cancelled(machine: Machine) -> None:
     run(
         machine,
-        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
         lambda: machine.look(ACME),
-        lambda: machine.give_up(ACME, 1, None, unknown=False),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
         lambda: machine.change(0, "cancel"),
     )
