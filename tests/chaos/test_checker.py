@@ -472,9 +472,9 @@ def test_a_write_by_another_process_than_the_holder_is_reported(engine, hand):
 def test_a_holder_that_recovery_took_for_dead_and_that_writes_later_is_reported(engine, hand, monkeypatch):
     from datetime import timedelta
 
-    from tests.chaos import checker
+    from tests.chaos.checks import upkeep
 
-    monkeypatch.setattr(checker, "LATE", timedelta(0))
+    monkeypatch.setattr(upkeep, "LATE", timedelta(0))
     hand.sql(CLAIM)
     hand.sql(RELEASE, RECOVER)  # its lease was not over
     hand.sql(PUBLISH)
