@@ -20,6 +20,10 @@ TERMINAL = ("completed", "failed")
 # How an operation may end without success although its caller expected none: faults used up its attempts, or the
 # broker's delivery limit.
 FAULTS = frozenset({"attempts_exhausted", "delivery_limit"})
+# What a failing transaction leaves: the operation ends without success.
+FAILING = ("fail", "give_up", "cancel")
+# The ends over an effect: perhaps it happened; and it did happen, but the operation could not finish after it.
+UNKNOWN, UNFINISHED = "effect_unknown", "unfinished"
 # What a killed process had sent may still be carried out; a line of it that is later than this is a sign of life.
 LATE = timedelta(seconds=5)
 
@@ -58,6 +62,9 @@ class Books:
                 self.letters[change.row["id"]].append(change)
             elif change.book == "outbox":
                 self.outbox[change.row["id"]].append(change)
+        self._rows_by_id: dict[Id, list[list[Change]]] = defaultdict(list)
+        for lines in self.outbox.values():
+            self._rows_by_id[id_of(lines[0].row)].append(lines)
         self._letters_by_id = self._of("dead_letters")
         self._letters_by_row: dict[int, list[Change]] = defaultdict(list)
         for lines in self.letters.values():
@@ -75,7 +82,9 @@ class Books:
             if change.verb == "INSERT" and (end := self.event_of(change)) is not None:
                 self._rows_by_operation[id_of(end.change.row)].append(change)
         self.now = self._database_time()
-        self.accepted = {each.id: each for each in evidence.accepted}
+        self.accepted = {
+            each.id: each for each in evidence.accepted if not each.once_claimed or each.id in self.records
+        }
         # what committed an enqueue was accepted, whether or not anybody kept a list
         for change in self.changes:
             if change.book == "outbox" and change.verb == "INSERT" and change.row["origin"] == "enqueue":
@@ -97,8 +106,22 @@ class Books:
 
     def code(self, id: Id) -> str | None:
         """The code of an operation's failure."""
-        record = self.records[id][-1].row
-        return json.loads(record["error"])["code"] if record["error"] else None
+        return code_of(self.records[id][-1].row)
+
+    def deliveries(self, id: Id) -> list[list[Change]]:
+        """The lines of each outbox row of an operation."""
+        return self._rows_by_id.get(id, [])
+
+    def waits_for_its_caller(self, id: Id) -> bool:
+        """Whether nobody but the process that called it eagerly ever took the operation on: it may call again."""
+        accepted, changes = self.accepted.get(id), self.records.get(id)
+        taken_on = self.deliveries(id) or not changes or changes[-1].row["duplicates"]
+        return accepted is not None and accepted.once_claimed and not taken_on
+
+    def letters_of(self, id: Id) -> list[dict[str, Any]]:
+        """The dead letters that name an operation, as they are at the end."""
+        last = {change.row["id"]: change.row for change in self._letters_by_id.get(id, [])}
+        return list(last.values())
 
     def open_letters(self, before: Change | None = None) -> set[Id]:
         """The operations with an open dead letter, at the end or before a change's transaction."""
@@ -123,7 +146,17 @@ class Books:
 
     def event_of(self, change: Change) -> Event | None:
         """What a business row was committed with: the completion, the step or the failure in its transaction."""
-        return next(iter(self._ends_by_transaction.get(change.txid, [])), None)
+        # an end that forgets its steps changes the record twice; the end is the last change
+        return next(reversed(self._ends_by_transaction.get(change.txid, [])), None)
+
+    def written_with(self, id: Id, event: Event, book: str) -> list[Change]:
+        """The business rows of one book that were committed with an event, in their order."""
+        return [c for c in self.written_by(id) if c.book == book and c.txid == event.change.txid]
+
+    def effects_before(self, id: Id, event: Event) -> dict[str, Any]:
+        """The effects and steps of a record before the transaction of an event."""
+        first = next(c for c in self.records[id] if c.txid == event.change.txid)
+        return dict((first.old or {}).get("effects") or {})
 
     def _of(self, book: str) -> dict[Id, list[Change]]:
         found: dict[Id, list[Change]] = defaultdict(list)
@@ -159,9 +192,11 @@ class Books:
             case (("started" | "completed" | "failed"), "failed") if new["completed_at"] != old["completed_at"]:
                 return "give_up" if moved else "fail"
             case "released", "failed":
-                return "cancel"
-            case "started", "released" if any(c.book == "audit" for c in self.by_transaction[change.txid]):
+                return "cancel" if "cancel" in self._audited(change) else "give_up"
+            case "started", "released" if "release" in self._audited(change):
                 return "operator_release"
+            case "started", "released" if "cancel" in self._audited(change):
+                return "opened"  # a record for what was only in the outbox, so that it can be cancelled
             case "started", "released":
                 return {"retry": "release", "recover": "recover"}.get(self._delivered_by(change), "unknown_release")
             case "failed", "released":
@@ -174,6 +209,9 @@ class Books:
             if new[column] != old[column]:
                 return verb
         return "touch"
+
+    def _audited(self, change: Change) -> set[str]:
+        return {c.row["action"] for c in self.by_transaction[change.txid] if c.book == "audit"}
 
     def _delivered_by(self, change: Change) -> str:
         origins = [d.row["origin"] for d in deliveries_in(self, change)]
@@ -203,6 +241,16 @@ def letters_in(books: Books, change: Change, verb: str) -> list[Change]:
     ]
 
 
+def code_of(record: Mapping[str, Any]) -> str | None:
+    """The code of a record's error."""
+    return json.loads(record["error"])["code"] if record["error"] else None
+
+
+def in_state(effects: Mapping[str, Any], state: str) -> list[str]:
+    """The names of the effects (not steps, which have no key) that are in a state."""
+    return [name for name, effect in effects.items() if effect.get("key") and effect["state"] == state]
+
+
 def becomes(change: Change, status: str) -> bool:
     before = change.old["status"] if change.old is not None else None
     return change.new is not None and change.new["status"] == status and before != status
@@ -210,12 +258,17 @@ def becomes(change: Change, status: str) -> bool:
 
 def surplus_rows(books: Books) -> Iterator[tuple[Id, tuple[str, int], int]]:
     for id in books.accepted:
-        rows = Counter((c.row["account"], c.row["amount"]) for c in books.written_by(id) if c.book == "entries")
+        rows, undone = rows_of(books, id, "entries"), rows_of(books, id, "reversals")
         wanted = books.accepted[id].rows
         for each, found in rows.items():
             allowed = 1 if wanted is None else max(Counter(wanted)[each], 1)
-            if found > allowed:
-                yield id, each, found
+            if found - undone[each] > allowed:
+                yield id, each, found - undone[each]
+
+
+def rows_of(books: Books, id: Id, book: str) -> Counter[tuple[str, int]]:
+    """The accounts and amounts that an operation has written into a book."""
+    return Counter((c.row["account"], c.row["amount"]) for c in books.written_by(id) if c.book == book)
 
 
 def whereabouts(books: Books) -> tuple[Counter[str], list[Id]]:
@@ -232,7 +285,7 @@ def whereabouts(books: Books) -> tuple[Counter[str], list[Id]]:
             found["failed" if books.code(id) == accepted.failure else "dead"] += 1
         elif books.status(id) is not None or id in owed:
             found["queued"] += 1
-        elif id in letters:
+        elif id in letters or any(letter["status"] == "discarded" for letter in books.letters_of(id)):
             found["dead"] += 1
         else:
             nowhere.append(id)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 
 from tests.chaos.books import Books, surplus_rows, whereabouts
 from tests.chaos.checks import delivery, ends, outside, records, upkeep
-from tests.chaos.evidence import Accepted, Counts, Evidence, Findings, Id, Violation
+from tests.chaos.evidence import Accepted, Counts, Evidence, Findings, Id, Step, Violation
 
-__all__ = ["CHECKS", "Accepted", "Counts", "Evidence", "Findings", "Id", "Violation", "check", "count"]
+__all__ = ["CHECKS", "Accepted", "Counts", "Evidence", "Findings", "Id", "Step", "Violation", "check", "count"]
 
 
 def check(evidence: Evidence) -> Findings:
@@ -39,8 +39,15 @@ CHECKS: tuple[Callable[[Books], Iterable[Violation]], ...] = (
     delivery.ordered_by_commit,
     records.events_apply_once,
     outside.one_act_outside,
+    outside.nothing_fails_over_an_effect,
+    outside.the_books_agree,
+    outside.undone_steps_are_forgotten,
     ends.failures_are_bounded_and_lettered,
+    ends.attempts_are_used_before_they_are_exhausted,
+    ends.every_failure_waits_for_a_person,
+    ends.a_copy_ends_nothing_that_lives,
     ends.replays_are_one,
+    ends.commands_count_once,
     delivery.nothing_disappears,
     upkeep.nobody_is_robbed,
     upkeep.purged_is_past_its_time,

@@ -20,6 +20,14 @@ class Id(NamedTuple):
     key: str
 
 
+class Step(NamedTuple):
+    """A step that has an undo, and the row that it writes."""
+
+    name: str
+    account: str
+    amount: int
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """One accepted operation, and what should come of it.
@@ -28,8 +36,12 @@ class Accepted:
                 None: not known, only that no row is there twice
     result      the stored result as text; None: not known
     failure     the code it is to fail with; None: it is to complete
-    failure_row whether its `on_failed` leaves a row in `failures`
+    may_fail    further codes that it may fail with
+    failure_row whether its `on_failed` leaves a row in `failures`; None: it does where a failure is expected
     acts        how many effects outside it has when it completes
+    amount      what each of its effects is worth in the provider's ledger; None: not known
+    steps       its steps with an undo, in their order; their rows are among `rows`
+    once_claimed it was only sent: without a record it was never accepted
     is_event    whether it is a consumer's handling of an event
     max_attempts of its task; None: as the evidence says of every task
     """
@@ -40,8 +52,12 @@ class Accepted:
     rows: tuple[tuple[str, int], ...] | None = None
     result: str | None = None
     failure: str | None = None
-    failure_row: bool = True
+    may_fail: frozenset[str] = frozenset()
+    failure_row: bool | None = None
     acts: int | None = None
+    amount: int | None = None
+    steps: tuple[Step, ...] = ()
+    once_claimed: bool = False
     is_event: bool = False
     max_attempts: int | None = None
 
@@ -56,6 +72,7 @@ class Evidence:
 
     accepted       every operation that was accepted; enqueued ones are found in the ledger too
     acts           the provider's own ledger: how often it acted under each gateway key
+    amounts        and for how much under each of them
     queues         messages left in each queue of the broker
     tenants        who may have rows; None: not checked
     rolled_back    operations enqueued only by transactions that rolled back
@@ -63,11 +80,14 @@ class Evidence:
     max_attempts   of every task
     spare_attempts claims beyond them: one that ends the operation, and one for each time that claim was killed
     fenced         writes refused to former holders: they roll back, so only the logs have seen them
+    callers        the processes that call tasks eagerly, as they sign their lines: nobody delivers their attempts again
+    undoes         whether a permanent end undoes recorded steps
     """
 
     engine: Engine
     accepted: Sequence[Accepted]
     acts: Mapping[str, int] = field(default_factory=dict)
+    amounts: Mapping[str, int] = field(default_factory=dict)
     queues: Mapping[str, int] = field(default_factory=dict)
     tenants: frozenset[str] | None = None
     rolled_back: Sequence[Id] = ()
@@ -75,6 +95,8 @@ class Evidence:
     max_attempts: int = 5
     spare_attempts: int = 1
     fenced: int = 0
+    callers: frozenset[str] = frozenset()
+    undoes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
