@@ -186,7 +186,7 @@ def transfer(self: IdempotentTask, number: str, account: str, amount: int, url: 
 @app.task(name="chaos.charge", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS})
 def charge(self: IdempotentTask, number: str, account: str, amount: int, url: str, asks: bool) -> dict[str, Any]:
     """Two steps and a call over a bad line, with few attempts: it may end at any of them."""
-    self.step("reserve", reserve, f"{account}/reserved", amount, **_undo(unreserve))
+    self.step("reserve", reserve_for_charge, f"{account}/reserved", amount, **_undo(unreserve))
     self.step("tag", reserve, f"{account}/tag", amount, **_undo(unreserve))
     self.effect("pay", pay, f"{url}/rough", amount, reconcile=find if asks else None)
     return _write_last(self, account, amount)
@@ -208,6 +208,12 @@ def reserve(session: Session, account: str, amount: int) -> dict[str, Any]:
         raise PermanentError(f"{reserved} reserved already", "exceeds")
     session.execute(_INSERT, {"account": account, "amount": amount})
     return {"account": account, "amount": amount}
+
+
+def reserve_for_charge(session: Session, account: str, amount: int) -> dict[str, Any]:
+    # whoever is stopped here, and goes on when another attempt has reserved, decides on what that one wrote
+    crashing.reach("charge.reserving")
+    return reserve(session, account, amount)
 
 
 def unreserve(session: Session, reserved: dict[str, Any]) -> None:

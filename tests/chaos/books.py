@@ -283,6 +283,8 @@ def whereabouts(books: Books) -> tuple[Counter[str], list[Id]]:
             found["completed"] += 1
         elif ended == "failed":
             found["failed" if books.code(id) == accepted.failure else "dead"] += 1
+        elif books.waits_for_its_caller(id):
+            pass  # nobody has promised anything
         elif books.status(id) is not None or id in owed:
             found["queued"] += 1
         elif id in letters or any(letter["status"] == "discarded" for letter in books.letters_of(id)):

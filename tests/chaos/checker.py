@@ -62,7 +62,7 @@ def count(books: Books) -> Counts:
     events = [event for each in books.events.values() for event in each]
     surplus = sum(number - 1 for _, _, number in surplus_rows(books))
     return Counts(
-        accepted=len(books.accepted),
+        accepted=found.total() + len(lost),
         completed=found["completed"],
         failed=found["failed"],
         dead=found["dead"],

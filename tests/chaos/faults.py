@@ -58,6 +58,8 @@ ATTEMPT_POINTS = (
     "effect.called",
     "effect.recorded",
 )
+# Where a fault of one kind waits for one task.
+OWN_POINTS = ("charge.reserving",)
 RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
 # The fourth part of a holder's name is its pid.
@@ -106,7 +108,7 @@ class Scene:
         self.servers.rabbitmq.resume()
         with self.restarting:
             self.servers.postgres.start()  # nothing happens when it runs
-        for point in (*ATTEMPT_POINTS, *RELAY_POINTS):
+        for point in (*ATTEMPT_POINTS, *OWN_POINTS, *RELAY_POINTS):
             (self.crash_directory / point).unlink(missing_ok=True)
         for member in self.fleet.members:
             if (running := member.running) is not None:
@@ -267,11 +269,11 @@ def stop_child_before_finish(scene: Scene, target: int) -> str:
 
 
 def stop_child_before_step(scene: Scene, target: int) -> str:
-    """F3 inside a step, until another attempt has reserved, perhaps paid, and let go.
+    """F3 inside a charge's first step, until another attempt has reserved, perhaps paid, and let go.
 
     What it decides now is about another attempt's work, and belongs to no attempt that is still there.
     """
-    return _stop_until(scene, "step.entered", target, _PAID_AND_RELEASED, "paid and released")
+    return _stop_until(scene, "charge.reserving", target, _PAID_AND_RELEASED, "paid and released")
 
 
 # ---------------------------------------------------------------- servers

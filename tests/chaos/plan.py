@@ -28,7 +28,7 @@ WEIGHTS = {
     "kill_relay_at_point": 2,
     "stop_child_at_point": 3,
     "stop_child_before_finish": 3,
-    "stop_child_before_step": 2,
+    "stop_child_before_step": 3,
     # broker
     "reset_broker": 2,
     "freeze_broker": 1,
@@ -44,7 +44,7 @@ WEIGHTS = {
 }
 # A former holder that goes on and finds the fence moved is what the fence is for: one try may be overtaken by another
 # fault, so there are more.
-AT_LEAST = {"stop_child_before_finish": 4, "stop_child_before_step": 2}
+AT_LEAST = {"stop_child_before_finish": 4, "stop_child_before_step": 3}
 # Faults per second. More of them, and nothing would run between two.
 RATE = 0.6
 # The first fault finds work under way, and the last one still has the run around it.

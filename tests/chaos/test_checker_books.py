@@ -318,6 +318,7 @@ def test_what_was_only_called_eagerly_may_wait_for_its_caller(engine, hand):
     hand.sql(OVER)
     assert reported(engine, deposited()) == {"I2", "I20"}
     assert reported(engine, deposited(once_claimed=True)) == set()
+    assert findings(engine, deposited(once_claimed=True)).counts.accepted == 0
 
 
 def test_a_message_acknowledged_on_an_eager_attempt_alone_is_reported(engine, hand):
