@@ -143,7 +143,7 @@ def break_down(session: Session, operation: Operation, error: PermanentError) ->
 
 
 def time_out(session: Session, operation: Operation, error: PermanentError) -> None:
-    """An `on_failed` that never gets what it waits for, which looks like a database that is away."""
+    """An `on_failed` that always times out, which looks like a database that is away."""
     session.execute(text("SET LOCAL statement_timeout = 10"))
     session.execute(text("SELECT pg_sleep(1)"))
 
@@ -211,7 +211,7 @@ def reserve(session: Session, account: str, amount: int) -> dict[str, Any]:
 
 
 def reserve_for_charge(session: Session, account: str, amount: int) -> dict[str, Any]:
-    # whoever is stopped here, and goes on when another attempt has reserved, decides on what that one wrote
+    # An attempt stopped here and continued after another one has reserved decides on what the other one wrote.
     crashing.reach("charge.reserving")
     return reserve(session, account, amount)
 
@@ -329,7 +329,7 @@ def ungrateful(self: IdempotentTask, number: str, account: str, amount: int) -> 
 
 @app.task(name="chaos.stuck", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS, "on_failed": time_out})
 def stuck(self: IdempotentTask, number: str, account: str, amount: int) -> None:
-    """Can never be, and its `on_failed` never gets what it waits for."""
+    """Can never be, and its `on_failed` always times out."""
     raise PermanentError("no such account", "no_account")
 
 

@@ -113,7 +113,7 @@ class Books:
         return self._rows_by_id.get(id, [])
 
     def waits_for_its_caller(self, id: Id) -> bool:
-        """Whether nobody but the process that called it eagerly ever took the operation on: it may call again."""
+        """Whether only eager calls ever claimed it and no message was acknowledged for it: the caller may call again."""
         accepted, changes = self.accepted.get(id), self.records.get(id)
         taken_on = self.deliveries(id) or not changes or changes[-1].row["duplicates"]
         return accepted is not None and accepted.once_claimed and not taken_on
@@ -284,7 +284,7 @@ def whereabouts(books: Books) -> tuple[Counter[str], list[Id]]:
         elif ended == "failed":
             found["failed" if books.code(id) == accepted.failure else "dead"] += 1
         elif books.waits_for_its_caller(id):
-            pass  # nobody has promised anything
+            pass  # its caller was told of no end, and nothing else has accepted it
         elif books.status(id) is not None or id in owed:
             found["queued"] += 1
         elif id in letters or any(letter["status"] == "discarded" for letter in books.letters_of(id)):

@@ -80,7 +80,7 @@ class Evidence:
     max_attempts   of every task
     spare_attempts claims beyond them: one that ends the operation, and one for each time that claim was killed
     fenced         writes refused to former holders: they roll back, so only the logs have seen them
-    callers        the processes that call tasks eagerly, as they sign their lines: nobody delivers their attempts again
+    callers        the processes that call tasks eagerly, as they sign their lines: their attempts are not delivered again
     undoes         whether a permanent end undoes recorded steps
     """
 

@@ -216,7 +216,7 @@ def kill_beat(scene: Scene, target: int) -> str:
 
 
 def kill_caller(scene: Scene, target: int) -> str:
-    """F1: SIGKILL of a process that calls eagerly: nobody delivers its attempt again."""
+    """F1: SIGKILL of a process that calls eagerly: its attempt is not delivered again."""
     return _kill(scene, CALLER, target)
 
 
@@ -415,7 +415,7 @@ def _deploy(scene: Scene, kind: str, target: int) -> str:
 
 
 def _stop_until(scene: Scene, point: str, target: int, query: str, what: str) -> str:
-    """Stop whoever reaches a point until the query says yes of its operation, or so long; then it goes on."""
+    """Stop the process that reaches a point until the query is true of its operation, at most REPLACED_WITHIN."""
     pid = int(scene.wait_for(scene.arm((point,), target, crashing.STOP), "stopped"))
     replaced = False
     try:

@@ -1,7 +1,7 @@
-"""People who operate: they release, cancel, replay, resolve and discard at random, and give some commands twice.
+"""Operators: they release, cancel, replay, resolve and discard at random, and give some commands twice.
 
-Through the library's functions, and through the same bad connection as everybody else. A person who resolves an effect
-has asked the provider: what they say is the truth.
+They use the library's functions, over the same bad connection to Postgres as all processes. Before an effect is resolved
+the provider is asked, so the answer given is true.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class People:
                 self.refused[name] += 1
             except (DBAPIError, PoolTimeout):
                 self.refused["in doubt"] += 1
-                repeat = True  # who does not know whether it took place gives it again
+                repeat = True  # perhaps it took place: an operator would try again
             if not repeat:
                 break
 
