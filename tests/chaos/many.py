@@ -62,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=300.0)
     given, more = parser.parse_known_args(arguments)
-    console = Console(soft_wrap=True, highlight=False)
+    # wide enough for the table also where the output is a file
+    console = Console(width=180, soft_wrap=True, highlight=False)
     directory = Path(tempfile.mkdtemp(prefix="chaos-many-"))
     runs: list[Run] = []
     for number in range(given.runs):
