@@ -14,10 +14,10 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test faults chaos controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: help venv up down status demo test faults chaos chaos-many controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: .venv/ready ## make .venv (again only when pyproject.toml or constraints.txt changed)
 
@@ -42,6 +42,9 @@ test: .venv/ready ## all tests, against real servers
 
 chaos: .venv/ready ## random faults against the whole pipeline, checked at the end; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
+
+chaos-many: .venv/ready ## chaos with random seeds, one run after another, and a table of them; RUNS=10 SECONDS=300
+	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)
 
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from celery import Celery
 from prometheus_client import start_http_server
 from rich.markup import escape
 from rich.table import Column, Table
@@ -21,14 +22,14 @@ from . import alarms, alerts, configuration, maintenance, metrics, schema, setti
 from .backlog import Backlog
 from .dead_letter_commands import letters, people
 from .dead_letter_queue import DeadLetterConsumer
-from .doctor import Level
+from .doctor import WRONG_ADDRESS, Level, reason
 from .doctor import doctor as diagnose
 from .errors import IdempotencyError, SettingsError
 from .logs import log
 from .operator_commands import commands as operator_commands
 from .presence import SignOfLife
 from .reconcile import reconcile
-from .relay import Relay
+from .relay import AWAY_PAUSE, Relay
 from .runtime import Runtime, make_engine
 from .startup import refuse_to_start
 from .statements import describe
@@ -65,14 +66,13 @@ def relay(app: AppOption = "tasks") -> None:
     """Publish the outbox until stopped; also recovers what has lost its holder, and purges. Any number at once."""
     celery = _app(app)
     celery.loader.import_default_modules()  # what is to be checked are its tasks
-    refuse_to_start(celery)
+    unanswered = refuse_to_start(celery)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    configuration.require_broker_address(celery)
-    with Runtime.of(celery).autocommit() as connection:
-        schema.require_compatible(connection)
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
+    configuration.require_broker_address(celery)
+    _wait_for_postgres(celery, stop, unanswered)
     sweep = Runtime.of(celery).settings.sweep
     running, life = Relay(celery), SignOfLife(celery, "relay")
     due = {
@@ -113,6 +113,23 @@ def relay(app: AppOption = "tasks") -> None:
     letters.join(10)
     life.end()
     log.info("relay_stopped")
+
+
+def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | None) -> None:
+    """Return once the set-up was checked against the database, which may be starting. Raises what waiting cannot heal."""
+    while not stop.is_set():
+        if unanswered is None:
+            try:
+                with Runtime.of(celery).autocommit() as connection:
+                    schema.require_compatible(connection)
+                return
+            except OperationalError as error:
+                unanswered = reason(error)
+        if unanswered in WRONG_ADDRESS:
+            raise SettingsError(f"idempotency_database_url: {unanswered}")
+        log.warning("postgres_unavailable", error=unanswered)
+        stop.wait(AWAY_PAUSE)
+        unanswered = refuse_to_start(celery)
 
 
 @cli.command()

@@ -45,16 +45,19 @@ PATIENCE = 5
 CLOCK_TOLERANCE = 1.0
 
 # Foreign error texts are never shown: some repeat the address. These are the ones worth telling apart.
+_PASSWORD, _NAME = "wrong password", "no such database or user"
 _REASONS = (
     (
         r"password authentication failed|access_refused|wrongpass|invalid username-password|noauth|authentication",
-        "wrong password",
+        _PASSWORD,
     ),
     (r"refused", "connection refused"),
     (r"resolve|name or service|nodename|getaddrinfo|errno -[235]\b", "no such host"),
     (r"timed? ?out", "no answer in time"),
-    (r"does not exist", "no such database or user"),
+    (r"does not exist", _NAME),
 )
+# Of these, what waiting does not heal.
+WRONG_ADDRESS = (_PASSWORD, _NAME)
 
 _DATABASE = text("""
 SELECT current_setting('server_version_num')::int / 10000 AS version,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -29,6 +30,7 @@ from idempotency.statements import Wire
 from tests import bank as bank_module
 from tests.pooler import Pooler
 from tests.processes import Processes, eventually
+from tests.proxy import Proxy
 
 
 def refusals(app: Celery) -> list[str]:
@@ -463,6 +465,47 @@ def test_a_sound_relay_or_beat_starts(
     finally:
         running.terminate()
         running.wait(30)
+
+
+def test_a_relay_waits_for_a_postgres_that_is_away_at_its_start(
+    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
+) -> None:
+    address = urlsplit(environment["DATABASE_URL"])
+    with Proxy(address.hostname or "", address.port or 0) as proxy:
+        proxy.refuse()
+        through = environment["DATABASE_URL"].replace(f":{address.port}/", f":{proxy.port}/")
+        running = start("relay", variant(tmp_path, ""), environment | {"DATABASE_URL": through}, tmp_path)
+        log = tmp_path / "log"
+        try:
+            eventually(lambda: "postgres_unavailable" in log.read_text() or running.poll() is not None, timeout=60)
+            assert running.poll() is None, log.read_text()
+            assert proxy.refusals >= 1
+            proxy.refuse(False)
+            eventually(lambda: "relay_started" in log.read_text() or running.poll() is not None, timeout=60)
+            assert running.poll() is None, log.read_text()
+        finally:
+            running.terminate()
+            assert running.wait(30) == 0
+
+
+def test_a_relay_told_to_end_while_it_waits_for_postgres_ends(
+    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
+) -> None:
+    away = environment | {"DATABASE_URL": spoil(environment["DATABASE_URL"], "port")}
+    running = start("relay", variant(tmp_path, ""), away, tmp_path)
+    log = tmp_path / "log"
+    eventually(lambda: "postgres_unavailable" in log.read_text() or running.poll() is not None, timeout=60)
+    running.terminate()
+    assert running.wait(30) == 0, log.read_text()
+
+
+def test_a_relay_with_a_wrong_address_does_not_wait(
+    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
+) -> None:
+    wrong = environment | {"DATABASE_URL": environment["DATABASE_URL"] + "_not_there"}
+    running = start("relay", variant(tmp_path, ""), wrong, tmp_path)
+    assert running.wait(60) == 1
+    assert "idempotency: idempotency_database_url: no such database or user" in (tmp_path / "log").read_text()
 
 
 def start(process: str, module: str, environment: dict[str, str], directory: Path) -> subprocess.Popen[bytes]:
