@@ -212,9 +212,14 @@ def lease_compare(stage: Stage) -> Sequence[Violation]:
 
 
 def guarded_mark(stage: Stage) -> Sequence[Violation]:
-    worker = stage.worker().wait_until_ready()
-    crashing.plan(stage.crashes, "lease.taken", crashing.KILL_CHILD)  # before its claim: there is no record
+    dead = stage.worker().wait_until_ready()
+    crashing.plan(stage.crashes, "lease.taken", crashing.KILL_WORKER)  # before its claim: there is no record
     stage.send(bank.deposit, "a")
+    eventually(lambda: dead.process.poll() is not None, timeout=45, what="the worker's death")
+    with stage.app.connection_for_write() as connection:
+        connection.default_channel.queue_delete(stage.queue)  # a redelivery would go past Redis
+    worker = stage.worker().wait_until_ready()
+    bank.deposit.delay("a")  # the same request again: the only message there is
     ignored = re.compile(rf"Task {bank.deposit.name}\[[^]]+\] ignored")
     eventually(
         lambda: _status(stage, "a") == "completed" or ignored.search(worker.log), timeout=45, what="the redelivery"
