@@ -22,6 +22,8 @@ ORIGIN_HEADER = "idempotency-origin"
 # How often a duplicate with on_busy="wait" has come back.
 WAITS_HEADER = "idempotency-waits"
 OUTBOX_HEADER = "idempotency-outbox-id"
+# Names a marker: a message that only shows that what was in its queue before it has left.
+MARKER_HEADER = "idempotency-marker"
 # Set by a worker that was told to revoke this task id, on the way into its pool; never stored, never sent.
 REVOKED_HEADER = "idempotency-revoked"
 

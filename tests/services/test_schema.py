@@ -20,7 +20,11 @@ from idempotency import schema
 from idempotency.errors import SettingsError
 from tests.operations import at_once
 
-TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts"}
+TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts"} | {
+    "lanes",
+    "markers",
+    "settled",
+}
 
 
 @pytest.fixture
