@@ -56,11 +56,12 @@ _STILL_PENDING = "status NOT IN ('published', 'failed')"
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
 # MATERIALIZED: without it the planner may run the locking subquery once per row and lock more than the batch.
+# (SELECT clock_timestamp()): a volatile condition finds its rows by reading the whole index, delayed rows included.
 # By state, never by `id > last`: a row committed late by a slow transaction has a small id.
 _LEASE_ROWS = f"""
 WITH due AS MATERIALIZED (
     SELECT id FROM idempotency.outbox
-    WHERE status = 'pending' AND available_at <= clock_timestamp() AND ordering_key IS NULL
+    WHERE status = 'pending' AND available_at <= (SELECT clock_timestamp()) AND ordering_key IS NULL
       AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
     ORDER BY available_at, id LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
@@ -76,7 +77,7 @@ RETURNING o.id, o.event_id, o.message, o.origin, o.attempts, o.queue, NULL AS op
 _LEASE_LANES = f"""
 WITH due AS MATERIALIZED (
     SELECT operation, ordering_key FROM idempotency.lanes
-    WHERE NOT blocked AND available_at <= clock_timestamp()
+    WHERE NOT blocked AND available_at <= (SELECT clock_timestamp())
       AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
     ORDER BY available_at LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED

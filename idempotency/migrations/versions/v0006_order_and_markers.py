@@ -126,7 +126,7 @@ CREATE INDEX markers_queue ON idempotency.markers (queue, priority, sent_at);
 
 -- Up to which end of an operation the outbox has been settled.
 CREATE TABLE idempotency.settled (until timestamptz NOT NULL);
-INSERT INTO idempotency.settled VALUES ('-infinity');
+INSERT INTO idempotency.settled VALUES ('epoch');
 CREATE INDEX records_ended ON idempotency.records (completed_at) WHERE completed_at IS NOT NULL;
 """
 
