@@ -196,6 +196,18 @@ ORDER BY n.published_at
 """
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
+# Where nothing shows which messages have left their queue, every row that waits is read anyway.
+_SETTLE_ANY = """
+WITH ended AS MATERIALIZED (
+    SELECT o.id FROM idempotency.outbox o
+    JOIN idempotency.records r ON (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
+    WHERE o.status = 'published' AND o.settled_at IS NULL AND NOT o.taken
+      AND r.status IN ('completed', 'failed') AND r.fingerprint = o.fingerprint
+    LIMIT %(batch)s FOR UPDATE OF o SKIP LOCKED
+)
+UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM ended WHERE o.id = ended.id
+"""
+
 _MISMATCH = '{"code": "fingerprint_mismatch", "message": "this idempotency key was used with other arguments"}'
 
 
@@ -219,13 +231,13 @@ def reconcile(
     with runtime.autocommit() as connection:
         settled = _settle(connection)
         if depth is not None:
-            return Reconciled(settled, _send_what_lacks(app, runtime, connection, depth))
+            return _counted(app, runtime, connection, depth, settled)
         own = publisher or Publisher(app, confirm_timeout=10.0)
         try:
             if own.is_fifo():
                 found, resent = _send_what_is_lost(runtime, connection, own)
                 return Reconciled(settled + found, resent)
-            return Reconciled(settled, _send_what_lacks(app, runtime, connection, own.depth))
+            return _counted(app, runtime, connection, own.depth, settled)
         except BrokerAway as error:
             log.warning("broker_unavailable", error=str(error))
             return Reconciled(settled, 0)
@@ -331,6 +343,14 @@ def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[A
 
 
 # ---------------------------------------------------------------- counted
+
+
+def _counted(
+    app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int], settled: int
+) -> Reconciled:
+    while done := connection.exec_driver_sql(_SETTLE_ANY, {"batch": BATCH}).rowcount:
+        settled += done
+    return Reconciled(settled, _send_what_lacks(app, runtime, connection, depth))
 
 
 def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:

@@ -212,7 +212,7 @@ class Relay:
         finally:
             crash_point("relay.confirmed")
             result.keep_order()
-            self._mark(runtime, rows, lanes, result)
+            self._mark(runtime, rows, result, lanes)
             crash_point("relay.marked")
         return Relayed(len(result.confirmed), len(result.refused), away)
 
@@ -221,7 +221,7 @@ class Relay:
         self.publisher.close()
         self._deafen()
 
-    def _mark(self, runtime: Runtime, rows: list[Row[Any]], lanes: list[Lane], result: Published) -> None:
+    def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published, lanes: Iterable[Lane] = ()) -> None:
         settled = {*result.confirmed, *result.refused}
         returned = [row.event_id for row in rows if row.event_id not in settled]
         attempts = {row.event_id: row.attempts for row in rows}

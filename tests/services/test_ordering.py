@@ -21,7 +21,7 @@ from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
 from tests.operations import at_once
-from tests.services.test_plans import explain
+from tests.services.test_plans import explain, rows_read
 from tests.services.test_relay import cut, drained, keys, make_due, states
 
 ASTRAY = {"exchange": "nowhere", "routing_key": "nowhere"}
@@ -408,24 +408,9 @@ def test_blocked_rows_are_not_read_by_a_pass(
     write(connection, "free", None)
     connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.lanes"))
     for statement in (relay_module._LEASE_ROWS, relay_module._LEASE_LANES):
-        assert rows_read(bank, statement) < 20
+        assert rows_read(bank, statement, batch=200, lease=0.0) < 20
     assert relays().run_once() == Relayed(2, 0)
     assert sorted(keys(drained(bank))) == ["a1", "free"]
-
-
-def rows_read(bank: Celery, statement: str) -> int:
-    """The most rows that one node of the plan read or threw away."""
-    with Runtime.of(bank).autocommit() as connection, connection.begin() as transaction:
-        plan = connection.exec_driver_sql(
-            f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", {"batch": 200, "lease": 0.0}
-        ).scalar_one()
-        transaction.rollback()
-
-    def most(node: dict[str, Any]) -> int:
-        own = (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
-        return max([int(own), *(most(each) for each in node.get("Plans", []))])
-
-    return most(plan[0]["Plan"])
 
 
 @pytest.mark.parametrize(

@@ -713,7 +713,12 @@ class Machine(RuleBasedStateMachine):
         letter.status = "replayed"
         assert letter.id is not None
         assert letter.fingerprint is not None
-        self.new_rows.append(Row(letter.id, letter.fingerprint, "replay"))
+        row = None if letter.row is None else self.rows.get(letter.row)
+        if row is not None and row.status == "failed":  # goes again itself, in its place
+            row.status, row.origin, row.attempts = "pending", "replay", 0
+            row.available, row.settled, row.leased = True, False, False
+        else:
+            self.new_rows.append(Row(letter.id, letter.fingerprint, "replay"))
 
     @precondition(lambda self: self.letters)
     @rule(n=which, asks=st.booleans(), approves=st.sampled_from(["ana", "bo", "bo", None]))
