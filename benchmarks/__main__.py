@@ -25,7 +25,7 @@ from idempotency import schema
 console = Console()
 
 
-BENCHMARKS = ("unique", "relay", "latency")
+BENCHMARKS = ("unique", "relay", "latency", "ordering", "reconcile")
 
 
 def main(
@@ -43,7 +43,13 @@ def main(
         raise SystemExit(f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
-        from . import latency, relay, unique  # the application reads the environment when it is imported
+        from . import (
+            latency,
+            ordering,
+            reconcile,
+            relay,
+            unique,
+        )  # the application reads the environment when it is imported
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -62,6 +68,14 @@ def main(
                 seconds = latency.measure(engine, messages=20 * rounds)
             figures = {"direct": [1e3 * s for s in seconds.direct], "outbox": [1e3 * s for s in seconds.outbox]}
             show(as_json, "ms to start", "latency_vs_delay", seconds.ratio, **figures)
+        if "ordering" in chosen:
+            keyed = ordering.measure(engine, rounds=rounds, messages=messages)
+            figures = {"one key": keyed.alone, f"beside {ordering.BLOCKED} blocked rows": keyed.beside_blocked}
+            show(as_json, "events/s", "ordered_events_per_second", statistics.median(keyed.beside_blocked), **figures)
+        if "reconcile" in chosen:
+            passes = reconcile.measure(engine, rounds=max(rounds, 5))
+            figures = {f"{reconcile.WAITING} wait": passes.waiting, f"{passes.resent} sent again": passes.after_a_wipe}
+            show(as_json, "ms a pass", "reconcile_pass_ms", max(passes.waiting), **figures)
         engine.dispose()
 
 

@@ -40,15 +40,16 @@ SELECT DISTINCT ON (operation, ordering_key) operation, ordering_key, available_
 FROM idempotency.outbox WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL
 ORDER BY operation, ordering_key, place, id;
 
-CREATE FUNCTION idempotency.lane_lock(operation text, ordering_key text) RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
-    SELECT hashtextextended(operation || ' ' || ordering_key, 6)
+-- So many locks and no more: a transaction that writes to 50,000 keys must not fill the server's table of locks.
+CREATE FUNCTION idempotency.lane_lock(operation text, ordering_key text) RETURNS int LANGUAGE sql IMMUTABLE AS $$
+    SELECT hashtext(operation || ' ' || ordering_key) & 1023
 $$;
 
 -- Runs at COMMIT, whatever wrote the rows: the lock is held for the length of a commit, so the order of places is the
 -- order of commits; and all locks of a transaction are taken at once, sorted, so no two transactions deadlock.
 CREATE FUNCTION idempotency.take_places() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan TO off AS $$
 DECLARE
-    lock bigint;
+    lock int;
     next bigint;
 BEGIN
     IF NOT EXISTS (SELECT FROM idempotency.outbox WHERE id = NEW.id AND place IS NULL) THEN
@@ -60,7 +61,7 @@ BEGIN
         WHERE id >= NEW.id AND status = 'pending' AND ordering_key IS NOT NULL AND place IS NULL
         ORDER BY 1
     LOOP
-        PERFORM pg_advisory_xact_lock(lock);
+        PERFORM pg_advisory_xact_lock(122441, lock);
     END LOOP;
     next := nextval('idempotency.place');
     WITH placed AS (
@@ -76,7 +77,7 @@ BEGIN
     RETURN NULL;
 END $$;
 CREATE CONSTRAINT TRIGGER take_places AFTER INSERT ON idempotency.outbox DEFERRABLE INITIALLY DEFERRED
-    FOR EACH ROW WHEN (NEW.ordering_key IS NOT NULL AND NEW.place IS NULL)
+    FOR EACH ROW WHEN (NEW.ordering_key IS NOT NULL AND NEW.place IS NULL AND NEW.status = 'pending')
     EXECUTE FUNCTION idempotency.take_places();
 
 -- A statement of its own for each look: each sees what was committed before the lock above it was granted.
@@ -97,7 +98,7 @@ BEGIN
             SET available_at = excluded.available_at, blocked = excluded.blocked, relayed_until = NULL;
             RETURN;
         END IF;
-        IF look = 1 AND NOT pg_try_advisory_xact_lock(idempotency.lane_lock(lane_operation, lane_key)) THEN
+        IF look = 1 AND NOT pg_try_advisory_xact_lock(122441, idempotency.lane_lock(lane_operation, lane_key)) THEN
             -- a row of this lane is being committed: the lane stays, to be looked at again
             UPDATE idempotency.lanes SET available_at = clock_timestamp(), relayed_until = NULL
             WHERE operation = lane_operation AND ordering_key = lane_key;
