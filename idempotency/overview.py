@@ -24,9 +24,11 @@ SELECT
      WHERE status = 'released') AS oldest_released,
     (SELECT count(*) FROM idempotency.records WHERE status = 'started' AND locked_until < clock_timestamp())
         AS without_holder,
-    (SELECT count(*) FROM idempotency.outbox WHERE status = 'pending') AS outbox_pending,
+    (SELECT count(*) FROM idempotency.outbox
+     WHERE status = 'pending' AND (ordering_key IS NULL OR place IS NOT NULL)) AS outbox_pending,
     (SELECT extract(epoch FROM clock_timestamp() - min(available_at))::float8 FROM idempotency.outbox
-     WHERE status = 'pending' AND available_at <= clock_timestamp()) AS outbox_oldest_due,
+     WHERE status = 'pending' AND (ordering_key IS NULL OR place IS NOT NULL)
+       AND available_at <= clock_timestamp()) AS outbox_oldest_due,
     (SELECT count(*) FROM idempotency.outbox WHERE status = 'failed') AS outbox_failed
 """
 

@@ -130,7 +130,7 @@ _REFUSE = """
 WITH refused AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp()
     FROM idempotency.records r
-    WHERE o.id = ANY(%(ids)s) AND o.status = 'published' AND o.settled_at IS NULL
+    WHERE {which} AND o.status = 'published' AND o.settled_at IS NULL
       AND (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key) AND r.fingerprint <> o.fingerprint
     RETURNING o.*, r.generation
 )
@@ -141,6 +141,10 @@ SELECT 'relay', id, event_id, tenant, operation, key, generation, fingerprint, q
        'fingerprint_mismatch', %(error)s, %(error)s, 0, message, %(service)s
 FROM refused ON CONFLICT DO NOTHING
 """
+_REFUSE_THESE = _REFUSE.format(which="o.id = ANY(%(ids)s)")
+_REFUSE_ANY = _REFUSE.format(
+    which="NOT o.taken AND o.published_at < clock_timestamp() - make_interval(secs => %(after)s)"
+)
 
 # Whatever has begun since it was looked at is not sent.
 _RESEND = """
@@ -182,13 +186,12 @@ WITH newest AS MATERIALIZED (
     WHERE o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed'
     ORDER BY o.tenant, o.operation, o.key, o.fingerprint, o.id DESC
 )
-SELECT n.id, n.operation, n.queue, coalesce(r.fingerprint <> n.fingerprint, false) AS refused,
+SELECT n.id, n.operation, n.queue,
        n.published_at < clock_timestamp()
            - make_interval(secs => least(%(after)s * power(2, least(n.resends, 20)), %(cap)s)) AS overdue
 FROM newest n LEFT JOIN idempotency.records r ON (r.tenant, r.operation, r.key) = (n.tenant, n.operation, n.key)
 WHERE n.status = 'published'
-  AND (r.status IS NULL OR r.fingerprint <> n.fingerprint
-    OR r.status = 'released' AND r.available_at <= clock_timestamp())
+  AND (r.status IS NULL OR r.status = 'released' AND r.available_at <= clock_timestamp())
   AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
                   WHERE (d.tenant, d.operation, d.key, d.fingerprint) = (n.tenant, n.operation, n.key, n.fingerprint)
                     AND d.status = 'open')
@@ -305,7 +308,8 @@ def _look(
         rows = connection.exec_driver_sql(_LOOK, parameters).all()
         lost += [row for row in rows if row.verdict == "lost"]
         ended += sum(row.verdict == "ended" for row in rows)
-        _refuse(connection, [row.id for row in rows if row.verdict == "refused"], service)
+        if refused := [row.id for row in rows if row.verdict == "refused"]:
+            _refuse(connection, _REFUSE_THESE, service, ids=refused)
         if len(rows) < BATCH:
             break
         place = {"time": rows[-1].published_at, "id": rows[-1].id}
@@ -356,13 +360,9 @@ def _counted(
 def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
     waiting: dict[str, list[tuple[int, bool]]] = {}
     fields = {"after": runtime.settings.resend_after, "cap": RESEND_CAP}
-    refused = []
+    _refuse(connection, _REFUSE_ANY, runtime.settings.service, after=runtime.settings.resend_after)
     for row in connection.exec_driver_sql(_WAITING, fields):
-        if row.refused:
-            refused += [row.id] if row.overdue else []
-            continue
         waiting.setdefault(row.queue or _routed(app, row.operation), []).append((row.id, row.overdue))
-    _refuse(connection, refused, runtime.settings.service)
     total = 0
     for queue, rows in waiting.items():
         overdue = [id for id, is_overdue in rows if is_overdue]
@@ -392,9 +392,8 @@ def _resend(runtime: Runtime, ids: Sequence[int]) -> int:
     return total
 
 
-def _refuse(connection: Connection, ids: list[int], service: str) -> None:
-    if ids:
-        connection.exec_driver_sql(_REFUSE, {"ids": ids, "service": service, "error": _MISMATCH})
+def _refuse(connection: Connection, statement: str, service: str, **which: Any) -> None:
+    connection.exec_driver_sql(statement, which | {"service": service, "error": _MISMATCH})
 
 
 def _routed(app: Celery, operation: str) -> str:

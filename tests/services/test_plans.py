@@ -13,7 +13,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection
 
-from idempotency import maintenance, records, relay
+from idempotency import backlog, maintenance, records, relay
 from idempotency.runtime import Runtime
 
 Plan = Callable[..., str]
@@ -93,3 +93,9 @@ def test_the_relay_finds_the_rows_it_has_published_by_id(planned: Plan, name: st
     plan = planned(getattr(relay, name), in_session=False)
     assert "outbox_event_id_key" in plan, plan
     assert "outbox_pending" not in plan
+
+
+def test_the_gauges_read_only_what_is_pending(planned: Plan) -> None:
+    plan = planned(backlog._OUTBOX, in_session=False)
+    assert "outbox_pending" in plan, plan
+    assert "outbox_ordered" in plan, plan
