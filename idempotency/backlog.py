@@ -29,7 +29,7 @@ SELECT count(*) AS unpublished,
 FROM idempotency.outbox
 WHERE status = 'pending' AND (available_at <= clock_timestamp() OR attempts > 0)
   -- always true, and says which two indexes have them
-  AND (ordering_key IS NULL OR place IS NOT NULL)
+  AND (ordering_key IS NULL OR ordering_key IS NOT NULL AND place IS NOT NULL)
 """
 
 _LETTERS = """

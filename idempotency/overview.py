@@ -25,9 +25,9 @@ SELECT
     (SELECT count(*) FROM idempotency.records WHERE status = 'started' AND locked_until < clock_timestamp())
         AS without_holder,
     (SELECT count(*) FROM idempotency.outbox
-     WHERE status = 'pending' AND (ordering_key IS NULL OR place IS NOT NULL)) AS outbox_pending,
+     WHERE status = 'pending' AND (ordering_key IS NULL OR ordering_key IS NOT NULL AND place IS NOT NULL)) AS outbox_pending,
     (SELECT extract(epoch FROM clock_timestamp() - min(available_at))::float8 FROM idempotency.outbox
-     WHERE status = 'pending' AND (ordering_key IS NULL OR place IS NOT NULL)
+     WHERE status = 'pending' AND (ordering_key IS NULL OR ordering_key IS NOT NULL AND place IS NOT NULL)
        AND available_at <= clock_timestamp()) AS outbox_oldest_due,
     (SELECT count(*) FROM idempotency.outbox WHERE status = 'failed') AS outbox_failed
 """
