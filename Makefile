@@ -14,10 +14,10 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test faults chaos controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: help venv up down status demo test faults chaos chaos-many controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: .venv/ready ## make .venv (again only when pyproject.toml or constraints.txt changed)
 
@@ -43,6 +43,9 @@ test: .venv/ready ## all tests, against real servers
 chaos: .venv/ready ## random faults against the whole pipeline, checked at the end; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
 
+chaos-many: .venv/ready ## chaos with random seeds, one run after another, and a table of them; RUNS=10 SECONDS=300
+	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)
+
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)
 
@@ -61,7 +64,7 @@ sandbox: .venv/ready ## the payment provider's sandbox and the mail sink
 	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
 
 migrate: up
-	@$(with_services) $(VENV)/idempotency migrate
+	@$(with_services) sh -c '$(VENV)/idempotency migrate && $(VENV)/python -m tasks.migrate'
 
 worker: migrate ## a Celery worker
 	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)
@@ -85,7 +88,7 @@ doctor: up ## what in the set-up would lose work or do it twice
 metrics: migrate ## the backlog, and the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency,ordering,reconcile
+bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency,backlog,ordering,reconcile; ONLY=life: what is left of operations
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## round trips, CPU and time per phase of one attempt

@@ -11,8 +11,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,34 +23,40 @@ from sqlalchemy import create_engine, text
 import services
 from idempotency import schema
 
+if TYPE_CHECKING:
+    from . import life
+
 console = Console()
 
 
-BENCHMARKS = ("unique", "relay", "latency", "ordering", "reconcile")
+BENCHMARKS = ("unique", "relay", "latency", "ordering", "reconcile", "backlog")
+# Not a comparison with plain Celery, and long: only when it is asked for.
+LIFE = "life"
 
 
 def main(
-    only: Annotated[str, typer.Option(help=f"Which ones, comma separated: {', '.join(BENCHMARKS)}")] = ",".join(
-        BENCHMARKS
-    ),
+    only: Annotated[
+        str, typer.Option(help=f"Which ones, comma separated: {', '.join((*BENCHMARKS, LIFE))}")
+    ] = ",".join(BENCHMARKS),
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
+    operations: Annotated[
+        int, typer.Option(min=10_000, max=10_000_000, help="life: how many, after 10,000.")
+    ] = 100_000,
+    waiting: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Operations that wait: backlog.")] = 1_000_000,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure side by side in one run; print tables and RESULT lines."""
     chosen = only.split(",")
-    if unknown := set(chosen) - set(BENCHMARKS):
-        raise SystemExit(f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
+    if unknown := set(chosen) - {*BENCHMARKS, LIFE}:
+        raise SystemExit(
+            f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join((*BENCHMARKS, LIFE))}"
+        )
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
-        from . import (
-            latency,
-            ordering,
-            reconcile,
-            relay,
-            unique,
-        )  # the application reads the environment when it is imported
+        # the application reads the environment on import
+        from . import backlog, latency, life, ordering, reconcile, relay, unique
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -76,6 +83,18 @@ def main(
             passes = reconcile.measure(engine, rounds=max(rounds, 5))
             figures = {f"{reconcile.WAITING} wait": passes.waiting, f"{passes.resent} sent again": passes.after_a_wipe}
             show(as_json, "ms a pass", "reconcile_pass_ms", max(passes.waiting), **figures)
+        if LIFE in chosen:
+
+            @contextmanager
+            def both() -> Iterator[None]:
+                with worker(Path(directory) / "worker.log", concurrency, "unique"), relay_process():
+                    yield
+
+            show_life(as_json, *life.measure(engine, both, operations=operations))
+        if "backlog" in chosen:
+            took = backlog.measure(engine, rounds=rounds, waiting=waiting)
+            slowest = max(took.look + took.status)
+            show(as_json, "s to look", "backlog_seconds", slowest, scrape=took.look, status=took.status)
         engine.dispose()
 
 
@@ -89,6 +108,27 @@ def show(as_json: bool, unit: str, name: str, ratio: float, **figures: list[floa
             table.add_row(label, *(f"{figure:.1f}" for figure in (statistics.median(values), min(values), max(values))))
         console.print(table)
     print(f"RESULT {name}={ratio:.3f}", flush=True)
+
+
+def show_life(as_json: bool, small: life.Left, large: life.Left) -> None:
+    """What is left of few and of many, and the line that programs read."""
+    if as_json:
+        print(json.dumps([asdict(small), asdict(large)]))
+    else:
+        table = Table("left in", *(f"after {left.operations:,}" for left in (small, large)))
+        for name in small.tables:
+            table.add_row(name, *(f"{left.tables[name]:,} bytes, {left.rows[name]} rows" for left in (small, large)))
+        table.add_row("queues", *(f"{left.queued} messages" for left in (small, large)))
+        table.add_row("Redis", *(f"{left.leases} leases" for left in (small, large)))
+        table.add_row("largest on the way", *(f"{left.largest:,} bytes" for left in (small, large)))
+        table.add_row("purged", *(f"{left.purged_per_second:,.0f} rows/s" for left in (small, large)))
+        console.print(table)
+    print(
+        f"RESULT life={large.size / small.size:.3f} operations={large.operations} bytes={large.size} "
+        f"rows={sum(large.rows.values())} queued={large.queued} leases={large.leases} "
+        f"bytes_after_{small.operations}={small.size}",
+        flush=True,
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from demo.progress import Counter, Counts, Display
 from demo.report import Report, refusals
 from idempotency import metrics, schema
 from sandbox import process as sandbox
-from tasks.models import create_tables
+from tasks.migrate import migrate
 
 if TYPE_CHECKING:
     from demo.submission import Submission
@@ -115,7 +115,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             engine = create_engine(database_url, hide_parameters=True)
             stack.callback(engine.dispose)
             schema.migrate(engine)
-            create_tables(engine)
+            migrate(engine)
         counters = directory / "metrics"
         counters.mkdir()
         environment = {

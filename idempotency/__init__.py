@@ -4,7 +4,7 @@ Give a task an idempotency key, and its database effects, its result and the mes
 together, once, however often the message is delivered. Start reading at `idempotency.task`.
 """
 
-from .delivery import Operation
+from .delivery import EffectOutcome, Operation
 from .effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
 from .errors import (
     AttemptsExhausted,
@@ -28,12 +28,15 @@ from .errors import (
     SessionNotYours,
     SettingsError,
     StoredFailure,
+    StoredRefusal,
+    Unfinished,
     UnsupportedControl,
 )
 from .events import publish, subscribe
 from .guard import install as _install_guard  # noqa: F401  importing it is what installs it
 from .handle import Handle, StoredOperation, lookup
 from .keys import OperationId, content_hash
+from .presence import sign_as_worker as _sign_as_worker  # noqa: F401  importing it is what installs it
 from .startup import refuse_to_lose as _refuse_to_lose  # noqa: F401  importing it is what installs it
 from .task import IdempotentTask
 
@@ -45,6 +48,7 @@ __all__ = [
     "EffectInDoubt",
     "EffectMismatch",
     "EffectNameReused",
+    "EffectOutcome",
     "EffectUnknown",
     "FingerprintMismatch",
     "Handle",
@@ -68,6 +72,8 @@ __all__ = [
     "StillUnknown",
     "StoredFailure",
     "StoredOperation",
+    "StoredRefusal",
+    "Unfinished",
     "UnsupportedControl",
     "content_hash",
     "lookup",

@@ -11,23 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from sqlalchemy.exc import DataError, DBAPIError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.orm import Session
 
-from . import dead_letters, effects, metrics, records, results
+from . import conclusions, dead_letters, effects, metrics, records, results
+from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
-from .delivery import Delivery, Operation
-from .errors import LeaseLost, OutcomeInDoubt, PermanentError, SessionNotYours
+from .delivery import Delivery
+from .errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError, SessionNotYours
 from .lease import Holding
 from .logs import log
 from .records import Claimed
 from .runtime import Runtime
 from .settings import Settings
+from .statements import describe
 
-# Enough for a sentence; a record is not a log file.
-ERROR_LIMIT = 500
-# The code a failed operation answers with, as HTTP would say it: understood, and cannot be done.
-RESPONSE_FAILED = 422
 # psycopg's class for the division by zero with which a finishing statement says "not the holder"
 DIVISION_BY_ZERO = "22012"
 
@@ -35,8 +33,6 @@ DIVISION_BY_ZERO = "22012"
 # An `on_failed` that kills its process must not do so for ever: after this many tries beyond the last attempt the
 # operation fails without it.
 ON_FAILED_TRIES = 5
-
-OnFailed = Callable[[Session, Operation, PermanentError], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +42,8 @@ class Policy:
     max_attempts: int
     retention_completed: float
     retention_failed: float
+    provider_key_retention: float
+    provider_keeps_refusals: bool = True
     permanent_errors: tuple[type[BaseException], ...] = ()
     on_failed: OnFailed | None = None
 
@@ -55,6 +53,8 @@ class Policy:
             task.max_attempts or settings.max_attempts,
             task.retention_completed or settings.retention_completed,
             task.retention_failed or settings.retention_failed,
+            settings.provider_key_retention if task.provider is None else task.provider.keeps_keys_for,
+            task.provider is None or task.provider.keeps_refusals,
             tuple(task.permanent_errors),
             task.on_failed,
         )
@@ -83,6 +83,12 @@ class Attempt:
         self.delivery = delivery
         self.policy = policy
         self.names_used: set[str] = set()
+        # The effects that the body has reached, to be asked about once more before an end.
+        self.calls: dict[str, effects.Call] = {}
+        self.moved_on: set[str] = set()
+        # Set for a last look: the body runs to finish what has happened outside, and may begin nothing.
+        self.ends_as: PermanentError | None = None
+        self.stopped = False
         self._session: AttemptSession | None = None
         self._holding = Holding(claim, delivery.fingerprint)
         runtime.heartbeat.hold(self._holding)
@@ -106,11 +112,17 @@ class Attempt:
         if self._holding.lost:
             raise LeaseLost(f"{self.claim.id.operation}: another attempt may hold the operation")
 
-    def effect(self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Any = None, **kwargs: Any) -> Any:
-        return effects.effect(self, name, fn, args, kwargs, reconcile)
+    def check_may_begin(self) -> None:
+        """Raise the error that the operation ends with, if this run of the body may begin nothing new."""
+        if self.ends_as is not None:
+            self.stopped = True
+            raise self.ends_as
 
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return effects.step(self, name, fn, args, kwargs)
+    def effect(self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Any = None, **kwargs: Any) -> Any:
+        return effects.effect(self, effects.Call(name, fn, args, kwargs, reconcile))
+
+    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
+        return effects.step(self, name, fn, args, kwargs, undo)
 
     # ------------------------------------------------------------ its ends
 
@@ -137,63 +149,75 @@ class Attempt:
         crash_point("finish.committed")
         metrics.completed.labels(self.claim.id.operation).inc()
 
-    def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> None:
-        """End without success: `on_failed`'s rows, the record and the dead letter in one commit."""
+    def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
+        """End without success: undos, `on_failed`'s rows, the record and the dead letter in one commit.
+
+        Returns the error that the operation has ended with: `EffectUnknown` or `Unfinished` over what happened outside.
+        """
         self._roll_back()
         self.check_lease()
+        if not isinstance(error, EffectUnknown):
+            self._ask_once_more()
         settings = self.runtime.settings
-        described = records.error_text(error.code, str(error) if cause in (None, error) else describe(cause))
         session = self.session
-        reason = error.code
-        if self.policy.on_failed is not None and self.claim.attempts <= self.policy.max_attempts + ON_FAILED_TRIES:
-            try:
-                self.policy.on_failed(session, self._operation(), error)
-                session.flush()
-            except (OperationalError, LeaseLost):
-                raise  # Postgres is away or a lock was not to be had: the handler is not to blame
-            except Exception as broken:
-                # A broken handler must not keep the operation open for ever; the dead letter says what is missing.
-                session.rollback()
-                reason = "on_failed_error"
-                log.error("on_failed_error", error=describe(broken), **self._names())
+        concluded = conclusions.conclude(
+            session,
+            self.claim.id,
+            error,
+            described=str(error) if cause in (None, error) else describe(cause),
+            entries=self.claim.effects,
+            arguments=self.delivery.arguments,
+            attempts=self.claim.attempts,
+            on_failed=self.policy.on_failed,
+            may_run=self.claim.attempts <= self.policy.max_attempts + ON_FAILED_TRIES,
+        )
         dead_letters.store_failure(
             session.connection(),
             self.claim.id,
             self.delivery,
             self.claim,
-            reason=reason,
-            last_error=described,
+            reason=concluded.reason,
+            last_error=concluded.end.error,
             service=settings.service,
         )
+        retention = self.policy.retention_failed
         self.guarded(
             lambda: records.fail(
-                session.connection(),
-                self.claim,
-                described,
-                response_code=RESPONSE_FAILED,
-                retention=self.policy.retention_failed,
-                lease=settings.lease,
+                session.connection(), self.claim, concluded.end, retention=retention, lease=settings.lease
             )
         )
         crash_point("finish.written")
         self.commit()
         crash_point("finish.committed")
-        metrics.failed.labels(self.claim.id.operation, error.code).inc()
-        log.warning("failed", code=error.code, **self._names())
+        metrics.count_failed(self.claim.id.operation, concluded.error.code)
+        log.warning("failed", code=concluded.error.code, cause=error.code, **self._names())
+        return concluded.error
+
+    def _ask_once_more(self) -> None:
+        """Before an end over an open effect, ask the provider about it, if the body has come as far as its call."""
+        for name, call in self.calls.items():
+            if self.claim.effects[name]["state"] == "begun":
+                try:
+                    effects.ask(self, call)
+                except (LeaseLost, DBAPIError):
+                    raise
+                except Exception as unanswered:
+                    log.warning("reconcile_failed", effect=name, error=type(unanswered).__name__, **self._names())
 
     def release(self, *, delay: float, error: BaseException | None, give_back: bool = False) -> None:
         """Let go; the next delivery is committed with it and is due after `delay` seconds."""
         self._roll_back()
         described = None if error is None else records.error_text(type(error).__name__, describe(error))
+        is_eager = self.delivery.is_eager
         with self.runtime.autocommit() as connection:
             released = records.release(
                 connection,
                 self.claim,
-                # nobody delivers an eager call again: its next attempt follows at once
-                delay=0.0 if self.delivery.is_eager else delay,
+                # An eager call's next attempt follows at once; should its process die before, a worker takes over.
+                delay=0.0 if is_eager else delay,
+                after_due=max(delay, self.runtime.settings.lease) if is_eager else 0.0,
                 error=described,
                 give_back=give_back,
-                deliver=not self.delivery.is_eager,
             )
         crash_point("released")
         if not released:
@@ -287,10 +311,6 @@ class Attempt:
         log.warning("fenced", **self._names())
         raise LeaseLost(f"{self.claim.id.operation}: the write of a former holder matched nothing")
 
-    def _operation(self) -> Operation:
-        id = self.claim.id
-        return Operation(id.tenant, id.operation, id.key, self.delivery.arguments, self.claim.attempts)
-
     def _names(self) -> dict[str, Any]:
         return {
             "operation": self.claim.id.operation,
@@ -298,15 +318,6 @@ class Attempt:
             "fence": self.claim.fence,
             "attempt": self.claim.attempts,
         }
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line for the record: type and message, without the statement's parameters or a row's values."""
-    if isinstance(error, DBAPIError):
-        diagnosis = getattr(error.orig, "diag", None)
-        primary = getattr(diagnosis, "message_primary", None)
-        return f"{type(error.orig).__name__}: {primary or 'no answer from the database'}"
-    return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
 
 
 def _refused_by_server(error: DBAPIError, driver: Any) -> bool:

@@ -1,7 +1,8 @@
-"""What waits, as gauges: asked of Postgres at each scrape, because it is the state of no process.
+"""What waits and who works on it, as gauges: asked at each scrape, because it is the state of no process.
 
 A scrape never fails and never hangs: while Postgres is away or slow, `idempotency_database_up` is 0 and the other
-gauges are missing, which is not the same as zero.
+gauges are missing, which is not the same as zero; so are those of a broker that does not answer. Counts stop at 50,000
+rows over all queues.
 """
 
 from __future__ import annotations
@@ -11,43 +12,31 @@ from collections.abc import Iterator
 from celery import Celery
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from sqlalchemy import create_engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import NullPool
 
-from . import settings
+from . import overview, settings
+from .overview import Look
 
-# Prometheus gives up a scrape after 10 s by default. Seconds to connect, and for each of the two statements.
-PATIENCE = 2
-
-# Due rows only: a delay that was asked for is no backlog. A row that could not be published has moved its own time, so
-# it counts from its beginning.
-_OUTBOX = """
-SELECT count(*) AS unpublished,
-       coalesce(extract(epoch FROM clock_timestamp()
-           - min(CASE WHEN attempts = 0 THEN available_at ELSE created_at END))::float8, 0) AS oldest
-FROM idempotency.outbox
-WHERE status = 'pending' AND (available_at <= clock_timestamp() OR attempts > 0)
-  -- always true, and says which two indexes have them
-  AND (ordering_key IS NULL OR ordering_key IS NOT NULL AND place IS NOT NULL)
-"""
-
-_LETTERS = """
-SELECT coalesce(consumer_service, '-') AS service, reason, count(*) AS letters
-FROM idempotency.dead_letters WHERE status = 'open' GROUP BY 1, 2 ORDER BY 1, 2
-"""
+# Of each queue: the attribute of its state, the gauge, and what it says.
+_QUEUE_GAUGES = (
+    ("accepted", "accepted", "Accepted operations that are due and have not begun; stops at 50,000 over all queues"),
+    ("oldest_accepted_seconds", "accepted_oldest_seconds", "How long the oldest of them has been due"),
+    ("scheduled", "scheduled", "Accepted operations that are not due yet"),
+    ("running", "running", "Operations that an attempt holds"),
+    ("lease_over", "lease_over", "Operations whose holder's lease is over"),
+    ("released", "released", "Operations between two attempts; stops at 50,000 over all queues"),
+    ("next_due_seconds", "released_next_due_seconds", "When the first of them is due; negative: it has been due"),
+    ("ready", "queue_ready", "Messages in the broker that no consumer has"),
+    ("consumers", "queue_consumers", "Consumers of the queue"),
+)
 
 
 class Backlog(Collector):
-    """The backlog of the outbox and the open dead letters of one application's database."""
+    """The backlog of one application: its database, its queues and its processes."""
 
     def __init__(self, app: Celery) -> None:
-        self._engine = create_engine(
-            settings.from_app(app).database_url.get_secret_value(),
-            poolclass=NullPool,
-            hide_parameters=True,
-            connect_args={"connect_timeout": PATIENCE, "options": f"-c statement_timeout={PATIENCE * 1000}"},
-        )
+        self._app = app
+        self._settings = settings.from_app(app)
 
     def describe(self) -> list[Metric]:
         """Nothing: else the registry would ask Postgres before the first scrape."""
@@ -56,24 +45,62 @@ class Backlog(Collector):
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("idempotency_database_up", "Whether Postgres answered this scrape in time")
         try:
-            with self._engine.connect() as connection:
-                outbox = connection.exec_driver_sql(_OUTBOX).one()
-                letters = connection.exec_driver_sql(_LETTERS).all()
+            with overview.looking(self._settings) as connection:
+                found = overview.look(connection, self._app, self._settings)
         except DBAPIError:
             up.add_metric([], 0)
             yield up
             return
         up.add_metric([], 1)
         yield up
-        unpublished = GaugeMetricFamily("idempotency_outbox_unpublished", "Outbox rows that are due and not published")
-        unpublished.add_metric([], outbox.unpublished)
-        yield unpublished
-        oldest = GaugeMetricFamily("idempotency_outbox_oldest_seconds", "How long the oldest of them has been due")
-        oldest.add_metric([], max(outbox.oldest, 0.0))
-        yield oldest
-        open_letters = GaugeMetricFamily(
-            "idempotency_dead_letters_open", "Dead letters that wait for a person", labels=["service", "reason"]
+        yield GaugeMetricFamily(
+            "idempotency_broker_up", "Whether the broker answered this scrape in time", float(found.broker_answered)
         )
-        for row in letters:
-            open_letters.add_metric([row.service, row.reason], row.letters)
-        yield open_letters
+        yield GaugeMetricFamily(
+            "idempotency_outbox_unpublished", "Outbox rows that are due and not published", found.outbox.unpublished
+        )
+        yield GaugeMetricFamily(
+            "idempotency_outbox_oldest_seconds",
+            "How long the oldest of them has been due",
+            max(found.outbox.oldest or 0.0, 0.0),
+        )
+        yield from _queues(found)
+        yield from _processes(found)
+        yield from _letters(found)
+
+
+def _queues(found: Look) -> Iterator[Metric]:
+    for attribute, name, text in _QUEUE_GAUGES:
+        gauge = GaugeMetricFamily(f"idempotency_{name}", text, labels=["queue"])
+        for queue, state in sorted(found.queues.items()):
+            if (value := getattr(state, attribute)) is not None:
+                gauge.add_metric([queue], value)
+        yield gauge
+
+
+def _processes(found: Look) -> Iterator[Metric]:
+    signs = GaugeMetricFamily(
+        "idempotency_last_sign_seconds",
+        "How long ago a worker, relay or beat that has not ended in order was last seen",
+        labels=["kind", "name", "host", "pid"],
+    )
+    for process in found.processes:
+        signs.add_metric([process.kind, process.name, process.host, str(process.pid)], process.silent_seconds)
+    yield signs
+
+
+def _letters(found: Look) -> Iterator[Metric]:
+    by_reason: dict[tuple[str, str], int] = {}
+    for row in found.letters:
+        by_reason[row.service, row.reason] = by_reason.get((row.service, row.reason), 0) + row.letters
+    letters = GaugeMetricFamily(
+        "idempotency_dead_letters_open", "Dead letters that wait for a person", labels=["service", "reason"]
+    )
+    for labels, number in sorted(by_reason.items()):
+        letters.add_metric(labels, number)
+    yield letters
+    yield GaugeMetricFamily(
+        "idempotency_unknown_effects_open",
+        "Operations that ended as effect_unknown and wait for a person",
+        found.unknown_effects,
+    )

@@ -12,25 +12,27 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from celery import Celery
 from prometheus_client import start_http_server
 from rich.markup import escape
 from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from . import alerts, configuration, maintenance, metrics, schema
-from .attempt import describe
+from . import alarms, alerts, configuration, maintenance, metrics, schema, settings
 from .backlog import Backlog
 from .dead_letter_commands import letters, people
 from .dead_letter_queue import DeadLetterConsumer
-from .doctor import Level
+from .doctor import WRONG_ADDRESS, Level, reason
 from .doctor import doctor as diagnose
 from .errors import IdempotencyError, SettingsError
 from .logs import log
 from .operator_commands import commands as operator_commands
+from .presence import SignOfLife
 from .reconcile import reconcile
-from .relay import Relay
-from .runtime import Runtime
+from .relay import AWAY_PAUSE, Relay
+from .runtime import Runtime, make_engine
 from .startup import refuse_to_start
+from .statements import describe
 from .terminal import AppOption, JsonOption, console, print_json
 from .terminal import application as _app
 
@@ -43,12 +45,16 @@ cli.add_typer(people, name="operators")
 DEATH_WATCH = 2.0
 # How often it looks for something to alert about; each service and reason keeps to alert_interval besides.
 ALERT_WATCH = 5.0
+# How often it looks for something to purge, and how much it deletes at once; it goes on at once while there is more.
+PURGE_WATCH = 60.0
+PURGE_LIMIT = 5_000
 
 
 @cli.command()
 def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Bring the database's tables to this version."""
-    revision = schema.migrate(Runtime.of(_app(app)).engine)
+    # on a connection without the time-outs of attempts: building an index may take long
+    revision = schema.migrate(make_engine(settings.from_app(_app(app))))
     if as_json:
         print_json({"revision": revision})
     else:
@@ -57,22 +63,27 @@ def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 
 @cli.command()
 def relay(app: AppOption = "tasks") -> None:
-    """Publish the outbox until stopped; also recovers what has lost its holder. Any number at once."""
+    """Publish the outbox until stopped; also recovers what has lost its holder, and purges. Any number at once."""
     celery = _app(app)
     celery.loader.import_default_modules()  # what is to be checked are its tasks
-    refuse_to_start(celery)
+    unanswered = refuse_to_start(celery)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    configuration.require_broker_address(celery)
-    with Runtime.of(celery).autocommit() as connection:
-        schema.require_current(connection)
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
+    configuration.require_broker_address(celery)
+    _wait_for_postgres(celery, stop, unanswered)
     sweep = Runtime.of(celery).settings.sweep
-    running = Relay(celery)
-    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep, "alerts": time.monotonic()}
+    running, life = Relay(celery), SignOfLife(celery, "relay")
+    due = {
+        "recover": time.monotonic(),
+        "reconcile": time.monotonic() + sweep,
+        "alerts": time.monotonic(),
+        "purge": time.monotonic(),
+    }
 
     def periodic() -> None:
+        life.progressed()
         now = time.monotonic()
         if now >= due["recover"]:
             due["recover"] = now + DEATH_WATCH
@@ -87,14 +98,38 @@ def relay(app: AppOption = "tasks") -> None:
         if now >= due["alerts"]:
             due["alerts"] = now + ALERT_WATCH
             alerts.run_once(celery)
+            alarms.run_once(celery)
+        if now >= due["purge"]:
+            due["purge"] = now + PURGE_WATCH
+            if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
+                due["purge"] = now
 
-    # Its own thread: a slow receiver of alerts, or a lock that a dead letter waits for, delays no message.
+    # Its own thread: a slow receiver of alerts, a lock that a dead letter waits for, or a long purge delays no message.
     letters = threading.Thread(target=DeadLetterConsumer(celery).run, args=(stop, tell), daemon=True)
     letters.start()
     log.info("relay_started")
+    life.start()
     running.run(stop, periodic)
     letters.join(10)
+    life.end()
     log.info("relay_stopped")
+
+
+def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | None) -> None:
+    """Return once the set-up was checked against the database, which may be starting. Raises what waiting cannot heal."""
+    while not stop.is_set():
+        if unanswered is None:
+            try:
+                with Runtime.of(celery).autocommit() as connection:
+                    schema.require_compatible(connection)
+                return
+            except OperationalError as error:
+                unanswered = reason(error)
+        if unanswered in WRONG_ADDRESS:
+            raise SettingsError(f"idempotency_database_url: {unanswered}")
+        log.warning("postgres_unavailable", error=unanswered)
+        stop.wait(AWAY_PAUSE)
+        unanswered = refuse_to_start(celery)
 
 
 @cli.command()
@@ -119,7 +154,7 @@ def serve_metrics(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 9540,
     address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
     app: Annotated[
-        str | None, typer.Option("--app", "-A", help="Also the backlog in the database of this Celery application.")
+        str | None, typer.Option("--app", "-A", help="Also what waits and who works on it, of this Celery application.")
     ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""

@@ -78,7 +78,8 @@ def check(app: Celery, given: Settings | None) -> list[Finding]:
     tasks = idempotent_tasks(app)
     findings = [*_tasks(tasks), *_content(app), *_schedule(app, tasks), *_celery_settings(app)]
     if given is not None:
-        findings += _retentions(tasks, given)
+        findings += [*_retentions(tasks, given), *_providers(tasks, given), *_longest_runs(app, tasks, given)]
+        findings += connections(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
     try:
         amqp = speaks_amqp(app)
     except ValueError:
@@ -163,6 +164,27 @@ def _retentions(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
     ]
 
 
+def _longest_runs(app: Celery, tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
+    return [
+        warning(
+            f"task {task.name}",
+            f"time_limit={limit:g} above max_run={given.longest_run:g}",
+            "a body may run on after its lease is given up, beside the next attempt; raise idempotency_max_run",
+        )
+        for task in tasks
+        if (limit := task.time_limit or app.conf.task_time_limit) and limit > given.longest_run
+    ]
+
+
+def connections(pool: str, concurrency: int | None, given: Settings) -> list[Finding]:
+    """Whether the attempts that run in one process get a connection each. A prefork process runs one."""
+    most = 2 * given.pool_size  # half of them are kept
+    if not any(name in pool for name in ("thread", "gevent", "eventlet")) or (concurrency or 0) <= most:
+        return []
+    found = f"{given.pool_size}, enough for {most} attempts at once, and concurrency is {concurrency}"
+    return [warning("idempotency_pool_size", found, "the others would wait; raise it to half the concurrency")]
+
+
 # ---------------------------------------------------------------- queues, as they are declared
 
 
@@ -198,6 +220,32 @@ def _queues(app: Celery, tasks: list[IdempotentTask], given: Settings | None) ->
     return findings
 
 
+def _providers(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
+    """Whether repeats come while the provider still knows their key; beyond that the end is a person's."""
+    findings = []
+    for task in tasks:
+        if (contract := task.provider) is None:
+            continue
+        subject, kept = f"task {task.name}", contract.keeps_keys_for
+        attempts = task.max_attempts or given.max_attempts
+        horizons = {
+            "defer_budget": given.defer_budget,
+            f"{attempts} attempts x retry_cap": attempts * given.retry_cap,
+        }
+        for name, seconds in horizons.items():
+            if seconds >= kept:
+                found = f"{name}={seconds:g} s, and {contract.name} keeps a key for {kept:g} s"
+                findings.append(warning(subject, found, "a late repeat ends as effect_unknown instead"))
+        retention = task.retention_failed or given.retention_failed
+        if retention > kept:
+            found = (
+                f"{contract.name} keeps a key for {kept / 3600:g} h; failed operations are kept {retention / 3600:g} h"
+            )
+            advice = "give effects a reconcile: a later replay cannot repeat an unknown call, only ask about it"
+            findings.append(ok(subject, f"{found}; {advice}"))
+    return findings
+
+
 def _queue_of(app: Celery, task: IdempotentTask) -> str:
     given = getattr(task, "queue", None)
     queue = app.amqp.router.route({} if given is None else {"queue": given}, task.name)["queue"]
@@ -230,25 +278,17 @@ def _queue(queue: Queue) -> list[Finding]:
             )
     if queue.exchange is not None and queue.exchange.type != "topic":
         found = f"exchange type {queue.exchange.type}, recommended topic"
-        findings.append(warning(subject, found, "a countdown given to apply_async would hold a worker's slot"))
+        findings.append(
+            warning(subject, found, "a countdown given to apply_async goes through a worker into the outbox")
+        )
     return findings
 
 
 def _outage(queue: Queue, tasks: list[IdempotentTask], given: Settings | None) -> Finding:
-    """How long Postgres may be away before messages become dead letters: each delivery waits until its hard limit."""
+    """How late a message may come back. Waiting for Postgres uses no delivery; an attempt killed at its limit does."""
     subject, limit = f"queue {queue.name}", (queue.queue_arguments or {})["x-delivery-limit"]
-    limits = [task.time_limit for task in tasks if task.time_limit]
-    if not limits:
-        found = f"quorum, {limit} deliveries; no hard time limit: a wait for Postgres ends with the broker's time-out"
-        return ok(subject, found)
-    survived = limit * min(limits)
-    found = (
-        f"quorum; longest outage of Postgres survived: {limit} deliveries x {min(limits):g} s = {survived / 60:.0f} min"
-    )
-    latest = limit * max(limits)
+    latest = limit * max((task.time_limit or 0 for task in tasks), default=0)
     if given is not None and latest > given.redelivery_horizon:
-        found = (
-            f"{limit} deliveries x {max(limits):g} s = {latest:g} s above redelivery_horizon={given.redelivery_horizon}"
-        )
+        found = f"{limit} deliveries x {latest / limit:g} s = {latest:g} s above redelivery_horizon={given.redelivery_horizon}"
         return warning(subject, found, "a message may still arrive after its record is gone")
-    return ok(subject, found)
+    return ok(subject, f"quorum, {limit} deliveries; waiting for Postgres uses none of them")

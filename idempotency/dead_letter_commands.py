@@ -17,13 +17,13 @@ from celery import Celery
 from rich.console import Console
 from rich.progress import track
 
-from . import configuration, dead_letters, discards, operators, records, reports
+from . import configuration, dead_letters, discards, operators, reports
 from .dead_letter_queue import DeadLetterConsumer, consume_once
 from .dead_letters import BULK_LIMIT, Group, Selection
 from .discards import TOKEN_VARIABLE
 from .errors import IdempotencyError
 from .keys import OperationId
-from .operator_commands import ActorOption, this_user
+from .operator_commands import ActorOption, RequestOption, this_user
 from .operators import Change
 from .runtime import Runtime
 from .terminal import AppOption, JsonOption, application, console, print_json, print_table
@@ -117,20 +117,17 @@ def replay_letters(
     limit: LimitOption = 1000,
     dry_run: DryRunOption = False,
     reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
+    request_id: RequestOption = None,
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
     """Send dead letters again, each under the same key and in a transaction of its own."""
     celery = application(app)
     celery.loader.import_default_modules()
-    change = Change(actor, reason)
 
     def replay(letter: int) -> dict[str, Any]:
-        with Runtime.of(celery).engine.begin() as connection:
-            id = dead_letters.replay(connection, letter, app=celery)
-            row = records.read_locked(connection, id)
-            operators.audit(connection, change, "replay", id, row, details={"dead_letter": letter})
-        return _named(letter, "replayed", id)
+        request = None if request_id is None else f"{request_id}:{letter}"
+        return _named(letter, "replayed", operators.replay(celery, letter, Change(actor, reason, request)))
 
     chosen = _chosen(celery, ids, Selection("open", operation, error, service, tenant), limit)
     _each(chosen, replay, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)

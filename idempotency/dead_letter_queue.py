@@ -2,7 +2,8 @@
 
 The letter and the failed record are one commit, and only after it the message is acknowledged: a crash in between
 hands the message out again, which makes no second row. An operation that a living holder has, or that has ended, needs
-no letter: the message was a duplicate. Any number of consumers at once; they run inside the relay.
+no letter: the message was a duplicate. What was rejected without a visible defect (a worker from before a deploy, say)
+comes back for a while before its operation ends. Any number of consumers at once; they run inside the relay.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,25 +28,46 @@ from kombu.serialization import prepare_accept_content
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
-from . import dead_letters, keys, records
-from .attempt import RESPONSE_FAILED, AttemptSession, Policy, describe
+from . import conclusions, dead_letters, keys, records
+from .attempt import AttemptSession, Policy
 from .crash_points import crash_point
 from .dead_letters import BrokerLetter
-from .delivery import Operation
-from .errors import CallRefused, PermanentError
+from .errors import CallRefused, PermanentError, UnknownVersion
 from .guard import Examined, examine
 from .keys import OperationId
 from .logs import log
-from .message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
+from .message import (
+    FINGERPRINT_HEADER,
+    GENERATION_HEADER,
+    KEY_HEADER,
+    MARKER_HEADER,
+    MARKS,
+    OUTBOX_HEADER,
+    TENANT_HEADER,
+    Message,
+)
 from .queues import dead_letter_queues
-from .records import Busy, Changed, GivenUp, Mismatch
+from .records import Busy, Changed, Dead, FailedEnd, GivenUp, Mismatch, PutBack
 from .runtime import Runtime
+from .statements import describe
 from .task import IdempotentTask
 
 # How often an empty queue is asked.
 POLL = 1.0
 # Messages per pass.
 BATCH = 200
+# No letter waits longer for one lock: those behind it wait too.
+LOCK_PATIENCE = "3s"
+# A letter that could not be stored although Postgres answers (a lock, say) is left unacknowledged while others go on.
+# It is tried again in the next pass, then after so many seconds, and after twice as many each further time.
+HELD_PAUSE = 5.0
+# How often a letter's `on_failed` may fail for lack of a lock, or end its process: with the pauses above, five minutes.
+ON_FAILED_TRIES = 8
+# What no worker took comes back after so many seconds, doubling up to the second number: within a minute of a deploy.
+PUT_BACK_PAUSE = 1.0
+PUT_BACK_CAP = 60.0
+# Nothing is wrong with such a message that can be seen: a worker of another version has met it, perhaps.
+_PERHAPS_A_DEPLOY = ("rejected", "unknown_task", "unknown_version")
 # What the letter says in a sentence; the word itself is its reason.
 _EXPLANATIONS = {
     "content_type": "a content type that is not accepted; it was not decoded",
@@ -53,6 +77,7 @@ _EXPLANATIONS = {
     "missing_task": "no header 'task'",
     "missing_id": "no header 'id'",
     "unknown_task": "no task of this name is registered",
+    "unknown_version": "made by newer code than this",
     "invalid_header": "eta or expires is not a time, or timelimit no pair of seconds",
     "missing_key": "no idempotency key: no header, and the task has no key template",
     "invalid_key": "the idempotency key breaks a rule",
@@ -66,7 +91,7 @@ _EXPLANATIONS = {
 # Bodies that are not text are stored as base64; their headers say so.
 BODY_HEADER = "idempotency-body"
 # What belonged to that delivery alone; with its `expires` a replay would be refused again.
-_NOT_REPLAYED = (ORIGIN_HEADER, OUTBOX_HEADER, "compression", "eta", "expires")
+_NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
 # As long as a name may be in a table and on a screen.
 TEXT_LIMIT = 255
 
@@ -80,6 +105,10 @@ class DeadLetterConsumer:
         self._app = app
         self._broker: BrokerConnection | None = None
         self._channel: Any = None
+        # unacknowledged, for another try: when, how often held, the message
+        self._held: list[tuple[float, int, BrokerMessage]] = []
+        # what the last outage of Postgres interrupted: not a try that counts
+        self._interrupted: set[str] = set()
 
     def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
         """Consume until `stop` is set. `periodic` is called between passes, whether the broker is there or not."""
@@ -102,7 +131,10 @@ class DeadLetterConsumer:
         self.close()
 
     def run_once(self, *, limit: int = BATCH) -> int:
-        """Take messages until the queues are empty; returns how many. Brokers other than AMQP keep no dead letters."""
+        """Take messages until the queues are empty; returns how many. Brokers other than AMQP keep no dead letters.
+
+        A letter that has to wait for a lock keeps none of the others waiting: it stays unacknowledged until its next try.
+        """
         if self._app.connection_for_read().transport.driver_type != "amqp":
             return 0
         with Runtime.of(self._app).autocommit() as connection:
@@ -110,19 +142,37 @@ class DeadLetterConsumer:
             connection.exec_driver_sql("SELECT 1")
         channel, taken = self._connect(), 0
         accept = prepare_accept_content(["json"])
+        now = time.monotonic()
+        due, self._held = [h for h in self._held if h[0] <= now], [h for h in self._held if h[0] > now]
+        for _, times, message in due:
+            self._settle(message, times)
         for queue in dead_letter_queues(self._app.amqp.queues.values()):
-            while taken < limit and (raw := channel.basic_get(queue.name, no_ack=False)) is not None:
+            while (
+                taken < limit
+                and len(self._held) < BATCH
+                and (raw := channel.basic_get(queue.name, no_ack=False)) is not None
+            ):
                 message = channel.message_to_python(raw)
                 message.accept = accept
-                store(self._app, message)
-                crash_point("dead_letter.stored")
-                message.ack()
                 taken += 1
+                self._settle(message)
         return taken
+
+    def _settle(self, message: BrokerMessage, times: int = 0) -> None:
+        try:
+            store(self._app, message, self._interrupted)
+        except OperationalError as error:
+            with Runtime.of(self._app).autocommit() as connection:
+                connection.exec_driver_sql("SELECT 1")  # raises when Postgres is away: no letter is to blame
+            self._held.append((time.monotonic() + HELD_PAUSE * (2 ** min(times, 20) - 1), times + 1, message))
+            log.warning("dead_letter_waits", error=describe(error), times=times + 1)
+        else:
+            crash_point("dead_letter.stored")
+            message.ack()
 
     def close(self) -> None:
         """Drop the connection; what was taken and not acknowledged goes back to its queue."""
-        broker, self._broker, self._channel = self._broker, None, None
+        broker, self._broker, self._channel, self._held = self._broker, None, None, []
         if broker is not None:
             broker.collect()
 
@@ -148,30 +198,43 @@ def consume_once(app: Celery) -> int:
     return total
 
 
-def store(app: Celery, message: BrokerMessage) -> int | None:
+def store(app: Celery, message: BrokerMessage, interrupted: set[str] | None = None) -> int | None:
     """Store a message that no worker will run, and end its operation, in one transaction.
 
     Returns the dead letter's id; None when there was nothing to store: it is stored already, or a duplicate of an
-    operation that has ended or that a living holder has; or a plain task's, which its sender allowed to expire.
+    operation that has ended, that is started, or that something else will deliver; or it was put back, since nothing
+    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted` collects the
+    digests of letters that an outage of Postgres interrupted. Raises `OperationalError`: later.
     """
+    if MARKER_HEADER in message.headers:
+        return None  # of reconcile's: it brings nothing, and another one follows
     if _was_allowed_to_expire(app, message):
         log.info("expired", task=_text(message.headers.get("task")))
         return None
     examined = examine(app, message)
-    fingerprint = None
+    like, fingerprints = message.headers.get(FINGERPRINT_HEADER), []
     if examined.id is not None:
         try:
-            fingerprint = keys.fingerprint(examined.arguments)
+            fingerprint = keys.fingerprint(examined.arguments, like=like)
+            fingerprints = [
+                fingerprint,
+                *(each for each in keys.fingerprints(examined.arguments) if each != fingerprint),
+            ]
         except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
             examined = Examined("invalid_arguments", examined.task)
     letter = _letter(app, message, examined)
+    dead = _dead(app, message, examined, fingerprints, letter)
     try:
-        if examined.id is None or examined.task is None or fingerprint is None:
+        if dead is not None and letter.reason in _PERHAPS_A_DEPLOY and _came_back(app, dead, letter):
+            return None
+        if dead is None or examined.task is None:
             stored = _store_alone(app, letter)
         else:
-            stored = _give_up(app, examined.task, examined.id, examined.arguments, fingerprint, letter)
+            stored = _give_up(app, examined.task, dead, examined.arguments, letter, interrupted)
     except OperationalError:
-        raise  # Postgres is away, or a lock was not to be had: later
+        raise  # Postgres is away, or a lock timed out: later
+    except UnknownVersion:
+        stored = _store_alone(app, letter)
     except DBAPIError as error:
         # The record cannot take it; the letter must not be lost for that.
         log.error("give_up_failed", reason=letter.reason, task=letter.task, error=describe(error))
@@ -192,65 +255,152 @@ def _store_alone(app: Celery, letter: BrokerLetter) -> int | None:
         return dead_letters.store_message(connection, letter)
 
 
+def _came_back(app: Celery, dead: Dead, letter: BrokerLetter) -> bool:
+    """Put a message back that a worker of another version may have refused; or count it as a duplicate.
+
+    False: it has come back for the time of grace, and is to be stored.
+    """
+    runtime = Runtime.of(app)
+    if runtime.settings.unknown_task_grace == 0:
+        return False
+    with runtime.engine.begin() as connection:
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE}'")
+        answer = records.put_back(
+            connection, dead, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=runtime.settings.unknown_task_grace
+        )
+        if answer is PutBack.COPY:
+            records.count_copy(connection, dead)
+    log.warning("dead_message", answer=answer.value, reason=letter.reason, task=letter.task, key=letter.key)
+    return answer is not PutBack.OVER
+
+
 def _give_up(
-    app: Celery, task: Any, id: OperationId, arguments: Mapping[str, Any], fingerprint: str, letter: BrokerLetter
+    app: Celery,
+    task: Any,
+    dead: Dead,
+    arguments: Mapping[str, Any],
+    letter: BrokerLetter,
+    interrupted: set[str] | None,
 ) -> int | None:
     runtime = Runtime.of(app)
-    settings, policy = runtime.settings, Policy.of(task, runtime.settings)
-    letter = replace(letter, fingerprint=fingerprint)
+    settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
+    letter = replace(letter, fingerprint=dead.fingerprint)
     while True:
-        with AttemptSession(runtime.engine, expire_on_commit=False) as session:
+        with _noting_outages(runtime, letter, interrupted) as session:
             connection = session.connection()
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE}'")
             answer = records.give_up(
                 connection,
-                id,
-                fingerprint=fingerprint,
-                message=letter.payload,
-                queue=letter.queue or "",
-                error=letter.last_error,
-                response_code=RESPONSE_FAILED,
+                dead,
+                end=FailedEnd(letter.reason, letter.last_error),
                 retention=policy.retention_failed,
                 lease=settings.lease,
             )
             stored: int | None = None
             match answer:
-                case GivenUp(generation, attempts, first_error):
-                    operation = Operation(id.tenant, id.operation, id.key, arguments, attempts)
-                    reason = _on_failed(session, policy, operation, letter)
+                case GivenUp() as ended:
+                    has_part = policy.on_failed is not None or conclusions.has_undo(ended.effects)
+                    may_run = not has_part or _may_try(runtime, letter, interrupted)
+                    concluded = conclusions.conclude(
+                        session,
+                        id,
+                        PermanentError(_EXPLANATIONS[letter.reason], letter.reason),
+                        entries=ended.effects,
+                        arguments=arguments,
+                        attempts=ended.attempts,
+                        on_failed=policy.on_failed,
+                        may_run=may_run,
+                    )
+                    records.conclude(connection, id, concluded.end, fence=ended.fence)
                     letter = replace(
-                        letter, reason=reason, generation=generation, attempts=attempts, first_error=first_error
+                        letter,
+                        reason=concluded.reason if may_run else "on_failed_error",
+                        last_error=concluded.end.error,
+                        generation=ended.generation,
+                        fingerprint=ended.fingerprint,
+                        attempts=ended.attempts,
+                        first_error=ended.first_error,
                     )
                     stored = dead_letters.store_end(connection, letter)
                 case Mismatch(generation):
                     stored = dead_letters.store_message(connection, _refused(letter, generation))
-                case Busy() if not records.count_duplicate(connection, id, fingerprint)[0]:
-                    continue  # its lease ended meanwhile
+                case Busy():
+                    records.count_copy(connection, dead)
                 case Changed():
                     continue
+            connection.exec_driver_sql(_FORGET_TRIES, {"digest": letter.digest})
             Session.commit(session)
             return stored
 
 
-def _on_failed(session: AttemptSession, policy: Policy, operation: Operation, letter: BrokerLetter) -> str:
-    """Run the task's `on_failed` in the same transaction. Returns the reason: the letter's, or that it is broken."""
-    if policy.on_failed is None:
-        return letter.reason
-    savepoint = session.begin_nested()
-    try:
-        policy.on_failed(session, operation, PermanentError(_EXPLANATIONS[letter.reason], letter.reason))
-        session.flush()
-        savepoint.commit()
-    except OperationalError:
-        raise  # Postgres is away or a lock was not to be had: the handler is not to blame
-    except Exception as error:
-        # A broken handler must not keep the message for ever; the dead letter says what is missing.
-        savepoint.rollback()
-        log.error("on_failed_error", operation=operation.operation, key=operation.key, error=describe(error))
-        return "on_failed_error"
-    return letter.reason
+# Counted before the try, and by itself: one that ends the process counts too, and so does one that is rolled back.
+_COUNT_TRY = """
+INSERT INTO idempotency.dead_letter_tries AS t (digest, tries) VALUES (%(digest)s, 1)
+ON CONFLICT (digest) DO UPDATE SET tries = t.tries + %(counts)s
+RETURNING tries
+"""
+_FORGET_TRIES = "DELETE FROM idempotency.dead_letter_tries WHERE digest = %(digest)s"
+
+
+def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> bool:
+    """Whether the application's part (undos, `on_failed`) is to be run once more for this letter."""
+    counts = 1
+    if interrupted and letter.digest in interrupted:
+        interrupted.discard(letter.digest)
+        counts = 0
+    with runtime.autocommit() as connection:
+        tries: int = connection.exec_driver_sql(_COUNT_TRY, {"digest": letter.digest, "counts": counts}).scalar_one()
+    if tries > ON_FAILED_TRIES:
+        log.error("on_failed_error", operation=letter.operation, key=letter.key, tries=tries - 1)
+    return tries <= ON_FAILED_TRIES
+
+
+@contextmanager
+def _noting_outages(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> Iterator[AttemptSession]:
+    """The session in which a letter is stored. An outage that ends it is noted: the letter is not to blame."""
+    with AttemptSession(runtime.engine, expire_on_commit=False) as session:
+        connection = session.connection()
+        try:
+            yield session
+        except OperationalError:
+            if connection.invalidated and interrupted is not None:
+                interrupted.add(letter.digest)
+            raise
 
 
 # ---------------------------------------------------------------- from a message to a letter
+
+
+def _dead(
+    app: Celery, message: BrokerMessage, examined: Examined, fingerprints: list[str], letter: BrokerLetter
+) -> Dead | None:
+    """The operation that a dead message names: by its task, or by its own headers where the task is not known here."""
+    headers = message.headers
+    id = examined.id
+    if id is None and letter.reason in ("unknown_task", "unknown_version"):
+        given = headers.get(FINGERPRINT_HEADER)
+        tenant = headers.get(TENANT_HEADER, Runtime.of(app).settings.tenant)
+        try:
+            # the same rules hold for a fingerprint: short, printable
+            fingerprints = [keys.check_key(given, field="fingerprint")]
+            operation = keys.check_key(headers.get("task"), field="task")
+            id = OperationId(keys.check_key(tenant), operation, keys.check_key(headers.get(KEY_HEADER)))
+        except CallRefused:
+            return None  # no message of ours
+        if keys.fingerprint_version(given) is None or not _body(message.body)[1]:
+            return None
+    if id is None or not fingerprints:
+        return None
+    generation = headers.get(GENERATION_HEADER)
+    return Dead(
+        id,
+        fingerprints[0],
+        fingerprints[1:],
+        event_id=letter.event_id,
+        generation=generation if type(generation) is int else None,
+        message=letter.payload,
+        queue=letter.queue or "",
+    )
 
 
 def _letter(app: Celery, message: BrokerMessage, examined: Examined) -> BrokerLetter:

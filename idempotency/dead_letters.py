@@ -25,8 +25,6 @@ from .records import Claimed
 
 # The most that one command may replay or discard: a mistaken filter should not send a million messages.
 BULK_LIMIT = 10_000
-# Rows per statement of the purge: short transactions.
-BATCH = 500
 
 GROUPS = {
     "service": "coalesce(consumer_service, '-')",
@@ -118,25 +116,26 @@ _REOPEN = """
 UPDATE idempotency.records
 SET status = 'released', generation = generation + 1, attempts = 0, token = NULL, locked_by = NULL,
     available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_code = NULL,
-    error = NULL, first_error = NULL, opened_at = clock_timestamp(), updated_at = clock_timestamp()
+    error = NULL, error_code = NULL, first_error = NULL, opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
-RETURNING 1
+RETURNING generation
 """
 
 # A row that could not be published goes again itself: in its old place, if it has an order.
 _DELIVER = """
 WITH again AS (
     UPDATE idempotency.outbox
-    SET status = 'pending', origin = 'replay', attempts = 0, last_error = NULL, available_at = clock_timestamp(),
+    SET status = 'pending', origin = 'replay', generation = %(opened)s, attempts = 0, resends = 0, refusals = 0,
+        first_refused_at = NULL, last_error = NULL, available_at = clock_timestamp(), taken = false,
         -- what has no operation of its own owes nothing but its publication
         alerted_at = NULL, settled_at = CASE WHEN operation = 'idempotency.external_event' THEN settled_at END
     WHERE id = %(outbox_id)s AND status = 'failed'
     RETURNING operation, ordering_key
 ), new AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin)
+    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
     SELECT gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(payload)s,
-           coalesce(%(queue)s, ''), 'replay'
+           coalesce(%(queue)s, ''), 'replay', %(opened)s
     WHERE NOT EXISTS (SELECT FROM again)
 )
 SELECT operation, ordering_key FROM again WHERE ordering_key IS NOT NULL
@@ -145,16 +144,6 @@ SELECT operation, ordering_key FROM again WHERE ordering_key IS NOT NULL
 _STATUS = (
     "SELECT status FROM idempotency.records WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
 )
-
-# Only what a person has settled: an open letter stays as long as it takes.
-_PURGE = """
-WITH settled AS MATERIALIZED (
-    SELECT id FROM idempotency.dead_letters
-    WHERE status <> 'open' AND settled_at < clock_timestamp() - make_interval(secs => %(retention)s)
-    ORDER BY settled_at LIMIT %(batch)s FOR UPDATE SKIP LOCKED
-)
-DELETE FROM idempotency.dead_letters d USING settled s WHERE d.id = s.id
-"""
 
 _REPORT = """
 SELECT coalesce(consumer_service, '-') AS service,
@@ -269,10 +258,18 @@ def _store(
             "reason": reason,
             "last_error": last_error,
             "attempts": attempts,
-            "headers": headers_text({**Message.from_text(delivery.message).headers, **delivery.headers}),
+            "headers": headers_text({**_headers(delivery.message), **delivery.headers}),
             "message": delivery.message,
         },
     )
+
+
+def _headers(message: str) -> Mapping[str, Any]:
+    """The headers of a stored message; none of one that cannot be read, which is no reason to keep it from its letter."""
+    try:
+        return dict(Message.from_text(message).headers)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}
 
 
 def headers_text(headers: Mapping[str, Any]) -> str:
@@ -360,13 +357,13 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
     if row.fingerprint is None:
         id, fingerprint = _named(app, letter, row)
         fields |= {"tenant": id.tenant, "operation": id.operation, "key": id.key, "fingerprint": fingerprint}
-    if connection.exec_driver_sql(_REOPEN, fields).one_or_none() is None:
+    opened: int | None = connection.exec_driver_sql(_REOPEN, fields).scalar_one_or_none()
+    if opened is None:
         status = connection.exec_driver_sql(_STATUS, fields).scalar_one_or_none()
         if status is not None:
             raise ReplayRefused(f"dead letter {letter}: the operation is {status}, not failed in this generation")
-    refresh_lanes(
-        connection, [(row.operation, row.ordering_key) for row in connection.exec_driver_sql(_DELIVER, fields)]
-    )
+    again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
+    refresh_lanes(connection, [(row.operation, row.ordering_key) for row in again])
     return OperationId(fields["tenant"], fields["operation"], fields["key"])
 
 
@@ -390,8 +387,3 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
         why = str(error) if isinstance(error, CallRefused) else "not a task message"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
     return id, fingerprint
-
-
-def purge(connection: Connection, *, retention: float, batch: int = BATCH) -> int:
-    """Delete one batch of dead letters settled more than `retention` seconds ago; returns how many. Never an open one."""
-    return connection.exec_driver_sql(_PURGE, {"retention": retention, "batch": batch}).rowcount

@@ -6,9 +6,12 @@ behind its arguments, and the settings of an application's own database sessions
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import redis
 from amqp.exceptions import AccessRefused, AMQPError, NotFound, PreconditionFailed
@@ -18,13 +21,15 @@ from kombu import Queue
 from kombu.exceptions import OperationalError as BrokerError
 from pydantic import SecretStr
 from sqlalchemy import Connection, create_engine, text
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
-from . import configuration, schema
+from . import alarms, configuration, overview, schema
 from .errors import SettingsError
 from .findings import Finding, Level, ok, refusal, warning
 from .queues import dead_letter_queues
+from .runtime import make_attempts_engine
+from .settings import Settings
 
 __all__ = ["Finding", "Level", "check_database", "doctor"]
 
@@ -40,16 +45,19 @@ PATIENCE = 5
 CLOCK_TOLERANCE = 1.0
 
 # Foreign error texts are never shown: some repeat the address. These are the ones worth telling apart.
+_PASSWORD, _NAME = "wrong password", "no such database or user"
 _REASONS = (
     (
         r"password authentication failed|access_refused|wrongpass|invalid username-password|noauth|authentication",
-        "wrong password",
+        _PASSWORD,
     ),
     (r"refused", "connection refused"),
     (r"resolve|name or service|nodename|getaddrinfo|errno -[235]\b", "no such host"),
     (r"timed? ?out", "no answer in time"),
-    (r"does not exist", "no such database or user"),
+    (r"does not exist", _NAME),
 )
+# Of these, what waiting does not heal.
+WRONG_ADDRESS = (_PASSWORD, _NAME)
 
 _DATABASE = text("""
 SELECT current_setting('server_version_num')::int / 10000 AS version,
@@ -64,6 +72,39 @@ SELECT current_setting('server_version_num')::int / 10000 AS version,
 """)
 
 
+# Only commands that people give read and write these; a worker's role may well have no right to them.
+FOR_PEOPLE = ("audit", "operators", "discards")
+# What the roles of workers, relays and beats need. The history is only added to; a table's own sequence is its owner's.
+_RIGHTS = text("""
+WITH needed(oid, name, privilege) AS (
+    SELECT c.oid, 'table ' || c.relname, unnest(CASE c.relname
+               WHEN :version THEN ARRAY['SELECT'] WHEN 'audit' THEN ARRAY['SELECT', 'INSERT']
+               ELSE ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE'] END)
+    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p')
+    UNION ALL
+    SELECT c.oid, 'sequence ' || c.relname, 'USAGE'
+    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind = 'S'
+      AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
+    UNION ALL
+    SELECT n.oid, 'schema ' || n.nspname, 'USAGE' FROM pg_namespace n WHERE n.nspname = :schema
+)
+SELECT name, string_agg(privilege, ', ') AS missing, split_part(name, ' ', 2) = ANY (:for_people) AS for_people
+FROM needed
+WHERE NOT CASE split_part(name, ' ', 1)
+    WHEN 'table' THEN has_table_privilege(oid, privilege)
+    WHEN 'sequence' THEN has_sequence_privilege(oid, privilege)
+    ELSE has_schema_privilege(oid, privilege) END
+GROUP BY name ORDER BY name
+""")
+
+_OURS = text("""
+SELECT pg_backend_pid() AS backend, current_setting('lock_timeout') AS lock_timeout,
+       current_setting('statement_timeout') AS statement_timeout
+""")
+# A pooler that turns its backends about gives the same one again after a few.
+POOLER_TRIES = 5
+
+
 def doctor(app: Celery) -> list[Finding]:
     """Check the application and its servers: one line each, the worst first. Changes nothing but may take seconds.
 
@@ -73,26 +114,34 @@ def doctor(app: Celery) -> list[Finding]:
     settings, findings = configuration.read_settings(app)
     findings += configuration.check(app, settings)
     if settings is not None:
-        findings += _asked("database", "idempotency_database_url", lambda: check_database(settings.database_url))
+        findings += _asked("database", "idempotency_database_url", lambda: check_database(settings))
         if settings.redis_url is None:
             findings.append(warning("redis", "not set", "every claim and duplicate goes to Postgres"))
         else:
             url = settings.redis_url
             # Redis decides nothing: without it the promise holds, at the price of round trips
             findings += _asked("redis", "idempotency_redis_url", lambda: _redis(url), Level.WARNING)
+        if not any(f.level is Level.REFUSAL and f.subject.startswith("database") for f in findings):
+            findings += _asked("database", "idempotency_database_url", lambda: _at_work(app, settings), Level.WARNING)
     findings += _asked("broker", "broker_url", lambda: _broker(app))
     order = list(reversed(Level))
     return sorted(findings, key=lambda finding: order.index(finding.level))
 
 
-def check_database(url: SecretStr) -> list[Finding]:
-    """Check the database's settings and tables. Raises SQLAlchemy's errors when it does not answer."""
+def check_database(given: Settings) -> list[Finding]:
+    """Check the database's settings, tables and rights, and what lies before it. Raises SQLAlchemy's errors when it does not answer."""
     # No options on this connection: the server's own defaults are what an application's sessions get.
     engine = create_engine(
-        url.get_secret_value(), poolclass=NullPool, hide_parameters=True, connect_args={"connect_timeout": PATIENCE}
+        given.database_url.get_secret_value(),
+        poolclass=NullPool,
+        hide_parameters=True,
+        connect_args={"connect_timeout": PATIENCE},
     )
     with engine.connect() as connection:
-        return [*_database(connection), _schema(connection)]
+        findings = [*_database(connection), *_tables(connection)]
+    if any(finding.subject == "database default_transaction_isolation" for finding in findings):
+        return findings  # no connection of ours would be opened
+    return [*findings, *_our_connections(given)]
 
 
 def _database(connection: Connection) -> list[Finding]:
@@ -122,14 +171,73 @@ def _database(connection: Connection) -> list[Finding]:
     return findings
 
 
-def _schema(connection: Connection) -> Finding:
+def _tables(connection: Connection) -> list[Finding]:
+    """Whether the tables are of this version, and whether this role may use them."""
+    rights = [
+        warning(f"database rights on {row.name}", f"no {row.missing}", "needed by the commands for people")
+        if row.for_people
+        else refusal(f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait; grant it")
+        for row in connection.execute(
+            _RIGHTS, {"schema": schema.SCHEMA, "version": schema.VERSION_TABLE, "for_people": list(FOR_PEOPLE)}
+        )
+    ]
+    if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in rights):
+        return rights  # the version cannot be read
     try:
-        schema.require_current(connection)
+        schema.require_compatible(connection)
     except SettingsError as error:
         subject, _, found = str(error).partition(": ")
         found, _, advice = found.partition("; ")
-        return refusal(subject, found, advice)
-    return ok("database schema", "current")
+        return [refusal(subject, found, advice), *rights]
+    return [ok("database schema", "this code can run on it"), *rights]
+
+
+def _our_connections(given: Settings) -> list[Finding]:
+    """What becomes of the options we connect with, and whether a pooler hands our connections around."""
+    engine = make_attempts_engine(given, poolclass=NullPool)
+    try:
+        first = engine.connect()
+    except OperationalError as error:
+        if "unsupported startup parameter" not in str(error.orig):
+            raise
+        advice = "for PgBouncer: ignore_startup_parameters = options"
+        return [refusal("database pooler", "refuses the options of our connections", advice)]
+    with first:
+        driver: Any = first.connection.driver_connection
+        shown = first.execute(_OURS).one()
+        first.rollback()  # between transactions is where a pooler takes the backend away
+        findings = [
+            warning(f"database {name}", "0 on our connections, though we set it", "a statement may wait for ever")
+            for name in ("lock_timeout", "statement_timeout")
+            if getattr(shown, name) == "0"
+        ]
+        if not _tcp_user_timeout(driver.pgconn.socket):
+            findings.append(
+                warning(
+                    "database TCP_USER_TIMEOUT", "0 on our connections", "a server that vanished is missed for long"
+                )
+            )
+        if shown.backend == driver.info.backend_pid:
+            return findings
+        # Our first connection is still open: another one on the same backend is a second user of it.
+        for _ in range(POOLER_TRIES):
+            with engine.connect() as other:
+                if other.execute(_OURS).one().backend == shown.backend:
+                    advice = "slower, as nothing stays prepared, and without our time-outs; point at Postgres itself"
+                    return [
+                        *findings,
+                        warning("database pooler", "in transaction mode, better in session mode", advice),
+                    ]
+    return [*findings, ok("database pooler", "not seen to be in transaction mode")]
+
+
+def _tcp_user_timeout(descriptor: int) -> bool:
+    """Whether the kernel gives up a connection whose peer acknowledges nothing; true where there is none to ask."""
+    with socket.socket(fileno=os.dup(descriptor)) as asked:
+        if asked.family == socket.AF_UNIX:
+            return True
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)
+        return option is not None and asked.getsockopt(socket.IPPROTO_TCP, option) > 0
 
 
 def _redis(url: SecretStr) -> list[Finding]:
@@ -197,6 +305,14 @@ def _inequivalent(error: PreconditionFailed) -> str:
     """RabbitMQ's own words name the argument and both values."""
     found = re.search(r"inequivalent arg .*", str(error.reply_text))
     return found.group() if found else "declared with other arguments than it has"
+
+
+def _at_work(app: Celery, given: Settings) -> list[Finding]:
+    """Whether anything waits for a process that is not there."""
+    with overview.looking(given) as connection:
+        found = overview.look(connection, app, given)
+    wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
+    return wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]
 
 
 def _clock(subject: str, ahead: float, of: str) -> Finding:

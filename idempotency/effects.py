@@ -5,17 +5,20 @@ without a result is *unknown*: perhaps it happened. The provider is asked first 
 nothing, the call is repeated under the same key for as long as the provider keeps keys, and after that a person
 decides. The key is derived from tenant, operation, key and name, never from the attempt, so that a provider which
 honours idempotency keys acts once.
+
+A refusal of a repeated call says nothing about the call before it. Only an answer that the provider keeps under the
+key (`StoredRefusal`) or `reconcile` closes an effect that was begun earlier.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import metrics, records, results
+from . import conclusions, records, results
 from .crash_points import crash_point
 from .errors import (
     Defer,
@@ -25,8 +28,10 @@ from .errors import (
     OpenTransaction,
     PermanentError,
     StoredFailure,
+    StoredRefusal,
 )
 from .keys import OperationId, fingerprint
+from .statements import storable
 
 if TYPE_CHECKING:
     from .attempt import Attempt
@@ -46,7 +51,15 @@ class DidNotHappen:
 
 @dataclass(frozen=True, slots=True)
 class StillUnknown:
-    """A reconcile's answer: too early to tell, or the provider cannot say."""
+    """A reconcile's answer: too early to tell, or the provider cannot say.
+
+    `ask_again`: the seconds after which the answer may be another one (a search that lags behind); None: it stays so.
+    """
+
+    ask_again: float | None = None
+
+
+Answer = Happened | DidNotHappen | StillUnknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,22 @@ class EffectInDoubt:
 
 
 # Asks the provider whether an effect happened: called with the effect's own arguments and `doubt=`.
-Reconcile = Callable[..., Happened | DidNotHappen | StillUnknown]
+Reconcile = Callable[..., Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One use of `self.effect` in a body."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    reconcile: Reconcile | None
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint({"args": self.args, "kwargs": self.kwargs})
 
 
 def provider_key(id: OperationId, name: str, number: int) -> str:
@@ -73,56 +101,69 @@ def provider_key(id: OperationId, name: str, number: int) -> str:
     return f"idem-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
-def effect(
+def effect(attempt: Attempt, call: Call) -> Any:
+    """Call the outside world under a key, unless its result is recorded already."""
+    entry = _recorded(attempt, call.name, call.fingerprint)
+    attempt.calls[call.name] = call
+    return _perform(attempt, call, entry)
+
+
+def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> Any:
+    repeated = False
+    if entry is not None and entry["state"] == "done":
+        return results.from_text(entry["result"])
+    if entry is not None and entry["state"] == "begun":
+        match ask(attempt, call):
+            case Happened(result):
+                return result
+            case StillUnknown(ask_again):
+                _check_repeatable(attempt, call, ask_again)
+                repeated = True
+    if not repeated:
+        attempt.check_may_begin()
+        entry = _begin(attempt, call, number=1 if entry is None else entry["number"] + 1)
+    assert entry is not None
+    attempt.check_lease()
+    crash_point("effect.begun")
+    try:
+        result = call.fn(*call.args, **call.kwargs, idempotency_key=entry["key"])
+    except StoredFailure as failure:
+        return _after_stored_failure(attempt, call, failure)
+    except PermanentError as error:
+        if repeated and not (isinstance(error, StoredRefusal) and attempt.policy.provider_keeps_refusals):
+            return _after_refused_repeat(attempt, call, error)
+        # A known outcome: nothing happened. Only a person's replay may call again, under the next key.
+        _change(attempt, call.name, {"state": "not_happened", "error": storable(str(error)[:500])})
+        raise
+    crash_point("effect.called")
+    return _record(attempt, call.name, result)
+
+
+def step(
     attempt: Attempt,
     name: str,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    reconcile: Reconcile | None,
+    kwargs: Mapping[str, Any],
+    undo: conclusions.Undo | None,
 ) -> Any:
-    """Call the outside world under a key, unless its result is recorded already."""
-    begun = _recorded(attempt, name, args, kwargs)
-    if begun is None or begun["state"] == "not_happened":
-        begun = _begin(attempt, name, args, kwargs, number=1 if begun is None else begun["number"] + 1)
-    elif begun["state"] == "done":
-        return results.from_text(begun["result"])
-    else:
-        metrics.unknown_effects.labels(attempt.claim.id.operation).inc()
-        settled = _settle_doubt(attempt, name, args, kwargs, begun, reconcile)
-        if isinstance(settled, Happened):
-            return settled.result
-        if isinstance(settled, DidNotHappen):
-            begun = _begin(attempt, name, args, kwargs, number=begun["number"] + 1)
-    attempt.check_lease()
-    crash_point("effect.begun")
-    try:
-        result = fn(*args, **kwargs, idempotency_key=begun["key"])
-    except StoredFailure:
-        return _after_stored_failure(attempt, name, fn, args, kwargs, begun, reconcile)
-    except PermanentError as error:
-        # A known outcome: nothing happened. Only a person's replay may call again, under the next key.
-        _change(attempt, name, {"state": "not_happened", "error": str(error)[:500]})
-        raise
-    crash_point("effect.called")
-    return _record(attempt, name, result)
-
-
-def step(attempt: Attempt, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Commit a database phase together with its recorded result, unless it is recorded already."""
-    recorded = _recorded(attempt, name, args, kwargs)
+    arguments = fingerprint({"args": args, "kwargs": kwargs})
+    recorded = _recorded(attempt, name, arguments)
     if recorded is not None:
         return results.from_text(recorded["result"])
+    attempt.check_may_begin()
+    entry: dict[str, Any] = {
+        "kind": "step",
+        "state": "done",
+        "args": arguments,
+        "position": _next_position(attempt),
+        "undo": None if undo is None else conclusions.reference(undo),
+    }
     session = attempt.session
     try:
         result = fn(session, *args, **kwargs)
-        entry = {
-            "state": "done",
-            "args": _arguments(args, kwargs),
-            "number": 1,
-            "key": "",
-            "result": _text(attempt, name, result),
-        }
+        entry["result"] = _text(attempt, name, result)
         session.flush()
         lease = attempt.runtime.settings.lease
         attempt.guarded(lambda: records.record_step(session.connection(), attempt.claim, name, entry, lease=lease))
@@ -133,10 +174,73 @@ def step(attempt: Attempt, name: str, fn: Callable[..., Any], args: tuple[Any, .
     attempt.commit()
     attempt.claim.effects[name] = entry
     crash_point("step.committed")
-    return results.from_text(str(entry["result"]))
+    return results.from_text(entry["result"])
 
 
-def _recorded(attempt: Attempt, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def ask(attempt: Attempt, call: Call) -> Answer:
+    """Ask the provider what became of a call that was begun, and record its answer."""
+    begun = attempt.claim.effects[call.name]
+    if call.reconcile is None:
+        return StillUnknown()
+    with attempt.runtime.autocommit() as connection:
+        now = records.database_time(connection)
+    age = max(now - begun["begun_at"], 0.0)
+    ended_for = None if begun["ended_at"] is None else max(now - begun["ended_at"], 0.0)
+    answer = call.reconcile(*call.args, **call.kwargs, doubt=EffectInDoubt(begun["key"], age, ended_for))
+    match answer:
+        case Happened(result):
+            return Happened(_record(attempt, call.name, result))
+        case DidNotHappen():
+            _change(attempt, call.name, {"state": "not_happened"})
+    return answer
+
+
+def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> None:
+    """Raise unless the call may be repeated under its key: `EffectUnknown` for a person, `Defer` to ask again."""
+    begun = attempt.claim.effects[call.name]
+    with attempt.runtime.autocommit() as connection:
+        now = records.database_time(connection)
+    age = max(now - begun["begun_at"], 0.0)
+    if age > attempt.policy.provider_key_retention:
+        raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and the provider's key has expired")
+    if begun["ended_at"] is not None:
+        # Repeating is pointless and it is too early to say no: ask again, each time after twice as long.
+        seconds = max(now - begun["ended_at"], 1.0) if ask_again is None else ask_again
+        raise Defer(min(seconds, 60.0), f"effect {call.name!r}: whether it happened is still open")
+    if attempt.ends_as is not None:
+        if ask_again is not None:
+            raise Defer(ask_again, f"effect {call.name!r}: whether it happened is still open")
+        attempt.check_may_begin()
+
+
+def _after_stored_failure(attempt: Attempt, call: Call, failure: StoredFailure) -> Any:
+    """The provider's last word under this key is a failure: settle what it left, then perhaps the next key."""
+    with attempt.runtime.autocommit() as connection:
+        ended_at = records.database_time(connection)
+    _change(attempt, call.name, {"ended_at": ended_at})
+    if call.reconcile is None:
+        raise EffectUnknown(f"effect {call.name!r}: the provider replays a stored failure, and there is no reconcile")
+    if call.name in attempt.moved_on:
+        raise failure  # one further key in an attempt: a provider that fails under every key is left alone for a while
+    attempt.moved_on.add(call.name)
+    return _perform(attempt, call, attempt.claim.effects[call.name])
+
+
+def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError) -> Any:
+    """A repeat was refused, which is no answer to the call before it: only the provider's records are."""
+    match ask(attempt, call):
+        case Happened(result):
+            return result
+        case DidNotHappen():
+            raise refusal
+        case StillUnknown(ask_again) if ask_again is not None:
+            raise Defer(ask_again, f"effect {call.name!r}: a repeat was refused, and whether it happened is still open")
+    raise EffectUnknown(
+        f"effect {call.name!r}: a repeated call was refused ({refusal.code}), which says nothing about the first one"
+    ) from refusal
+
+
+def _recorded(attempt: Attempt, name: str, arguments: str) -> dict[str, Any] | None:
     """The rules of a name, and what earlier attempts left under it."""
     attempt.check_lease()
     if attempt.session_in_transaction:
@@ -148,79 +252,27 @@ def _recorded(attempt: Attempt, name: str, args: tuple[Any, ...], kwargs: dict[s
         raise EffectNameReused(f"{name!r} is used twice in one attempt; give each effect and step its own name")
     attempt.names_used.add(name)
     recorded = attempt.claim.effects.get(name)
-    if recorded is not None and recorded["args"] != _arguments(args, kwargs):
+    if recorded is not None and recorded["args"] != arguments:
         raise EffectMismatch(f"{name!r} was begun with other arguments in an earlier attempt")
     return recorded
 
 
-def _begin(
-    attempt: Attempt, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int
-) -> dict[str, Any]:
+def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:
     entry = {
+        "kind": "effect",
         "state": "begun",
-        "key": provider_key(attempt.claim.id, name, number),
+        "key": provider_key(attempt.claim.id, call.name, number),
         "number": number,
-        "args": _arguments(args, kwargs),
+        "args": call.fingerprint,
+        "position": _next_position(attempt),
         "ended_at": None,
     }
     with attempt.runtime.autocommit() as connection:
-        begun_at = records.begin_effect(connection, attempt.claim, name, entry)
+        begun_at = records.begin_effect(connection, attempt.claim, call.name, entry)
     if begun_at is None:
         attempt.fenced()
-    attempt.claim.effects[name] = entry | {"begun_at": begun_at}
-    return attempt.claim.effects[name]
-
-
-def _settle_doubt(
-    attempt: Attempt,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    begun: dict[str, Any],
-    reconcile: Reconcile | None,
-) -> Happened | DidNotHappen | StillUnknown:
-    """Ask whether it happened; StillUnknown means: repeat under the same key. Raises `EffectUnknown`."""
-    with attempt.runtime.autocommit() as connection:
-        now = records.database_time(connection)
-    age = max(now - begun["begun_at"], 0.0)
-    ended_for = None if begun["ended_at"] is None else max(now - begun["ended_at"], 0.0)
-    answer: Happened | DidNotHappen | StillUnknown = StillUnknown()
-    if reconcile is not None:
-        answer = reconcile(*args, **kwargs, doubt=EffectInDoubt(begun["key"], age, ended_for))
-    match answer:
-        case Happened(result):
-            _record(attempt, name, result)
-        case DidNotHappen():
-            _change(attempt, name, {"state": "not_happened"})
-        case StillUnknown():
-            if age > attempt.runtime.settings.provider_key_retention:
-                raise EffectUnknown(f"effect {name!r}: begun {age:.0f} s ago, and the provider's key has expired")
-            if ended_for is not None:
-                # Repeating is pointless and it is too early to say no: ask again, each time after twice as long.
-                raise Defer(min(max(ended_for, 1.0), 60.0), f"effect {name!r}: whether it happened is still open")
-    return answer
-
-
-def _after_stored_failure(
-    attempt: Attempt,
-    name: str,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    begun: dict[str, Any],
-    reconcile: Reconcile | None,
-) -> Any:
-    """The provider's last word under this key is a failure: settle what it left, then perhaps the next key."""
-    with attempt.runtime.autocommit() as connection:
-        ended_at = records.database_time(connection)
-    _change(attempt, name, {"ended_at": ended_at})
-    if reconcile is None:
-        raise EffectUnknown(f"effect {name!r}: the provider replays a stored failure, and there is no reconcile")
-    settled = _settle_doubt(attempt, name, args, kwargs, attempt.claim.effects[name], reconcile)
-    if isinstance(settled, Happened):
-        return settled.result
-    attempt.names_used.discard(name)
-    return effect(attempt, name, fn, args, kwargs, reconcile)
+    attempt.claim.effects[call.name] = entry | {"begun_at": begun_at}
+    return attempt.claim.effects[call.name]
 
 
 def _record(attempt: Attempt, name: str, result: Any) -> Any:
@@ -238,8 +290,9 @@ def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
     attempt.claim.effects[name] = attempt.claim.effects[name] | change
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return fingerprint({"args": args, "kwargs": kwargs})
+def _next_position(attempt: Attempt) -> int:
+    # Undos run in reverse order, and jsonb keeps none.
+    return 1 + max((entry["position"] for entry in attempt.claim.effects.values()), default=0)
 
 
 def _text(attempt: Attempt, name: str, result: Any) -> str:

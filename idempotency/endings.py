@@ -12,8 +12,10 @@ from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from .attempt import Attempt, describe
+from . import conclusions
+from .attempt import Attempt
 from .errors import AttemptsExhausted, CallRefused, Defer, PermanentError, UnsupportedControl
+from .statements import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,10 @@ class Fail:
     failure: PermanentError
     outcome: BaseException
 
-    def apply(self, attempt: Attempt) -> None:
-        attempt.fail(self.failure, cause=self.outcome)
+    def apply(self, attempt: Attempt) -> BaseException:
+        """Returns what Celery is told."""
+        ended = attempt.fail(self.failure, cause=self.outcome)
+        return self.outcome if ended is self.failure else ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,10 @@ class Release:
     outcome: BaseException
     give_back: bool = False
 
-    def apply(self, attempt: Attempt) -> None:
+    def apply(self, attempt: Attempt) -> BaseException:
+        """Returns what Celery is told."""
         attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back)
+        return self.outcome
 
 
 Ending = Fail | Release
@@ -74,6 +80,9 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
         case _ if isinstance(error, policy.permanent_errors):
             return Fail(PermanentError(describe(error), type(error).__name__), error)
     cause = (error.exc or error) if isinstance(error, Retry) else error
+    if attempts == policy.max_attempts and conclusions.is_open(attempt.claim.effects):
+        # The next claim finds the attempts used up and has a last look at what was begun.
+        return Release(0.0, cause, Retry(exc=cause, when=0.0))
     if attempts >= policy.max_attempts:
         last = f"attempt {attempts} of {policy.max_attempts}: {describe(cause)}"
         return Fail(AttemptsExhausted(last), cause)

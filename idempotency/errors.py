@@ -10,7 +10,9 @@
     │   ├── AttemptsExhausted
     │   ├── EffectMismatch          the same name with other arguments
     │   ├── EffectNameReused        the same name twice in one attempt
-    │   ├── EffectUnknown           nobody can say whether it happened: a person decides
+    │   ├── EffectUnknown           an effect was begun and its outcome is not known: a person decides
+    │   ├── Unfinished              an effect has happened and the operation cannot finish: a person decides
+    │   ├── StoredRefusal           a refusal that the provider keeps under the idempotency key
     │   ├── InvalidResult           not JSON, or over the limit
     │   ├── OpenTransaction         a call outside while the session has a transaction open
     │   ├── SessionNotYours         commit() on the attempt's session
@@ -22,7 +24,8 @@
     ├── FingerprintMismatch         this key was used with other arguments: nothing ran
     ├── OperationBusy               another attempt holds the operation (eager calls, on_busy="raise")
     ├── OperationFailed             a duplicate of an operation that has failed
-    └── OperationNotFound
+    ├── OperationNotFound
+    └── UnknownVersion              made by newer code: left to processes that know it
 
 Celery serialises exceptions as ``(type, args)`` and rebuilds them, so each one keeps in ``args`` exactly what
 its constructor takes.
@@ -91,9 +94,25 @@ class EffectNameReused(PermanentError):
 
 
 class EffectUnknown(PermanentError):
-    """Nobody can say any more whether the effect happened; a person has to."""
+    """The operation ended while an effect was begun and its outcome was not known; a person has to find out."""
 
     default_code = "effect_unknown"
+
+
+class Unfinished(PermanentError):
+    """The operation cannot finish although an effect has happened; what the effect used must stay used."""
+
+    default_code = "unfinished"
+
+
+class StoredRefusal(PermanentError):
+    """Raise it from an effect for a refusal that the provider keeps and replays under the idempotency key.
+
+    It answers every call under that key, also an earlier one whose reply was lost. Any other `PermanentError` from a
+    repeated call (an API key revoked since, a parameter no longer valid) says nothing about the first call.
+    """
+
+    default_code = "stored_refusal"
 
 
 class InvalidResult(PermanentError):
@@ -172,3 +191,7 @@ class OperationFailed(IdempotencyError):
 
 class OperationNotFound(IdempotencyError):
     """No operation has this key (or none that this tenant may see)."""
+
+
+class UnknownVersion(IdempotencyError):
+    """A message or a record was made by newer code than this; its message waits for a process that knows it."""

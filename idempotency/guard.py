@@ -23,10 +23,11 @@ from kombu import Message
 from sqlalchemy.exc import SQLAlchemyError
 
 from . import keys
+from . import message as task_message
 from .errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from .keys import OperationId
 from .logs import log
-from .message import KEY_HEADER, MARKER_HEADER, TENANT_HEADER
+from .message import KEY_HEADER, MARKER_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER
 from .queues import dead_letter_queues
 from .reconcile import marker_taken
 from .runtime import Runtime
@@ -49,6 +50,9 @@ def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
     headers = message.headers
     name = headers.get("task")
+    version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
+    if type(version) is int and version > MESSAGE_VERSION:
+        return Examined("unknown_version")  # nothing else about it is known: not even how it is encoded
     task = app.tasks.get(name) if isinstance(name, str) else None
     accepted = {"application/json"} if isinstance(task, IdempotentTask) else message.accept
     if accepted is not None and message.content_type not in accepted:
@@ -69,6 +73,8 @@ def examine(app: Celery, message: Message) -> Examined:
         return Examined("unknown_task")
     if not isinstance(headers.get("id"), str) or not headers["id"]:
         return Examined("missing_id")
+    if type(version) is not int:
+        return Examined("invalid_header")
     try:
         times = {name: _time(app, headers[name]) for name in ("eta", "expires") if headers.get(name) is not None}
         hard, soft = headers.get("timelimit") or (None, None)
@@ -160,6 +166,8 @@ class Guard(bootsteps.StartStopStep):
             if reason is not None:
                 self._refuse(message, reason)
                 return
+            if isinstance(self._app.tasks.get(message.headers["task"]), IdempotentTask):
+                _keep_out_of_memory(message)
             try:
                 handle(message)
             except (ValueError, TypeError, LookupError, AttributeError):
@@ -214,6 +222,16 @@ def _note_marker(runtime: Runtime, marker: str) -> None:
         marker_taken(runtime, marker)
     except SQLAlchemyError as error:  # another marker follows
         log.warning("marker_not_noted", error=type(error).__name__)
+
+
+def _keep_out_of_memory(message: Message) -> None:
+    """Take a delay away from Celery's worker, which would hold the message unacknowledged until its own clock says so.
+
+    What came through the broker's delay queues has waited. The rest is told to the task, which asks the database's clock.
+    """
+    eta = message.headers.pop("eta", None)
+    if eta is not None and not task_message.Message.was_delayed((message.delivery_info or {}).get("exchange")):
+        message.headers[task_message.ETA_HEADER] = eta
 
 
 def keeps_rejected(app: Celery) -> bool:

@@ -25,8 +25,6 @@ MAX_KEY_LENGTH = 255
 # Arguments nested deeper than this are a mistake, and each JSON reader has a limit of its own: Python's depends on how
 # deep its stack is at that moment, so that a message could be sent by one process and be unreadable in another.
 MAX_DEPTH = 100
-# The rule by which a fingerprint was made; a stored one is compared by its own rule.
-FINGERPRINT_VERSION = "v1"
 # What quote() leaves alone; a separator must lie outside, or "a-b" + "c" and "a" + "b-c" would be one key.
 UNRESERVED = frozenset(string.ascii_letters + string.digits + "-_.~")
 
@@ -85,9 +83,32 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
         raise InvalidArguments(f"arguments: {error}") from None
 
 
-def fingerprint(arguments: Mapping[str, Any]) -> str:
-    """Make the fingerprint of bound arguments: `v1:` and SHA-256 over their canonical JSON."""
-    return f"{FINGERPRINT_VERSION}:{_sha256(canonical_json(arguments))}"
+def fingerprint(arguments: Mapping[str, Any], *, like: object = None) -> str:
+    """Make the fingerprint of bound arguments, by the newest rule or by that of the fingerprint `like`, if it is known.
+
+    `v1:` is followed by SHA-256 over their canonical JSON.
+    """
+    version = fingerprint_version(like)
+    return FINGERPRINT_RULES[version if version in FINGERPRINT_RULES else next(reversed(FINGERPRINT_RULES))](arguments)
+
+
+def fingerprints(arguments: Mapping[str, Any]) -> list[str]:
+    """Make the fingerprints of bound arguments by every known rule: a stored one is compared by its own."""
+    return [rule(arguments) for rule in FINGERPRINT_RULES.values()]
+
+
+def fingerprint_version(fingerprint: object) -> str | None:
+    """Name the rule by which a fingerprint was made; None for what is no fingerprint."""
+    version, colon, _ = fingerprint.partition(":") if isinstance(fingerprint, str) else ("", "", "")
+    return version if colon else None
+
+
+def _v1(arguments: Mapping[str, Any]) -> str:
+    return f"v1:{_sha256(canonical_json(arguments))}"
+
+
+# By version, the newest last. A rule stays for as long as records made by it are kept.
+FINGERPRINT_RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {"v1": _v1}
 
 
 def canonical_json(value: Any) -> str:
@@ -120,7 +141,8 @@ def content_hash(*fields: str) -> KeyFunction:
 
     def key(arguments: Mapping[str, Any]) -> str:
         chosen = {field: _field(arguments, field) for field in fields}
-        return f"{FINGERPRINT_VERSION}-{_sha256(canonical_json(chosen))}"
+        # part of the key for ever, whatever becomes of the fingerprints
+        return f"v1-{_sha256(canonical_json(chosen))}"
 
     key.fields = fields  # type: ignore[attr-defined]
     return key

@@ -2,26 +2,36 @@
 
 Both are safe to run anywhere, any number at once: every row is taken with SKIP LOCKED and changed only if it still
 is what was seen. Beat schedules them and the relay runs them too, because recovery must not depend on the broker
-it recovers from.
+it recovers from. A row that Postgres refuses to change stops neither (`sweeps.py`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from celery import Celery
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
-from . import dead_letters, metrics, records
-from .attempt import RESPONSE_FAILED
+from . import alerts, conclusions, dead_letters, metrics, records, sweeps
+from .attempt import AttemptSession
+from .delivery import Delivery
+from .errors import AttemptsExhausted
+from .keys import OperationId
 from .logs import log
+from .records import Claimed
 from .runtime import Runtime, is_provably_dead
+from .settings import Settings
+from .sweeps import BATCH, RECORD_ID, THIS_RECORD, Sweep
 from .task import IdempotentTask
-
-# Rows per statement: short transactions, so that nothing waits long behind a sweep.
-BATCH = 500
 
 # What has used up its attempts is ended by its next claim, in a worker that knows `on_failed` and tries it five times.
 # An operation whose process dies in this many claims beyond its last attempt is ended by the sweep, without `on_failed`.
 SPARE_CLAIMS = 10
+# A record that is past its time and must stay is looked at again after an hour: what stays costs no pass anything.
+KEEP = 3600.0
+# How long a row that was set aside and is due no more is remembered, for people to see what happened.
+REMEMBER = 86400.0
 
 _HOLDERS = (
     "SELECT DISTINCT locked_by FROM idempotency.records WHERE status = 'started' AND locked_until >= clock_timestamp()"
@@ -33,80 +43,124 @@ _BOUND = """%(spare)s + coalesce(
            WHERE bound.operation = r.operation), %(otherwise)s)"""
 
 # The index of what is held is found by the first condition alone.
-_ORPHANED = """locked_until IS NOT NULL AND status = 'started'
-      AND (locked_until < clock_timestamp() OR locked_by = ANY(%(dead)s))"""
+_ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
+      AND (r.locked_until < clock_timestamp() OR r.locked_by = ANY(%(dead)s))"""
 
-# What is to be exhausted and was skipped, because somebody had it locked, is not released instead.
-_RECOVER = f"""
-WITH orphan AS MATERIALIZED (
-    SELECT tenant, operation, key FROM idempotency.records r
-    WHERE {_ORPHANED}
-      AND attempts < {_BOUND}
-    ORDER BY tenant, operation, key LIMIT %(batch)s
-    FOR UPDATE SKIP LOCKED
-), released AS (
+# Spent operations that `EXHAUST` skipped because they were locked must not be released here.
+RECOVER = Sweep(
+    "recover",
+    table="records",
+    columns="r.attempts",
+    due=f"{_ORPHANED} AND r.attempts < {_BOUND}",
+    order="r.locked_until",
+    one=THIS_RECORD,
+    id=RECORD_ID,
+    then="""
+, released AS (
     UPDATE idempotency.records r
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = clock_timestamp(), updated_at = clock_timestamp()
-    FROM orphan o WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
-    RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue
+    FROM due o WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
+    RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue, r.generation
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'recover' FROM released
+    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
+    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'recover', generation
+    FROM released
 )
-SELECT count(*) FROM released
-"""
-
-_EXHAUST = f"""
-WITH spent AS MATERIALIZED (
-    SELECT tenant, operation, key FROM idempotency.records r
-    WHERE {_ORPHANED}
-      AND attempts >= {_BOUND}
-    ORDER BY tenant, operation, key LIMIT %(batch)s
-    FOR UPDATE SKIP LOCKED
-), failed AS (
-    UPDATE idempotency.records r
-    SET status = 'failed', fence = nextval('idempotency.fence'), token = NULL, locked_until = NULL, locked_by = NULL,
-        error = %(error)s, first_error = coalesce(first_error, %(error)s), response_code = %(response_code)s,
-        completed_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
-        updated_at = clock_timestamp()
-    FROM spent s WHERE (r.tenant, r.operation, r.key) = (s.tenant, s.operation, s.key)
-    RETURNING r.*
-), letter AS (
-    INSERT INTO idempotency.dead_letters
-        (source, tenant, operation, key, generation, fingerprint, queue, task, consumer_service, reason, first_error,
-         last_error, attempts, headers, payload)
-    SELECT 'operation', tenant, operation, key, generation, fingerprint, queue, operation, %(service)s,
-           'attempts_exhausted', first_error, error, attempts, message::json ->> 'headers', message FROM failed
-    ON CONFLICT DO NOTHING
+SELECT (SELECT count(*) FROM released)""",
 )
-SELECT count(*) FROM failed
-"""
 
-# The outbox rows go with their record: a row that outlived it would be sent again and run a second time. An
-# unpublished row or an open dead letter keeps the record.
-_PURGE = """
-WITH expired AS MATERIALIZED (
-    SELECT r.tenant, r.operation, r.key FROM idempotency.records r
-    WHERE r.status IN ('completed', 'failed') AND r.expires_at < clock_timestamp()
-      AND NOT EXISTS (SELECT FROM idempotency.outbox o
-                      WHERE (o.tenant, o.operation, o.key) = (r.tenant, r.operation, r.key)
-                        AND o.settled_at IS NULL AND (o.status <> 'published' OR o.fingerprint <> r.fingerprint))
-      AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
-                      WHERE (d.tenant, d.operation, d.key) = (r.tenant, r.operation, r.key) AND d.status = 'open')
-    ORDER BY r.expires_at LIMIT %(batch)s
-    FOR UPDATE SKIP LOCKED
+# Each is ended in Python, in its own transaction (`_end_spent`): rare, and what an end may conclude is said there.
+EXHAUST = Sweep(
+    "exhaust",
+    table="records",
+    columns="r.message, r.fingerprint, r.queue, r.fence, r.token, r.attempts, r.generation, r.effects",
+    due=f"{_ORPHANED} AND r.attempts >= {_BOUND}",
+    order="r.locked_until",
+    one=THIS_RECORD,
+    id=RECORD_ID,
+    then="",
+)
+
+# The outbox rows go with their record: a row that outlived it would be sent again and run a second time. A row that
+# is not published, or not settled and another request's, keeps the record, and so does an open dead letter.
+OPERATIONS = Sweep(
+    "purge",
+    table="records",
+    columns="""coalesce(
+        (SELECT true FROM idempotency.outbox o
+         WHERE o.tenant = r.tenant AND o.operation = r.operation AND o.key = r.key
+           AND (o.status = 'pending' OR o.settled_at IS NULL AND (o.status <> 'published' OR o.fingerprint <> r.fingerprint))
+         LIMIT 1),
+        (SELECT true FROM idempotency.dead_letters d
+         WHERE d.tenant = r.tenant AND d.operation = r.operation AND d.key = r.key AND d.status = 'open' LIMIT 1),
+        false) AS stays""",
+    due="r.status IN ('completed', 'failed') AND greatest(r.expires_at, r.kept_until) < (SELECT clock_timestamp())",
+    order="greatest(r.expires_at, r.kept_until)",
+    one=THIS_RECORD,
+    id=RECORD_ID,
+    then="""
+, kept AS (
+    UPDATE idempotency.records r SET kept_until = clock_timestamp() + make_interval(secs => %(keep)s)
+    FROM due WHERE due.stays AND (r.tenant, r.operation, r.key) = (due.tenant, due.operation, due.key)
 ), rows AS (
-    DELETE FROM idempotency.outbox o USING expired e
-    WHERE (o.tenant, o.operation, o.key) = (e.tenant, e.operation, e.key)
+    DELETE FROM idempotency.outbox o USING due
+    WHERE NOT due.stays AND (o.tenant, o.operation, o.key) = (due.tenant, due.operation, due.key)
 ), purged AS (
-    DELETE FROM idempotency.records r USING expired e
-    WHERE (r.tenant, r.operation, r.key) = (e.tenant, e.operation, e.key)
-      AND r.status IN ('completed', 'failed') AND r.expires_at < clock_timestamp()
+    DELETE FROM idempotency.records r USING due
+    WHERE NOT due.stays AND (r.tenant, r.operation, r.key) = (due.tenant, due.operation, due.key)
     RETURNING 1
 )
-SELECT count(*) FROM purged
-"""
+SELECT (SELECT count(*) FROM purged)""",
+)
+
+# Settled rows that have no record to go with: events for consumers outside, what a person discarded, what could never
+# be published, what lost its record in another way. One that stays is looked at again after another retention.
+ROWS = Sweep(
+    "purge_rows",
+    table="outbox",
+    columns="""r.id, coalesce(
+        (SELECT true FROM idempotency.records p
+         WHERE p.tenant = r.tenant AND p.operation = r.operation AND p.key = r.key LIMIT 1),
+        (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open' LIMIT 1),
+        (SELECT true FROM idempotency.dead_letters d
+         WHERE d.tenant = r.tenant AND d.operation = r.operation AND d.key = r.key AND d.status = 'open' LIMIT 1),
+        false) AS stays""",
+    due="""r.settled_at IS NOT NULL AND r.status = %(status)s AND r.status <> 'pending'
+      AND greatest(r.settled_at, r.kept_at) < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))""",
+    order="greatest(r.settled_at, r.kept_at)",
+    one="r.id = %(id)s",
+    id="r.id::text",
+    then="""
+, kept AS (
+    UPDATE idempotency.outbox o SET kept_at = clock_timestamp() FROM due WHERE due.stays AND o.id = due.id
+), purged AS (
+    DELETE FROM idempotency.outbox o USING due WHERE NOT due.stays AND o.id = due.id RETURNING 1
+)
+SELECT (SELECT count(*) FROM purged)""",
+)
+
+# Only what a person has settled: an open letter stays as long as it takes. The request to discard it goes with it.
+LETTERS = Sweep(
+    "purge_letters",
+    table="dead_letters",
+    columns="r.id",
+    due="r.status <> 'open' AND r.settled_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))",
+    order="r.settled_at",
+    one="r.id = %(id)s",
+    id="r.id::text",
+    then="""
+, purged AS (DELETE FROM idempotency.dead_letters d USING due WHERE d.id = due.id RETURNING 1)
+SELECT (SELECT count(*) FROM purged)""",
+)
+
+# When an alert was last sent matters for its interval only; the report's turn, for a week.
+_FORGET_ALERTS = (
+    "DELETE FROM idempotency.alerts WHERE sent_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))"
+)
+_FORGET_SET_ASIDE = (
+    "DELETE FROM idempotency.set_aside WHERE until < (SELECT clock_timestamp() - make_interval(secs => %(remember)s))"
+)
 
 
 def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
@@ -118,15 +172,13 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
     """
     runtime = Runtime.of(app)
     with runtime.autocommit() as connection:
-        dead = [holder for (holder,) in connection.exec_driver_sql(_HOLDERS) if is_provably_dead(holder)]
+        dead = [holder for (holder,) in connection.exec_driver_sql(_HOLDERS) if _is_dead(holder)]
         parameters = {"dead": dead} | _bounds(app, runtime)
-        exhausted: int = connection.exec_driver_sql(_EXHAUST, parameters).scalar_one()
-        total = 0
-        while total < limit:
-            recovered = connection.exec_driver_sql(_RECOVER, parameters).scalar_one()
-            total += recovered
-            if recovered < BATCH:
-                break
+        spent = sweeps.find(connection, EXHAUST, parameters)
+        exhausted, _ = sweeps.one_by_one(
+            connection, EXHAUST, spent, lambda row: _end_spent(runtime, parameters | sweeps.names(row))
+        )
+        total, _ = sweeps.run(connection, RECOVER, parameters, limit=limit)
     if exhausted:
         metrics.recovered.labels("attempts_exhausted").inc(exhausted)
         log.warning("attempts_exhausted", operations=exhausted)
@@ -135,8 +187,53 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
     return exhausted + total
 
 
+def _is_dead(holder: str) -> bool:
+    try:
+        return is_provably_dead(holder)
+    except ValueError:  # not a name that a process of ours gives itself: its lease decides
+        return False
+
+
+def _end_spent(runtime: Runtime, parameters: dict[str, Any]) -> int:
+    """End one spent operation in its own transaction. 0: its holder came back, or another sweep has it."""
+    with runtime.engine.begin() as connection:
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {sweeps.LOCK_TIMEOUT_MS}")
+        record = connection.exec_driver_sql(EXHAUST.find_one, parameters).one_or_none()
+        if record is None:
+            return 0
+        _conclude(connection, runtime.settings, record)
+    return 1
+
+
+def _conclude(connection: Connection, settings: Settings, record: Row[Any]) -> None:
+    """Fail an operation whose process died in every attempt, with its dead letter. The record is locked."""
+    id = OperationId(record.tenant, record.operation, record.key)
+    claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, record.effects, False)
+    with AttemptSession(connection, join_transaction_mode="rollback_only") as session:
+        concluded = conclusions.conclude(
+            session,
+            id,
+            AttemptsExhausted("its process died in every attempt, and in what would end it"),
+            entries=record.effects,
+            arguments={},
+            attempts=record.attempts,
+            on_failed=None,
+            may_run=False,
+        )
+    delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
+    dead_letters.store_failure(
+        connection,
+        id,
+        delivery,
+        claim,
+        reason=concluded.reason,
+        last_error=concluded.end.error,
+        service=settings.service,
+    )
+    records.fail(connection, claim, concluded.end, retention=settings.retention_failed, lease=settings.lease)
+
+
 def _bounds(app: Celery, runtime: Runtime) -> dict[str, object]:
-    settings = runtime.settings
     own = {
         name: task.max_attempts
         for name, task in app.tasks.items()
@@ -146,37 +243,48 @@ def _bounds(app: Celery, runtime: Runtime) -> dict[str, object]:
         "spare": SPARE_CLAIMS,
         "operations": list(own),
         "attempts": list(own.values()),
-        "otherwise": settings.max_attempts,
+        "otherwise": runtime.settings.max_attempts,
         "batch": BATCH,
-        "error": records.error_text(
-            "attempts_exhausted", "its process died in every attempt, and in what would end it"
-        ),
-        "response_code": RESPONSE_FAILED,
-        "retention": settings.retention_failed,
-        "service": settings.service,
     }
 
 
-def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
-    """Delete ended operations past their retention, with their outbox rows, and settled dead letters; returns how many.
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What one pass of the purge deleted, and whether it ended at its limit with more to do."""
 
-    Never one that has not ended, is younger than its retention, has an unpublished outbox row or an open dead letter.
+    operations: int
+    rows: int
+    letters: int
+    more: bool
+
+
+def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
+    """Delete what is past its retention (`purge_once`); returns how many operations."""
+    return purge_once(app, limit=limit).operations
+
+
+def purge_once(app: Celery, *, limit: int) -> Purged:
+    """Delete ended operations past their retention with their outbox rows, settled rows without one, settled letters.
+
+    At most about `limit` of each kind. Never an operation that has not ended, is younger than its retention, has an
+    unpublished outbox row or an open dead letter; never a row that is not published or not settled. The audit stays.
     """
     runtime = Runtime.of(app)
+    settings = runtime.settings
+    letters_kept = settings.retention_dead_letters
     with runtime.autocommit() as connection:
-        # first, because an open letter keeps its record and a settled one does not
-        while dead_letters.purge(connection, retention=runtime.settings.retention_dead_letters, batch=BATCH) == BATCH:
-            pass
-        total = _in_batches(connection, limit)
-    metrics.purged.inc(total)
-    return total
-
-
-def _in_batches(connection: Connection, limit: int) -> int:
-    total = 0
-    while total < limit:
-        purged: int = connection.exec_driver_sql(_PURGE, {"batch": BATCH}).scalar_one()
-        total += purged
-        if purged < BATCH:
-            break
-    return total
+        # first, because an open letter keeps its operation and a settled one does not
+        letters, more = sweeps.run(connection, LETTERS, {"retention": letters_kept}, limit=limit)
+        operations, more_operations = sweeps.run(connection, OPERATIONS, {"keep": KEEP}, limit=limit)
+        more, rows = more or more_operations, 0
+        for status, retention in (
+            ("published", settings.retention_completed),
+            ("failed", settings.retention_failed),
+        ):
+            deleted, more_rows = sweeps.run(connection, ROWS, {"status": status, "retention": retention}, limit=limit)
+            more, rows = more or more_rows, rows + deleted
+        alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
+        connection.exec_driver_sql(_FORGET_ALERTS, {"retention": alerts_kept})
+        connection.exec_driver_sql(_FORGET_SET_ASIDE, {"remember": REMEMBER})
+    metrics.purged.inc(operations)
+    return Purged(operations, rows, letters, more)

@@ -24,6 +24,15 @@ WAITS_HEADER = "idempotency-waits"
 OUTBOX_HEADER = "idempotency-outbox-id"
 # Names a marker: a message that only shows that what was in its queue before it has left.
 MARKER_HEADER = "idempotency-marker"
+# The generation of the record that this delivery is for: a copy from before a replay ends nothing after it.
+GENERATION_HEADER = "idempotency-generation"
+# Made where the call is made. A process that does not know the task can name the operation all the same.
+FINGERPRINT_HEADER = "idempotency-fingerprint"
+# How this message is to be read; a message without it is of version 1.
+VERSION_HEADER = "idempotency-version"
+MESSAGE_VERSION = 1
+# Set by a worker instead of Celery's `eta`, which it would keep in its memory, by its own clock; never stored.
+ETA_HEADER = "idempotency-eta"
 # Set by a worker that was told to revoke this task id, on the way into its pool; never stored, never sent.
 REVOKED_HEADER = "idempotency-revoked"
 
@@ -47,6 +56,8 @@ _PROTOCOL_HEADERS = (
     "stamped_headers",
     "stamps",
 )
+# What the relay writes onto one delivery; the message that is kept has none of it.
+MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER)
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 # A native delayed delivery arrives through this exchange, its delay spelled in bits before the real routing key.
 _DELAY_EXCHANGE = "celery_delayed_"
@@ -78,13 +89,7 @@ class Message:
     ) -> Message:
         """The message that `apply_async` would send for this call."""
         wire = app.amqp.as_task_v2(task_id, name, args, kwargs, **options)
-        routed = app.amqp.router.route({"queue": queue} if queue else {}, name, args, kwargs)
-        target = routed.get("queue")
-        route = (
-            {"queue": getattr(target, "name", target)}
-            if target is not None
-            else {"exchange": routed.get("exchange", ""), "routing_key": routed.get("routing_key", "")}
-        )
+        route = _route(app, name, args, kwargs, queue)
         properties: dict[str, Any] = {"correlation_id": task_id}
         if priority is not None:
             properties["priority"] = priority
@@ -101,7 +106,7 @@ class Message:
         custom = {
             name: value
             for name, value in (request.headers or {}).items()
-            if not name.startswith("x-") and name not in (ORIGIN_HEADER, OUTBOX_HEADER, REVOKED_HEADER)
+            if not name.startswith("x-") and name not in (*MARKS, REVOKED_HEADER, ETA_HEADER)
         }
         body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
         properties = {"correlation_id": request.id}
@@ -112,23 +117,34 @@ class Message:
             properties["priority"] = delivery["priority"]
         exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
         route = {"exchange": exchange, "routing_key": routing_key}
-        if exchange.startswith(_DELAY_EXCHANGE):
+        if cls.was_delayed(exchange):
             route = {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
         return cls({**headers, **custom}, kombu_dumps(body), route, properties)
+
+    def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
+        """The same message, for the queue to which the application routes this call."""
+        return replace(self, route=_route(app, name, args, kwargs))
 
     @classmethod
     def from_text(cls, text: str) -> Message:
         fields = json.loads(text)
         return cls(fields["headers"], fields["body"], fields["route"], fields["properties"])
 
+    @staticmethod
+    def was_delayed(exchange: str | None) -> bool:
+        """Whether the broker has kept a message's delay, by the exchange that it arrived through."""
+        return (exchange or "").startswith(_DELAY_EXCHANGE)
+
     def to_text(self) -> str:
         return json.dumps(
             {"headers": self.headers, "properties": self.properties, "route": self.route, "body": self.body}
         )
 
-    def marked(self, *, origin: str, outbox_id: str) -> Message:
-        """The same message, saying which outbox row it comes from."""
-        marks = {OUTBOX_HEADER: outbox_id} | ({} if origin == "enqueue" else {ORIGIN_HEADER: origin})
+    def marked(self, *, origin: str, outbox_id: str, generation: int = 1) -> Message:
+        """The same message, saying which outbox row it comes from and which generation it delivers."""
+        marks: dict[str, Any] = {OUTBOX_HEADER: outbox_id, GENERATION_HEADER: generation}
+        if origin != "enqueue":
+            marks[ORIGIN_HEADER] = origin
         return replace(self, headers=self.headers | marks)
 
     def destination(self, app: Celery) -> tuple[str, str]:
@@ -154,3 +170,11 @@ class Message:
             if (known.exchange.name, known.routing_key) == (exchange, routing_key):
                 return str(known.name)
         return str(routing_key)
+
+
+def _route(app: Celery, name: str, args: Any, kwargs: Any, queue: str | None = None) -> dict[str, Any]:
+    routed = app.amqp.router.route({"queue": queue} if queue else {}, name, args, kwargs)
+    target = routed.get("queue")
+    if target is not None:
+        return {"queue": getattr(target, "name", target)}
+    return {"exchange": routed.get("exchange", ""), "routing_key": routed.get("routing_key", "")}

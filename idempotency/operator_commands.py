@@ -1,4 +1,4 @@
-"""`idempotency status, list, show, release, cancel, effects resolve`: an operator's view and hands.
+"""`idempotency status, list, show, release, cancel, forget, effects resolve`: an operator's view and hands.
 
 Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the command line is wrong.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import getpass
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from rich.bar import Bar
 
-from . import operators, overview
+from . import operators, overview, presence, settings
 from .effects import DidNotHappen, Happened
 from .operators import Change, ChangeRefused, Shown
 from .runtime import Runtime
@@ -26,6 +28,7 @@ commands.add_typer(effects, name="effects")
 
 
 class Status(StrEnum):
+    ACCEPTED = "accepted"
     STARTED = "started"
     RELEASED = "released"
     COMPLETED = "completed"
@@ -46,32 +49,55 @@ TenantOption = Annotated[str | None, typer.Option(help="The tenant, where severa
 ReasonOption = Annotated[str, typer.Option(help="Why; kept in the audit table.")]
 ActorOption = Annotated[str, typer.Option("--as", help="Who does it.", default_factory=this_user, show_default="you")]
 FenceOption = Annotated[int | None, typer.Option(help="Only if the record still has the fence that `show` printed.")]
+RequestOption = Annotated[
+    str | None, typer.Option(help="A name for this change: repeated under the same one, it is made once.")
+]
 
 
 @commands.command("status")
 def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """How many operations are where, and what is getting old."""
-    with Runtime.of(application(app)).autocommit() as connection:
-        counts = overview.status(connection)
+    """What waits in which queue, who works on it, how many operations are where, and what is getting old."""
+    celery = application(app)
+    given = settings.from_app(celery)
+    with overview.looking(given) as connection:
+        seen = overview.status(connection, celery, given)
     if as_json:
-        print_json(counts)
+        print_json(seen)
         return
-    most = max((n for by_status in counts["operations"].values() for n in by_status.values()), default=1)
+    print_table(
+        "queue", "accepted, not begun", "in the broker", "running", "released",
+        rows=[(name, *_queue_cells(queue)) for name, queue in seen["queues"].items()],
+    )  # fmt: skip
+    if not seen["broker_answered"]:
+        console.print("the broker does not answer: ready and consumers are unknown")
+    if seen["processes"]:
+        print_table(
+            "process", "name", "host", "last sign", "queues", "version",
+            rows=[
+                (row["kind"], row["name"], f"{row['host']} {row['pid']}",
+                 f"{_age(row['silent_seconds'])} ago{', silent' if row['is_silent'] else ''}",
+                 ", ".join(row["queues"]), row["version"])
+                for row in seen["processes"]
+            ],
+        )  # fmt: skip
+    most = max((n for by_status in seen["operations"].values() for n in by_status.values()), default=1)
+    about = "about " if seen["operations_are_estimated"] else ""
     print_table(
         "operation", "status", "operations", "",
         rows=[
-            (name, status, count, Bar(most, 0, count, width=24))
-            for name, by_status in counts["operations"].items()
+            (name, status, f"{about if status in ('completed', 'failed') else ''}{count}", Bar(most, 0, count, width=24))
+            for name, by_status in seen["operations"].items()
             for status, count in by_status.items()
         ],
     )  # fmt: skip
-    oldest, outbox, letters = counts["oldest_seconds"], counts["outbox"], counts["dead_letters"]
+    oldest, outbox, letters = seen["oldest_seconds"], seen["outbox"], seen["dead_letters"]
     print_table(
         "what", "now",
         rows=[
             ("oldest started", _age(oldest["started"])),
             ("oldest released", _age(oldest["released"])),
-            ("started, lease over", counts["lease_over"]),
+            ("started, lease over", seen["lease_over"]),
+            ("effects unknown", seen["unknown_effects"]),
             ("outbox pending", outbox["pending"]),
             ("outbox oldest due", _age(outbox["oldest_due_seconds"])),
             ("outbox failed", outbox["failed"]),
@@ -87,12 +113,14 @@ def list_operations(
     operation: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
     status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
-    older_than: Annotated[float | None, typer.Option(min=0, help="Only first claimed so many seconds ago.")] = None,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, help="Only accepted or first claimed so many seconds ago.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """The oldest operations, without their arguments and results."""
-    with Runtime.of(application(app)).autocommit() as connection:
+    """The oldest operations, without their arguments and results. Those accepted have no record yet."""
+    with overview.looking(settings.from_app(application(app))) as connection:
         rows = overview.list_operations(
             connection, operation=operation, status=status, tenant=tenant, older_than=older_than, limit=limit
         )
@@ -154,12 +182,13 @@ def release(
     operation: OperationOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
+    request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take a started operation from its holder, and deliver it again now."""
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
-    operators.release(celery, shown, Change(actor, reason))
+    operators.release(celery, shown, Change(actor, reason, request_id))
     _print_change("released", shown, as_json)
 
 
@@ -172,13 +201,41 @@ def cancel(
     operation: OperationOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
+    may_have_happened: Annotated[
+        bool, typer.Option("--may-have-happened", help="Also when an effect has happened or may have.")
+    ] = False,
+    request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """End an operation that has not begun, or waits for its next attempt: failed as cancelled, with a dead letter."""
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
-    operators.cancel(celery, shown, Change(actor, reason))
-    _print_change("cancelled", shown, as_json)
+    change = Change(actor, reason, request_id)
+    error = operators.cancel(celery, shown, change, may_have_happened=may_have_happened)
+    _print_change("cancelled", shown, as_json, ended_as=error.code)
+
+
+@commands.command("forget")
+def forget_process(
+    name: Annotated[str, typer.Argument(help="The process's name, as `status` prints it.")],
+    reason: ReasonOption,
+    actor: ActorOption,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Forget a worker, relay or beat that is silent and will not come back: its alarm ends."""
+    runtime = Runtime.of(application(app))
+    with runtime.engine.begin() as connection:
+        forgotten = presence.forget(connection, name, runtime.settings.alarm_silence)
+        if not forgotten:
+            raise ChangeRefused(f"{name}: no process of this name is silent")
+        for row in forgotten:
+            details = {"kind": row.kind, "name": name, "host": row.host, "pid": row.pid}
+            operators.audit(connection, Change(actor, reason), "forget", None, None, details=details)
+    if as_json:
+        print_json({"change": "forgotten", "name": name, "processes": len(forgotten)})
+    else:
+        console.print(plain(f"forgotten: {name}"), markup=False, highlight=False, soft_wrap=True)
 
 
 @effects.command("resolve")
@@ -193,13 +250,17 @@ def resolve(
     not_happened: Annotated[
         bool, typer.Option("--not-happened", help="It did not, and under its key it cannot happen any more.")
     ] = False,
+    end: Annotated[
+        bool, typer.Option("--end", help="The operation is not to go on: undo what its end had to leave.")
+    ] = False,
     app: AppOption = "tasks",
     operation: OperationOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
+    request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what became of an effect that failed as effect_unknown; then replay its dead letter."""
+    """Say what became of an effect whose outcome was unknown, or correct it; then replay its dead letter, or --end it."""
     if (happened is None) != not_happened:
         raise typer.BadParameter("give one of --happened RESULT_JSON and --not-happened")
     outcome: Happened | DidNotHappen = DidNotHappen()
@@ -210,16 +271,15 @@ def resolve(
             raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
-    operators.resolve_effect(celery, shown, name, outcome, Change(actor, reason))
+    operators.resolve_effect(celery, shown, name, outcome, Change(actor, reason, request_id), end=end)
     _print_change("resolved", shown, as_json, effect=name)
 
 
 def _shown(app: str, key: str, operation: str | None, tenant: str | None, fence: int | None) -> Shown:
     with Runtime.of(application(app)).autocommit() as connection:
         shown = operators.read(connection, operators.find(connection, key, operation=operation, tenant=tenant))
-    if fence is not None and shown.fence != fence:
-        raise ChangeRefused(f"--fence {fence}: the record is {shown.status} and has fence {shown.fence}; look again")
-    return shown
+    # compared in the change's own transaction, after it is known not to be a repetition
+    return shown if fence is None else replace(shown, fence=fence)
 
 
 def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:
@@ -235,6 +295,25 @@ def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
     if rows:
         columns = tuple(column for column in columns if column in rows[0])
         print_table(*columns, rows=[[row[column] for column in columns] for row in rows], title=title)
+
+
+def _queue_cells(queue: dict[str, Any]) -> Iterator[str]:
+    def number(name: str) -> str:
+        return f"{queue[name]:,}{'+' if name in queue['at_least'] else ''}"
+
+    oldest, due = queue["oldest_accepted_seconds"], queue["next_due_seconds"]
+    yield "".join(
+        [
+            number("accepted"),
+            "" if oldest is None else f", oldest {_age(oldest)}",
+            f", {number('scheduled')} not due yet" if queue["scheduled"] else "",
+        ]
+    )
+    ready, consumers = ("?" if queue[name] is None else f"{queue[name]:,}" for name in ("ready", "consumers"))
+    yield f"{ready} ready, {consumers} consumers"
+    yield number("running") + (f", {number('lease_over')} lease over" if queue["lease_over"] else "")
+    when = "" if due is None else f", next due in {_age(due)}" if due > 0 else f", due for {_age(-due)}"
+    yield number("released") + when
 
 
 def _age(seconds: float | None) -> str:

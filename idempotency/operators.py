@@ -9,33 +9,51 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery import Celery
 from kombu.utils.json import loads
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Row
-from sqlalchemy.exc import OperationalError
 
-from . import dead_letters, keys, records, results
-from .attempt import RESPONSE_FAILED, AttemptSession, Policy, describe
-from .delivery import Delivery, Operation
+from . import conclusions, dead_letters, keys, metrics, records, results
+from .attempt import AttemptSession, Policy
+from .conclusions import Concluded, Entry
+from .delivery import Delivery
 from .effects import DidNotHappen, Happened
-from .errors import EffectUnknown, IdempotencyError, OperationNotFound, PermanentError
+from .errors import (
+    EffectUnknown,
+    IdempotencyError,
+    InvalidResult,
+    OperationNotFound,
+    PermanentError,
+    Unfinished,
+)
 from .keys import OperationId
 from .logs import log
 from .message import Message
-from .records import Claimed
+from .records import Claimed, FailedEnd
 from .runtime import Runtime
+from .statements import describe, storable
 
 # Enough for a sentence and a ticket number.
 REASON_LIMIT = 500
 
 _AUDIT = """
 INSERT INTO idempotency.audit
-    (actor, action, tenant, operation, key, generation, fence_before, fence_after, reason, details)
+    (actor, action, tenant, operation, key, generation, fence_before, fence_after, reason, details, request_id)
 VALUES (%(actor)s, %(action)s, %(tenant)s, %(operation)s, %(key)s, %(generation)s, %(before)s, %(after)s, %(reason)s,
-        %(details)s::jsonb)
+        %(details)s::jsonb, %(request_id)s)
+"""
+
+# Two copies of one request wait for each other, so that the second sees what the first has done.
+_LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
+
+_REQUESTED = """
+SELECT action, tenant, operation, key, (details ->> 'dead_letter')::bigint AS letter
+FROM idempotency.audit WHERE request_id = %(request_id)s
 """
 
 # Everywhere that an accepted operation can be known from.
@@ -78,12 +96,15 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Who changes something, and why."""
+    """Who changes something, and why. A change repeated under one `request_id` is made once."""
 
     actor: str
     reason: str
+    request_id: str | None = None
 
     def __post_init__(self) -> None:
+        if self.request_id is not None and not 0 < len(self.request_id) <= 255:
+            raise ChangeRefused(f"--request-id: 1 to 255 characters, got {len(self.request_id)}")
         if not 0 < len(self.actor.strip()) <= 255:
             raise ChangeRefused("--as: 1 to 255 characters")
         if not 0 < len(self.reason.strip()) <= REASON_LIMIT:
@@ -125,80 +146,110 @@ def release(app: Celery, shown: Shown, change: Change) -> None:
     called outside is found begun by the next attempt. The attempt stays used.
     """
     with Runtime.of(app).engine.begin() as connection:
+        if _repeated(connection, change, "release", shown.id):
+            return
         row = _locked(connection, shown, "release", "started")
         released = records.release(connection, _claimed(shown.id, row), delay=0.0, error=None)
         assert released  # the row is locked, and it is the one that was shown
         audit(connection, change, "release", shown.id, row, details={"holder": row.locked_by})
 
 
-def cancel(app: Celery, shown: Shown, change: Change) -> None:
+def cancel(app: Celery, shown: Shown, change: Change, *, may_have_happened: bool = False) -> PermanentError:
     """End an operation that has not begun, or waits for its next attempt, as failed with the code `cancelled`.
 
-    The record, the dead letter, the rows of the task's `on_failed` and the audit row are one commit; a delivery that
-    is still on its way finds the failure. Raises `ChangeRefused`.
+    The record, the dead letter, undos, the rows of the task's `on_failed` and the audit row are one commit; a delivery
+    that is still on its way finds the failure. Returns the error it has ended with. Raises `ChangeRefused`, also when an
+    effect has happened or may have, unless `may_have_happened`: then it ends as `effect_unknown` or `unfinished`.
     """
     runtime = Runtime.of(app)
+    error = PermanentError(change.reason, "cancelled")
     with runtime.engine.begin() as connection:
+        if _repeated(connection, change, "cancel", shown.id):
+            return error
         if shown.status == "accepted":
             _open_unclaimed(connection, runtime, shown.id)
             status, before = "released", None
         else:
             status, before = shown.status, shown.fence
         row = _locked(connection, shown, "cancel", "released", status=status, fence=before)
-        error = PermanentError(change.reason, "cancelled")
+        acted = sorted(name for name, entry in row.effects.items() if conclusions.has_acted({name: entry}))
+        if acted and not may_have_happened:
+            raise ChangeRefused(
+                f"{_called(shown.id)}: effect {', '.join(acted)} has happened or may have; let it finish, "
+                "or cancel it with --may-have-happened"
+            )
         policy, arguments, broken = _task_of(app, runtime, row)
-        if broken is None:
-            broken = _on_failed(connection, policy, shown.id, arguments, row.attempts, error)
-        if broken is not None:
-            log.error("on_failed_error", error=broken, operation=shown.id.operation, key=shown.id.key)
-        described = records.error_text(error.code, change.reason)
+        concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken)
         dead_letters.store_failure(
             connection,
             shown.id,
             _delivery(shown.id, row, arguments),
             _claimed(shown.id, row),
-            reason=error.code if broken is None else "on_failed_error",
-            last_error=described,
+            reason=concluded.reason,
+            last_error=concluded.end.error,
             service=runtime.settings.service,
         )
-        fence = records.cancel(
-            connection,
-            shown.id,
-            fence=row.fence,
-            error=described,
-            response_code=RESPONSE_FAILED,
-            retention=policy.retention_failed,
-        )
-        details = {"was": shown.status} | ({} if broken is None else {"on_failed_error": broken})
+        fence = records.cancel(connection, shown.id, concluded.end, fence=row.fence, retention=policy.retention_failed)
+        details = {"was": shown.status, "ended_as": concluded.error.code}
+        details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
         audit(connection, change, "cancel", shown.id, row, fence=fence, details=details)
+    metrics.count_failed(shown.id.operation, concluded.error.code)
+    return concluded.error
 
 
-def resolve_effect(app: Celery, shown: Shown, name: str, outcome: Happened | DidNotHappen, change: Change) -> None:
-    """Record what a person found out about an effect whose outcome nobody knew. Replay its dead letter to go on.
+def resolve_effect(
+    app: Celery, shown: Shown, name: str, outcome: Happened | DidNotHappen, change: Change, *, end: bool = False
+) -> None:
+    """Record what a person found out about an effect whose outcome was not known. Replay its dead letter to go on.
 
     Happened: the next attempt gets the result and calls nothing. DidNotHappen: it calls, under the effect's next key.
-    Only for an operation that has failed as `effect_unknown`. Raises `ChangeRefused`, and `InvalidResult`.
+    With `end` the operation is not to go on: what its end had to leave undone is undone, and `on_failed` is told the
+    cause. A person's word can be corrected for as long as the operation is failed. The result is checked against the
+    task's `effect_types`. Raises `ChangeRefused`, and `InvalidResult`.
     """
     runtime = Runtime.of(app)
-    word: dict[str, Any] = {"state": "not_happened"}
-    if isinstance(outcome, Happened):
-        limit = runtime.settings.result_limit
-        word = {"state": "done", "result": results.to_text(outcome.result, limit=limit, what=f"result of {name!r}")}
     with runtime.engine.begin() as connection:
+        if _repeated(connection, change, "resolve", shown.id):
+            return
         row = _locked(connection, shown, "resolve an effect of", "failed")
-        code = records.error_fields(row.error)["code"]
-        if code != EffectUnknown.default_code:
-            raise ChangeRefused(
-                f"{_called(shown.id)}: failed as {code}; only {EffectUnknown.default_code} is resolved by hand"
-            )
-        state = row.effects.get(name, {}).get("state")
-        if state is None:
-            known = ", ".join(sorted(row.effects)) or "none"
+        entry = row.effects.get(name)
+        if entry is None or entry["kind"] != "effect":
+            known = ", ".join(sorted(n for n, e in row.effects.items() if e["kind"] == "effect")) or "none"
             raise ChangeRefused(f"{_called(shown.id)}: has no effect {name!r}; it has: {known}")
-        if state != "begun":
-            raise ChangeRefused(f"{_called(shown.id)}: effect {name!r} is {state}, so its outcome is known")
-        records.resolve_effect(connection, shown.id, fence=row.fence, name=name, change=word)
-        audit(connection, change, "resolve", shown.id, row, details={"effect": name, "state": word["state"]})
+        if entry["state"] != "begun" and not entry.get("resolved"):
+            raise ChangeRefused(f"{_called(shown.id)}: effect {name!r} is {entry['state']}, so its outcome is known")
+        word: dict[str, Any] = {"state": "not_happened", "resolved": True}
+        if isinstance(outcome, Happened):
+            word |= {"state": "done", "result": _checked_result(app, runtime, row, name, outcome.result)}
+        resolved = entry | word
+        concluded_end = FailedEnd(row.error_code, row.error, changed={name: resolved})
+        if end or row.error_code not in (EffectUnknown.default_code, Unfinished.default_code):
+            entries = {**row.effects, name: resolved}
+            if conclusions.is_open(entries):
+                raise ChangeRefused(f"{_called(shown.id)}: another effect is still open; resolve it first")
+            fields = json.loads(row.error)
+            cause = fields.get("cause") or fields
+            policy, arguments, broken = _task_of(app, runtime, row)
+            error = PermanentError(cause["message"], cause["code"])
+            concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken, entries=entries)
+            concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
+        fence = records.conclude(connection, shown.id, concluded_end, fence=row.fence)
+        details = {"effect": name, "state": word["state"], "ended_as": concluded_end.code}
+        audit(connection, change, "resolve", shown.id, row, fence=fence, details=details)
+
+
+def replay(app: Celery, letter: int, change: Change) -> OperationId:
+    """Send a dead letter again under the same key, with its audit row in the same transaction.
+
+    Raises `OperationNotFound` and `ReplayRefused`.
+    """
+    with Runtime.of(app).engine.begin() as connection:
+        if (done := _repeated(connection, change, "replay", None, letter=letter)) is not None:
+            return OperationId(done.tenant, done.operation, done.key)
+        id = dead_letters.replay(connection, letter, app=app)
+        row = records.read_locked(connection, id)
+        audit(connection, change, "replay", id, row, details={"dead_letter": letter})
+    return id
 
 
 def audit(
@@ -222,13 +273,35 @@ def audit(
             "before": row and row.fence,
             "after": (row and row.fence) if fence is None else fence,
             "reason": change.reason,
-            "details": json.dumps(details or {}),
+            "details": json.dumps({name: storable(value) for name, value in (details or {}).items()}),
+            "request_id": change.request_id,
         },
     )
     log.info("operator_change", action=action, actor=change.actor, operation=id and id.operation, key=id and id.key)
 
 
 # ---------------------------------------------------------------- how
+
+
+def _repeated(
+    connection: Connection, change: Change, action: str, id: OperationId | None, *, letter: int | None = None
+) -> Row[Any] | None:
+    """The audit row of this very request, if it has been carried out. Raises `ChangeRefused` if it was another one."""
+    if change.request_id is None:
+        return None
+    names = {"request_id": change.request_id}
+    connection.exec_driver_sql(_LOCK_REQUEST, names)
+    row = connection.exec_driver_sql(_REQUESTED, names).one_or_none()
+    if row is None:
+        return None
+    same = (
+        letter == row.letter
+        if id is None
+        else (id.tenant, id.operation, id.key) == (row.tenant, row.operation, row.key)
+    )
+    if row.action != action or not same:
+        raise ChangeRefused(f"--request-id: was used before, to {row.action} {row.operation} {row.key}")
+    return row
 
 
 def _locked(
@@ -282,7 +355,12 @@ def _task_of(app: Celery, runtime: Runtime, row: Row[Any]) -> tuple[Policy, dict
     task = app.tasks.get(row.operation)
     if task is None or not hasattr(task, "retention_failed"):
         settings = runtime.settings
-        unknown = Policy(settings.max_attempts, settings.retention_completed, settings.retention_failed)
+        unknown = Policy(
+            settings.max_attempts,
+            settings.retention_completed,
+            settings.retention_failed,
+            settings.provider_key_retention,
+        )
         return unknown, {}, None
     policy = Policy.of(task, runtime.settings)
     try:
@@ -292,27 +370,48 @@ def _task_of(app: Celery, runtime: Runtime, row: Row[Any]) -> tuple[Policy, dict
         return policy, {}, describe(error)
 
 
-def _on_failed(
+def _conclude(
     connection: Connection,
-    policy: Policy,
     id: OperationId,
-    arguments: dict[str, Any],
-    attempts: int,
+    row: Any,
     error: PermanentError,
-) -> str | None:
-    """Run the task's `on_failed` as a failing attempt does. Returns what was wrong with it."""
-    if policy.on_failed is None:
-        return None
-    operation = Operation(id.tenant, id.operation, id.key, arguments, attempts)
+    policy: Policy,
+    arguments: dict[str, Any],
+    broken: str | None,
+    *,
+    entries: Mapping[str, Entry] | None = None,
+) -> Concluded:
+    """End the operation as a failing attempt does. `broken`: why its arguments could not be read, so that nothing runs."""
     with AttemptSession(connection, expire_on_commit=False, join_transaction_mode="rollback_only") as session:
+        concluded = conclusions.conclude(
+            session,
+            id,
+            error,
+            entries=row.effects if entries is None else entries,
+            arguments=arguments,
+            attempts=row.attempts,
+            on_failed=policy.on_failed,
+            may_run=broken is None,
+        )
+    if broken is None:
+        return concluded
+    log.error("on_failed_error", error=broken, operation=id.operation, key=id.key)
+    return replace(concluded, reason="on_failed_error", broken=broken)
+
+
+def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, result: Any) -> str:
+    """A person's result as text, if it is what the task says that this effect returns. Raises `InvalidResult`."""
+    text = results.to_text(result, limit=runtime.settings.result_limit, what=f"result of {name!r}")
+    app.loader.import_default_modules()
+    types = getattr(app.tasks.get(row.operation), "effect_types", {})
+    if name in types:
         try:
-            with session.begin_nested():
-                policy.on_failed(session, operation, error)
-        except OperationalError:
-            raise  # the database is to blame: nothing is changed
-        except Exception as broken:
-            return describe(broken)
-    return None
+            TypeAdapter(types[name]).validate_python(result)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(map(str, problem["loc"])) or "result"
+            raise InvalidResult(f"result of {name!r}: {where}: {problem['msg']}") from None
+    return text
 
 
 def _delivery(id: OperationId, row: Row[Any], arguments: dict[str, Any]) -> Delivery:

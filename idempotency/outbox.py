@@ -21,11 +21,12 @@ from .message import Message
 
 _INSERT = """
 INSERT INTO idempotency.outbox
-    (event_id, tenant, operation, key, fingerprint, message, queue, ordering_key, origin, available_at, settled_at)
+    (event_id, tenant, operation, key, fingerprint, message, queue, ordering_key, origin, available_at, settled_at,
+     generation)
 VALUES (%(event_id)s, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
         %(origin)s,
         coalesce(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
-        CASE WHEN %(settled)s THEN clock_timestamp() END)
+        CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s)
 """
 
 _REFRESH = """
@@ -49,6 +50,7 @@ def insert(
     origin: str = "enqueue",
     ordering_key: str | None = None,
     settled: bool = False,
+    generation: int = 1,
 ) -> str:
     """Write the row in the caller's transaction; it leaves with its commit. Returns the event id.
 
@@ -72,6 +74,7 @@ def insert(
             "eta": eta,
             "countdown": countdown,
             "settled": settled,
+            "generation": generation,
         },
     )
     return event_id

@@ -11,6 +11,10 @@ EXCHANGE = "tasks"
 DEAD_LETTER_QUEUE = "dead_letters"
 # A backstop only: attempts are counted on the record. RabbitMQ counts lost connections too, so it must not be small.
 DELIVERY_LIMIT = 20
+# A dead-letter queue has nothing behind it: what exceeds its limit is dropped, and RabbitMQ's own limit is 20 since 4.0.
+# It spells "no limit" as -1, which 3.x refuses; this many deliveries take thirty years at one a second, and the queue
+# is declared alike before and after an upgrade.
+DEAD_LETTER_DELIVERY_LIMIT = 1_000_000_000
 
 
 def quorum_queue(
@@ -40,4 +44,5 @@ def quorum_queue(
 def dead_letter_queues(queues: Iterable[Queue]) -> list[Queue]:
     """The dead-letter queues that these queues point to."""
     names = {(queue.queue_arguments or {}).get("x-dead-letter-routing-key") for queue in queues}
-    return [Queue(name, routing_key=name, queue_arguments={"x-queue-type": "quorum"}) for name in names if name]
+    arguments = {"x-queue-type": "quorum", "x-delivery-limit": DEAD_LETTER_DELIVERY_LIMIT}
+    return [Queue(name, routing_key=name, queue_arguments=arguments) for name in names if name]

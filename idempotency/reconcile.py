@@ -11,20 +11,22 @@ Where queues are not first in, first out (Redis), messages are counted instead: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
 from celery import Celery
 from sqlalchemy import Connection, Row
+from sqlalchemy.exc import DBAPIError
 
-from . import metrics
+from . import metrics, sweeps
 from .logs import log
 from .message import Message
 from .outbox import refresh_lanes
 from .publisher import BrokerAway, Publisher, Seen
 from .runtime import Runtime
+from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
 # Rows per statement: short transactions.
 BATCH = 1000
@@ -41,24 +43,39 @@ OVERLAP = 10.0
 # Quorum queues hand out two classes, up to priority 4 and above, each first in, first out; a marker for each.
 PRIORITIES = (0, 9)
 
+# In what follows `r` is a row of the outbox and `p` the record of its operation.
+
+# Fingerprints of two rules cannot be compared here, where the arguments are not known; the worker that is given the
+# message does it.
+_OTHER_RULE = "split_part(p.fingerprint, ':', 1) <> split_part(r.fingerprint, ':', 1)"
+_ITS_RECORD = "(p.tenant, p.operation, p.key) = (r.tenant, r.operation, r.key)"
+_ENDED = f"p.status IN ('completed', 'failed') AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"
+_REFUSED = f"p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE}"
+
 # Settled by a terminal record with the same fingerprint; another request's end says nothing about this one.
-_SETTLE = """
-WITH ended AS MATERIALIZED (
-    SELECT tenant, operation, key, fingerprint, completed_at FROM idempotency.records
-    WHERE completed_at IS NOT NULL AND completed_at > %(since)s ORDER BY completed_at LIMIT %(batch)s
-), due AS MATERIALIZED (
-    SELECT o.id FROM ended e
-    JOIN idempotency.outbox o ON (o.tenant, o.operation, o.key) = (e.tenant, e.operation, e.key)
-    WHERE o.status = 'published' AND o.settled_at IS NULL AND o.fingerprint = e.fingerprint
-    FOR UPDATE OF o SKIP LOCKED
+SETTLE = Sweep(
+    "settle",
+    table="records",
+    columns="r.status, r.fingerprint, r.completed_at",
+    due="r.completed_at IS NOT NULL AND r.completed_at > %(since)s",
+    order="r.completed_at",
+    one=THIS_RECORD,
+    id=RECORD_ID,
+    then=f"""
+, rows AS MATERIALIZED (
+    SELECT r.id FROM due p JOIN idempotency.outbox r ON {_ITS_RECORD}
+    WHERE r.status = 'published' AND r.settled_at IS NULL AND {_ENDED}
+    FOR UPDATE OF r SKIP LOCKED
 ), settled AS (
-    UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM due WHERE o.id = due.id RETURNING 1
+    UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM rows WHERE o.id = rows.id RETURNING 1
 ), moved AS (
-    UPDATE idempotency.settled SET until = greatest(until, (SELECT max(completed_at) FROM ended))
-    WHERE EXISTS (SELECT FROM ended)
+    UPDATE idempotency.settled SET until = greatest(until, (SELECT max(completed_at) FROM due))
+    WHERE EXISTS (SELECT FROM due)
 )
-SELECT (SELECT count(*) FROM settled) AS settled, count(*) AS ended, max(completed_at) AS until FROM ended
-"""
+SELECT (SELECT count(*) FROM settled) AS settled, count(*) AS ended, max(completed_at) AS until FROM due""",
+)
+# Locks no record: that would write to each.
+_SETTLE = f"WITH due AS MATERIALIZED ({SETTLE.unlocked}) {SETTLE.then}"
 
 _SINCE = "SELECT until - make_interval(secs => %(overlap)s) FROM idempotency.settled"
 
@@ -88,32 +105,38 @@ SELECT clock_timestamp() - make_interval(secs => %(after)s) AS overdue,
 """
 
 # `taken`: answered by a record, a newer row of the operation or a dead letter, and so never looked for again.
-# `started` is recover's business; a released operation that is due has its next delivery in its newest row.
-_LOOK = """
-WITH passed AS MATERIALIZED (
-    SELECT * FROM idempotency.outbox
-    WHERE queue = %(queue)s AND settled_at IS NULL AND NOT taken AND status = 'published'
-      AND published_at < %(until)s AND published_at >= %(time)s AND (published_at, id) > (%(time)s, %(id)s)
-    ORDER BY published_at, id LIMIT %(batch)s
-    FOR UPDATE SKIP LOCKED
-), judged AS MATERIALIZED (
-    SELECT p.id, p.published_at, p.message, CASE
-        WHEN r.fingerprint <> p.fingerprint THEN 'refused'
-        WHEN r.status IN ('completed', 'failed') THEN 'ended'
-        WHEN r.status = 'started'
+# `started` is recover's business; a released operation that is due has its next delivery in the newest row of its newest
+# generation.
+LOOK = Sweep(
+    "reconcile",
+    table="outbox",
+    columns="r.id, r.fingerprint, r.generation, r.message, r.published_at, r.resends",
+    due="""r.queue = %(queue)s AND r.settled_at IS NULL AND NOT r.taken AND r.status = 'published'
+      AND r.published_at < %(until)s AND r.published_at >= %(past)s
+      AND (r.published_at, r.id) > (%(past)s, %(past_id)s)""",
+    order="r.published_at, r.id",
+    one="r.id = %(id)s",
+    id="r.id::text",
+    then=f"""
+, judged AS MATERIALIZED (
+    SELECT r.id, r.published_at, r.message, CASE
+        WHEN {_REFUSED} THEN 'refused'
+        WHEN {_ENDED} THEN 'ended'
+        WHEN p.status = 'started'
           OR EXISTS (SELECT FROM idempotency.outbox newer
                      WHERE (newer.tenant, newer.operation, newer.key, newer.fingerprint)
-                         = (p.tenant, p.operation, p.key, p.fingerprint)
-                       AND newer.id > p.id AND newer.settled_at IS NULL AND newer.status <> 'failed')
+                         = (r.tenant, r.operation, r.key, r.fingerprint)
+                       AND (newer.generation, newer.id) > (r.generation, r.id)
+                       AND newer.settled_at IS NULL AND newer.status <> 'failed')
           OR EXISTS (SELECT FROM idempotency.dead_letters d
                      WHERE (d.tenant, d.operation, d.key, d.fingerprint)
-                         = (p.tenant, p.operation, p.key, p.fingerprint) AND d.status = 'open') THEN 'taken'
-        WHEN r.available_at > clock_timestamp()
-          OR p.published_at >= clock_timestamp()
-             - make_interval(secs => least(%(after)s * power(2, least(p.resends, 20)), %(cap)s)) THEN 'early'
+                         = (r.tenant, r.operation, r.key, r.fingerprint) AND d.status = 'open') THEN 'taken'
+        WHEN p.available_at > clock_timestamp()
+          OR r.published_at >= clock_timestamp()
+             - make_interval(secs => least(%(after)s * power(2, least(r.resends, 20)), %(cap)s)) THEN 'early'
         ELSE 'lost'
     END AS verdict
-    FROM passed p LEFT JOIN idempotency.records r ON (r.tenant, r.operation, r.key) = (p.tenant, p.operation, p.key)
+    FROM due r LEFT JOIN idempotency.records p ON {_ITS_RECORD}
 ), settled AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp()
     FROM judged j WHERE o.id = j.id AND j.verdict = 'ended'
@@ -122,28 +145,33 @@ WITH passed AS MATERIALIZED (
 )
 SELECT id, published_at, verdict, CASE WHEN verdict = 'lost' THEN message END AS message,
        published_at < clock_timestamp() - make_interval(secs => %(cap)s) AS old
-FROM judged ORDER BY published_at, id
-"""
+FROM judged ORDER BY published_at, id""",
+)
+_LOOK = f"WITH due AS MATERIALIZED ({LOOK.find}) {LOOK.then}"
 
 # The key belongs to another request: this one will never run under it, and a person has to know.
-_REFUSE = """
-WITH refused AS (
-    UPDATE idempotency.outbox o SET settled_at = clock_timestamp()
-    FROM idempotency.records r
-    WHERE {which} AND o.status = 'published' AND o.settled_at IS NULL
-      AND (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key) AND r.fingerprint <> o.fingerprint
-    RETURNING o.*, r.generation
+_OF_ANOTHER = f"(SELECT p.generation FROM idempotency.records p WHERE {_ITS_RECORD} AND {_REFUSED} LIMIT 1)"
+REFUSE = Sweep(
+    "refuse",
+    table="outbox",
+    columns=f"r.id, {_OF_ANOTHER} AS of_record",
+    due=f"r.id = ANY(%(ids)s) AND r.status = 'published' AND r.settled_at IS NULL AND {_OF_ANOTHER} IS NOT NULL",
+    order="r.id",
+    one="r.id = %(id)s",
+    id="r.id::text",
+    then="""
+, refused AS (
+    UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM due WHERE o.id = due.id
+    RETURNING o.*, due.of_record
+), letters AS (
+    INSERT INTO idempotency.dead_letters
+        (source, outbox_id, event_id, tenant, operation, key, generation, fingerprint, queue, task, reason, first_error,
+         last_error, attempts, payload, consumer_service)
+    SELECT 'relay', id, event_id, tenant, operation, key, of_record, fingerprint, queue, operation,
+           'fingerprint_mismatch', %(error)s, %(error)s, 0, message, %(service)s
+    FROM refused ON CONFLICT DO NOTHING
 )
-INSERT INTO idempotency.dead_letters
-    (source, outbox_id, event_id, tenant, operation, key, generation, fingerprint, queue, task, reason, first_error,
-     last_error, attempts, payload, consumer_service)
-SELECT 'relay', id, event_id, tenant, operation, key, generation, fingerprint, queue, operation,
-       'fingerprint_mismatch', %(error)s, %(error)s, 0, message, %(service)s
-FROM refused ON CONFLICT DO NOTHING
-"""
-_REFUSE_THESE = _REFUSE.format(which="o.id = ANY(%(ids)s)")
-_REFUSE_ANY = _REFUSE.format(
-    which="NOT o.taken AND o.published_at < clock_timestamp() - make_interval(secs => %(after)s)"
+SELECT (SELECT count(*) FROM refused)""",
 )
 
 # Whatever has begun since it was looked at is not sent.
@@ -156,6 +184,9 @@ WHERE id = ANY(%(ids)s) AND status = 'published' AND settled_at IS NULL
                     AND (r.status <> 'released' OR r.available_at > clock_timestamp()))
 RETURNING operation, ordering_key
 """
+_NAMED = (
+    "SELECT id, id::text AS row_id, tenant, operation, key FROM idempotency.outbox WHERE id = ANY(%(ids)s) ORDER BY id"
+)
 
 # One at a time as long as they come through; rarer, the longer none has. So a backlog of hours holds few of them.
 _MARK = """
@@ -184,7 +215,7 @@ WITH newest AS MATERIALIZED (
            o.id, o.tenant, o.operation, o.key, o.fingerprint, o.queue, o.published_at, o.resends, o.status
     FROM idempotency.outbox o
     WHERE o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed'
-    ORDER BY o.tenant, o.operation, o.key, o.fingerprint, o.id DESC
+    ORDER BY o.tenant, o.operation, o.key, o.fingerprint, o.generation DESC, o.id DESC
 )
 SELECT n.id, n.operation, n.queue,
        n.published_at < clock_timestamp()
@@ -200,16 +231,27 @@ ORDER BY n.published_at
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 # Where nothing shows which messages have left their queue, every row that waits is read anyway.
-_SETTLE_ANY = """
-WITH ended AS MATERIALIZED (
-    SELECT o.id FROM idempotency.outbox o
-    JOIN idempotency.records r ON (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
-    WHERE o.status = 'published' AND o.settled_at IS NULL AND NOT o.taken
-      AND r.status IN ('completed', 'failed') AND r.fingerprint = o.fingerprint
-    LIMIT %(batch)s FOR UPDATE OF o SKIP LOCKED
+_WAITS = "r.status = 'published' AND r.settled_at IS NULL AND NOT r.taken"
+REFUSE_ANY = replace(
+    REFUSE,
+    due=f"""{_WAITS} AND r.published_at < (SELECT clock_timestamp() - make_interval(secs => %(after)s))
+      AND {_OF_ANOTHER} IS NOT NULL""",
+    order="r.queue, r.published_at",
 )
-UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM ended WHERE o.id = ended.id
-"""
+SETTLE_ANY = Sweep(
+    "settle_rows",
+    table="outbox",
+    columns="r.id",
+    due=f"{_WAITS} AND (SELECT true FROM idempotency.records p WHERE {_ITS_RECORD} AND {_ENDED} LIMIT 1)",
+    order="r.queue, r.published_at",
+    one="r.id = %(id)s",
+    id="r.id::text",
+    then="""
+, settled AS (
+    UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM due WHERE o.id = due.id RETURNING 1
+)
+SELECT (SELECT count(*) FROM settled)""",
+)
 
 _MISMATCH = '{"code": "fingerprint_mismatch", "message": "this idempotency key was used with other arguments"}'
 
@@ -259,12 +301,31 @@ def _settle(connection: Connection) -> int:
     since: datetime = connection.exec_driver_sql(_SINCE, {"overlap": OVERLAP}).scalar_one()
     total = 0
     for _ in range(BATCHES):
-        done = connection.exec_driver_sql(_SETTLE, {"since": since, "batch": BATCH}).one()
+        fields = {"since": since, "batch": BATCH}
+        try:
+            done = connection.exec_driver_sql(_SETTLE, fields).one()
+        except DBAPIError as error:
+            if not sweeps.is_of_a_row(error):
+                raise
+            found = _one_by_one(connection, SETTLE, fields)
+            return total + sum(row.settled for row in found)  # the rest is for the next pass
         total += done.settled
         if done.ended < BATCH:
             break
         since = done.until
     return total
+
+
+def _one_by_one(connection: Connection, sweep: Sweep, fields: dict[str, Any]) -> list[Row[Any]]:
+    """What the sweep's statement answers for each row of a batch that Postgres refused as a whole."""
+    found: list[Row[Any]] = []
+
+    def handle(row: Row[Any]) -> int:
+        found.extend(connection.exec_driver_sql(sweep.single, fields | sweeps.names(row)))
+        return 1
+
+    sweeps.one_by_one(connection, sweep, connection.exec_driver_sql(sweep.find, fields).all(), handle)
+    return found
 
 
 # ---------------------------------------------------------------- first in, first out
@@ -302,17 +363,23 @@ def _look(
     """Judge what left a queue until then: what is lost, and how much has ended."""
     lost: list[Row[Any]] = []
     ended = 0
-    place: dict[str, Any] = {"time": _EPOCH, "id": 0}
+    place: dict[str, Any] = {"past": _EPOCH, "past_id": 0}
     for _ in range(BATCHES):
         parameters = {"queue": queue, "until": until, "after": after, "cap": RESEND_CAP, "batch": BATCH} | place
-        rows = connection.exec_driver_sql(_LOOK, parameters).all()
+        with sweeps.sweeping(connection):
+            try:
+                rows = connection.exec_driver_sql(_LOOK, parameters).all()
+            except DBAPIError as error:
+                if not sweeps.is_of_a_row(error):
+                    raise
+                rows = _one_by_one(connection, LOOK, parameters)
         lost += [row for row in rows if row.verdict == "lost"]
         ended += sum(row.verdict == "ended" for row in rows)
         if refused := [row.id for row in rows if row.verdict == "refused"]:
-            _refuse(connection, _REFUSE_THESE, service, ids=refused)
+            _refuse(connection, REFUSE, service, ids=refused)
         if len(rows) < BATCH:
             break
-        place = {"time": rows[-1].published_at, "id": rows[-1].id}
+        place = {"past": rows[-1].published_at, "past_id": rows[-1].id}
     return lost, ended
 
 
@@ -352,15 +419,14 @@ def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[A
 def _counted(
     app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int], settled: int
 ) -> Reconciled:
-    while done := connection.exec_driver_sql(_SETTLE_ANY, {"batch": BATCH}).rowcount:
-        settled += done
-    return Reconciled(settled, _send_what_lacks(app, runtime, connection, depth))
+    done, _ = sweeps.run(connection, SETTLE_ANY, {}, limit=BATCHES * BATCH)
+    return Reconciled(settled + done, _send_what_lacks(app, runtime, connection, depth))
 
 
 def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
     waiting: dict[str, list[tuple[int, bool]]] = {}
     fields = {"after": runtime.settings.resend_after, "cap": RESEND_CAP}
-    _refuse(connection, _REFUSE_ANY, runtime.settings.service, after=runtime.settings.resend_after)
+    _refuse(connection, REFUSE_ANY, runtime.settings.service, after=runtime.settings.resend_after)
     for row in connection.exec_driver_sql(_WAITING, fields):
         waiting.setdefault(row.queue or _routed(app, row.operation), []).append((row.id, row.overdue))
     total = 0
@@ -382,18 +448,31 @@ def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, dept
 def _resend(runtime: Runtime, ids: Sequence[int]) -> int:
     total = 0
     for start in range(0, len(ids), BATCH):
-        with runtime.engine.begin() as connection:  # with their lanes: a row without one is never published
-            rows = connection.exec_driver_sql(_RESEND, {"ids": list(ids[start : start + BATCH])}).all()
-            refresh_lanes(connection, [(row.operation, row.ordering_key) for row in rows if row.ordering_key])
-        total += len(rows)
+        batch = list(ids[start : start + BATCH])
+        try:
+            total += _send_again(runtime, batch)
+        except DBAPIError as error:
+            if not sweeps.is_of_a_row(error):
+                raise
+            with runtime.autocommit() as connection:
+                rows = connection.exec_driver_sql(_NAMED, {"ids": batch}).all()
+                done, _ = sweeps.one_by_one(connection, LOOK, rows, lambda row: _send_again(runtime, [row.id]))
+            total += done
     if total:
         metrics.resent.inc(total)
         log.warning("resent", operations=total)
     return total
 
 
-def _refuse(connection: Connection, statement: str, service: str, **which: Any) -> None:
-    connection.exec_driver_sql(statement, which | {"service": service, "error": _MISMATCH})
+def _send_again(runtime: Runtime, ids: list[int]) -> int:
+    with runtime.engine.begin() as connection:  # with their lanes: a row without one is never published
+        rows = connection.exec_driver_sql(_RESEND, {"ids": ids}).all()
+        refresh_lanes(connection, [(row.operation, row.ordering_key) for row in rows if row.ordering_key])
+    return len(rows)
+
+
+def _refuse(connection: Connection, sweep: Sweep, service: str, **which: Any) -> None:
+    sweeps.run(connection, sweep, which | {"service": service, "error": _MISMATCH}, limit=BATCHES * BATCH)
 
 
 def _routed(app: Celery, operation: str) -> str:

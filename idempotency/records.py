@@ -17,13 +17,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import Connection
 
-from . import results
+from . import keys, results
+from .errors import UnknownVersion
 from .keys import OperationId
 from .statements import execute
 
@@ -44,7 +46,10 @@ class Claimed:
     age: float  # seconds since the first claim of this generation
     effects: dict[str, dict[str, Any]]
     first_claim: bool
+    taken_over: bool = False  # from another holder, whose lease was over
     revoked: bool = False  # Celery was told to revoke this generation: it ends without its body
+    resumed: bool = False  # the same attempt as before, claimed again after a doubt
+    fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +114,32 @@ WITH claimed AS (
         token = excluded.token,
         -- the same token again is the same attempt, resolving a doubt
         attempts = r.attempts + (r.token IS DISTINCT FROM excluded.token)::int,
+        resumed = r.token IS NOT DISTINCT FROM excluded.token,
         locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
         locked_by = excluded.locked_by,
+        taken_over = r.status = 'started' AND r.token IS DISTINCT FROM excluded.token,
         available_at = NULL,
         updated_at = clock_timestamp()
-    WHERE r.fingerprint = excluded.fingerprint
+    WHERE r.fingerprint = ANY(%(fingerprints)s)
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
-    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation,
+    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, resumed,
+        fingerprint, taken_over,
         -- xmax is 0 in a row that was inserted
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
-       revoked_generation IS NOT DISTINCT FROM generation AS revoked
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, resumed, fingerprint, taken_over
 FROM claimed
 UNION ALL
 SELECT CASE
-           WHEN fingerprint <> %(fingerprint)s THEN 'mismatch'
+           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
            WHEN status IN ('completed', 'failed') THEN status
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, NULL, fingerprint, NULL
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -141,7 +149,7 @@ WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 _COUNT_DUPLICATE = f"""
 UPDATE idempotency.records
 SET duplicates = duplicates + 1, updated_at = clock_timestamp()
-WHERE {_ROW} AND fingerprint = %(fingerprint)s
+WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s)
   AND (status = 'started' AND locked_until > clock_timestamp()
     OR status = 'released' AND available_at > clock_timestamp())
 RETURNING token
@@ -178,7 +186,7 @@ UPDATE idempotency.records
 SET effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
         || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)),
     updated_at = clock_timestamp()
-WHERE {_MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' = 'not_happened')
+WHERE {_MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' IN ('not_happened', 'compensated'))
 RETURNING effects -> %(name)s ->> 'begun_at'
 """
 
@@ -194,9 +202,11 @@ _DATABASE_TIME = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 # Raises division_by_zero by itself when it matches no row, so that no COMMIT can follow. A holder
 # frozen between this statement and COMMIT is evicted by the server within half a lease: nobody waits behind it.
+# And whatever a body has SET, this commit waits for the disk.
 _FINISH = """
 WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
+           set_config('synchronous_commit', 'on', true)
 ), finished AS (
     UPDATE idempotency.records SET {changes}, updated_at = clock_timestamp()
     FROM settings WHERE {guard} RETURNING 1
@@ -217,8 +227,12 @@ _COMPLETE = _FINISH.format(
     changes=f"status = 'completed', result = %(result)s, response_code = 200, {_TERMINAL}", guard=_MINE
 )
 
+# Steps that were undone are forgotten, so that a replay does them again.
+_CONCLUDED = """status = 'failed', error = %(error)s, error_code = %(code)s,
+        effects = (effects - %(forgotten)s::text[]) || %(changed)s::jsonb"""
+
 _FAIL = _FINISH.format(
-    changes=f"""status = 'failed', error = %(error)s, first_error = coalesce(first_error, %(error)s),
+    changes=f"""{_CONCLUDED}, first_error = coalesce(first_error, %(error)s),
         response_code = %(response_code)s, {_TERMINAL}""",
     guard=_MINE,
 )
@@ -233,10 +247,12 @@ WITH released AS (
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
         updated_at = clock_timestamp()
     WHERE {_MINE}
-    RETURNING tenant, operation, key, fingerprint, message, queue, available_at
+    RETURNING tenant, operation, key, fingerprint, message, queue, available_at, generation
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry', available_at
+    INSERT INTO idempotency.outbox
+        (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at, generation)
+    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry',
+           available_at + make_interval(secs => %(after_due)s), generation
     FROM released WHERE %(deliver)s
 )
 SELECT count(*) FROM released
@@ -263,10 +279,13 @@ def claim(
     lease: float,
     queue: str = "",
     synchronous: bool = True,
+    also: Sequence[str] = (),
 ) -> Answer:
     """Claim the operation by writing first; read only to explain a lost claim.
 
     One statement: a new record, one that is due again, one whose lease is over, or our own claim after a doubt.
+    `also`: the fingerprints of the same arguments by other rules than that of `fingerprint`. Raises `UnknownVersion`
+    for a record whose fingerprint is of a rule that is not known here.
 
     Without `synchronous` the commit of a *new* record does not wait for the disk; only for a caller that acknowledges
     nothing on its strength. Every later write about it is flushed, and the claim, earlier in the log, with it. Should
@@ -279,6 +298,7 @@ def claim(
         | {
             "token": token,
             "fingerprint": fingerprint,
+            "fingerprints": [fingerprint, *also],
             "message": message,
             "queue": queue,
             "holder": holder,
@@ -298,7 +318,10 @@ def claim(
             max(row.age, 0.0),
             row.effects or {},
             row.attempts == 1,
-            row.revoked,
+            taken_over=row.taken_over,
+            revoked=row.revoked,
+            resumed=row.resumed,
+            fingerprint=row.fingerprint,
         )
     return _explained(row)
 
@@ -311,6 +334,9 @@ def _explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
         case "failed":
             return Failed(**error_fields(row.error))
         case "mismatch":
+            version = keys.fingerprint_version(row.fingerprint)
+            if version is not None and version not in keys.FINGERPRINT_RULES:
+                raise UnknownVersion(f"fingerprint: made by rule {version}, which this version does not know")
             return Mismatch(row.generation)
         case "busy":
             return Busy()
@@ -318,9 +344,11 @@ def _explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
             return Changed()
 
 
-def count_duplicate(connection: Connection, id: OperationId, fingerprint: str) -> tuple[bool, str | None]:
+def count_duplicate(
+    connection: Connection, id: OperationId, fingerprint: str, also: Sequence[str] = ()
+) -> tuple[bool, str | None]:
     """Count a duplicate of an operation in flight. Returns whether a row was counted, and its holder's token."""
-    row = execute(connection, _COUNT_DUPLICATE, _row(id) | {"fingerprint": fingerprint}).fetchone()
+    row = execute(connection, _COUNT_DUPLICATE, _row(id) | {"fingerprints": [fingerprint, *also]}).fetchone()
     return (False, None) if row is None else (True, row.token)
 
 
@@ -364,6 +392,11 @@ def database_time(connection: Connection) -> float:
     return float(execute(connection, _DATABASE_TIME).fetchone()[0])
 
 
+def has_come(connection: Connection, time: datetime) -> bool:
+    """Whether a time has come by the database's clock."""
+    return bool(execute(connection, "SELECT %(time)s <= clock_timestamp()", {"time": time}).fetchone()[0])
+
+
 def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:
     """Record a step's result in its own transaction; raises `DivisionByZero` when not the holder."""
     parameters = {"name": name, "effect": json.dumps(effect), "idle_ms": _idle_ms(lease)}
@@ -376,16 +409,9 @@ def complete(connection: Connection, claim: Claimed, result: str, *, retention: 
     execute(connection, _COMPLETE, _guard(claim) | parameters)
 
 
-def fail(
-    connection: Connection, claim: Claimed, error: str, *, response_code: int, retention: float, lease: float
-) -> None:
+def fail(connection: Connection, claim: Claimed, end: FailedEnd, *, retention: float, lease: float) -> None:
     """Finish without success; raises `DivisionByZero` when not the holder. The dead letter goes in the same transaction."""
-    parameters = {
-        "error": error,
-        "response_code": response_code,
-        "retention": retention,
-        "idle_ms": _idle_ms(lease),
-    }
+    parameters = end.parameters() | {"retention": retention, "idle_ms": _idle_ms(lease)}
     execute(connection, _FAIL, _guard(claim) | parameters)
 
 
@@ -397,12 +423,20 @@ def release(
     error: str | None,
     give_back: bool = False,
     deliver: bool = True,
+    after_due: float = 0.0,
 ) -> bool:
-    """Let go, due again after `delay` seconds, with the next delivery in the same statement. False: not the holder.
+    """Let go, claimable after `delay` seconds, with the next delivery in the same statement. False: not the holder.
 
-    `give_back` returns the attempt: it was a deferral or a shutdown, not the operation's fault.
+    `give_back` returns the attempt: it was a deferral or a shutdown, not the operation's fault. `after_due`: how many
+    seconds later the delivery leaves. Without `deliver` there is none: for a caller that ends the operation now.
     """
-    parameters = {"delay": delay, "error": error, "given_back": int(give_back), "deliver": deliver}
+    parameters = {
+        "delay": delay,
+        "error": error,
+        "given_back": int(give_back),
+        "deliver": deliver,
+        "after_due": after_due,
+    }
     return bool(execute(connection, _RELEASE, _guard(claim) | parameters).fetchone()[0])
 
 
@@ -414,9 +448,32 @@ def lookup(connection: Connection, id: OperationId) -> Any | None:
 # ---------------------------------------------------------------- the error as it is stored
 
 
-def error_text(code: str, message: str) -> str:
-    """Write an error as it is stored: JSON with code and message."""
-    return json.dumps({"code": code, "message": message})
+# The code a failed operation answers with, as HTTP would say it: understood, and cannot be done.
+RESPONSE_FAILED = 422
+
+
+def error_text(code: str, message: str, cause: Mapping[str, str] | None = None) -> str:
+    """Write an error as it is stored: JSON with code and message, and what ended the operation beside an open effect."""
+    return json.dumps({"code": code, "message": message} | ({"cause": dict(cause)} if cause else {}))
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEnd:
+    """How an operation fails: its error and code, the steps that were undone, and the effects that an undo answered for."""
+
+    code: str
+    error: str
+    forgotten: tuple[str, ...] = ()
+    changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def parameters(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "error": self.error,
+            "forgotten": list(self.forgotten),
+            "changed": json.dumps(self.changed),
+            "response_code": RESPONSE_FAILED,
+        }
 
 
 def error_fields(text: str) -> dict[str, str]:
@@ -448,14 +505,14 @@ _READ = f"SELECT * FROM idempotency.records WHERE {_ROW} FOR UPDATE"
 # A worker remembers revoked task ids for hours, and a replay has the same one: its memory counts only once.
 _REVOKE = f"""
 UPDATE idempotency.records SET revoked_generation = generation, updated_at = clock_timestamp()
-WHERE {_ROW} AND fingerprint = %(fingerprint)s AND status IN ('started', 'released')
+WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
   AND (revoked_generation IS NULL OR NOT %(remembered)s)
 RETURNING 1
 """
 
 _CANCEL = f"""
 UPDATE idempotency.records
-SET status = 'failed', available_at = NULL, fence = nextval('idempotency.fence'), error = %(error)s,
+SET {_CONCLUDED}, available_at = NULL, fence = nextval('idempotency.fence'),
     first_error = coalesce(first_error, %(error)s), response_code = %(response_code)s,
     completed_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
     updated_at = clock_timestamp()
@@ -463,11 +520,11 @@ WHERE {_ROW} AND status = 'released' AND fence = %(fence)s
 RETURNING fence
 """
 
-_RESOLVE_EFFECT = f"""
-UPDATE idempotency.records
-SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(change)s::jsonb),
-    updated_at = clock_timestamp()
-WHERE {_ROW} AND status = 'failed' AND fence = %(fence)s AND effects -> %(name)s ->> 'state' = 'begun'
+# A person's word about an effect, and what the end may conclude now. The fence moves: who was shown the record before
+# is told to look again.
+_CONCLUDE = f"""
+UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp()
+WHERE {_ROW} AND status = 'failed' AND fence = %(fence)s
 RETURNING fence
 """
 
@@ -477,27 +534,26 @@ def read_locked(connection: Connection, id: OperationId) -> Any | None:
     return execute(connection, _READ, _row(id)).fetchone()
 
 
-def revoke(connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool) -> bool:
+def revoke(
+    connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool, also: Sequence[str] = ()
+) -> bool:
     """Mark this generation as revoked: the next claim ends it without its body. False: it has ended, or is unknown.
 
     `remembered`: a worker's memory of a task id, which does not revoke a generation after the one it did revoke.
     """
-    parameters = {"fingerprint": fingerprint, "remembered": remembered}
+    parameters = {"fingerprints": [fingerprint, *also], "remembered": remembered}
     return execute(connection, _REVOKE, _row(id) | parameters).fetchone() is not None
 
 
-def cancel(
-    connection: Connection, id: OperationId, *, fence: int, error: str, response_code: int, retention: float
-) -> int | None:
-    """End what has not begun, under the fence that was read. Returns the new fence; None: it has changed meanwhile."""
-    parameters = {"fence": fence, "error": error, "response_code": response_code, "retention": retention}
+def cancel(connection: Connection, id: OperationId, end: FailedEnd, *, fence: int, retention: float) -> int | None:
+    """End what is released, under the fence that was read. Returns the new fence; None: it has changed meanwhile."""
+    parameters = end.parameters() | {"fence": fence, "retention": retention}
     return _fence(execute(connection, _CANCEL, _row(id) | parameters).fetchone())
 
 
-def resolve_effect(connection: Connection, id: OperationId, *, fence: int, name: str, change: Parameters) -> int | None:
-    """Record a person's word about an effect of a failed operation. Returns the fence; None: it has changed meanwhile."""
-    parameters = {"fence": fence, "name": name, "change": json.dumps(change)}
-    return _fence(execute(connection, _RESOLVE_EFFECT, _row(id) | parameters).fetchone())
+def conclude(connection: Connection, id: OperationId, end: FailedEnd, *, fence: int) -> int | None:
+    """Say anew how a failed operation ended. Returns the new fence; None: it has changed meanwhile."""
+    return _fence(execute(connection, _CONCLUDE, _row(id) | end.parameters() | {"fence": fence}).fetchone())
 
 
 def _fence(row: Any | None) -> int | None:
@@ -506,78 +562,208 @@ def _fence(row: Any | None) -> int | None:
 
 # ---------------------------------------------------------------- what the dead-letter queue ends
 
-# The fence moves, so that whatever a former holder still sends matches nothing. A holder that lives is left alone.
+# Whether something else than the message in hand will deliver the operation. The newest row of the newest generation
+# is what reconcile would send again; the message in hand is a copy if that is another row, or is about to leave again.
+# (A row that a relay holds at this moment, itself or by its lane, is the message in hand: it was refused before its
+# confirm was noted.)
+_ELSEWHERE = f"""EXISTS (
+    SELECT FROM (
+        SELECT event_id, status, coalesce(relayed_until, (
+            SELECT l.relayed_until FROM idempotency.lanes l
+            WHERE (l.operation, l.ordering_key) = (o.operation, o.ordering_key))) AS relayed_until
+        FROM idempotency.outbox o WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+        ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
+    WHERE event_id IS DISTINCT FROM %(event_id)s
+       OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))"""
+
+# What is started goes on by its holder or by recover, whatever its lease. What is released ends only if it is as this
+# statement's snapshot has it: a release since then has brought a delivery that the snapshot does not show.
+_ENDS = f"""r.status = 'released' AND (%(generation)s::int IS NULL OR r.generation = %(generation)s::int)
+      AND r.fence = (SELECT fence FROM idempotency.records WHERE {_ROW} AND status = 'released')"""
+
+# The fence moves, so that whatever a former holder still sends matches nothing.
 _GIVE_UP = f"""
 WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true)
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
+           set_config('synchronous_commit', 'on', true)
+), deliveries AS MATERIALIZED (
+    SELECT {_ELSEWHERE} AS elsewhere
 ), given_up AS (
     INSERT INTO idempotency.records AS r
         (tenant, operation, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
-         response_code, completed_at, expires_at)
+         error_code, response_code, completed_at, expires_at)
     SELECT %(tenant)s, %(operation)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
-           %(message)s, %(queue)s, %(error)s, %(error)s, %(response_code)s, clock_timestamp(),
+           %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(retention)s)
-    FROM settings
+    FROM settings, deliveries WHERE NOT elsewhere
     ON CONFLICT (tenant, operation, key) DO UPDATE SET
         status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
+        -- what the end may conclude is said in the same transaction, by `conclude`
+        error_code = CASE
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.state == "begun")') THEN 'effect_unknown'
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
+            ELSE excluded.error_code END,
         response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
         updated_at = clock_timestamp()
-    WHERE r.fingerprint = excluded.fingerprint
-      AND (r.status = 'released' OR r.status = 'started' AND r.locked_until < clock_timestamp())
-    RETURNING generation, attempts, first_error
+    WHERE r.fingerprint = ANY(%(fingerprints)s)
+      AND {_ENDS}
+    RETURNING generation, attempts, first_error, fence, effects, fingerprint
 )
-SELECT 'given_up' AS answer, generation, attempts, first_error, NULL AS result, NULL AS error FROM given_up
+SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error,
+       fingerprint
+FROM given_up
 UNION ALL
 SELECT CASE
-           WHEN fingerprint <> %(fingerprint)s THEN 'mismatch'
+           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
            WHEN status IN ('completed', 'failed') THEN status
-           WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
+           WHEN status = 'started' OR elsewhere THEN 'busy'
+           WHEN generation <> %(generation)s::int THEN 'busy'
            ELSE 'changed'
-       END, generation, attempts, first_error, result, error
-FROM idempotency.records
-WHERE {_ROW} AND NOT EXISTS (SELECT FROM given_up)
+       END, generation, attempts, first_error, NULL, NULL, result, error, fingerprint
+FROM deliveries LEFT JOIN idempotency.records ON {_ROW}
+WHERE NOT EXISTS (SELECT FROM given_up)
+"""
+
+# Something was counted and flushed before a copy is acknowledged: the record it rests on may be younger than the last
+# flush. A copy of an earlier generation that is not to be sent again must not hide the row that is.
+_COUNT_COPY = f"""
+WITH counted AS (
+    UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
+    WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
+)
+UPDATE idempotency.outbox copy SET settled_at = clock_timestamp()
+WHERE event_id = %(event_id)s AND settled_at IS NULL AND status = 'published'
+  AND EXISTS (SELECT FROM idempotency.outbox
+              WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+                AND generation > copy.generation)
+"""
+
+# No worker took it, and nothing is wrong with it that can be seen: a deploy, perhaps. It comes back later by its own
+# row, or by one that is written for it; nothing is in the broker alone meanwhile. An ordered row would hold up those
+# behind it.
+_PUT_BACK = f"""
+WITH own AS (
+    SELECT id FROM idempotency.outbox
+    WHERE event_id = %(event_id)s AND settled_at IS NULL AND status <> 'failed' AND ordering_key IS NULL
+), free AS (
+    SELECT WHERE NOT {_ELSEWHERE}
+      AND NOT EXISTS (SELECT FROM idempotency.records WHERE {_ROW}
+                      AND fingerprint = ANY(%(fingerprints)s)
+                      AND (status <> 'released' OR generation <> %(generation)s::int))
+), in_time AS (
+    SELECT FROM free WHERE NOT EXISTS (
+        SELECT FROM idempotency.records
+        WHERE {_ROW} AND fingerprint <> ALL(%(fingerprints)s) AND split_part(fingerprint, ':', 1) = ANY(%(rules)s))
+), again AS (
+    UPDATE idempotency.outbox o
+    SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1,
+        first_refused_at = coalesce(first_refused_at, clock_timestamp()),
+        available_at = clock_timestamp()
+            + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))
+    FROM own, in_time
+    WHERE o.id = own.id AND o.settled_at IS NULL AND o.status <> 'failed'
+      AND (first_refused_at IS NULL OR first_refused_at > clock_timestamp() - make_interval(secs => %(grace)s))
+    RETURNING 1
+), first AS (
+    INSERT INTO idempotency.outbox
+        (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at, generation, refusals,
+         first_refused_at)
+    SELECT gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s,
+           'retry', clock_timestamp() + make_interval(secs => %(pause)s), coalesce(%(generation)s::int, 1), 1,
+           clock_timestamp()
+    FROM in_time WHERE NOT EXISTS (SELECT FROM own)
+    RETURNING 1
+)
+SELECT CASE WHEN EXISTS (SELECT FROM again) OR EXISTS (SELECT FROM first) THEN 'put_back'
+            WHEN EXISTS (SELECT FROM free) THEN 'over'
+            ELSE 'copy' END AS answer
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Ended as failed, because no worker will run its message. The dead letter goes in the same transaction."""
+    """Ended as failed, because no worker will run its message. The dead letter and `conclude` go in the same transaction."""
 
     generation: int
     attempts: int
     first_error: str
+    fence: int
+    effects: dict[str, dict[str, Any]]
+    fingerprint: str
+
+
+class PutBack(StrEnum):
+    """What became of a message that no worker took, and with which nothing is wrong that can be seen."""
+
+    PUT_BACK = "put_back"  # it comes back
+    OVER = "over"  # it has come back for long enough
+    COPY = "copy"  # its operation has ended, or something else will deliver it
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A message that no worker took: which operation it was to deliver, and by which outbox row and generation."""
+
+    id: OperationId
+    fingerprint: str
+    also: Sequence[str]
+    event_id: str | None
+    generation: int | None
+    message: str
+    queue: str
+
+    def parameters(self) -> dict[str, Any]:
+        return _row(self.id) | {
+            "fingerprint": self.fingerprint,
+            "fingerprints": [self.fingerprint, *self.also],
+            "event_id": self.event_id,
+            "generation": self.generation,
+            "message": self.message,
+            "queue": self.queue,
+        }
+
+
+def put_back(connection: Connection, dead: Dead, *, pause: float, cap: float, grace: float) -> PutBack:
+    """Send a message again after a pause that doubles from `pause` to `cap`, until it has come back for `grace`.
+
+    All in seconds; by its own outbox row, or by one that is written for it.
+    """
+    # a record's fingerprint by another rule than these may be that of the same request
+    rules = [keys.fingerprint_version(each) for each in (dead.fingerprint, *dead.also)]
+    parameters = {"pause": pause, "cap": cap, "grace": grace, "rules": rules}
+    return PutBack(execute(connection, _PUT_BACK, dead.parameters() | parameters).fetchone().answer)
+
+
+def count_copy(connection: Connection, dead: Dead) -> None:
+    """Count a message that need not be delivered, because something else will deliver its operation."""
+    execute(connection, _COUNT_COPY, dead.parameters())
 
 
 def give_up(
     connection: Connection,
-    id: OperationId,
+    dead: Dead,
     *,
-    fingerprint: str,
-    message: str,
-    queue: str,
-    error: str,
-    response_code: int,
+    end: FailedEnd,
     retention: float,
     lease: float,
 ) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
-    """End as failed what has no record yet, is released, or has outlived its lease; else say what the record is."""
+    """End as failed what has no record yet or is released, and what nothing else will deliver; else say what it is.
+
+    `Busy`: it is started, or will be delivered by something else. Raises `UnknownVersion`, as `claim` does.
+    """
     row = execute(
         connection,
         _GIVE_UP,
-        _row(id)
+        dead.parameters()
         | {
-            "fingerprint": fingerprint,
-            "message": message,
-            "queue": queue,
-            "error": error,
-            "response_code": response_code,
             "retention": retention,
             "idle_ms": _idle_ms(lease),
-        },
+        }
+        | end.parameters(),
     ).fetchone()
     if row is None:
         return Changed()
     if row.answer == "given_up":
-        return GivenUp(row.generation, row.attempts, row.first_error)
+        return GivenUp(row.generation, row.attempts, row.first_error, row.fence, row.effects, row.fingerprint)
     return _explained(row)

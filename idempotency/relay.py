@@ -69,7 +69,7 @@ WITH due AS MATERIALIZED (
 UPDATE idempotency.outbox o
 SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
 FROM due WHERE o.id = due.id
-RETURNING o.id, o.event_id, o.message, o.origin, o.attempts, o.queue, NULL AS operation, NULL AS ordering_key,
+RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS operation, NULL AS ordering_key,
     {_UNFLUSHED}
 """
 
@@ -87,7 +87,7 @@ WITH due AS MATERIALIZED (
     FROM due WHERE (l.operation, l.ordering_key) = (due.operation, due.ordering_key)
     RETURNING l.operation, l.ordering_key, {_UNFLUSHED}
 )
-SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.attempts, o.queue,
+SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue,
        o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
 FROM lane LEFT JOIN LATERAL (
     SELECT * FROM idempotency.outbox r
@@ -199,7 +199,9 @@ class Relay:
         batch = []
         for row in rows:
             try:
-                message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)
+                message = Message.from_text(row.message).marked(
+                    origin=row.origin, outbox_id=row.event_id, generation=row.generation
+                )
                 batch.append((row.event_id, message))
             except (ValueError, LookupError, TypeError) as error:
                 result.refuse(row.event_id, Refusal(f"not a message: {type(error).__name__}", own=True))

@@ -19,14 +19,14 @@ import psycopg
 from celery import Celery
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import PoolResetState, StaticPool
 
 from . import records, settings
 from .errors import SettingsError
 from .lease import Heartbeat, Leases
 from .records import Claimed, Renewal
 from .settings import Settings
-from .statements import treat_read_only_as_away
+from .statements import treat_read_only_as_away, wire
 
 
 class Runtime:
@@ -39,11 +39,9 @@ class Runtime:
         self.pid = os.getpid()
         self.settings = settings.from_app(app)
         self.holder = process_identity()
-        self.engine = make_engine(
-            self.settings,
-            # A body that hangs in a transaction is no holder for longer than this; its locks end with its lease.
-            server_options=f"-c idle_in_transaction_session_timeout={math.ceil(self.settings.longest_run * 1000)}",
-        )
+        self.engine = make_attempts_engine(self.settings, pool_reset_on_return=None)
+        # What a body has SET is its own affair: the next attempt on the connection begins as we connect.
+        event.listen(self.engine, "reset", _reset)
         # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the
         # round trips of switching a connection to and fro; an attempt never holds one of each.
         self._autocommit_engine = make_engine(
@@ -51,6 +49,8 @@ class Runtime:
             # Our statements find rows by key; planning them anew for each value costs more than running them. A kept
             # plan that was made while the tables were empty would read them whole when they have grown.
             server_options="-c plan_cache_mode=force_generic_plan -c enable_seqscan=off",
+            # Beyond a lease, for which a claim may wait for a lock, no statement of ours takes a minute.
+            patience=self.settings.lease + 60.0,
             isolation_level="AUTOCOMMIT",
             pool_reset_on_return=None,
         )
@@ -60,8 +60,16 @@ class Runtime:
             timeout=self.settings.redis_timeout,
             pause=self.settings.redis_pause,
         )
-        # A connection of its own: a pool emptied by busy attempts must not stop the renewals.
-        self._heartbeat_engine = make_engine(self.settings, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        # A connection of its own, and kept: a pool emptied by busy attempts must not stop the renewals, and connecting
+        # for each costs more than all of them. One that does not answer is replaced before the lease is over.
+        self._heartbeat_engine = make_engine(
+            self.settings,
+            server_options=f"-c statement_timeout={math.ceil(self.settings.heartbeat * 1000)}",
+            patience=self.settings.heartbeat,
+            isolation_level="AUTOCOMMIT",
+            poolclass=StaticPool,
+            pool_reset_on_return=None,
+        )
         self.heartbeat = Heartbeat(
             self._renew,
             self.leases,
@@ -93,11 +101,13 @@ class Runtime:
             runtime.leases.flush()
             runtime.engine.dispose()
             runtime._autocommit_engine.dispose()
+            runtime._heartbeat_engine.dispose()
 
     def abandon(self) -> None:
         """Forget inherited connections without closing the parent's sockets."""
         self.engine.dispose(close=False)
         self._autocommit_engine.dispose(close=False)
+        self._heartbeat_engine.dispose(close=False)
 
     @contextmanager
     def autocommit(self) -> Iterator[Connection]:
@@ -124,8 +134,13 @@ class Runtime:
             return records.renew(connection, claims, self.settings.lease)
 
 
-def make_engine(settings: Settings, *, server_options: str = "", **options: Any) -> Engine:
-    """An engine on the database of the promise, with its rules set on every connection."""
+def make_engine(
+    settings: Settings, *, server_options: str = "", patience: float | None = None, **options: Any
+) -> Engine:
+    """An engine on the database of the promise, with its rules set on every connection.
+
+    `patience`: seconds until an answer counts as lost, for statements that are all our own.
+    """
     if "poolclass" not in options:
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
     # Nobody waits behind a frozen holder for longer than a lease lasts; it is evicted by then.
@@ -135,26 +150,65 @@ def make_engine(settings: Settings, *, server_options: str = "", **options: Any)
         hide_parameters=True,  # errors and logs never show arguments
         connect_args={
             "options": f"-c synchronous_commit=on -c lock_timeout={lock_ms} {server_options}",
-            "connect_timeout": 5,
+            # a heartbeat that has to connect anew does so within its lease; libpq knows no less than two seconds
+            "connect_timeout": max(min(math.ceil(settings.lease / 4), 5), 2),
             # A peer that vanished is noticed within a lease, not after the kernel's two hours.
             "keepalives_idle": max(int(settings.lease / 4), 1),
             "keepalives_interval": max(int(settings.lease / 8), 1),
             "keepalives_count": 3,
+            # The same for what was sent to it and is not acknowledged; keepalives are not sent meanwhile.
+            "tcp_user_timeout": max(int(settings.lease * 1000 / 2), 1),
         },
         **options,
     )
-    event.listen(engine, "first_connect", _require_read_committed)
+    wire(engine, patience=patience)
+    event.listen(engine, "connect", _examine)
     treat_read_only_as_away(engine)
     return engine
 
 
-def _require_read_committed(dbapi_connection: Any, _: Any) -> None:
-    with dbapi_connection.cursor() as cursor:
-        level = cursor.execute("SHOW default_transaction_isolation").fetchone()[0]
-    dbapi_connection.rollback()
+def make_attempts_engine(settings: Settings, **options: Any) -> Engine:
+    """The engine of the bodies' sessions."""
+    longest_ms = math.ceil(settings.longest_run * 1000)
+    return make_engine(
+        settings,
+        # A body that hangs in a transaction, or in one statement, is no holder for longer than this; its locks end with
+        # its lease.
+        server_options=f"-c idle_in_transaction_session_timeout={longest_ms} -c statement_timeout={longest_ms}",
+        **options,
+    )
+
+
+def _examine(driver: Any, _: Any) -> None:
+    """Ask a new connection what it is. Raises `SettingsError` where nothing could be promised over it."""
+    with driver.cursor() as cursor:
+        level, backend = cursor.execute(_WHAT_IT_IS).fetchone()
+    driver.rollback()
     if level != "read committed":
         # Under a higher level every renewal and every counted duplicate would fail the finish with 40001.
         raise SettingsError(f"default_transaction_isolation: need 'read committed', got {level!r}")
+    if backend != driver.info.backend_pid:
+        # A pooler gives itself out as a backend. The next statement may reach another one, where nothing is prepared.
+        driver.prepare_threshold = None
+
+
+_WHAT_IT_IS = "SELECT current_setting('default_transaction_isolation'), pg_backend_pid()"
+
+
+def _reset(driver: Any, record: Any, state: PoolResetState) -> None:
+    """Give a body's settings and role back with its connection; what we connect with is what they are reset to."""
+    if state.terminate_only or driver.closed:
+        return
+    try:
+        driver.rollback()
+        driver.autocommit = True  # or it would be three round trips
+        driver.execute(_RESET)
+        driver.autocommit = False
+    except psycopg.Error as error:
+        record.invalidate(error)  # Postgres is away, and whoever asks next will see that
+
+
+_RESET = "RESET SESSION AUTHORIZATION; RESET ALL"
 
 
 def process_identity() -> str:
@@ -170,7 +224,8 @@ def process_identity() -> str:
 def is_provably_dead(holder: str) -> bool:
     """Whether the process of this name is gone: same host, boot and pid namespace, and no such process any more.
 
-    A closed connection proves nothing, and a process elsewhere is never proven dead.
+    A closed connection proves nothing, and a process elsewhere is never proven dead. Nor is one that cannot be seen:
+    /proc may be mounted with `hidepid`, and then hides the processes of other users.
     """
     try:
         host, boot, namespace, pid, started = holder.split("|")
@@ -179,17 +234,30 @@ def is_provably_dead(holder: str) -> bool:
     mine = process_identity().split("|")
     if not boot or [host, boot, namespace] != mine[:3]:
         return False
-    return start_time(int(pid)) != started
+    if not pid.isdecimal() or int(pid) == 0:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass  # there is one, of another user; or this is no pid
+    state, start = _state_and_start(pid)
+    return state in ("Z", "X") or ("" not in (start, started) and start != started)
 
 
 def start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty when it is gone or a zombie."""
+    """When a process started, in clock ticks since boot; empty when it is gone, a zombie, or cannot be seen."""
+    state, start = _state_and_start(pid)
+    return "" if state in ("Z", "X") else start
+
+
+def _state_and_start(pid: int | str) -> tuple[str, str]:
+    """A process' state in one letter, and when it started; both empty when they cannot be read."""
     stat = _read(f"/proc/{pid}/stat")
     # The command in parentheses may hold anything; the fields after the last one are fixed (proc(5): 3 state, 22 start).
     fields = stat.rpartition(")")[2].split()
-    if len(fields) < 20 or fields[0] in "ZX":
-        return ""
-    return fields[19]
+    return (fields[0], fields[19]) if len(fields) >= 20 else ("", "")
 
 
 def _read(path: str) -> str:

@@ -81,6 +81,10 @@ class Settings(BaseModel):
     # How long a duplicate with on_busy="wait" stays attached to the running attempt.
     wait: float = Field(30.0, ge=0)
 
+    # How long a message that no worker took, without a visible defect, comes back before its operation ends: longer
+    # than a deploy in which old workers meet tasks that only the new ones know.
+    unknown_task_grace: float = Field(HOUR, ge=0)
+
     max_attempts: int = Field(5, ge=1)
     # Exponential back-off with full jitter: uniform between 0 and min(retry_cap, retry_base * 2 ** (attempt - 1)).
     retry_base: float = Field(1.0, ge=0)
@@ -114,6 +118,16 @@ class Settings(BaseModel):
     alert_interval: float = Field(60.0, gt=0)
     # An alarm of its own when a service has more open dead letters than this.
     alert_open_letters: int = Field(100, ge=1)
+    # How often a worker, a relay or a beat writes its sign of life: one small row each, by a thread of its own.
+    sign_of_life: float = Field(10.0, gt=0)
+    # A process that has been silent for longer is an alarm. Two signs may fail: Postgres restarts, a host swaps.
+    alarm_silence: float = Field(60.0, gt=0)
+    # How long a process that has fallen silent is remembered: a working day and its night.
+    retention_processes: float = Field(DAY, gt=0)
+    # A queue that has work and no consumers for longer is an alarm. Longer than a restart of all workers takes.
+    alarm_unconsumed: float = Field(60.0, ge=0)
+    # The oldest operation that was accepted, is due and has not begun for longer than this is an alarm.
+    alarm_accepted: float = Field(300.0, gt=0)
     # The alert's receiver may not hold up more than this.
     alert_timeout: float = Field(3.0, gt=0)
     # Who gets the weekly report, and by which server (smtp://[user:password@]host:port, or smtps://).
@@ -140,6 +154,16 @@ class Settings(BaseModel):
             raise ValueError(
                 f"defer_budget must stay below what the provider keeps a key for: defer_budget={self.defer_budget} "
                 f"provider_key_retention={self.provider_key_retention}"
+            )
+        if self.alarm_silence < 3 * self.sign_of_life:
+            raise ValueError(
+                f"alarm_silence must be at least three times sign_of_life: alarm_silence={self.alarm_silence} "
+                f"sign_of_life={self.sign_of_life}"
+            )
+        if self.retention_processes <= self.alarm_silence:
+            raise ValueError(
+                f"retention_processes must outlast alarm_silence: retention_processes={self.retention_processes} "
+                f"alarm_silence={self.alarm_silence}"
             )
         if self.longest_run < self.lease:
             raise ValueError(f"max_run must not be shorter than the lease: max_run={self.max_run} lease={self.lease}")

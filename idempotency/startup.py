@@ -7,11 +7,13 @@ for it.
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from celery import Celery
-from celery.signals import beat_init, celeryd_init, worker_init
+from celery.signals import beat_init, celeryd_after_setup, celeryd_init, worker_init, worker_process_init
 from sqlalchemy.exc import DBAPIError
 
 
@@ -27,6 +29,29 @@ def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
         configuration.require_broker_address(instance.app)
     except SettingsError as error:
         raise SystemExit(f"idempotency: refused to start: {error}; correct it") from None
+
+
+@worker_process_init.connect
+def collect_often(**_: Any) -> None:
+    """Keep the memory of a pool process flat.
+
+    Celery leaves the traceback of every failed attempt in a cycle, which only a full collection frees; and those wait
+    until what is new is a quarter of all there is. Frozen, what was imported counts no more.
+    """
+    gc.freeze()
+    gc.collect()
+
+
+@celeryd_after_setup.connect
+def warn_of_few_connections(instance: Any, **_: Any) -> None:
+    """Say when a worker has more concurrency than connections; not known before its options are read."""
+    from . import configuration
+
+    if configuration.idempotent_tasks(instance.app):
+        settings, _findings = configuration.read_settings(instance.app)
+        if settings is not None:
+            pool = getattr(instance.pool_cls, "__module__", str(instance.pool_cls))
+            _warn(configuration.connections(pool, instance.concurrency, settings))
 
 
 @worker_init.connect
@@ -50,10 +75,16 @@ def refuse_to_start(app: Celery) -> str | None:
     findings += configuration.check(app, settings)
     if settings is not None:
         try:
-            findings += doctor.check_database(settings.database_url)
+            findings += doctor.check_database(settings)
         except DBAPIError as error:
             unanswered = doctor.reason(error)
     if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:
         # Celery would log and ignore an exception of a signal's receiver; this one it lets pass.
         raise SystemExit("\n".join(f"idempotency: refused to start: {finding}" for finding in refusals))
+    _warn(finding for finding in findings if finding.subject.startswith("database") and finding.level is Level.WARNING)
     return unanswered
+
+
+def _warn(findings: Iterable[Any]) -> None:
+    for finding in findings:
+        print(f"idempotency: warning: {finding}", file=sys.stderr)  # noqa: T201

@@ -1,11 +1,14 @@
 """Our own statements, handed to the driver past SQLAlchemy's result machinery, with SQLAlchemy's errors.
 
 An attempt runs two statements of ours; SQLAlchemy's cursor results cost more than psycopg's whole execution of them.
+
+`Wire` is the one place that decides whether an answer of Postgres may be believed, whichever way it was asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import psycopg
@@ -18,6 +21,62 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 READ_ONLY = "25006"
 # Under this name a connection keeps the cursor of our statements.
 _CURSOR = "idempotency.cursor"
+# Enough for a sentence; a record is not a log file.
+ERROR_LIMIT = 500
+
+
+class Wire(psycopg.Connection[Any]):
+    """A connection that believes no commit which Postgres itself doubts, and waits for no answer for ever.
+
+    Raises `psycopg.OperationalError` in both cases, and is closed: to its user the answer was lost.
+    """
+
+    # Seconds until an answer counts as lost; None: the body's own statements may take as long as they do.
+    patience: float | None = None
+    _doubted = False
+
+    def doubt(self, notice: psycopg.errors.Diagnostic) -> None:
+        """Note the WARNING of a commit that is durable here and was not confirmed by a synchronous standby.
+
+        It comes in the language of the server, so any warning counts; our own statements cause none.
+        """
+        self._doubted |= notice.severity_nonlocalized == "WARNING"
+
+    def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
+        self._doubted = False
+        answer = super().wait(gen if self.patience is None else self._patiently(gen), *args, **options)
+        if self._doubted and self.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+            self._lose("committed, and not confirmed by a synchronous standby")
+        return answer
+
+    def _patiently(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        assert self.patience is not None
+        deadline = time.monotonic() + self.patience
+        wanted = next_ready = None
+        try:
+            wanted = next(gen)
+            while True:
+                next_ready = yield wanted
+                if not next_ready and time.monotonic() > deadline:
+                    self._lose(f"no answer within {self.patience:g} s")
+                wanted = gen.send(next_ready)
+        except StopIteration as end:
+            return end.value
+
+    def _lose(self, why: str) -> None:
+        self.pgconn.finish()
+        raise psycopg.OperationalError(why)
+
+
+def wire(engine: Engine, *, patience: float | None = None) -> None:
+    """Let the engine connect by `Wire`."""
+
+    @event.listens_for(engine, "do_connect")
+    def _(dialect: Any, record: Any, args: Any, parameters: Any) -> Wire:
+        connection = Wire.connect(*args, **parameters)
+        connection.patience = patience
+        connection.add_notice_handler(connection.doubt)
+        return connection
 
 
 def execute(connection: Connection, statement: str, parameters: Mapping[str, Any] | None = None) -> Any:
@@ -49,6 +108,20 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
             connection_invalidated=connection.invalidated,
             dialect=connection.dialect,
         ) from error
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line for the record: type and message, without the statement's parameters or a row's values."""
+    if isinstance(error, DBAPIError):
+        diagnosis = getattr(error.orig, "diag", None)
+        primary = getattr(diagnosis, "message_primary", None)
+        return f"{type(error.orig).__name__}: {primary or 'no answer from the database'}"
+    return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
+
+
+def storable(value: Any) -> Any:
+    """What a jsonb column takes: NUL and half a surrogate pair are JSON, and no text to Postgres."""
+    return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def treat_read_only_as_away(engine: Engine) -> None:

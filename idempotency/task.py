@@ -8,30 +8,33 @@ Nothing leaves the wrapper unexplained, because whatever Celery sees decides whe
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, and the next delivery is committed: acknowledged
     Ignore                                   a duplicate in flight, and one row was counted: acknowledged
-    Reject(requeue=False)                    everything else: the dead-letter queue stores it
+    Reject(requeue=False)                    a defect of the message, and what nobody foresaw in a claimed operation: the
+                                             dead-letter queue stores it
+    Ignore, Reject(requeue=True)             no answer from Postgres: it is in the outbox or the queue again (`waiting.py`)
 """
 
 from __future__ import annotations
 
 import inspect
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
 
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.utils.time import maybe_make_aware
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from . import dead_letters, eager, keys, metrics, outbox, records
-from .attempt import Attempt, AttemptSession, OnFailed, Policy, describe
+from . import conclusions, dead_letters, eager, keys, metrics, outbox, records
+from .attempt import Attempt, AttemptSession, Policy
+from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
 from .effects import Reconcile
@@ -39,6 +42,7 @@ from .endings import Ending, Raised, Release, Returned, end_for
 from .errors import (
     AttemptsExhausted,
     Defer,
+    EffectUnknown,
     FingerprintMismatch,
     IdempotencyError,
     InvalidArguments,
@@ -55,14 +59,33 @@ from .handle import Handle
 from .keys import KeyFunction, OperationId
 from .lease import Hint
 from .logs import log
-from .message import KEY_HEADER, ORIGIN_HEADER, REVOKED_HEADER, TENANT_HEADER, WAITS_HEADER, Message
+from .message import (
+    ETA_HEADER,
+    FINGERPRINT_HEADER,
+    GENERATION_HEADER,
+    KEY_HEADER,
+    MESSAGE_VERSION,
+    ORIGIN_HEADER,
+    OUTBOX_HEADER,
+    REVOKED_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    WAITS_HEADER,
+    Message,
+)
+from .providers import ProviderContract
+from .publisher import Published, Publisher
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
+from .statements import describe
+from .waiting import Unanswered, Waiting, is_stopping
 
 # A doubt is resolved by claiming again. Each round moves the fence, so five in a row mean something is broken.
 DOUBT_ROUNDS = 5
-# How often a claim is tried again while Postgres is away; the message stays unacknowledged meanwhile.
-POSTGRES_PAUSE = 0.5
+# Seconds in the outbox for a delivery that got no answer though Postgres takes it there: somebody has to mend that.
+PUT_BACK = 60.0
+# Seconds for the confirm of a copy; the hard time limit may be near.
+CONFIRM_TIMEOUT = 5.0
 # The options of enqueue() that are not arguments of the task.
 ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
 
@@ -83,6 +106,8 @@ class IdempotentTask(Task):
                     `content_hash(...)`, or None: then every call gives `idempotency_key=`
     on_failed       `on_failed(session, operation, error)`, run in the failing transaction
     permanent_errors exception types that end the operation at once
+    provider        what the provider of its effects promises about idempotency keys (`idempotency.providers`)
+    effect_types    what its effects return, by name (any type pydantic checks): a person's word is held against it
     on_busy         what a duplicate of a running operation does: "ack" (default), "wait", or "raise" (eager calls)
     max_attempts, retention_completed, retention_failed   override the settings; retentions in seconds
     """
@@ -104,6 +129,8 @@ class IdempotentTask(Task):
     key: ClassVar[str | KeyFunction | None] = None
     on_failed: ClassVar[OnFailed | None] = None
     permanent_errors: ClassVar[Sequence[type[BaseException]]] = ()
+    provider: ClassVar[ProviderContract | None] = None
+    effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
     max_attempts: ClassVar[int | None] = None
     retention_completed: ClassVar[float | None] = None
@@ -132,7 +159,13 @@ class IdempotentTask(Task):
             # A plain call is protected like any other: it runs here, under the same key.
             return self.apply(args, kwargs, throw=True).get()
         try:
-            outcome = self._perform(self._delivery())
+            delivery = self._delivery()
+            try:
+                outcome = Raised(Ignore()) if self._is_early(delivery) else self._perform(delivery)
+            except Unanswered as unanswered:
+                raise self._put_back(delivery, unanswered) from unanswered.__cause__
+        except (Ignore, Reject):
+            raise
         except Exception as error:
             if self.request.is_eager:
                 raise
@@ -152,6 +185,11 @@ class IdempotentTask(Task):
                 answer = self._claim(runtime, delivery, token)
             match answer:
                 case Claimed() as claim:
+                    if not claim.resumed:
+                        # An ending belongs to the attempt that decided it: this is another one, on other ground.
+                        ending = None
+                    if claim.fingerprint != delivery.fingerprint:  # stored by an older rule: letters name it so
+                        delivery = replace(delivery, fingerprint=claim.fingerprint)
                     self.request.retries = max(claim.attempts - 1, 0)
                     self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
                     try:
@@ -162,7 +200,7 @@ class IdempotentTask(Task):
                                 raise
                             except BaseException as error:
                                 ending = end_for(error, attempt)
-                        ending.apply(attempt)
+                        outcome = ending.apply(attempt)
                     except (LeaseLost, OutcomeInDoubt, DBAPIError, PoolTimeout, SoftTimeLimitExceeded):
                         if ending is not None and not isinstance(ending.outcome, Exception):
                             raise ending.outcome from None  # the process ends; recovery has the rest
@@ -174,7 +212,7 @@ class IdempotentTask(Task):
                         if isinstance(ending.cause, Defer):
                             return Raised(ending.cause)  # later means that the caller calls again
                         return self._perform(delivery)  # nobody delivers again: the next attempt is here and now
-                    return Raised(ending.outcome)
+                    return Raised(outcome)
                 case Completed() as completed:
                     metrics.duplicates.labels(self.name).inc()
                     return Returned(completed.value())
@@ -190,10 +228,8 @@ class IdempotentTask(Task):
 
     def _run(self, attempt: Attempt) -> Any:
         crash_point("claimed")
-        if self._is_revoked(attempt):
-            raise PermanentError("revoked through Celery before it had ended", "revoked")
-        if attempt.claim.attempts > attempt.policy.max_attempts:
-            raise AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts; the last one died")
+        if (end := self._end_without_body(attempt)) is not None:
+            return self._look_once_more(attempt, end)
         crash_point("body.entered")
         with metrics.phase(self.name, "body"):
             result = self.run(*self.request.args, **self.request.kwargs)
@@ -201,33 +237,60 @@ class IdempotentTask(Task):
             attempt.complete(result)
         return result
 
+    def _end_without_body(self, attempt: Attempt) -> PermanentError | None:
+        """Why this claim ends the operation instead of running its body, if it does."""
+        if self._is_revoked(attempt):
+            return PermanentError("revoked through Celery before it had ended", "revoked")
+        if attempt.claim.attempts > attempt.policy.max_attempts:
+            return AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts")
+        return None
+
+    def _look_once_more(self, attempt: Attempt, end: PermanentError) -> Any:
+        """Finish what has happened outside, if asking the provider allows it; begin nothing. Else raise `end`.
+
+        Once only: a body that kills its process must not do so for ever.
+        """
+        claim, most = attempt.claim, attempt.policy.max_attempts
+        if not conclusions.has_acted(claim.effects) or claim.attempts > most + 1:
+            raise end
+        attempt.ends_as = end
+        try:
+            result = self.run(*self.request.args, **self.request.kwargs)
+        except (LeaseLost, OutcomeInDoubt, Defer, EffectUnknown):
+            raise
+        except Exception as error:
+            raise end from error
+        if attempt.stopped:
+            raise end  # the body has caught it and gone on without what it was refused
+        attempt.complete(result)
+        return result
+
     def _claim(
         self, runtime: Runtime, delivery: Delivery, token: str
     ) -> Claimed | Completed | Failed | Mismatch | Busy:
-        """Claim the operation, or learn from the record why not. Waits for Postgres as long as it takes."""
+        """Claim the operation, or learn from the record why not. Raises `Unanswered`."""
         leases, id = runtime.leases, delivery.id
         hint = Hint.FREE if delivery.resent else leases.take(id, token, delivery.fingerprint)
         if hint is Hint.GUARDED:
             return Busy()  # a duplicate was counted before this one: the record will be finished without it
         crash_point("lease.taken")
-        while True:
-            try:
-                with runtime.autocommit() as connection:
-                    if hint is Hint.HELD and self._counted(runtime, connection, delivery):
-                        return Busy()
+
+        def ask() -> Claimed | Completed | Failed | Mismatch | Busy:
+            with runtime.autocommit() as connection:
+                if hint is Hint.HELD and self._counted(runtime, connection, delivery):
+                    return Busy()
+                while True:
                     answer = self._ask(runtime, connection, delivery, token, synchronous=False)
-                    if isinstance(answer, Changed) or (
-                        isinstance(answer, Busy) and not self._counted(runtime, connection, delivery)
-                    ):
-                        continue  # the row became claimable meanwhile
-                    break
-            except (OperationalError, PoolTimeout, SoftTimeLimitExceeded) as error:
-                # Postgres is away, or a lock or a connection was not to be had: try again, never acknowledge.
-                log.warning("claim_waits", operation=self.name, error=describe(error))
-                time.sleep(POSTGRES_PAUSE)
+                    if isinstance(answer, Busy) and self._counted(runtime, connection, delivery):
+                        return answer
+                    if not isinstance(answer, Changed | Busy):
+                        return answer
+                    # the row became claimable meanwhile
+
+        answer = self._waiting(delivery).answer(ask)
         if isinstance(answer, Claimed):
             metrics.claims.labels(self.name).inc()
-            if answer.attempts > 1:
+            if answer.taken_over:
                 metrics.takeovers.labels(self.name).inc()
             if hint is Hint.HELD or delivery.resent:
                 leases.hold([(id, token, delivery.fingerprint)])
@@ -248,10 +311,96 @@ class IdempotentTask(Task):
             lease=runtime.settings.lease,
             queue=delivery.queue,
             synchronous=synchronous,
+            also=delivery.also,
         )
 
+    def _waiting(self, delivery: Delivery) -> Waiting:
+        limit = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
+        return Waiting(self.name, time_limit=limit, is_eager=delivery.is_eager)
+
+    def _is_early(self, delivery: Delivery) -> bool:
+        """Whether its time has not come by the database's clock; then it waits in the outbox, and this one may go."""
+        if (eta := delivery.eta) is None:
+            return False
+        runtime = Runtime.of(self.app)
+
+        def park() -> bool:
+            with runtime.autocommit() as connection:
+                if records.has_come(connection, eta):
+                    return False
+                self._park(connection, delivery, Message.from_text(delivery.message), eta=eta)
+                return True
+
+        return self._waiting(delivery).answer(park)
+
+    def _park(
+        self,
+        connection: Connection,
+        delivery: Delivery,
+        message: Message,
+        *,
+        countdown: float = 0.0,
+        eta: datetime | None = None,
+    ) -> None:
+        """Write the next delivery of this message to the outbox: the relay sends it when it is due."""
+        outbox.insert(
+            connection,
+            delivery.id,
+            delivery.fingerprint,
+            message,
+            queue=delivery.queue,
+            countdown=countdown,
+            eta=eta,
+            origin="retry",
+            generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+        )
+
+    def _put_back(self, delivery: Delivery, unanswered: Unanswered) -> Any:
+        """End a delivery that has waited long enough without losing its message. Returns what is to be raised.
+
+        The outbox keeps it, if Postgres takes that; otherwise the broker, as a confirmed copy at the end of its queue:
+        a message that is only handed back comes at once, and its delivery limit counts that. Only a worker that shuts
+        down, or has lost the broker, leaves it at that.
+        """
+        if delivery.is_eager:
+            return unanswered.__cause__ or unanswered
+        to, message = "queue", Message.from_text(delivery.message)
+        if not is_stopping():
+            to = "outbox" if self._parked(delivery, message) else "copy" if self._copied(delivery, message) else to
+        metrics.put_back.labels(self.name, to).inc()
+        log.warning("put_back", operation=self.name, key=delivery.id.key, to=to)
+        if to == "queue":
+            return Reject("no answer from Postgres", requeue=True)
+        return Ignore()
+
+    def _parked(self, delivery: Delivery, message: Message) -> bool:
+        try:
+            with Runtime.of(self.app).autocommit() as connection:
+                self._park(connection, delivery, message, countdown=PUT_BACK, eta=delivery.eta)
+        except Exception:
+            return False
+        return True
+
+    def _copied(self, delivery: Delivery, message: Message) -> bool:
+        id = str(delivery.headers.get(OUTBOX_HEADER) or uuid())
+        message = message.marked(
+            origin=delivery.headers.get(ORIGIN_HEADER) or "retry",
+            outbox_id=id,
+            generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+        )
+        if delivery.eta is not None:
+            message.headers["eta"] = delivery.eta.isoformat()
+        publisher, published = Publisher(self.app, confirm_timeout=CONFIRM_TIMEOUT), Published()
+        try:
+            publisher.publish([(id, message)], published)
+        except Exception:
+            return False
+        finally:
+            publisher.close()
+        return bool(published.confirmed)
+
     def _counted(self, runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
-        counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint)
+        counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
         if counted and holder is not None:
             runtime.leases.guard(delivery.id, holder, delivery.fingerprint)
         return counted
@@ -260,16 +409,20 @@ class IdempotentTask(Task):
         """Another request under a used key: keep it as a dead letter, touch nothing else."""
         error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
         if not delivery.is_eager:
-            with runtime.autocommit() as connection:
-                dead_letters.store_refusal(
-                    connection,
-                    delivery.id,
-                    delivery,
-                    generation=generation,
-                    reason="fingerprint_mismatch",
-                    error=records.error_text("fingerprint_mismatch", str(error)),
-                    service=runtime.settings.service,
-                )
+
+            def store() -> None:
+                with runtime.autocommit() as connection:
+                    dead_letters.store_refusal(
+                        connection,
+                        delivery.id,
+                        delivery,
+                        generation=generation,
+                        reason="fingerprint_mismatch",
+                        error=records.error_text("fingerprint_mismatch", str(error)),
+                        service=runtime.settings.service,
+                    )
+
+            self._waiting(delivery).answer(store)
         metrics.mismatches.labels(self.name).inc()
         log.warning("fingerprint_mismatch", operation=self.name, key=delivery.id.key)
         return error
@@ -285,23 +438,19 @@ class IdempotentTask(Task):
             if 0.5 * (2**waits - 1) < runtime.settings.wait:
                 message = Message.from_text(delivery.message)
                 message.headers[WAITS_HEADER] = waits + 1
-                with runtime.autocommit() as connection:
-                    outbox.insert(
-                        connection,
-                        delivery.id,
-                        delivery.fingerprint,
-                        message,
-                        queue=delivery.queue,
-                        countdown=delay,
-                        origin="retry",
-                    )
+
+                def park() -> None:
+                    with runtime.autocommit() as connection:
+                        self._park(connection, delivery, message, countdown=delay)
+
+                self._waiting(delivery).answer(park)
         return Raised(Ignore())
 
     def _is_revoked(self, attempt: Attempt) -> bool:
         if attempt.claim.revoked or REVOKED_HEADER not in attempt.delivery.headers:
             return attempt.claim.revoked
         with attempt.runtime.autocommit() as connection:
-            return records.revoke(connection, attempt.claim.id, attempt.delivery.fingerprint, remembered=True)
+            return records.revoke(connection, attempt.claim.id, attempt.claim.fingerprint, remembered=True)
 
     def revoke_terminated(self, request: Any) -> None:
         """Mark the operation whose attempt Celery terminates, so that its next claim ends it. For `revocation.py`."""
@@ -311,7 +460,7 @@ class IdempotentTask(Task):
             connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
             # The attempt may have been killed before its claim, with no record to be marked.
             answer = self._ask(runtime, connection, delivery, secrets.token_hex(16))
-            records.revoke(connection, delivery.id, delivery.fingerprint, remembered=False)
+            records.revoke(connection, delivery.id, delivery.fingerprint, remembered=False, also=delivery.also)
             if isinstance(answer, Claimed):
                 records.release(connection, answer, delay=0.0, error=None, give_back=True)
 
@@ -321,16 +470,24 @@ class IdempotentTask(Task):
         arguments = keys.bind(self._signature, request.args or (), request.kwargs or {})
         id = self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
         message = Message.delivered(request)
+        if request.is_eager:
+            message = message.routed(
+                self.app, self.name, request.args or (), request.kwargs or {}
+            )  # should this process die, a worker goes on with it
+        # by the rule of the message, so that the record agrees with the outbox row it came from
+        fingerprint = keys.fingerprint(arguments, like=headers.get(FINGERPRINT_HEADER))
         return Delivery(
             id=id,
-            fingerprint=keys.fingerprint(arguments),
+            fingerprint=fingerprint,
+            also=[other for other in keys.fingerprints(arguments) if other != fingerprint],
             arguments=arguments,
             task_id=request.id,
             message=message.to_text(),
             headers=headers,
             queue=message.queue(self.app),
-            resent=ORIGIN_HEADER in headers,
+            resent=ORIGIN_HEADER in headers or bool((request.delivery_info or {}).get("redelivered")),
             is_eager=bool(request.is_eager),
+            eta=maybe_make_aware(maybe_iso8601(headers[ETA_HEADER])) if headers.get(ETA_HEADER) else None,
         )
 
     # ------------------------------------------------------------ what a body uses
@@ -350,9 +507,15 @@ class IdempotentTask(Task):
         """
         return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
 
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once."""
-        return self._attempt.step(name, fn, *args, **kwargs)
+    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
+        """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once.
+
+        If the operation ends without success, `undo(session, result)` takes the step back in the failing transaction,
+        the last step first, and a replay does the step again. It is a function that can be imported by its name. No
+        undo runs while an effect is unknown, nor over a later effect that has happened, unless it accepts
+        `effects` (their results by name) and answers for them. Raises as `effect` does.
+        """
+        return self._attempt.step(name, fn, *args, undo=undo, **kwargs)
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` when another attempt may hold the operation; for long loops."""
@@ -409,9 +572,7 @@ class IdempotentTask(Task):
         options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
-        id, headers, arguments = self._checked(
-            args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None)
-        )
+        id, headers = self._checked(args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None))
         ordering_key = options.pop("ordering_key", None)
         _check_options(self.app, task_id=task_id, **options)
         # what the decorator says about every message of this task holds here as in apply_async
@@ -422,7 +583,7 @@ class IdempotentTask(Task):
         outbox.insert(
             session,
             id,
-            keys.fingerprint(arguments),
+            headers[FINGERPRINT_HEADER],
             message,
             queue=message.queue(self.app),
             countdown=countdown,
@@ -446,7 +607,7 @@ class IdempotentTask(Task):
         if (options.get("expires") or self.expires) is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
         given = options.pop("headers", None) or {}
-        id, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)
+        id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply_async(args, kwargs, task_id, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
@@ -465,7 +626,7 @@ class IdempotentTask(Task):
         eager.check_no_transaction(Runtime.of(self.app).engine.url)
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         given = options.pop("headers", None) or {}
-        _, headers, _ = self._checked(args, kwargs, idempotency_key, tenant, given)
+        _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
 
     def _checked(
@@ -475,7 +636,7 @@ class IdempotentTask(Task):
         key: object,
         tenant: str | None,
         headers: Mapping[str, Any] = MappingProxyType({}),
-    ) -> tuple[OperationId, dict[str, str], dict[str, Any]]:
+    ) -> tuple[OperationId, dict[str, Any]]:
         """Everything that can be refused about a call is refused where it is made."""
         arguments = keys.bind(self._signature, args, kwargs)
         key = headers.get(KEY_HEADER) if key is None else key
@@ -484,7 +645,13 @@ class IdempotentTask(Task):
         limit = Runtime.of(self.app).settings.arguments_limit
         if (size := len(keys.canonical_json(arguments))) > limit:
             raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
-        return id, {KEY_HEADER: id.key, TENANT_HEADER: id.tenant}, arguments
+        sent = {
+            KEY_HEADER: id.key,
+            TENANT_HEADER: id.tenant,
+            FINGERPRINT_HEADER: keys.fingerprint(arguments),
+            VERSION_HEADER: MESSAGE_VERSION,
+        }
+        return id, sent
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
         if key is None and self._key_function is not None:

@@ -3,7 +3,9 @@
 Every call that moves money carries an idempotency key, which the library derives and keeps the same for as
 long as the outcome is unknown. What an answer means for the operation is decided here, and nowhere else:
 
-    declined, refused parameters    PermanentError  nothing was charged, and never will be
+    declined, or any refusal that   StoredRefusal   nothing was charged under this key, and never will be
+    is replayed for this key
+    refused parameters              PermanentError  nothing was charged by this call; says nothing about another one
     unreachable, timed out,         Defer           later, under the same key, without using an attempt
     502/503/504, 429, key in
     progress, our API key refused
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import stripe
+from typing_extensions import TypedDict
 
 from idempotency import (
     Defer,
@@ -27,11 +30,23 @@ from idempotency import (
     PermanentError,
     StillUnknown,
     StoredFailure,
+    StoredRefusal,
 )
 from tasks.circuit import Circuit, Unavailable
 from tasks.stripe_http import StripeConnections
 
 T = TypeVar("T")
+
+
+class Result(TypedDict):
+    """What a capture and a refund return."""
+
+    id: str
+    amount: int
+    currency: str
+    status: str
+
+
 Outcome = Happened | DidNotHappen | StillUnknown
 
 CAPTURED = frozenset({"succeeded"})
@@ -187,6 +202,7 @@ class StripeGateway:
             done=CAPTURED,
             nothing=NOT_CAPTURED,
             ended=doubt.ended_for is not None and doubt.ended_for > self._search_lag,
+            lag=self._search_lag - (doubt.age if doubt.ended_for is None else doubt.ended_for),
         )
 
     def find_refund(
@@ -260,7 +276,8 @@ def _meaning(error: stripe.StripeError) -> Exception:
             return Defer(_retry_after(error), f"the payment provider limits our rate{where}")
         case stripe.CardError():
             reason = getattr(error.error, "decline_code", None) or error.code or "declined"
-            return PermanentError(f"the card was declined: {reason}{where}", error.code or "card_declined")
+            # A charge that was carried out and declined: Stripe keeps that answer under the key.
+            return StoredRefusal(f"the card was declined: {reason}{where}", error.code or "card_declined")
         case stripe.AuthenticationError() | stripe.PermissionError():
             return Defer(REFUSED_KEY_SECONDS, f"the payment provider refuses our API key{where}")
         case stripe.IdempotencyError():
@@ -269,7 +286,8 @@ def _meaning(error: stripe.StripeError) -> Exception:
         case stripe.InvalidRequestError():
             field = f" in {error.param}" if error.param else ""
             code = error.code or "invalid_request"
-            return PermanentError(f"the payment provider refused the request: {code}{field}{where}", code)
+            refusal = StoredRefusal if replayed else PermanentError
+            return refusal(f"the payment provider refused the request: {code}{field}{where}", code)
         case _ if status == 409:
             return Defer(IN_PROGRESS_SECONDS, f"a call under this idempotency key is in progress{where}")
         case _ if status is not None and status >= 500 and replayed:
@@ -301,13 +319,18 @@ def _says(found: dict[str, Any], name: str, value: str) -> bool:
     return bool((found["metadata"] or {}).get(name) == value)
 
 
-def _settle(found: Iterable[dict[str, Any]], *, done: frozenset[str], nothing: frozenset[str], ended: bool) -> Outcome:
+def _settle(
+    found: Iterable[dict[str, Any]], *, done: frozenset[str], nothing: frozenset[str], ended: bool, lag: float = 0.0
+) -> Outcome:
+    """What was found says about the effect. `lag`: seconds for which a search may still not see it."""
     undecided = False
     for thing in found:
         if thing["status"] in done:
             return Happened(_result(thing))
         undecided = undecided or thing["status"] not in nothing
-    return DidNotHappen() if ended and not undecided else StillUnknown()
+    if ended and not undecided:
+        return DidNotHappen()
+    return StillUnknown(ask_again=lag if lag > 0 else None)
 
 
 def _completed(thing: dict[str, Any], done: frozenset[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idempotency import alerts, maintenance, reports
+from idempotency import alarms, alerts, maintenance, reports
 from idempotency.reconcile import reconcile
 
 from . import app
@@ -28,8 +28,8 @@ def purge() -> int:
 
 @app.task(name="maintenance.alert")
 def alert() -> int:
-    """Tell what has become a dead letter; returns how many."""
-    return alerts.run_once(app)
+    """Tell what has become a dead letter and which alarms are on; returns how many."""
+    return alerts.run_once(app) + alarms.run_once(app)
 
 
 @app.task(name="maintenance.report")

@@ -1,10 +1,10 @@
-"""The business tables. Amounts are integers in the minor unit of their currency, never floats."""
+"""The business tables, as `tasks.migrate` makes them. Amounts are integers in the minor unit of their currency, never floats."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import BigInteger, CheckConstraint, DateTime, Engine, ForeignKey, UniqueConstraint, func
+from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKey, UniqueConstraint, func
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -106,17 +106,3 @@ class Posting(Base):
 
 # For writes that need no object: a statement costs less than a flush.
 payments, ledger = (Base.metadata.tables[name] for name in ("payments", "ledger"))
-
-LEDGER_ENTRIES = """
-CREATE OR REPLACE VIEW ledger_entries AS
-SELECT id, kind, reference, debit AS account, currency, amount FROM ledger
-UNION ALL
-SELECT id, kind, reference, credit, currency, -amount FROM ledger
-"""
-
-
-def create_tables(engine: Engine) -> None:
-    """Create the business tables where they are missing."""
-    Base.metadata.create_all(engine)
-    with engine.begin() as connection:
-        connection.exec_driver_sql(LEDGER_ENTRIES)

@@ -6,9 +6,11 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, publish
+from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, Unfinished, publish
+from idempotency.providers import STRIPE
 
 from . import app, ledger
+from .gateway import Result
 from .models import Payment, payments
 from .outside import gateway
 from .validation import check_amount, check_currency, check_id, check_local_part
@@ -31,15 +33,26 @@ def submit_payment(session: Session, *, payment_id: str, customer_id: str, amoun
 
 
 def payment_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """The row says so in the transaction that makes the operation fail, and whoever subscribes is told."""
+    """The row says so in the transaction that makes the operation fail, and an event tells the subscribers.
+
+    Failed means that nothing was charged. What was, or may have been, is unknown until a person has settled it.
+    """
     payment = session.get(Payment, operation.key, with_for_update=True)
-    if payment is not None and payment.status == "pending":
-        payment.status = "unknown" if isinstance(error, EffectUnknown) else "failed"
+    if payment is not None and payment.status in ("pending", "unknown"):
+        payment.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "failed"
         payment.failure = error.code
-        publish(session, "payment.failed", {"payment_id": payment.id, "code": error.code}, app=app)
+        publish(session, f"payment.{payment.status}", {"payment_id": payment.id, "code": error.code}, app=app)
 
 
-@app.task(base=IdempotentTask, bind=True, name="payments.capture_payment", key="{payment_id}", on_failed=payment_failed)
+@app.task(
+    base=IdempotentTask,
+    bind=True,
+    name="payments.capture_payment",
+    key="{payment_id}",
+    on_failed=payment_failed,
+    provider=STRIPE,
+    effect_types={"capture": Result},
+)
 def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
     """Charge the customer, once."""
     payment = self.session.get(Payment, payment_id)

@@ -6,9 +6,11 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from idempotency import Defer, EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, publish
+from idempotency import Defer, EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, Unfinished, publish
+from idempotency.providers import STRIPE
 
 from . import app, ledger
+from .gateway import Result
 from .models import Payment, Refund
 from .outside import gateway
 from .validation import check_amount, check_id, check_text
@@ -34,17 +36,14 @@ def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: 
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """Refused: what was reserved is free again. Unknown: it stays reserved, for it may have been paid out."""
+    """Refused: nothing is reserved any more. Unknown: it stays reserved, for it was or may have been paid out."""
     refund = session.get(Refund, operation.key, with_for_update=True)
-    if refund is None or refund.status not in ("pending", "reserved"):
-        return
-    if isinstance(error, EffectUnknown):
-        refund.status = "unknown"
-    else:
-        if refund.status == "reserved":
-            session.get_one(Payment, refund.payment_id, with_for_update=True).refunded -= refund.amount
+    if refund is not None and refund.status in ("pending", "unknown"):
         refund.status = "refused"
-    refund.failure = error.code
+        refund.failure = error.code
+    elif refund is not None and refund.status == "reserved" and isinstance(error, EffectUnknown | Unfinished):
+        refund.status = "unknown"
+        refund.failure = error.code
 
 
 def reserve(session: Session, refund_id: str) -> dict[str, Any]:
@@ -72,10 +71,24 @@ def reserve(session: Session, refund_id: str) -> dict[str, Any]:
     }
 
 
-@app.task(base=IdempotentTask, bind=True, name="refunds.refund_payment", key="{refund_id}", on_failed=refund_failed)
+def free(session: Session, reserved: dict[str, Any]) -> None:
+    """Undo `reserve`: the amount can be refunded again."""
+    session.get_one(Payment, reserved["payment_id"], with_for_update=True).refunded -= reserved["amount"]
+    session.get_one(Refund, reserved["refund_id"]).status = "pending"
+
+
+@app.task(
+    base=IdempotentTask,
+    bind=True,
+    name="refunds.refund_payment",
+    key="{refund_id}",
+    on_failed=refund_failed,
+    provider=STRIPE,
+    effect_types={"refund": Result},
+)
 def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
     """Give money back, once."""
-    request = self.step("reserve", reserve, refund_id)
+    request = self.step("reserve", reserve, refund_id, undo=free)
 
     given_back = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
 

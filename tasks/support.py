@@ -1,4 +1,4 @@
-"""Support: every payment that failed becomes a case."""
+"""Support: every payment that failed, or whose outcome is unknown, becomes a case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import app
 from .models import SupportCase
 
 
-@subscribe("payment.failed", consumer="support", app=app)
+@subscribe("payment.failed", "payment.unknown", consumer="support", app=app)
 def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
-    """Open the case of a failed payment."""
-    self.session.add(SupportCase(payment_id=event["data"]["payment_id"], code=event["data"]["code"]))
+    """Open the case of a payment, or say in its case what has become of it."""
+    self.session.merge(SupportCase(payment_id=event["data"]["payment_id"], code=event["data"]["code"]))

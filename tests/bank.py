@@ -63,6 +63,9 @@ def configure(environment: dict[str, str]) -> None:
         idempotency_retry_base=float(environment.get("RETRY_BASE", "0.05")),
         idempotency_max_run=float(environment.get("MAX_RUN", "600")),
         idempotency_redis_pause=0.2,
+        # what is rejected ends at once, unless a test is about a deploy
+        idempotency_unknown_task_grace=float(environment.get("UNKNOWN_TASK_GRACE", "0")),
+        idempotency_sign_of_life=float(environment.get("SIGN_OF_LIFE", "10")),
     )
     app.amqp.flush_routes()
     for name in ("queues", "_producer_pool", "router"):

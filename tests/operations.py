@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -15,7 +15,9 @@ from sqlalchemy import Connection, Row, text
 
 from idempotency import records
 from idempotency.keys import OperationId
+from idempotency.message import Message
 from idempotency.records import Answer, Changed, Claimed
+from tests.processes import eventually
 
 LEASE = 60.0
 RETENTION = 3600.0
@@ -23,6 +25,7 @@ FINGERPRINT = "v1:same"
 MESSAGE = '{"headers": {}, "properties": {}, "route": {}, "body": "[[1e16], {}, {}]"}'
 HOLDER = "another-host|boot|namespace|1|1"
 ERROR = records.error_text("no_account", "no such account")
+FAILED = records.FailedEnd("no_account", ERROR)
 
 T = TypeVar("T")
 
@@ -43,6 +46,7 @@ def claim(
     holder: str = HOLDER,
     lease: float = LEASE,
     message: str = MESSAGE,
+    queue: str = "",
 ) -> Answer:
     """Claim until the answer is final: `Changed` means that the row moved meanwhile, ask again."""
     for _ in range(10):
@@ -54,6 +58,7 @@ def claim(
             message=message,
             holder=holder,
             lease=lease,
+            queue=queue,
         )
         if not isinstance(answer, Changed):
             return answer
@@ -98,7 +103,7 @@ def completed(
 
 def failed(connection: Connection, id: OperationId | None = None, **options: Any) -> Claimed:
     held = started(connection, id, **options)
-    records.fail(connection, held, ERROR, response_code=422, retention=RETENTION, lease=LEASE)
+    records.fail(connection, held, FAILED, retention=RETENTION, lease=LEASE)
     return held
 
 
@@ -141,6 +146,20 @@ def outbox(connection: Connection, id: OperationId | None = None) -> Sequence[Ro
     ).all()
 
 
+def sent(connection: Connection, id: OperationId) -> dict[str, Any]:
+    """Mark the newest outbox row of an operation as published; returns the marks of its message."""
+    row = connection.execute(
+        text("""
+            UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL
+            WHERE id = (SELECT max(id) FROM idempotency.outbox
+                        WHERE (tenant, operation, key) = (:tenant, :operation, :key))
+            RETURNING event_id, generation, origin
+        """),
+        {"tenant": id.tenant, "operation": id.operation, "key": id.key},
+    ).one()
+    return Message({}, "", {}, {}).marked(origin=row.origin, outbox_id=row.event_id, generation=row.generation).headers
+
+
 def dead_letters(connection: Connection, id: OperationId | None = None) -> Sequence[Row[Any]]:
     """The dead letters of an operation, or all."""
     return connection.execute(
@@ -166,3 +185,19 @@ def at_once(number: int, work: Callable[[int], T]) -> list[T]:
 
     with ThreadPoolExecutor(number) as pool:
         return list(pool.map(run, range(number)))
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run the work in a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+def wait_for_a_lock(connection: Connection) -> None:
+    """Return once a session of this database waits for a lock."""
+    waiting = text("""
+        SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'
+    """)
+    eventually(lambda: connection.execute(waiting).scalar_one(), what="a session that waits for a lock")

@@ -8,6 +8,7 @@ context.configure(
     connection=context.config.attributes["connection"],
     version_table=VERSION_TABLE,
     version_table_schema=SCHEMA,
+    transaction_per_migration=True,
 )
 with context.begin_transaction():
     context.run_migrations()

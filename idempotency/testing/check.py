@@ -254,7 +254,7 @@ class _Check:
         options = dict(self._options)
         key, tenant = options.pop("idempotency_key", None), options.pop("tenant", None)
         given = options.pop("headers", None) or {}
-        id, headers, _ = self._task._checked(self._args, self._kwargs, key, tenant, given)
+        id, headers = self._task._checked(self._args, self._kwargs, key, tenant, given)
         self._ground.meet(id)
         if self._id is None:
             self._id = id

@@ -16,12 +16,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from .. import settings
-from ..attempt import describe
 from ..keys import OperationId
 from ..lease import _name as lease_name
 from ..message import Message
 from ..runtime import make_engine
 from ..schema import SCHEMA
+from ..statements import describe
 from .differences import HEADINGS, Masked, Row
 
 # Nobody else works in this database; whoever keeps a table locked for so long will not let go.

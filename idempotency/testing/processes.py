@@ -32,9 +32,9 @@ from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import Pool
 
 from .. import crash_points, records, statements
-from ..attempt import describe
 from ..message import Message
 from ..runtime import Runtime
+from ..statements import describe
 
 # How often a child's end is looked for; one attempt takes some 50 ms.
 POLL = 0.003

@@ -6,9 +6,11 @@ found by. Operations are accepted by a row in `submitted`, written in the transa
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -16,11 +18,12 @@ from celery import Celery
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, Operation, PermanentError, maintenance, publish, subscribe
+from idempotency import Defer, IdempotentTask, Operation, PermanentError, maintenance, publish, subscribe
+from idempotency.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
 from idempotency.queues import quorum_queue
 from idempotency.reconcile import reconcile
 from tests import crashing
-from tests.chaos import ledgers
+from tests.chaos import ledgers, provider
 
 app = Celery("chaos")
 
@@ -29,7 +32,10 @@ CREATE TABLE submitted (
     id bigserial PRIMARY KEY, tenant text, operation text, key text, account text, amount bigint
 );
 CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint);
+CREATE TABLE reversals (id bigserial PRIMARY KEY, account text, amount bigint);
 CREATE TABLE failures (id bigserial PRIMARY KEY, account text, code text);
+-- what is to be called eagerly, too
+CREATE TABLE calls (id bigserial PRIMARY KEY, task text, tenant text, arguments jsonb);
 """
 # Short, so that a dead holder is replaced many times within a minute.
 LEASE = 2.5
@@ -40,7 +46,20 @@ FEW_ATTEMPTS = 3
 # The operations of an event's two consumers.
 LEDGER, MAILER = "ledger.post", "mailer.note"
 ORDERING_KEYS = 5
+# The tables that the ledgers watch besides the library's own.
+BUSINESS = ("entries", "reversals", "failures")
+# Who a plain call is for, which names no tenant.
+TENANT = "red"
+# As long as a duplicate needs to find the operation running.
+WORK = 0.2
+# How long a deferral pauses.
+LATER = 0.3
 _INSERT = text("INSERT INTO entries (account, amount) VALUES (:account, :amount)")
+_REVERSE = text("INSERT INTO reversals (account, amount) VALUES (:account, :amount)")
+_RESERVED = text("""
+SELECT (SELECT coalesce(sum(amount), 0) FROM entries WHERE account = :account)
+     - (SELECT coalesce(sum(amount), 0) FROM reversals WHERE account = :account)
+""")
 _ACCEPT = text(
     "INSERT INTO submitted (tenant, operation, key, account, amount)"
     " VALUES (:tenant, :operation, :key, :account, :amount)"
@@ -87,6 +106,7 @@ def configure(environment: Mapping[str, str]) -> None:
         beat_max_loop_interval=1,
         idempotency_database_url=environment["DATABASE_URL"],
         idempotency_redis_url=environment["REDIS_URL"],
+        idempotency_tenant=TENANT,
         idempotency_lease=LEASE,
         idempotency_heartbeat=LEASE / 4,
         idempotency_sweep=1.0,
@@ -114,6 +134,18 @@ def record_failure(session: Session, operation: Operation, error: PermanentError
         text("INSERT INTO failures (account, code) VALUES (:account, :code)"),
         {"account": operation.arguments["account"], "code": error.code},
     )
+
+
+def break_down(session: Session, operation: Operation, error: PermanentError) -> None:
+    """An `on_failed` that is broken."""
+    session.execute(_INSERT, {"account": operation.arguments["account"], "amount": 0})
+    raise ValueError("a broken handler")
+
+
+def time_out(session: Session, operation: Operation, error: PermanentError) -> None:
+    """An `on_failed` that always times out, which looks like a database that is away."""
+    session.execute(text("SET LOCAL statement_timeout = 10"))
+    session.execute(text("SELECT pg_sleep(1)"))
 
 
 def _write(task: IdempotentTask, account: str, amount: int) -> dict[str, Any]:
@@ -145,21 +177,72 @@ def deposit(self: IdempotentTask, number: str, account: str, amount: int) -> dic
 
 @app.task(name="chaos.transfer", **_OPTIONS)
 def transfer(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> dict[str, Any]:
-    """A step, a call outside, and a final row."""
-    self.step("reserve", _reserve, f"{account}/reserved", amount)
-    self.effect("pay", _pay, url, amount)
+    """A step, a call outside, and a final row; it has attempts enough."""
+    self.step("reserve", reserve, f"{account}/reserved", amount, **_undo(unreserve))
+    self.effect("pay", pay, f"{url}/steady", amount)
     return _write_last(self, account, amount)
 
 
-def _reserve(session: Session, account: str, amount: int) -> None:
+@app.task(name="chaos.charge", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS})
+def charge(self: IdempotentTask, number: str, account: str, amount: int, url: str, asks: bool) -> dict[str, Any]:
+    """Two steps and a call over a bad line, with few attempts: it may end at any of them."""
+    self.step("reserve", reserve_for_charge, f"{account}/reserved", amount, **_undo(unreserve))
+    self.step("tag", reserve, f"{account}/tag", amount, **_undo(unreserve))
+    self.effect("pay", pay, f"{url}/rough", amount, reconcile=find if asks else None)
+    return _write_last(self, account, amount)
+
+
+@app.task(name="chaos.stumble", **_OPTIONS)
+def stumble(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> None:
+    """Cannot finish after its payment."""
+    self.step("reserve", reserve, f"{account}/reserved", amount, **_undo(unreserve))
+    self.effect("pay", pay, f"{url}/steady", amount)
+    raise PermanentError("no such account", "no_account")
+
+
+def reserve(session: Session, account: str, amount: int) -> dict[str, Any]:
+    """Reserve once: a second reservation would be another one's money."""
+    crashing.reach("step.entered")
+    reserved = session.execute(_RESERVED, {"account": account}).scalar_one()
+    if reserved:
+        raise PermanentError(f"{reserved} reserved already", "exceeds")
     session.execute(_INSERT, {"account": account, "amount": amount})
+    return {"account": account, "amount": amount}
 
 
-def _pay(url: str, amount: int, *, idempotency_key: str) -> dict[str, Any]:
+def reserve_for_charge(session: Session, account: str, amount: int) -> dict[str, Any]:
+    # An attempt stopped here and continued after another one has reserved decides on what the other one wrote.
+    crashing.reach("charge.reserving")
+    return reserve(session, account, amount)
+
+
+def unreserve(session: Session, reserved: dict[str, Any]) -> None:
+    session.execute(_REVERSE, reserved)
+
+
+# TODO(merge): pass `undo=` itself, and drop the question.
+UNDOES = "undo" in inspect.signature(IdempotentTask.step).parameters
+
+
+def _undo(function: Callable[..., Any]) -> dict[str, Any]:
+    return {"undo": function} if UNDOES else {}
+
+
+def pay(url: str, amount: int, *, idempotency_key: str) -> dict[str, Any]:
     response = httpx.post(url, json={"amount": amount}, headers={"Idempotency-Key": idempotency_key}, timeout=10)
+    if 400 <= response.status_code < 500:
+        raise PermanentError("the provider refused", f"provider_{response.status_code}")
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
+
+
+def find(url: str, amount: int, *, doubt: EffectInDoubt) -> Happened | DidNotHappen | StillUnknown:
+    """Ask the provider, which lets nothing happen any more under a key that it says no about."""
+    answer = provider.ask(url.rpartition("/")[0], doubt.idempotency_key)
+    if answer is None:
+        return StillUnknown()
+    return Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
 
 
 @app.task(name="chaos.announce", **_OPTIONS)
@@ -200,8 +283,54 @@ def note(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
 
 @app.task(name="chaos.waited", on_busy="wait", **_OPTIONS)
 def waited(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
-    """One row; its duplicates come back for the result."""
+    """One row, after a while; its duplicates come back for the result."""
+    time.sleep(WORK)
     return _write_last(self, account, amount)
+
+
+@app.task(name="chaos.deferred", **_OPTIONS)
+def deferred(self: IdempotentTask, number: str, account: str, amount: int, due: float) -> dict[str, Any]:
+    """One row, not before its time."""
+    if time.time() < due:
+        raise Defer(LATER, "not yet")
+    return _write_last(self, account, amount)
+
+
+@app.task(name="chaos.ordered", **_OPTIONS)
+def ordered(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
+    """One row; sent in the order of its ordering key."""
+    return _write_last(self, account, amount)
+
+
+@app.task(name="chaos.direct", **_OPTIONS)
+def direct(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
+    """One row; sent past the outbox, and called eagerly."""
+    time.sleep(WORK)
+    return _write_last(self, account, amount)
+
+
+@app.task(name="chaos.novel", **_OPTIONS)
+def novel(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
+    """One row; old code does not know this task."""
+    return _write_last(self, account, amount)
+
+
+@app.task(name="chaos.changed", **_OPTIONS)
+def changed(self: IdempotentTask, number: str, account: str, amount: int, fee: int = 0) -> dict[str, Any]:
+    """One row; old code knows no `fee`, and does its work in one step more."""
+    return _write_last(self, account, amount)
+
+
+@app.task(name="chaos.ungrateful", **_OPTIONS | {"on_failed": break_down})
+def ungrateful(self: IdempotentTask, number: str, account: str, amount: int) -> None:
+    """Can never be, and its `on_failed` is broken."""
+    raise PermanentError("no such account", "no_account")
+
+
+@app.task(name="chaos.stuck", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS, "on_failed": time_out})
+def stuck(self: IdempotentTask, number: str, account: str, amount: int) -> None:
+    """Can never be, and its `on_failed` always times out."""
+    raise PermanentError("no such account", "no_account")
 
 
 @app.task(name="chaos.flaky", **_OPTIONS)

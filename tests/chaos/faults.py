@@ -26,7 +26,7 @@ from idempotency.queues import dead_letter_queues
 from services import process
 from tests import crashing
 from tests.chaos import application
-from tests.chaos.fleet import BEAT, RELAY, WORKER, Fleet, Member
+from tests.chaos.fleet import BEAT, CALLER, RELAY, WORKER, Fleet, Member
 from tests.proxy import Proxy
 
 # Longer than the lease, so that what is stopped is taken over, and short enough that it goes on within the run.
@@ -51,18 +51,25 @@ ATTEMPT_POINTS = (
     "finish.written",
     "finish.committed",
     "released",
+    "step.entered",
     "step.recorded",
     "step.committed",
     "effect.begun",
     "effect.called",
     "effect.recorded",
 )
+# Where a fault of one kind waits for one task.
+OWN_POINTS = ("charge.reserving",)
 RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
 # The fourth part of a holder's name is its pid.
 _HELD = """
 SELECT tenant, operation, key, fence FROM idempotency.records
 WHERE status = 'started' AND split_part(locked_by, '|', 4) = %(pid)s
+"""
+_PAID_AND_RELEASED = """
+SELECT fence > %(fence)s AND status = 'released' AND effects ? 'pay' FROM idempotency.records
+WHERE (tenant, operation, key) = (%(tenant)s, %(operation)s, %(key)s)
 """
 _REPLACED = """
 SELECT fence > %(fence)s AND status IN ('completed', 'failed') FROM idempotency.records
@@ -97,10 +104,11 @@ class Scene:
         """Undo whatever may still be in force."""
         for proxy in (self.postgres, self.redis, self.broker):
             proxy.heal()
+        self.fleet.finish_deploy()
         self.servers.rabbitmq.resume()
         with self.restarting:
             self.servers.postgres.start()  # nothing happens when it runs
-        for point in (*ATTEMPT_POINTS, *RELAY_POINTS):
+        for point in (*ATTEMPT_POINTS, *OWN_POINTS, *RELAY_POINTS):
             (self.crash_directory / point).unlink(missing_ok=True)
         for member in self.fleet.members:
             if (running := member.running) is not None:
@@ -207,6 +215,21 @@ def kill_beat(scene: Scene, target: int) -> str:
     return _kill(scene, BEAT, target)
 
 
+def kill_caller(scene: Scene, target: int) -> str:
+    """F1: SIGKILL of a process that calls eagerly: its attempt is not delivered again."""
+    return _kill(scene, CALLER, target)
+
+
+def deploy_worker(scene: Scene, target: int) -> str:
+    """F21: a worker ends, and starts with the other code."""
+    return _deploy(scene, WORKER, target)
+
+
+def deploy_relay(scene: Scene, target: int) -> str:
+    """F21: a relay, with the dead-letter consumer in it, likewise."""
+    return _deploy(scene, RELAY, target)
+
+
 # ---------------------------------------------------------------- processes, at a crash point
 
 
@@ -241,21 +264,16 @@ def stop_child_before_finish(scene: Scene, target: int) -> str:
 
     Its next word is the write that must match nothing.
     """
-    pid = int(scene.wait_for(scene.arm(("body.done",), target, crashing.STOP), "stopped"))
-    replaced = False
-    try:
-        held = scene.ask(_HELD, {"pid": str(pid)})
-        deadline = time.monotonic() + REPLACED_WITHIN
-        while held and not replaced and time.monotonic() < deadline:
-            time.sleep(0.1)
-            replaced = any(row[0] for row in scene.ask(_REPLACED, held[0]._asdict()))
-    finally:
-        goes_on = _continue(pid)
-    operation = f"{held[0].tenant} {held[0].operation} {held[0].key}" if held else "nothing"
-    if not goes_on:
-        raise Missed(f"{pid} was killed meanwhile")
     # either way it was stopped past its lease, and what it writes now must match nothing
-    return f"{pid}, {'ended' if replaced else 'not ended'} by somebody else meanwhile: {operation}"
+    return _stop_until(scene, "body.done", target, _REPLACED, "ended")
+
+
+def stop_child_before_step(scene: Scene, target: int) -> str:
+    """F3 inside a charge's first step, until another attempt has reserved, perhaps paid, and let go.
+
+    What it decides now is about another attempt's work, and belongs to no attempt that is still there.
+    """
+    return _stop_until(scene, "charge.reserving", target, _PAID_AND_RELEASED, "paid and released")
 
 
 # ---------------------------------------------------------------- servers
@@ -353,11 +371,15 @@ FAULTS: dict[str, Inflict] = {
         terminate_worker,
         kill_relay,
         kill_beat,
+        kill_caller,
+        deploy_worker,
+        deploy_relay,
         kill_child_at_point,
         kill_worker_at_point,
         kill_relay_at_point,
         stop_child_at_point,
         stop_child_before_finish,
+        stop_child_before_step,
         reset_broker,
         freeze_broker,
         wipe_broker,
@@ -384,6 +406,30 @@ def _kill(scene: Scene, kind: str, target: int) -> str:
     member, running = _take(scene, kind, target)
     process.signal_all(process.family(running), signal.SIGKILL)
     return f"{member.name}: {running.pid}"
+
+
+def _deploy(scene: Scene, kind: str, target: int) -> str:
+    member, running = _take(scene, kind, target)
+    scene.fleet.deploy(member, running)
+    return f"{member.name}: {member.application.rpartition('.')[2]}"
+
+
+def _stop_until(scene: Scene, point: str, target: int, query: str, what: str) -> str:
+    """Stop the process that reaches a point until the query is true of its operation, at most REPLACED_WITHIN."""
+    pid = int(scene.wait_for(scene.arm((point,), target, crashing.STOP), "stopped"))
+    replaced = False
+    try:
+        held = scene.ask(_HELD, {"pid": str(pid)})
+        deadline = time.monotonic() + REPLACED_WITHIN
+        while held and not replaced and time.monotonic() < deadline:
+            time.sleep(0.02)
+            replaced = any(row[0] for row in scene.ask(query, held[0]._asdict()))
+    finally:
+        goes_on = _continue(pid)
+    operation = f"{held[0].tenant} {held[0].operation} {held[0].key}" if held else "nothing"
+    if not goes_on:
+        raise Missed(f"{pid} was killed meanwhile")
+    return f"{pid}, {what if replaced else f'not {what}'} by another attempt meanwhile: {operation}"
 
 
 def _stop_at(scene: Scene, points: Sequence[str], target: int) -> str:

@@ -1,4 +1,4 @@
-"""The processes of the application, and the orchestrator that starts them again when they end.
+"""The processes of the application, old code beside new, and the orchestrator that starts them again when they end.
 
 Whatever ends is started again after a moment, whoever ended it: that is what an orchestrator does, and nothing else is
 done for a process by hand.
@@ -19,16 +19,20 @@ from pathlib import Path
 import psutil
 
 from services import process
+from tests.chaos.monitor import TAIL, Ended
 
 ROOT = Path(__file__).parent.parent.parent
-APPLICATION = "tests.chaos.application"
+# Before and after a deploy.
+OLD, NEW = "tests.chaos.old_application", "tests.chaos.application"
 # As long as an orchestrator takes to notice and to schedule.
 RESTART_PAUSE = 0.5
 # What is told to end and does not is killed after this time.
 GRACE = 20.0
 WATCH = 0.1
 
-WORKER, RELAY, BEAT = "worker", "relay", "beat"
+WORKER, RELAY, BEAT, CALLER = "worker", "relay", "beat", "caller"
+# The first of each begins with the old code.
+DEPLOYED = (WORKER, RELAY)
 
 
 @dataclass
@@ -38,14 +42,26 @@ class Member:
     name: str
     kind: str
     directory: Path
-    command: list[str]
+    arguments: list[str]
+    application: str = NEW
     pid: int = 0
+    # where the log of the present process begins
+    log_start: int = 0
     starts: int = 0
     # when to start it again, and when to kill it because it was told to end, by the monotonic clock
     due: float | None = None
     overdue: float | None = None
     # how it ended each time: an exit status, or minus the signal
     ends: list[int] = field(default_factory=list)
+
+    @property
+    def command(self) -> list[str]:
+        """What is run, with the code that is deployed."""
+        if self.kind == CALLER:
+            return [sys.executable, "-m", "tests.chaos.caller"]
+        if self.kind == RELAY:
+            return [sys.executable, "-m", "idempotency.cli", "relay", "-A", self.application]
+        return [sys.executable, "-m", "celery", "-A", self.application, *self.arguments]
 
     @property
     def log(self) -> Path:
@@ -72,14 +88,17 @@ class Fleet:
         concurrency: int,
         relays: int,
         beats: int,
+        callers: int,
     ) -> None:
         self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="orchestrator", daemon=True)
         self.members: list[Member] = []
-        # what ended without having been told to: (name, exit status)
-        self.ended_by_themselves: list[tuple[str, int]] = []
+        # what ended without having been told to
+        self.ended_by_themselves: list[Ended] = []
+        # every process that calls eagerly, as it signs its lines
+        self.callers: set[str] = set()
         pool = ["--concurrency", str(concurrency), "--pool", "prefork", "--without-mingle", "--without-gossip"]
         for number in range(workers):
             hostname = f"{WORKER}-{number + 1}@%h"
@@ -88,6 +107,10 @@ class Fleet:
             self._add(directory, RELAY)
         for _ in range(beats):
             self._add(directory, BEAT, "beat", "--pidfile", "", "--schedule", "schedule")
+        for _ in range(callers):
+            self._add(directory, CALLER)
+        for kind in DEPLOYED:
+            self.of(kind)[0].application = OLD
 
     def start(self) -> None:
         """Start all, and watch over them."""
@@ -122,6 +145,19 @@ class Fleet:
         member.overdue = time.monotonic() + GRACE
         running.send_signal(signal.SIGTERM)
 
+    def deploy(self, member: Member, running: psutil.Process) -> None:
+        """A warm shutdown; what is started instead has the other code."""
+        member.application = NEW if member.application == OLD else OLD
+        self.terminate(member, running)
+
+    def finish_deploy(self) -> None:
+        """Bring everything to the new code."""
+        for member in self.members:
+            if member.application == OLD:
+                member.application = NEW
+                if (running := member.running) is not None:
+                    self.terminate(member, running)
+
     def stop(self) -> None:
         """Let every process finish what it is doing; kill it after a while. Nothing is started any more."""
         self._stop.set()
@@ -140,13 +176,10 @@ class Fleet:
         name = f"{kind}-{len(self.of(kind)) + 1}"
         place = directory / name
         place.mkdir(parents=True)
-        if kind == RELAY:
-            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", APPLICATION]
-        else:
-            command = [sys.executable, "-m", "celery", "-A", APPLICATION, *arguments]
-        self.members.append(Member(name, kind, place, command))
+        self.members.append(Member(name, kind, place, list(arguments)))
 
     def _start(self, member: Member) -> None:
+        member.log_start = member.log.stat().st_size if member.log.exists() else 0
         # its own directory: a beat's schedule file is its own
         member.pid = process.launch(
             member.command,
@@ -156,6 +189,8 @@ class Fleet:
             environment=self._environment,
         )
         member.starts += 1
+        if member.kind == CALLER:
+            self.callers.add(f"pid {member.pid}")
         member.due = member.overdue = None
 
     def _watch(self) -> None:
@@ -170,7 +205,8 @@ class Fleet:
                     # a SIGTERM before the process has its handlers ends it, too
                     told = {-signal.SIGKILL} | ({0, -signal.SIGTERM} if member.overdue is not None else set())
                     if status not in told:
-                        self.ended_by_themselves.append((member.name, status))
+                        tail = member.log.read_bytes()[member.log_start :].decode(errors="replace").splitlines()[-TAIL:]
+                        self.ended_by_themselves.append(Ended(member.name, member.kind, status, tuple(tail)))
                     member.ends.append(status)
                     _kill_orphans(member.pid)
                     member.due = now + RESTART_PAUSE

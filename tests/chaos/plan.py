@@ -19,12 +19,16 @@ WEIGHTS = {
     "terminate_worker": 2,
     "kill_relay": 2,
     "kill_beat": 1,
+    "kill_caller": 2,
+    "deploy_worker": 2,
+    "deploy_relay": 1,
     # processes, at a crash point
     "kill_child_at_point": 4,
     "kill_worker_at_point": 2,
     "kill_relay_at_point": 2,
     "stop_child_at_point": 3,
     "stop_child_before_finish": 3,
+    "stop_child_before_step": 3,
     # broker
     "reset_broker": 2,
     "freeze_broker": 1,
@@ -40,9 +44,9 @@ WEIGHTS = {
 }
 # A former holder that goes on and finds the fence moved is what the fence is for: one try may be overtaken by another
 # fault, so there are more.
-AT_LEAST = {"stop_child_before_finish": 4}
+AT_LEAST = {"stop_child_before_finish": 4, "stop_child_before_step": 3}
 # Faults per second. More of them, and nothing would run between two.
-RATE = 0.5
+RATE = 0.6
 # The first fault finds work under way, and the last one still has the run around it.
 LEAD_IN, LEAD_OUT = 2.0, 1.0
 # What a target may be; whoever inflicts the fault takes it modulo what there is.

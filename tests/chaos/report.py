@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.checker import Counts, Violation
+from tests.chaos.monitor import Ended, explanation
 from tests.chaos.plan import WEIGHTS
 
 # Less than this, and the run has shown nothing: faults per second that took place.
@@ -23,8 +24,8 @@ SHOWN = 5
 class Report:
     """`inflicted` and `missed` are faults by kind; `problems` are reasons why the run proves nothing.
 
-    `counters` are the sums of all processes' metrics, `traffic` is what the submitter knows, `phases` are seconds,
-    `ended_by_themselves` names each process that ended without having been told to, with its exit status.
+    `struck` is what else had to happen, with how often it did. `counters` are the sums of all processes' metrics, `traffic` is what the submitter knows, `phases` are seconds,
+    `ended_by_themselves` is each process that ended without having been told to.
     """
 
     seed: int
@@ -34,11 +35,12 @@ class Report:
     counts: Counts
     violations: list[Violation]
     problems: list[str]
+    struck: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     traffic: Mapping[str, int] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    ended_by_themselves: list[tuple[str, int]] = field(default_factory=list)
+    ended_by_themselves: list[Ended] = field(default_factory=list)
     histories: dict[str, list[str]] = field(default_factory=dict)
     logs: Path | None = None
 
@@ -74,6 +76,8 @@ class Report:
                 "counts": asdict(self.counts),
                 "violations": [asdict(violation) for violation in self.violations],
                 "problems": self.problems,
+                "struck": dict(self.struck),
+                "ended": [[ended.name, ended.status, explanation(ended)] for ended in self.ended_by_themselves],
                 "traffic": dict(self.traffic),
                 "phases": dict(self.phases),
                 "versions": dict(self.versions),
@@ -91,10 +95,19 @@ class Report:
             for name, value in self.counters.items()
             if value
         }
-        for title, figures in (("counted", short), ("traffic", self.traffic), ("seconds", self.phases)):
+        figures_shown = (
+            ("struck", self.struck),
+            ("counted", short),
+            ("traffic", self.traffic),
+            ("seconds", self.phases),
+        )
+        for title, figures in figures_shown:
             console.print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
-        for name, status in self.ended_by_themselves:
-            _print(console, f"{name} ended by itself with status {status}")
+        for ended in self.ended_by_themselves:
+            _print(console, f"{ended.name} ended by itself with status {ended.status}: {explanation(ended) or '?'}")
+            if explanation(ended) is None:
+                for line in ended.tail:
+                    _print(console, f"  {line}")
         for problem in self.problems:
             _print(console, f"proves nothing: {problem}")
         for violation in self.violations:
@@ -111,13 +124,17 @@ class Report:
             _print(console, f"logs: {self.logs}")
 
 
-def unproved(seconds: float, inflicted: Mapping[str, int], counts: Counts) -> list[str]:
+def unproved(
+    seconds: float, inflicted: Mapping[str, int], counts: Counts, struck: Mapping[str, int] | None = None
+) -> list[str]:
     """Why a run without a violation would prove nothing: too little went wrong, or nobody had to be held off."""
     problems = []
     if (number := sum(inflicted.values())) < seconds * PROVEN_RATE:
         problems.append(f"only {number} faults in {seconds:g} s")
     if never := [kind for kind in WEIGHTS if not inflicted.get(kind)]:
         problems.append(f"never hit: {', '.join(never)}")
+    if missing := [name for name, times in (struck or {}).items() if not times]:
+        problems.append(f"never seen: {', '.join(missing)}")
     if not counts.takeovers:
         problems.append("no takeover")
     if not counts.fenced:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import random
 import shutil
 import tempfile
 import threading
@@ -27,14 +26,20 @@ import services
 from idempotency import metrics, schema
 from idempotency.runtime import Runtime
 from tests.chaos import application, ledgers
-from tests.chaos.application import FEW_ATTEMPTS, MANY_ATTEMPTS
-from tests.chaos.checker import Accepted, Evidence, Findings, Violation, check
+from tests.chaos.application import MANY_ATTEMPTS
+from tests.chaos.books import UNFINISHED, UNKNOWN
+from tests.chaos.checker import Evidence, Findings, Violation, check
+from tests.chaos.expected import expected
 from tests.chaos.faults import FAULTS, Missed, Scene
 from tests.chaos.fleet import Fleet
+from tests.chaos.monitor import unexplained
+from tests.chaos.people import WEIGHTS as COMMANDS
+from tests.chaos.people import People
 from tests.chaos.plan import WEIGHTS, Fault, plan
+from tests.chaos.provider import FAULTS as PROVIDER_FAULTS
+from tests.chaos.provider import Provider
 from tests.chaos.report import Report, unproved
 from tests.chaos.traffic import TENANTS, Traffic
-from tests.outside import OutsideWorld
 from tests.proxy import Proxy
 
 # Accepted and not ended: enough to keep every worker busy, few enough that the quiet afterwards is short.
@@ -44,8 +49,6 @@ SPARE_ATTEMPTS = 4
 READY_WITHIN = 90.0
 # A killed relay's rows are another one's after 30 s, and an unroutable one's pause grows to a minute.
 QUIET_WITHIN = 120.0
-# Of the provider's answers.
-FAIL_BEFORE, FAIL_AFTER = 0.05, 0.1
 STATUS_SECONDS = 10.0
 
 
@@ -63,6 +66,7 @@ class Options:
     concurrency: int = 2
     relays: int = 2
     beats: int = 2
+    callers: int = 2
     rate: float = 30.0
     only: tuple[str, ...] = ()
 
@@ -125,12 +129,9 @@ class _Stage:
         schema.migrate(self.engine.execution_options(isolation_level="READ COMMITTED"))
         with self.engine.connect() as connection:
             connection.exec_driver_sql(application.TABLES)
-        ledgers.install(self.engine)
-        self.outside = OutsideWorld()
-        stack.callback(self.outside.close)
-        chance = random.Random(f"provider {options.seed}")
-        answers, shares = ("fail before", "fail after", "ok"), (FAIL_BEFORE, FAIL_AFTER, 1 - FAIL_BEFORE - FAIL_AFTER)
-        self.outside.script = chance.choices(answers, weights=shares, k=5000)
+        ledgers.install(self.engine, application.BUSINESS)
+        self.provider = Provider(options.seed)
+        stack.callback(self.provider.close)
         proxies = {}
         for which, url in (
             ("postgres", database_url),
@@ -161,6 +162,7 @@ class _Stage:
             concurrency=options.concurrency,
             relays=options.relays,
             beats=options.beats,
+            callers=options.callers,
         )
         stack.callback(self.fleet.stop)
         self.scene = Scene(
@@ -177,9 +179,10 @@ class _Stage:
             self.submitting,
             seed=options.seed,
             rate=options.rate,
-            url=self.outside.url,
+            url=self.provider.url,
             may_go_on=lambda: self.open < WINDOW,
         )
+        self.people = People(application.app, seed=options.seed, url=self.provider.url)
         self.open = 0
 
     # ------------------------------------------------------------ the storm
@@ -203,6 +206,7 @@ class _Stage:
             console.print(f"  {fault.second:6.1f} s  {fault.kind}: {what}", highlight=False, markup=False)
 
         self.traffic.start()
+        self.people.start()
         threads = []
         waiting = list(faults)
         next_status = STATUS_SECONDS
@@ -217,6 +221,7 @@ class _Stage:
                 console.print(f"  {now:6.1f} s  {self._status()}", highlight=False)
             time.sleep(0.05)
         self.traffic.stop()
+        self.people.stop()
         for thread in threads:
             thread.join(60)
         self.scene.heal()
@@ -270,12 +275,13 @@ class _Stage:
             rows = connection.exec_driver_sql(
                 "SELECT DISTINCT tenant, operation, key, account, amount FROM submitted"
             ).all()
-        accepted = [_expected(*row) for row in rows]
+        accepted = [expected(*row) for row in rows]
         findings = check(
             Evidence(
                 self.engine,
                 accepted,
-                acts=dict(self.outside.acts),
+                acts=dict(self.provider.acts),
+                amounts=dict(self.provider.amounts),
                 queues=self._waiting(),
                 tenants=frozenset(TENANTS),
                 # it had its time: what is open now stays open
@@ -283,6 +289,8 @@ class _Stage:
                 max_attempts=MANY_ATTEMPTS,
                 spare_attempts=SPARE_ATTEMPTS,
                 fenced=metrics.totals(self.metrics).get("idempotency_fenced_writes_total", 0),
+                callers=frozenset(self.fleet.callers),
+                undoes=application.UNDOES,
             )
         )
         known = {each.id for each in accepted}
@@ -317,7 +325,9 @@ class _Stage:
         missed: Mapping[str, int],
         phases: dict[str, float],
     ) -> Report:
-        problems = unproved(self.options.seconds, inflicted, findings.counts)
+        counters = metrics.totals(self.metrics)
+        struck = self._struck(findings, counters)
+        problems = unproved(self.options.seconds, inflicted, findings.counts, struck)
         tally = self.traffic.tally
         if tally.copies < len(tally.certain):
             problems.append(f"only {tally.copies} copies of {len(tally.certain)} messages")
@@ -327,9 +337,14 @@ class _Stage:
             inflicted,
             missed,
             findings.counts,
-            list(findings.violations),
+            [
+                *findings.violations,
+                *unexplained(self.fleet.ended_by_themselves),
+                *(Violation("people", "a command", what) for what in self.people.surprises),
+            ],
             problems,
-            counters=metrics.totals(self.metrics),
+            struck=struck,
+            counters=counters,
             traffic={name: getattr(tally, name) for name in ("committed", "unknown", "copies", "unsent")},
             phases={name: round(seconds, 1) for name, seconds in phases.items()},
             versions=self._versions(),
@@ -338,6 +353,26 @@ class _Stage:
         for violation in findings.violations:
             report.histories.setdefault(violation.key, findings.history(violation))
         return report
+
+    def _struck(self, findings: Findings, counters: Mapping[str, int]) -> dict[str, int]:
+        """What has to have happened besides the faults of the plan, each with how often it did."""
+        codes: Counter[str] = Counter()
+        eager = broken = undone = 0
+        for change in findings.changes:
+            old, new = change.old or {}, change.new or {}
+            if change.book == "records" and new.get("status") == "failed" and old.get("status") != "failed":
+                codes[json.loads(new["error"])["code"]] += 1
+            eager += change.book == "records" and change.writer in self.fleet.callers
+            broken += change.book == "dead_letters" and not old and new["reason"] == "on_failed_error"
+            undone += change.book == "reversals"
+        struck = {name: self.provider.struck[name] for name in PROVIDER_FAULTS}
+        struck |= {f"commands to {name}": self.people.done[name] for name in COMMANDS}
+        struck |= {"eager writes": eager, "broken on_failed": broken, "rejected copies": self.traffic.tally.rejected}
+        struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled")}
+        struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
+        if application.UNDOES:
+            struck["undone steps"] = undone
+        return struck
 
     def _versions(self) -> dict[str, str]:
         packages = ("celery", "kombu", "amqp", "sqlalchemy", "psycopg", "redis")
@@ -355,8 +390,11 @@ SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 're
      + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
 """
 _OPEN_WORK = """
-SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records
+SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records r
 WHERE status IN ('started', 'released')
+  -- what was called eagerly and by nobody else may wait for its caller, who was killed
+  AND (operation <> 'chaos.direct' OR duplicates > 0 OR EXISTS (
+      SELECT FROM idempotency.outbox o WHERE (o.tenant, o.operation, o.key) = (r.tenant, r.operation, r.key)))
 UNION ALL
 SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || status || coalesce(' ' || last_error, '')
 FROM idempotency.outbox WHERE settled_at IS NULL
@@ -365,23 +403,6 @@ _ANNOUNCED = """
 SELECT tenant || '-announce-' || key FROM idempotency.records
 WHERE operation = 'chaos.announce' AND status = 'completed'
 """
-
-
-def _expected(tenant: str, operation: str, key: str, account: str, amount: int) -> Accepted:
-    """What should come of an accepted operation."""
-    rows: tuple[tuple[str, int], ...] = ((account, amount),)
-    result = json.dumps({"account": account, "amount": amount})
-    match operation:
-        case "chaos.refused":
-            return Accepted(tenant, operation, key, rows=(), failure="no_account")
-        case "chaos.hopeless" | "chaos.poison":
-            return Accepted(tenant, operation, key, rows=(), failure="attempts_exhausted", max_attempts=FEW_ATTEMPTS)
-        case "chaos.transfer":
-            rows += ((f"{account}/reserved", amount),)
-            return Accepted(tenant, operation, key, rows=rows, result=result, acts=1)
-        case application.LEDGER | application.MAILER:
-            return Accepted(tenant, operation, key, rows=rows, result=result, is_event=True)
-    return Accepted(tenant, operation, key, rows=rows, result=result)
 
 
 def _through(url: str, proxy: Proxy) -> str:

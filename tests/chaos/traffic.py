@@ -1,16 +1,20 @@
 """Accepted operations at a bounded rate: each a row and its message in one commit, and then the message twice more.
 
+Some are called eagerly besides, some are only sent, and some have a copy that every worker must reject.
+
 A commit whose answer was lost is neither accepted nor refused: the table `submitted` tells, when all is over.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -27,14 +31,40 @@ TENANTS = ("red", "blue")
 # Copies of each message besides the one from the outbox.
 COPIES = 2
 # Of a hundred operations; what is not listed deposits.
-SHARES = {"transfer": 14, "announce": 10, "event": 6, "waited": 6, "flaky": 6, "refused": 6, "hopeless": 2}
-# One of so many kills the process that runs it, as often as it is run.
-POISON_EVERY = 400
+SHARES = {
+    "transfer": 12,
+    "charge": 12,
+    "announce": 8,
+    "ordered": 8,
+    "event": 5,
+    "waited": 5,
+    "flaky": 5,
+    "deferred": 5,
+    "refused": 5,
+    "direct": 4,
+    "changed": 4,
+    "novel": 3,
+    "stumble": 3,
+    "hopeless": 2,
+    "ungrateful": 2,
+}
+# One of so many kills the process that runs it, as often as it is run; and of one the failure can never be told.
+RARE_EVERY = 400
+RARE = {100: "poison", 200: "stuck"}
+# What may be called eagerly besides; what is only sent always is.
+EAGER = ("deposit", "waited", "transfer", "charge", "deferred", "flaky", "ordered", "changed")
+CALLED = 0.2
+# Copies that are past their `expires`, which the broker gives up.
+EXPIRED = 0.03
+# Of all ordered operations; each transaction takes two of them, in any order.
+LINES = 3
 # A connection that was reset is noticed by the first publish on it.
 _RETRY = {"max_retries": 1, "interval_start": 0.1}
 _BROKER_ERRORS = (AMQPError, BrokerError, OSError)
 
 _MESSAGES = text("SELECT message FROM idempotency.outbox WHERE key = :key")
+_MESSAGE = text("SELECT message FROM idempotency.outbox WHERE key = :key AND tenant = :tenant AND operation = :task")
+_CALL = text("INSERT INTO calls (task, tenant, arguments) VALUES (:task, :tenant, cast(:arguments AS jsonb))")
 
 
 @dataclass
@@ -45,6 +75,8 @@ class Tally:
     unknown: int = 0
     copies: int = 0
     unsent: int = 0
+    # copies that every worker has to reject
+    rejected: int = 0
     # (tenant, operation, key) of what was certainly committed
     certain: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -118,8 +150,8 @@ class Traffic:
                 self.tally.unsent += 1
 
     def _draw(self) -> str:
-        if self._numbers % POISON_EVERY == POISON_EVERY // 4:
-            return "poison"
+        if (rare := RARE.get(self._numbers % RARE_EVERY)) is not None:
+            return rare
         point = self._chance.randrange(100)
         for kind, share in SHARES.items():
             if point < share:
@@ -139,8 +171,12 @@ class Traffic:
     ) -> None:
         task: Any = getattr(application, kind)
         arguments: dict[str, Any] = {"number": number, "account": f"{tenant}-{kind}-{number}", "amount": amount}
-        if kind == "transfer":
+        if kind in ("transfer", "charge", "stumble"):
             arguments["url"] = self._url
+        if kind == "charge":
+            arguments["asks"] = self._chance.random() < 0.5
+        elif kind == "deferred":
+            arguments["due"] = time.time() + self._chance.uniform(0.0, 2.0)
         elif kind == "announce":
             arguments["owner"] = tenant
         elif kind == "flaky":
@@ -148,12 +184,22 @@ class Traffic:
         application.accept(
             session, tenant=tenant, operation=task.name, key=number, account=arguments["account"], amount=amount
         )
-        handle = task.enqueue(session, **arguments, tenant=tenant)
+        task_id = None
+        if kind != "direct":
+            line = f"line-{self._chance.randrange(LINES)}" if kind == "ordered" else None
+            task_id = task.enqueue(session, **arguments, tenant=tenant, ordering_key=line).task_id
+            if self._chance.random() < EXPIRED:
+                row = {"key": number, "tenant": tenant, "task": task.name}
+                message = Message.from_text(session.execute(_MESSAGE, row).scalar_one())
+                message.headers["expires"] = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+                copies.append(partial(_send, message))
+                self.tally.rejected += 1
+        if kind == "direct" or (kind in EAGER and self._chance.random() < CALLED):
+            call = {"task": task.name, "tenant": tenant, "arguments": json.dumps(arguments)}
+            session.execute(_CALL, call)
         certain.append((tenant, task.name, number))
         copies.append(
-            lambda: task.apply_async(
-                kwargs=arguments, task_id=handle.task_id, tenant=tenant, retry=True, retry_policy=_RETRY
-            )
+            lambda: task.apply_async(kwargs=arguments, task_id=task_id, tenant=tenant, retry=True, retry_policy=_RETRY)
         )
 
     def _tell(

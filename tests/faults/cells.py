@@ -39,7 +39,7 @@ LEGEND = {
     "1 runs": "of all copies one runs; the others wait, or find the stored result",
     "1 wins": "of all copies one commits",
     "1 relay": "of all relays one publishes the row",
-    "dead letter": "no worker can run the message: kept as a dead letter",
+    "put back": "no worker that knows the task: sent again, later each time; a dead letter once the grace is over",
     NO_EFFECT: "no effect",
 }
 
@@ -127,7 +127,7 @@ _ROWS = {
     "F19": ("no double commit, no storm", "S", "S", "S", *("–",) * 6),
     "F20": ("–", "–", "–", "G", *("–",) * 6),
     "F21": (
-        "unknown task → dead letter",
+        "unknown task → put back until a worker knows it",
         "both honour the fence",
         "both honour the fence",
         "both honour the fence",
@@ -162,7 +162,7 @@ _WORDS = {
     "1 runs, 7 W or D": ("1 runs",),
     "retry with backoff / failed + dead letter": ("retry", "failed"),
     "no double commit, no storm": ("–", "D"),
-    "unknown task → dead letter": ("dead letter",),
+    "unknown task → put back until a worker knows it": ("put back",),
     "both honour the fence": ("R+", "R", "G", "U", "D"),
 }
 

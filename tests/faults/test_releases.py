@@ -43,17 +43,22 @@ def writer(scene: Scene) -> str:
 
 
 @pytest.mark.cell("F21", "P0")
-def test_a_worker_that_does_not_know_the_task_keeps_its_message_as_a_dead_letter(scene, release, cell):
-    release("tests.faults.older_code")
+def test_a_task_that_a_worker_does_not_know_comes_back_until_one_does(scene, release, cell):
+    scene.app.conf.idempotency_unknown_task_grace = 3600
+    older = release("tests.faults.older_code")
     scene.relay()
     scene.accept()
     consumer = DeadLetterConsumer(scene.app)
-    eventually(lambda: consumer.run_once() == 1, timeout=PATIENCE, what="refused by the worker, and stored")
-    consumer.close()
-    (letter,) = scene.rows("SELECT task, reason FROM idempotency.dead_letters WHERE key = :key")
-    assert letter.task == "tests.bank.transfer"
+    eventually(lambda: consumer.run_once() == 1, timeout=PATIENCE, what="refused by the worker, and put back")
     assert scene.entries() == (0, 0)
-    cell.saw("dead letter")
+    older.kill()
+    release(NEW)
+    scene.completed()
+    assert scene.rows("SELECT 1 FROM idempotency.dead_letters WHERE key = :key") == []
+    assert scene.rows("SELECT refusals FROM idempotency.outbox WHERE key = :key")[0].refusals == 1
+    assert writer(scene) == NEW
+    consumer.close()
+    cell.saw("put back")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import redis
 from celery import chain, group
 from celery.backends.redis import RedisBackend
 
@@ -65,6 +66,32 @@ def test_a_duplicate_under_its_own_task_id_gets_the_stored_result(bank, storing,
     second = app_module.deposit.apply_async(("a", 5), task_id="another-id")
     assert second.get(timeout=20) == {"account": "a", "amount": 5}
     assert entries("a") == 1
+
+
+def test_a_worker_that_dies_after_its_commit_owes_the_result_and_the_chains_tail(
+    bank, storing, processes, redis_url, entries, environment, record, monkeypatch
+):
+    monkeypatch.setattr(app_module.slow_deposit, "ignore_result", False)
+    directory = Path(environment["CRASH_DIRECTORY"])
+    crashing.plan(directory, "working", crashing.HOLD)
+    running = chain(
+        app_module.slow_deposit.s("a", 0.01), app_module.returning.s().set(idempotency_key="tail")
+    ).apply_async()
+    eventually((directory / "working.held").exists)
+    app_module.slow_deposit.delay("a", 0.01)
+    eventually(lambda: record("a").duplicates == 1)
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        (lease,) = client.keys("idempotency:lease:*")
+        eventually(lambda: client.get(lease).endswith(" guarded"), what="the mark")
+        crashing.plan(directory, "finish.committed", crashing.KILL_WORKER)
+        (directory / "working.go").touch()
+        storing.process.wait(20)
+        assert (record("a").status, entries("returning")) == ("completed", 0)
+        assert client.get(lease).endswith(" guarded")
+        processes.worker("--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url)
+        assert running.get(timeout=20) == "a"
+    assert running.parent.get(timeout=20) == "a"
+    assert (entries("a"), entries("returning")) == (1, 1)
 
 
 def test_a_busy_duplicate_under_the_same_task_id_leaves_the_running_tasks_result_alone(

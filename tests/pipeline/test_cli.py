@@ -13,8 +13,9 @@ import pytest
 from celery import Celery
 from sqlalchemy import Engine, text
 
-from idempotency import OperationId, cli
+from idempotency import OperationId, cli, overview
 from idempotency.operator_commands import this_user
+from idempotency.presence import SignOfLife
 from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
@@ -76,7 +77,7 @@ def test_status_counts_what_is_where(run: Run, bank: Celery, deliveries: Deliver
 
     status = run("status", "--json").document
     assert status["operations"] == {
-        b.deposit.name: {"completed": 1, "started": 1},
+        b.deposit.name: {"accepted": 1, "completed": 1, "started": 1},
         b.failing.name: {"failed": 1, "released": 1},
     }
     assert (status["outbox"]["pending"], status["outbox"]["failed"], status["lease_over"]) == (2, 0, 0)
@@ -85,6 +86,90 @@ def test_status_counts_what_is_where(run: Run, bank: Celery, deliveries: Deliver
     people = run("status")
     assert people.status == 0
     assert all(word in people.out for word in ("completed", "█", "oldest started", "no_account"))
+
+
+def test_status_says_what_waits_in_which_queue_and_who_works(run: Run, bank: Celery, engine: Engine) -> None:
+    queue = bank.conf.task_default_queue
+    with Runtime.of(bank).engine.begin() as connection:
+        for key in ("a", "b", "begun"):
+            b.deposit.enqueue(connection, key)
+        b.deposit.enqueue(connection, "tomorrow", countdown=86400)
+        connection.execute(text("UPDATE idempotency.outbox SET available_at = available_at - interval '90 s'"))
+    started(engine, "begun", queue=queue)
+    with engine.connect() as connection:
+        op.early(connection, queue=queue)
+    SignOfLife(bank, "worker", "w@host", queues=lambda: [queue]).sign()
+
+    status = run("status", "--json").document
+    state = status["queues"][queue]
+    assert (state["accepted"], state["scheduled"], state["running"], state["released"]) == (2, 1, 1, 1)
+    assert 90 <= state["oldest_accepted_seconds"] < 150
+    assert 500 < state["next_due_seconds"] <= 600
+    assert (state["ready"], state["consumers"], state["at_least"]) == (0, 0, [])
+    (process,) = status["processes"]
+    assert (process["kind"], process["name"], process["queues"], process["is_silent"]) == (
+        "worker",
+        "w@host",
+        [queue],
+        False,
+    )
+    people = run("status")
+    words = people.out.replace("│", " ").split()  # cells are folded
+    assert {"oldest", "yet", "consumers", "w@host", "released"} <= set(words)
+
+
+def test_a_broker_that_is_away_is_unknown_and_not_zero(run: Run, bank: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bank.conf, "broker_url", "amqp://guest:guest@127.0.0.1:1//")
+    status = run("status", "--json").document
+    state = status["queues"][bank.conf.task_default_queue]
+    assert (status["broker_answered"], state["ready"], state["consumers"]) == (False, None, None)
+    assert state["accepted"] == 0
+    people = run("status")
+    assert "the broker does not answer" in people.out
+    assert "? ready" in people.out
+
+
+def test_counts_stop_and_say_so(run: Run, bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "BOUND", 10)
+    with Runtime.of(bank).engine.begin() as connection:
+        for number in range(12):
+            b.deposit.enqueue(connection, f"a{number}")
+        connection.execute(text("UPDATE idempotency.outbox SET queue = 'another' WHERE key IN ('a10', 'a11')"))
+    queues = run("status", "--json").document["queues"]
+    crowded, other = queues[bank.conf.task_default_queue], queues["another"]
+    # each queue has its part: the backlog of one does not hide the other
+    assert (crowded["accepted"], crowded["at_least"]) == (5, ["accepted", "scheduled"])
+    assert (other["accepted"], other["at_least"]) == (2, [])
+    assert "5+" in run("status").out
+
+
+def test_many_ended_operations_are_estimated(
+    run: Run, bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine.connect() as connection:
+        for _ in range(300):
+            op.completed(connection, message="m" * 1000)
+    exact = run("status", "--json").document
+    assert (exact["operations"][b.deposit.name], exact["operations_are_estimated"]) == ({"completed": 300}, False)
+    monkeypatch.setattr(overview, "SAMPLE", 10)
+    estimated = run("status", "--json").document
+    assert estimated["operations_are_estimated"]
+    assert "about" in run("status").out
+
+
+def test_forget_ends_the_alarm_of_a_silent_process_only(run: Run, bank: Celery, engine: Engine) -> None:
+    for name in ("gone@host", "here@host"):
+        SignOfLife(bank, "worker", name).sign()
+    with engine.connect() as connection:
+        silent = "UPDATE idempotency.processes SET seen_at = seen_at - interval '2 min' WHERE name = 'gone@host'"
+        connection.execute(text(silent))
+    refused = run("forget", "here@host", "--reason", "r")
+    assert (refused.status, "no process of this name is silent" in refused.error) == (1, True)
+    assert run("forget", "gone@host", "--reason", "scaled down", "--as", "ann").status == 0
+    assert [row["name"] for row in run("status", "--json").document["processes"]] == ["here@host"]
+    with engine.connect() as connection:
+        actors = connection.execute(text("SELECT actor, action, reason FROM idempotency.audit")).all()
+    assert [tuple(row) for row in actors] == [("ann", "forget", "scaled down")]
 
 
 def test_an_empty_database_has_a_status(run: Run) -> None:
@@ -106,6 +191,29 @@ def test_list_answers_by_status_task_tenant_and_age(run: Run, deliveries: Delive
     assert keys("--older-than", 60) == []
     assert keys("--limit", 1) == ["a"]
     assert "failed" in run("list").out
+
+
+def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, deliveries: Deliveries) -> None:
+    with Runtime.of(bank).engine.begin() as connection:
+        for key in ("a", "begun", "c", "c", "refused"):  # c was enqueued twice
+            b.deposit.enqueue(connection, key)
+        b.deposit.enqueue(connection, "d", tenant="other")
+        letter = """INSERT INTO idempotency.dead_letters (source, tenant, operation, key, reason, payload)
+                    VALUES ('broker', 'default', :operation, 'refused', 'unknown_task', '')"""
+        connection.execute(text(letter), {"operation": b.deposit.name})
+    deliveries.deliver(b.deposit, "begun")
+
+    def keys(*options: object) -> list[str]:
+        return [row["key"] for row in run("list", *options, "--json").document]
+
+    assert keys("--status", "accepted") == ["a", "c", "d"]
+    assert keys("--status", "completed") == ["begun"]
+    assert sorted(keys()) == ["a", "begun", "c", "d"]
+    assert keys("--status", "accepted", "--tenant", "other") == ["d"]
+    assert keys("--status", "accepted", "--limit", 1) == ["a"]
+    assert keys("--status", "accepted", "--operation", b.failing.name) == []
+    assert keys("--status", "accepted", "--older-than", 60) == []
+    assert "accepted" in run("list").out
 
 
 def test_show_has_everything_but_arguments_and_results_unless_asked(

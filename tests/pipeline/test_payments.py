@@ -46,12 +46,12 @@ class Shop:
         from idempotency.maintenance import recover
         from idempotency.relay import Relay
         from idempotency.runtime import Runtime
-        from tasks import models, payments, refunds
+        from tasks import migrate, payments, refunds
 
         self.app, self.payments, self.refunds = tasks.app, payments, refunds
         self.engine = create_engine(database)
         stack.callback(self.engine.dispose)
-        models.create_tables(self.engine)
+        migrate.migrate(self.engine)
         stack.callback(Runtime.discard, tasks.app)
         self.processes = Processes({**os.environ, "PYTHONPATH": os.getcwd()})
         stack.callback(self.processes.kill_all)

@@ -11,10 +11,12 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
+from idempotency.message import Message
 from idempotency.outbox import insert
 from idempotency.relay import Relay, Relayed
 from tests import bank as app_module
 from tests import crashing
+from tests.operations import FINGERPRINT, MESSAGE, age, completed
 from tests.processes import eventually
 
 POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
@@ -198,3 +200,31 @@ def test_insert_is_usable_with_a_plain_connection(bank, engine):
     with engine.connect() as connection:
         insert(connection, OperationId("t", "x", "k"), "v1:f", message)
     assert states(engine) == ["pending"]
+
+
+def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(bank, environment, engine, enqueue):
+    with engine.connect() as connection:
+        gone = [completed(connection).id for _ in range(3)]
+        for id in gone:
+            insert(connection, id, FINGERPRINT, Message.from_text(MESSAGE))
+            age(connection, id, expires_at=-1)
+        connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = now()"))
+        with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
+            # a table that cannot be purged now
+            other.execute(text("LOCK TABLE idempotency.dead_letters IN ACCESS EXCLUSIVE MODE"))
+            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+            relay = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+            try:
+                enqueue("a1")
+                eventually(lambda: set(states(engine)) == {"published"})
+                assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 3
+            finally:
+                relay.terminate()
+                relay.wait(30)
+        relay = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        try:
+            eventually(lambda: not connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one())
+            assert len(states(engine)) == 1
+        finally:
+            relay.terminate()
+            relay.wait(30)

@@ -19,10 +19,10 @@ from aiosmtpd.smtp import AuthResult
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import alerts, reports
-from idempotency import dead_letters as letters
+from idempotency import alerts, maintenance, reports
 from idempotency.reports import MailRefused
 from idempotency.runtime import Runtime
+from idempotency.sweeps import BATCH
 from tests import operations as op
 from tests.operations import at_once
 from tests.processes import eventually
@@ -351,5 +351,5 @@ def test_only_letters_settled_long_ago_are_purged(bank: Celery, connection: Conn
                     settled_at = clock_timestamp() - make_interval(days => :days) WHERE reason = :reason"""),
             {"reason": reason, "days": days},
         )
-    assert letters.purge(connection, retention=30 * 86400.0) == 1
+    assert maintenance.purge_once(bank, limit=BATCH).letters == 1
     assert [letter.reason for letter in op.dead_letters(connection)] == ["old open", "young"]

@@ -395,9 +395,12 @@ def test_the_same_name_twice_in_one_attempt_is_a_permanent_failure(
         for _ in range(2):
             getattr(self, kind)("once", act, *([SECRET] if kind == "effect" else []))
 
-    outcome = deliveries.deliver(task_of(body), key="k")
-    assert str(outcome.value) == "'once' is used twice in one attempt; give each effect and step its own name"
-    assert failed(connection) == ("effect_name_reused", 1)
+    deliveries.deliver(task_of(body), key="k")
+    assert failed(connection, over_an_effect=kind == "effect") == (
+        "effect_name_reused",
+        "'once' is used twice in one attempt; give each effect and step its own name",
+        1,
+    )
     assert len(calls) == 1
 
 
@@ -417,19 +420,25 @@ def test_an_effect_with_other_arguments_in_a_later_attempt_is_a_permanent_failur
     task = task_of(body)
     assert deliveries.deliver(task, key="k").state == "RETRY"
     connection.execute(text("UPDATE idempotency.records SET available_at = clock_timestamp() - interval '1 s'"))
-    outcome = deliveries.deliver(task, key="k", origin="retry")
-    assert str(outcome.value) == "'once' was begun with other arguments in an earlier attempt"
-    assert failed(connection) == ("effect_mismatch", 2)
+    deliveries.deliver(task, key="k", origin="retry")
+    assert failed(connection, over_an_effect=kind == "effect") == (
+        "effect_mismatch",
+        "'once' was begun with other arguments in an earlier attempt",
+        2,
+    )
     assert len(calls) == 1
 
 
-def failed(connection: Connection) -> tuple[str, int]:
-    """The code of the one failed record, which its one dead letter has too, and its attempts."""
+def failed(connection: Connection, *, over_an_effect: bool) -> tuple[str, str, int]:
+    """What ended the one failed record, and its attempts. Over an effect that happened it is unfinished for that cause."""
     row = connection.execute(text("SELECT * FROM idempotency.records WHERE status = 'failed'")).one()
     (letter,) = op.dead_letters(connection)
-    assert json.loads(row.error)["code"] == letter.reason
+    error = json.loads(row.error)
+    assert error["code"] == letter.reason
     assert SECRET not in row.error + letter.last_error + letter.first_error
-    return letter.reason, row.attempts
+    cause = error["cause"] if over_an_effect else error
+    assert (error["code"] == "unfinished") == over_an_effect
+    return cause["code"], cause["message"], row.attempts
 
 
 # ---------------------------------------------------------------- messages
@@ -523,7 +532,8 @@ def test_a_result_that_cannot_be_kept_is_a_permanent_failure_and_no_effect_is_co
 
     outcome = deliveries.deliver(task_of(body), key="k")
     assert re.search(says, str(outcome.value))
-    assert failed(connection) == ("invalid_result", 1)
+    code, _, attempts = failed(connection, over_an_effect=False)
+    assert (code, attempts) == ("invalid_result", 1)
     assert entries("a") == 0
     assert op.outbox(connection) == []
 
@@ -797,8 +807,8 @@ def set_status(connection: Connection, status: str) -> None:
     """Bring the one failed record into another state, as another delivery would."""
     change = {
         "started": "status = 'started', token = 't', locked_by = 'h', locked_until = clock_timestamp() + interval '1 min', "
-        "completed_at = NULL, expires_at = NULL, response_code = NULL, error = NULL",
-        "completed": "status = 'completed', response_code = 200, result = '1', error = NULL",
+        "completed_at = NULL, expires_at = NULL, response_code = NULL, error = NULL, error_code = NULL",
+        "completed": "status = 'completed', response_code = 200, result = '1', error = NULL, error_code = NULL",
     }[status]
     connection.execute(text(f"UPDATE idempotency.records SET {change}"))
 

@@ -139,7 +139,7 @@ def test_a_holder_that_lost_its_operation_leaves_no_dead_letter(
         letters.store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR)
         assert len(op.dead_letters(transaction)) == 1
         with pytest.raises(DataError):
-            records.fail(transaction, held, op.ERROR, response_code=422, retention=60.0, lease=60.0)
+            records.fail(transaction, held, op.FAILED, retention=60.0, lease=60.0)
         transaction.rollback()
     assert op.dead_letters(connection) == []
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -25,8 +26,11 @@ from sqlalchemy.engine import make_url
 import services
 from idempotency.doctor import Finding, Level, doctor
 from idempotency.queues import dead_letter_queues, quorum_queue
+from idempotency.statements import Wire
 from tests import bank as bank_module
+from tests.pooler import Pooler
 from tests.processes import Processes, eventually
+from tests.proxy import Proxy
 
 
 def refusals(app: Celery) -> list[str]:
@@ -102,7 +106,7 @@ def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(soun
     task = sound.tasks["tests.bank.deposit"]
     task.time_limit = 3600
     try:
-        assert "20 deliveries x 3600 s = 1200 min" in str(about(sound, f"queue {queue}")[0])
+        assert about(sound, f"queue {queue}")[0].level is Level.OK
         task.time_limit = 5000
         late = about(sound, f"queue {queue}")[0]
         assert late.level is Level.WARNING
@@ -151,6 +155,94 @@ def test_a_database_that_weakens_the_promise_is_found(
         connection.execute(text(f"ALTER DATABASE {make_url(database).database} SET {change}"))
     engine.dispose()
     assert any(finding.level is level and str(finding).startswith(line) for finding in doctor(sound))
+
+
+@pytest.mark.parametrize(
+    ("grant", "line"),
+    [
+        ("REVOKE INSERT, UPDATE ON idempotency.records", "database rights on table records: no INSERT, UPDATE;"),
+        ("REVOKE USAGE ON SEQUENCE idempotency.fence", "database rights on sequence fence: no USAGE;"),
+        ("REVOKE USAGE ON SCHEMA idempotency", "database rights on schema idempotency: no USAGE;"),
+        ("REVOKE ALL ON idempotency.schema_version", "database rights on table schema_version: no SELECT;"),
+    ],
+)
+def test_a_right_that_is_missing_is_refused_by_its_name(sound: Celery, database: str, grant: str, line: str) -> None:
+    role = f"poor_{uuid4().hex[:8]}"
+    engine = create_engine(database, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'p'"))
+        try:
+            connection.execute(text(f"GRANT USAGE ON SCHEMA idempotency TO {role}"))
+            connection.execute(
+                text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA idempotency TO {role}")
+            )
+            connection.execute(text(f"GRANT USAGE ON SEQUENCE idempotency.fence TO {role}"))
+            url = make_url(database).set(username=role, password="p").render_as_string(hide_password=False)
+            sound.conf.idempotency_database_url = url
+            assert refusals(sound) == []
+            connection.execute(text(f"{grant} FROM {role}"))
+            assert any(refused.startswith(line) for refused in refusals(sound))
+        finally:
+            connection.execute(text(f"DROP OWNED BY {role}"))
+            connection.execute(text(f"DROP ROLE {role}"))
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("mode", "ignores_options", "level", "line"),
+    [
+        ("transaction", True, Level.WARNING, "database pooler: in transaction mode, better in session mode"),
+        ("session", True, Level.OK, "database pooler: not seen to be in transaction mode"),
+        ("session", True, Level.WARNING, "database statement_timeout: 0 on our connections, though we set it"),
+        ("transaction", False, Level.REFUSAL, "database pooler: refuses the options of our connections"),
+    ],
+)
+def test_a_pooler_is_named_with_its_mode(
+    sound: Celery, database: str, mode: str, ignores_options: bool, level: Level, line: str
+) -> None:
+    with Pooler(database, mode=mode, ignores_options=ignores_options) as pooler:
+        sound.conf.idempotency_database_url = pooler.url
+        found = doctor(sound)
+    assert [str(finding) for finding in found if finding.level is level and str(finding).startswith(line)], found
+
+
+def test_a_connection_on_which_a_vanished_server_is_missed_for_long_is_a_warning(
+    sound: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert about(sound, "database TCP_USER_TIMEOUT") == []
+    original = Wire.connect
+    monkeypatch.setattr(Wire, "connect", lambda *args, tcp_user_timeout, **options: original(*args, **options))
+    (found,) = about(sound, "database TCP_USER_TIMEOUT")
+    assert found.level is Level.WARNING
+
+
+def test_a_task_that_may_run_for_longer_than_its_lease_is_renewed_is_a_warning(sound: Celery) -> None:
+    task = sound.tasks["tests.bank.deposit"]
+    for limit, expected in ((600, 0), (601, 1)):
+        task.time_limit = limit
+        try:
+            found = [each for each in about(sound, "task tests.bank.deposit") if "max_run" in each.found]
+        finally:
+            task.time_limit = None
+        assert len(found) == expected
+    assert found[0].found == "time_limit=601 above max_run=600"
+    assert found[0].level is Level.WARNING
+
+
+@pytest.mark.parametrize(("pool", "expected"), [("threads", 1), ("gevent", 1), ("prefork", 0)])
+def test_a_pool_smaller_than_the_concurrency_of_one_process_is_a_warning(
+    sound: Celery, monkeypatch: pytest.MonkeyPatch, pool: str, expected: int
+) -> None:
+    sound.conf.worker_pool, sound.conf.worker_concurrency = pool, 21
+    assert len(about(sound, "idempotency_pool_size")) == expected
+    sound.conf.worker_concurrency = 20
+    assert about(sound, "idempotency_pool_size") == []
+
+
+def test_a_worker_with_more_threads_than_connections_says_so_and_starts(bank: Celery, processes: Processes) -> None:
+    worker = processes.worker("-P", "threads", "--concurrency", "50")
+    line = "idempotency: warning: idempotency_pool_size: 10, enough for 20 attempts at once, and concurrency is 50"
+    assert line in worker.log
 
 
 def test_a_database_that_forgets_in_a_power_cut_is_refused(
@@ -373,6 +465,47 @@ def test_a_sound_relay_or_beat_starts(
     finally:
         running.terminate()
         running.wait(30)
+
+
+def test_a_relay_waits_for_a_postgres_that_is_away_at_its_start(
+    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
+) -> None:
+    address = urlsplit(environment["DATABASE_URL"])
+    with Proxy(address.hostname or "", address.port or 0) as proxy:
+        proxy.refuse()
+        through = environment["DATABASE_URL"].replace(f":{address.port}/", f":{proxy.port}/")
+        running = start("relay", variant(tmp_path, ""), environment | {"DATABASE_URL": through}, tmp_path)
+        log = tmp_path / "log"
+        try:
+            eventually(lambda: "postgres_unavailable" in log.read_text() or running.poll() is not None, timeout=60)
+            assert running.poll() is None, log.read_text()
+            assert proxy.refusals >= 1
+            proxy.refuse(False)
+            eventually(lambda: "relay_started" in log.read_text() or running.poll() is not None, timeout=60)
+            assert running.poll() is None, log.read_text()
+        finally:
+            running.terminate()
+            assert running.wait(30) == 0
+
+
+def test_a_relay_told_to_end_while_it_waits_for_postgres_ends(
+    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
+) -> None:
+    away = environment | {"DATABASE_URL": spoil(environment["DATABASE_URL"], "port")}
+    running = start("relay", variant(tmp_path, ""), away, tmp_path)
+    log = tmp_path / "log"
+    eventually(lambda: "postgres_unavailable" in log.read_text() or running.poll() is not None, timeout=60)
+    running.terminate()
+    assert running.wait(30) == 0, log.read_text()
+
+
+def test_a_relay_with_a_wrong_address_does_not_wait(
+    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
+) -> None:
+    wrong = environment | {"DATABASE_URL": environment["DATABASE_URL"] + "_not_there"}
+    running = start("relay", variant(tmp_path, ""), wrong, tmp_path)
+    assert running.wait(60) == 1
+    assert "idempotency: idempotency_database_url: no such database or user" in (tmp_path / "log").read_text()
 
 
 def start(process: str, module: str, environment: dict[str, str], directory: Path) -> subprocess.Popen[bytes]:

@@ -18,6 +18,7 @@ from idempotency import (
     PermanentError,
     StillUnknown,
     StoredFailure,
+    Unfinished,
     metrics,
 )
 from idempotency.effects import provider_key
@@ -202,7 +203,7 @@ def test_an_effect_with_pending_objects_in_the_session_is_refused(bank, deliveri
     assert isinstance(deliveries.deliver(make_task(bank, body), key="k").value, OpenTransaction)
 
 
-def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepted(bank, deliveries, outside):
+def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepted(bank, deliveries, outside, record):
     def twice(self):
         self.effect("call", app_module.call, outside.url)
         self.effect("call", app_module.call, outside.url)
@@ -211,8 +212,10 @@ def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepte
         self.effect("one", app_module.call, outside.url)
         self.effect("two", app_module.call, outside.url)
 
-    assert isinstance(deliveries.deliver(make_task(bank, twice), key="k").value, EffectNameReused)
-    assert deliveries.deliver(make_task(bank, two), key="k").state == "SUCCESS"
+    refused = deliveries.deliver(make_task(bank, twice), key="k").value
+    assert isinstance(refused, Unfinished)  # the first one has happened
+    assert json.loads(record("k").error)["cause"]["code"] == EffectNameReused.default_code
+    assert deliveries.deliver(make_task(bank, two), key="l").state == "SUCCESS"
 
 
 def test_other_arguments_under_a_begun_name_are_refused(bank, deliveries, outside, record, engine):
@@ -224,7 +227,8 @@ def test_other_arguments_under_a_begun_name_are_refused(bank, deliveries, outsid
     task = make_task(bank, body)
     deliveries.deliver(task, key="k")
     age(engine, "k")
-    assert isinstance(deliveries.deliver(task, key="k").value, EffectMismatch)
+    assert isinstance(deliveries.deliver(task, key="k").value, EffectUnknown)  # what was begun is still open
+    assert json.loads(record("k").error)["cause"]["code"] == EffectMismatch.default_code
 
 
 def test_a_step_is_committed_with_its_result_and_not_repeated(bank, deliveries, entries, record, engine):

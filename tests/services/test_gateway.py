@@ -283,7 +283,7 @@ def test_a_charge_is_found_although_its_purchase_id_has_quotes(
     [
         (10.0, False, StillUnknown()),
         (1e6, False, StillUnknown()),
-        (59.0, True, StillUnknown()),
+        (59.0, True, StillUnknown(ask_again=1.0)),
         (61.0, True, DidNotHappen()),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_charge_that_search_does_not_show_yet_is_not_taken_for_a_no(
     with pytest.raises(GatewayError):
         gateway.capture(**purchase, idempotency_key=key)
     in_doubt = doubt(key, age=30, ended=True)
-    assert gateway.find_capture(**purchase, doubt=in_doubt) == StillUnknown()
+    assert gateway.find_capture(**purchase, doubt=in_doubt) == StillUnknown(ask_again=30.0)
     faults(sandbox, search_lag_ms=0)
     assert isinstance(gateway.find_capture(**purchase, doubt=in_doubt), Happened)
 

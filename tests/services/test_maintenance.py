@@ -1,7 +1,8 @@
-"""Recovery and the purge: what they take, what they leave alone, and any number of them at once."""
+"""Recovery: what it takes, what it leaves alone, and any number at once; and bad rows, which stop no sweep."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,20 +11,17 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DataError
+from sqlalchemy.exc import DataError, ProgrammingError
 
-from idempotency import IdempotentTask, maintenance, outbox, records
+from idempotency import outbox, records, sweeps
+from idempotency import runtime as runtime_module
 from idempotency.keys import OperationId
 from idempotency.maintenance import BATCH, SPARE_CLAIMS, purge, recover
 from idempotency.message import Message
-from idempotency.runtime import Runtime, process_identity
-from tests import bank as b
+from idempotency.runtime import Runtime, is_provably_dead, process_identity
 from tests import operations as op
-from tests.deliveries import Deliveries
-from tests.operations import age, at_once, completed, due, early, expired, failed, new_id, record, started
+from tests.operations import age, at_once, completed, due, early, expired, failed, record, started
 from tests.processes import eventually
-
-DAY = 24 * 3600.0
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_what_is_to_be_ended_is_not_released_because_somebody_had_it_locked_when
     held = expired(connection)
     bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
     used(connection, held.id, bound)
-    monkeypatch.setattr(maintenance, "_EXHAUST", "SELECT 0")  # what a look finds that skips every locked row
+    monkeypatch.setattr(sweeps, "find", lambda *_: [])  # what a look finds that skips every locked row
     assert recover(bank) == 0
     assert (status(connection, held.id), op.outbox(connection, held.id)) == ("started", [])
     monkeypatch.undo()
@@ -237,6 +235,44 @@ def test_another_process_under_a_used_pid_does_not_keep_the_operation(bank: Cele
     assert status(connection, mine.id) == "started"
 
 
+# A /proc of its own: to remount the one that is there would hide the processes of the whole machine.
+SAYS = "import os, sys; from idempotency.runtime import is_provably_dead as dead; os.setgid(65534); os.setuid(65534);"
+SAYS += "print(os.path.exists(f'/proc/{sys.argv[1].split(chr(124))[3]}'), dead(sys.argv[1]))"
+
+
+def seen_under_hidepid(name: str) -> str:
+    """What a process of another user, from which /proc hides this one, says: is it to be seen, and is it dead?"""
+    script = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", SAYS, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    if done.returncode != 0 and "Traceback" not in done.stderr:
+        pytest.skip(f"/proc cannot be mounted here: {done.stderr.strip()[:100]}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a /proc of its own")
+def test_a_process_that_proc_hides_is_not_dead_until_it_is_gone(holder: subprocess.Popen[str]) -> None:
+    name = identity(holder)
+    assert seen_under_hidepid(name) == "False False"
+    holder.kill()
+    holder.wait(10)
+    assert seen_under_hidepid(name) == "False True"
+
+
+def test_a_used_pid_whose_start_cannot_be_compared_proves_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = process_identity()
+    assert not is_provably_dead(name.rpartition("|")[0] + "|")
+    earlier = name.rpartition("|")[0] + "|1"
+    assert is_provably_dead(earlier)
+    read = runtime_module._read
+    monkeypatch.setattr(runtime_module, "_read", lambda path: "" if path.endswith("/stat") else read(path))
+    assert not is_provably_dead(earlier)
+
+
 @pytest.mark.parametrize("name", ["", "?", "a|b|c", "a|b|c|d|e|f"])
 def test_a_holder_without_a_readable_name_keeps_its_lease(bank: Celery, connection: Connection, name: str) -> None:
     held = started(connection, holder=name)
@@ -277,177 +313,194 @@ def test_a_recovery_and_takeovers_at_once_leave_each_operation_to_one(
     assert recovered == len(op.outbox(connection))
 
 
-# ---------------------------------------------------------------- the purge
+# ---------------------------------------------------------------- one bad row
 
 
-def past_its_time(connection: Connection, state: Callable[..., Any] = completed) -> OperationId:
-    held = state(connection)
-    age(connection, held.id, expires_at=-1)
+def message(headers: str) -> str:
+    return f'{{"headers": {headers}, "properties": {{}}, "route": {{}}, "body": "[[], {{}}, {{}}]"}}'
+
+
+def spent(bank: Celery, connection: Connection, id: OperationId | None = None, **options: Any) -> OperationId:
+    """An operation whose process died in every claim."""
+    held = expired(connection, id, **options)
+    used(connection, held.id, Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS)
     return held.id
 
 
-def deliver_again(
-    connection: Connection, id: OperationId, *, fingerprint: str = op.FINGERPRINT, **columns: str
+@pytest.mark.parametrize(
+    ("stored", "kept"),
+    [
+        (message(r'{"task": "t", "note": "\u0000"}'), r'{"task": "t", "note": "\u0000"}'),
+        (message(r'{"note": "\ud800"}'), r'{"note": "\ud800"}'),
+        (message("[1, 2]"), "{}"),
+        ('{"headers": {', "{}"),
+        ("", "{}"),
+        ("[" * 100_000, "{}"),
+    ],
+    ids=["NUL", "half a pair", "no object", "cut", "empty", "nested"],
+)
+def test_headers_that_postgres_cannot_read_stop_no_recovery(
+    bank: Celery, connection: Connection, stored: str, kept: str
 ) -> None:
-    """An outbox row of the operation, in the state that the columns say."""
-    event_id = outbox.insert(connection, id, fingerprint, Message.from_text(op.MESSAGE))
-    changes = ", ".join(f"{column} = {value}" for column, value in columns.items())
-    if changes:
-        connection.execute(text(f"UPDATE idempotency.outbox SET {changes} WHERE event_id = :id"), {"id": event_id})
+    bad, other, orphan = spent(bank, connection, message=stored), spent(bank, connection), expired(connection)
+    assert recover(bank) == 3
+    assert [status(connection, id) for id in (bad, other, orphan.id)] == ["failed", "failed", "released"]
+    (letter,) = op.dead_letters(connection, bad)
+    assert (letter.reason, letter.headers, letter.payload) == ("attempts_exhausted", kept, stored)
 
 
-PUBLISHED = {"status": "'published'", "published_at": "clock_timestamp()"}
+RAISING = """
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF OLD.key = 'bad' THEN RAISE EXCEPTION 'not this one'; END IF;
+    RETURN CASE TG_OP WHEN 'DELETE' THEN OLD ELSE NEW END;
+END $$;
+"""
+# Ways in which Postgres refuses one row, and how that comes to an end.
+REFUSALS = {
+    "trigger": (
+        RAISING
+        + "CREATE TRIGGER bad BEFORE UPDATE OR DELETE ON idempotency.records FOR EACH ROW EXECUTE FUNCTION refuse()",
+        "DROP FUNCTION refuse CASCADE",
+    ),
+    "trigger at COMMIT": (
+        RAISING
+        + "CREATE CONSTRAINT TRIGGER bad AFTER UPDATE OR DELETE ON idempotency.records DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION refuse()",
+        "DROP FUNCTION refuse CASCADE",
+    ),
+    "foreign key": (
+        "CREATE TABLE kept (tenant text, operation text, key text, FOREIGN KEY (tenant, operation, key) "
+        "REFERENCES idempotency.records ON UPDATE RESTRICT);"
+        "INSERT INTO kept SELECT tenant, operation, key FROM idempotency.records WHERE key = 'bad'",
+        "DROP TABLE kept",
+    ),
+    "CHECK": (
+        "ALTER TABLE idempotency.outbox ADD CONSTRAINT bad CHECK (key <> 'bad') NOT VALID;"
+        "ALTER TABLE idempotency.dead_letters ADD CONSTRAINT bad CHECK (key <> 'bad') NOT VALID",
+        "ALTER TABLE idempotency.outbox DROP CONSTRAINT bad; ALTER TABLE idempotency.dead_letters DROP CONSTRAINT bad",
+    ),
+    "unique": (
+        "CREATE UNIQUE INDEX one_of_many ON idempotency.outbox (key) WHERE key = 'bad';"
+        "INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, settled_at)"
+        " VALUES ('there', 'default', 'other', 'bad', 'f', '{}', 'enqueue', clock_timestamp())",
+        "DROP INDEX idempotency.one_of_many",
+    ),
+    "index entry": (
+        """CREATE FUNCTION large(text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
+               SELECT CASE WHEN $1 = 'bad' THEN (SELECT string_agg(md5(n::text), '') FROM generate_series(1, 300) n) END
+           $$;
+           CREATE INDEX large_rows ON idempotency.outbox (large(key));
+           CREATE INDEX large_letters ON idempotency.dead_letters (large(key))""",
+        "DROP FUNCTION large CASCADE",
+    ),
+}
 
 
-@pytest.mark.parametrize("state", [completed, failed])
-def test_an_ended_operation_past_its_retention_is_deleted_with_its_outbox_rows(
-    bank: Celery, connection: Connection, state: Callable[..., Any]
-) -> None:
-    id = past_its_time(connection, state)
-    deliver_again(connection, id, **PUBLISHED)
-    deliver_again(connection, id, **PUBLISHED)
-    other = completed(connection).id
-    deliver_again(connection, other, **PUBLISHED)
-    assert purge(bank) == 1
-    assert record(connection, id) is None
-    assert op.outbox(connection, id) == []
-    assert status(connection, other) == "completed"
-    assert len(op.outbox(connection, other)) == 1
+def states(bank: Celery, connection: Connection, sweep: str, key: str) -> OperationId:
+    """An operation that this sweep has to do with."""
+    id = OperationId("default", "tests.bank.deposit", key)
+    match sweep:
+        case "recover":
+            expired(connection, id)
+        case "exhaust":
+            spent(bank, connection, id)
+        case "purge":
+            completed(connection, id)
+            age(connection, id, expires_at=-1)
+    return id
 
 
-@pytest.mark.parametrize("state", [started, expired, early, due, completed, failed])
-def test_what_has_not_ended_or_is_young_is_kept(
-    bank: Celery, connection: Connection, state: Callable[..., Any]
-) -> None:
-    kept = state(connection).id
-    before = record(connection, kept)
-    gone = past_its_time(connection)
-    assert purge(bank) == 1
-    assert record(connection, kept) == before
-    assert record(connection, gone) is None
+DONE = {"recover": "released", "exhaust": "failed", "purge": None}
 
 
 @pytest.mark.parametrize(
-    ("unsettled", "settled"),
+    ("sweep", "refusal"),
     [
-        ({}, PUBLISHED),
-        ({"status": "'failed'", "last_error": "'too large'"}, PUBLISHED | {"last_error": "NULL"}),
-        (PUBLISHED | {"fingerprint": "'v1:other'"}, {"fingerprint": f"'{op.FINGERPRINT}'"}),
+        *[(sweep, refusal) for sweep in DONE for refusal in ("trigger", "trigger at COMMIT")],
+        *[(sweep, refusal) for sweep in ("recover", "exhaust") for refusal in ("CHECK", "index entry")],
+        ("recover", "unique"),
+        ("purge", "foreign key"),
     ],
-    ids=["not published", "never to be published", "of another request"],
 )
-def test_an_operation_with_an_outbox_row_that_is_not_settled_is_kept(
-    bank: Celery, connection: Connection, unsettled: dict[str, str], settled: dict[str, str]
+def test_a_row_that_raises_is_set_aside_and_tried_again(
+    bank: Celery, connection: Connection, sweep: str, refusal: str
 ) -> None:
-    id = past_its_time(connection)
-    deliver_again(connection, id, **PUBLISHED)
-    deliver_again(connection, id, **unsettled)
-    assert purge(bank) == 0
-    assert status(connection, id) == "completed"
-    assert len(op.outbox(connection, id)) == 2
-    changes = ", ".join(f"{column} = {value}" for column, value in settled.items())
-    connection.execute(text(f"UPDATE idempotency.outbox SET {changes}"))
+    bad = states(bank, connection, sweep, "bad")
+    others = [states(bank, connection, sweep, f"good {number}") for number in range(3)]
+    begin, end = REFUSALS[refusal]
+    connection.exec_driver_sql(begin)
+    before = record(connection, bad)
+    assert recover(bank) + purge(bank) == 3
+    assert {status(connection, id) for id in others} == {DONE[sweep]}
+    assert record(connection, bad) == before
+    (aside,) = set_aside(connection)
+    assert (aside.sweep, aside.key, aside.times) == (sweep, "bad", 1)
+    connection.exec_driver_sql(end)
+    assert recover(bank) + purge(bank) == 0  # its pause is not over
+    later(connection)
+    assert recover(bank) + purge(bank) == 1
+    assert status(connection, bad) == DONE[sweep]
+
+
+def set_aside(connection: Connection) -> list[Any]:
+    query = "SELECT *, extract(epoch FROM until - clock_timestamp()) AS seconds FROM idempotency.set_aside ORDER BY id"
+    return list(connection.execute(text(query)))
+
+
+def later(connection: Connection) -> None:
+    connection.execute(text("UPDATE idempotency.set_aside SET until = clock_timestamp()"))
+
+
+def test_more_bad_rows_than_a_batch_stop_nothing(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeps, "BATCH", 20)
+    fill_with_orphans(connection, 60)
+    connection.exec_driver_sql("ALTER TABLE idempotency.outbox ADD CONSTRAINT bad CHECK (key::int > 50) NOT VALID")
+    connection.execute(text("UPDATE idempotency.records SET locked_until = '2020-01-01'::date + key::int"))
+    assert recover(bank) == 10
+    assert len(set_aside(connection)) == 50
+    assert recover(bank) == 0
+
+
+def test_a_bad_row_is_tried_again_after_longer_and_longer(bank: Celery, connection: Connection) -> None:
+    states(bank, connection, "recover", "bad")
+    connection.exec_driver_sql(REFUSALS["CHECK"][0])
+    pauses = []
+    for _ in range(9):
+        assert recover(bank) == 0
+        pauses.append(round(set_aside(connection)[0].seconds, -1))
+        later(connection)
+    assert pauses == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+
+
+def test_a_row_that_someone_else_has_locked_holds_up_no_other(
+    bank: Celery, engine: Engine, connection: Connection
+) -> None:
+    bad, good = states(bank, connection, "purge", "bad"), states(bank, connection, "purge", "good")
+    for id in (bad, good):
+        outbox.insert(connection, id, op.FINGERPRINT, Message.from_text(op.MESSAGE))
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = now()"))
+    with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
+        other.execute(text("SELECT FROM idempotency.outbox WHERE key = 'bad' FOR UPDATE"))
+        assert purge(bank) == 1
+        assert (status(connection, bad), status(connection, good)) == ("completed", None)
+    later(connection)
     assert purge(bank) == 1
-    assert op.outbox(connection) == []
 
 
-def test_an_operation_with_an_open_dead_letter_is_kept_until_it_is_settled(
-    bank: Celery, connection: Connection
-) -> None:
-    id = past_its_time(connection, failed)
-    connection.execute(
-        text("""
-            INSERT INTO idempotency.dead_letters (source, tenant, operation, key, generation, reason, payload)
-            VALUES ('operation', :tenant, :operation, :key, 1, 'no_account', '{}')
-        """),
-        {"tenant": id.tenant, "operation": id.operation, "key": id.key},
-    )
-    assert purge(bank) == 0
-    assert status(connection, id) == "failed"
-    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()"))
-    assert purge(bank) == 1
-    # the letter itself is a person's business
-    assert len(op.dead_letters(connection, id)) == 1
+def test_what_is_refused_to_everyone_sets_no_row_aside(bank: Celery, connection: Connection) -> None:
+    expired(connection)
+    connection.exec_driver_sql("ALTER TABLE idempotency.outbox RENAME origin TO other")
+    with pytest.raises(ProgrammingError):
+        recover(bank)
+    assert set_aside(connection) == []
 
 
-@pytest.mark.parametrize("state", [completed, failed])
-def test_another_tenant_s_rows_keep_nothing_and_are_kept(
-    bank: Celery, connection: Connection, state: Callable[..., Any]
-) -> None:
-    id = past_its_time(connection, state)
-    theirs = OperationId("another", id.operation, id.key)
-    deliver_again(connection, theirs)
-    deliver_again(connection, id, **PUBLISHED)
-    assert purge(bank) == 1
-    assert record(connection, id) is None
-    assert len(op.outbox(connection, theirs)) == 1
-
-
-def test_purges_at_once_delete_each_operation_once(bank: Celery, connection: Connection) -> None:
-    gone = [past_its_time(connection) for _ in range(30)]
-    kept = [completed(connection).id for _ in range(5)]
-    for id in gone + kept:
-        deliver_again(connection, id, **PUBLISHED)
-    assert sum(at_once(4, lambda _: purge(bank))) == len(gone)
-    assert all(record(connection, id) is None for id in gone)
-    assert all(record(connection, id) is not None for id in kept)
-    assert len(op.outbox(connection)) == len(kept)
-
-
-def test_a_purged_key_is_new_again_under_a_higher_fence(bank: Celery, connection: Connection) -> None:
-    held = completed(connection)
-    age(connection, held.id, expires_at=-1)
-    assert purge(bank) == 1
-    again = started(connection, held.id, fingerprint="v1:another request")
-    assert again.first_claim
-    assert again.fence > held.fence
-
-
-# ---------------------------------------------------------------- retention
-
-
-@b.app.task(base=IdempotentTask, bind=True, key="{account}", name="tests.brief", retention_completed=2 * DAY)
-def brief(self: IdempotentTask, account: str) -> str:
-    return account
-
-
-@b.app.task(
-    base=IdempotentTask,
-    bind=True,
-    key="{account}",
-    name="tests.briefly_failing",
-    max_attempts=1,
-    retention_failed=3 * DAY,
-)
-def briefly_failing(self: IdempotentTask, account: str) -> None:
-    raise ValueError(account)
-
-
-@pytest.mark.parametrize(
-    ("task", "arguments", "seconds"),
-    [
-        (b.deposit, ("a1", 5), 3 * DAY),
-        (b.failing, ("a1", "permanent"), 30 * DAY),
-        (brief, ("a1",), 2 * DAY),
-        (briefly_failing, ("a1",), 3 * DAY),
-    ],
-    ids=["completed", "failed", "completed, of the task", "failed, of the task"],
-)
-def test_an_operation_is_kept_as_long_as_its_end_and_its_task_say(
-    deliveries: Deliveries, connection: Connection, task: Any, arguments: tuple[Any, ...], seconds: float
-) -> None:
-    deliveries.deliver(task, *arguments)
-    row = record(connection, OperationId("default", task.name, "a1"))
-    assert row is not None
-    assert (row.expires_at - row.completed_at).total_seconds() == pytest.approx(seconds, abs=5)
-
-
-def test_a_new_operation_is_not_purged_however_often_the_purge_runs(
-    deliveries: Deliveries, connection: Connection
-) -> None:
-    deliveries.deliver(b.deposit, "a1", 5)
-    assert [purge(deliveries.app) for _ in range(3)] == [0, 0, 0]
-    id = OperationId("default", b.deposit.name, "a1")
-    age(connection, id, expires_at=-0.001)
-    assert purge(deliveries.app) == 1
-    assert record(connection, new_id()) is None
+def test_a_holder_with_an_impossible_name_stops_no_recovery(bank: Celery, connection: Connection) -> None:
+    host, boot, namespace, _, begun = process_identity().split("|")
+    odd = started(connection, holder="|".join([host, boot, namespace, "no number", begun]))
+    orphan = expired(connection)
+    assert recover(bank) == 1
+    assert (status(connection, odd.id), status(connection, orphan.id)) == ("started", "released")

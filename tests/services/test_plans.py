@@ -13,7 +13,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection
 
-from idempotency import backlog, maintenance, records, relay
+from idempotency import maintenance, overview, records, relay, settings
 from idempotency.runtime import Runtime
 
 Plan = Callable[..., str]
@@ -74,11 +74,34 @@ def test_a_guarded_write_finds_its_record_by_key(planned: Plan, name: str, in_se
     assert "records_held" not in plan
 
 
-@pytest.mark.parametrize("name", ["_RECOVER", "_EXHAUST", "_HOLDERS"])
-def test_a_sweep_reads_only_what_is_held(planned: Plan, name: str) -> None:
-    plan = planned(getattr(maintenance, name), in_session=False)
+@pytest.mark.parametrize(
+    "statement",
+    [maintenance.RECOVER.batch, maintenance.EXHAUST.find, maintenance._HOLDERS],
+    ids=["recover", "exhaust", "holders"],
+)
+def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
+    plan = planned(statement, in_session=False)
     assert "records_held" in plan, plan
     assert "Seq Scan on records" not in plan
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("_ACCEPTED", "outbox_waiting"),
+        ("_LIST_ACCEPTED", "outbox_waiting"),
+        ("_RELEASED", "records_released"),
+        ("_RUNNING", "records_held"),
+        ("_UNPUBLISHED", "outbox_pending"),
+        ("_UNPUBLISHED", "outbox_failed"),
+        ("_OPEN_LETTERS", "dead_letters_open"),
+    ],
+)
+def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str) -> None:
+    with overview.looking(settings.from_app(bank)) as connection:
+        plan = explain(connection, getattr(overview, name))
+    assert index in plan, plan
+    assert "Seq Scan" not in plan, plan
 
 
 def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:
@@ -96,6 +119,6 @@ def test_the_relay_finds_the_rows_it_has_published_by_id(planned: Plan, name: st
 
 
 def test_the_gauges_read_only_what_is_pending(planned: Plan) -> None:
-    plan = planned(backlog._OUTBOX, in_session=False)
+    plan = planned(overview._UNPUBLISHED, in_session=False)
     assert "outbox_pending" in plan, plan
     assert "outbox_ordered" in plan, plan

@@ -338,10 +338,8 @@ def test_no_statement_of_a_pass_reads_what_waits(bank, sent, engine):
         published = connection.execute(text("SELECT min(published_at) FROM idempotency.outbox")).scalar_one()
     queue = {"queue": bank.conf.task_default_queue}
     times = {"after": 60.0, "cap": 3600.0, "batch": 1000, "overdue": published + timedelta(seconds=60)}
-    epoch = {"time": reconciling._EPOCH, "id": 0, "marked": reconciling._EPOCH, "since": reconciling._EPOCH}
+    epoch = {"past": reconciling._EPOCH, "past_id": 0, "marked": reconciling._EPOCH, "since": reconciling._EPOCH}
     marker = {"id": "m", "priority": 0, "pause": 7.5, "grace": 5.0, "classes": 2, "until": published}
     for statement in ("_SETTLE", "_QUEUES", "_TIMES", "_LOOK", "_MARK"):
         parameters = times | epoch | marker | queue
-        if statement == "_LOOK":
-            parameters["id"] = 0
         assert rows_read(bank, getattr(reconciling, statement), **parameters) < 20, statement

@@ -330,7 +330,9 @@ def complete(connection: Connection, held: Claimed) -> bool:
 
 
 def fail(connection: Connection, held: Claimed) -> bool:
-    return finished(lambda: records.fail(connection, held, ERROR, response_code=422, retention=RETENTION, lease=LEASE))
+    # over the open effect of `with_a_begun_effect`, and where there is none
+    end = records.FailedEnd("effect_unknown", ERROR)
+    return finished(lambda: records.fail(connection, held, end, retention=RETENTION, lease=LEASE))
 
 
 def release(connection: Connection, held: Claimed) -> bool:
@@ -456,7 +458,7 @@ def test_failing_stores_the_error_and_keeps_the_first_one(connection: Connection
     age(connection, held.id, available_at=-1)
     again = started(connection, held.id)
     last = records.error_text("card_declined", "the card was declined")
-    records.fail(connection, again, last, response_code=422, retention=100.0, lease=LEASE)
+    records.fail(connection, again, records.FailedEnd("card_declined", last), retention=100.0, lease=LEASE)
     row = record(connection, held.id)
     assert row is not None
     assert (row.status, row.error, row.first_error, row.response_code) == ("failed", last, ERROR, 422)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,19 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.pool import NullPool
 
 import idempotency
 import services
 from idempotency import schema
 from idempotency.errors import SettingsError
-from tests.operations import at_once
+from tests.operations import at_once, in_background, wait_for_a_lock
+from tests.processes import eventually
 
-TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts"} | {
-    "lanes",
-    "markers",
-    "settled",
-}
+TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts", "set_aside"}
+TABLES |= {"dead_letter_tries", "compatibility", "processes", "alarms"}
+TABLES |= {"lanes", "markers", "settled"}
 
 
 @pytest.fixture
@@ -75,18 +76,196 @@ def test_four_callers_at_once_migrate_once(empty: Engine) -> None:
 
 def test_an_empty_database_is_not_current_and_a_migrated_one_is(empty: Engine) -> None:
     with empty.connect() as connection, pytest.raises(SettingsError, match=r"at none, need .*idempotency migrate"):
-        schema.require_current(connection)
+        schema.require_compatible(connection)
     schema.migrate(empty)
     with empty.connect() as connection:
-        schema.require_current(connection)
+        schema.require_compatible(connection)
 
 
-def test_a_database_of_another_version_is_refused_with_both(empty: Engine) -> None:
+def set_versions(connection: Connection, schema_version: str, compatible_from: str) -> None:
+    """As a migration of newer code leaves them."""
+    connection.execute(text("UPDATE idempotency.schema_version SET version_num = :v"), {"v": schema_version})
+    connection.execute(text("UPDATE idempotency.compatibility SET compatible_from = :v"), {"v": compatible_from})
+    connection.commit()
+
+
+def test_newer_tables_are_accepted_if_they_say_that_this_code_may_run(empty: Engine) -> None:
     revision = schema.migrate(empty)
-    with empty.begin() as connection:
-        connection.execute(text("UPDATE idempotency.schema_version SET version_num = 'later'"))
-        with pytest.raises(SettingsError, match=f"at later, need {revision}"):
-            schema.require_current(connection)
+    with empty.connect() as connection:
+        set_versions(connection, "later", revision)
+        schema.require_compatible(connection)
+    assert schema.migrate(empty) == "later"  # an older release deployed again leaves them as they are
+
+
+def test_newer_tables_that_need_newer_code_are_refused_with_both(empty: Engine) -> None:
+    revision = schema.migrate(empty)
+    refused = f"at later, needs code of revision late, this is {revision}"
+    with empty.connect() as connection:
+        set_versions(connection, "later", "late")
+        with pytest.raises(SettingsError, match=refused):
+            schema.require_compatible(connection)
+    with pytest.raises(SettingsError, match=refused):
+        schema.migrate(empty)
+
+
+@pytest.mark.parametrize(("oldest", "accepted"), [("0008", True), ("0009", False)])
+def test_older_tables_are_accepted_down_to_the_oldest_that_the_code_can_use(
+    empty: Engine, monkeypatch: pytest.MonkeyPatch, oldest: str, accepted: bool
+) -> None:
+    schema.migrate(empty, "0008")
+    monkeypatch.setattr(schema, "OLDEST_SCHEMA", oldest)
+    with empty.connect() as connection:
+        if accepted:
+            schema.require_compatible(connection)
+        else:
+            with pytest.raises(SettingsError, match="at 0008, need 0009; run `idempotency migrate`"):
+                schema.require_compatible(connection)
+
+
+def test_the_newest_migration_says_which_code_may_run(empty: Engine) -> None:
+    schema.migrate(empty)
+    with empty.connect() as connection:
+        assert schema._compatible_from(connection) in schema._known()
+
+
+# ---------------------------------------------------------------- while everything else goes on
+
+INDEX = "CREATE INDEX CONCURRENTLY outbox_by_origin ON idempotency.outbox (origin)"
+WITH_AN_INDEX = f"""
+from alembic import op
+
+from idempotency.migrations.indexes import create_index
+
+revision = "with_an_index"
+down_revision = "{{head}}"
+
+
+def upgrade() -> None:
+    op.execute("ALTER TABLE idempotency.outbox ADD COLUMN IF NOT EXISTS note text")
+    create_index("{INDEX}")
+
+
+def downgrade() -> None:
+    op.execute("ALTER TABLE idempotency.outbox DROP COLUMN note")
+"""
+
+
+@pytest.fixture
+def with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more migration: a column and an index of a table in use."""
+    copy = tmp_path / "migrations"
+    shutil.copytree(Path(idempotency.__file__).parent / "migrations", copy)
+    (copy / "versions" / "with_an_index.py").write_text(WITH_AN_INDEX.format(head=schema._known()[0]))
+    monkeypatch.setattr(schema, "_config", lambda: config_at(copy))
+
+
+def config_at(directory: Path) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(directory))
+    return config
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the times, so that a test need not wait."""
+    monkeypatch.setattr(schema, "LOCK_TIMEOUT", schema.LOCK_TIMEOUT / 10)
+    monkeypatch.setattr(schema, "LOCK_PAUSE", schema.LOCK_PAUSE / 10)
+
+
+def indexes(engine: Engine) -> set[str]:
+    with engine.connect() as connection:
+        valid = """SELECT indexrelid::regclass::text FROM pg_index
+                   WHERE indisvalid AND indrelid = 'idempotency.outbox'::regclass"""
+        return set(connection.execute(text(valid)).scalars())
+
+
+def test_nothing_queues_for_long_behind_a_migration_that_waits(empty: Engine, quick: None) -> None:
+    """An open transaction has the table; readers pass while the migration tries again, and it gets through after."""
+    schema.migrate(empty, "0008")
+    with empty.connect() as holder, empty.connect() as reader, empty.connect() as watcher:
+        holder.execute(text("SELECT count(*) FROM idempotency.outbox"))
+        migrated = in_background(lambda: schema.migrate(empty))
+        reader.execute(text("SET statement_timeout = '1s'"))  # a migration that waited on would exceed it
+        reader.commit()
+        for _ in range(3):
+            wait_for_a_lock(watcher)
+            watcher.rollback()
+            reader.execute(text("SELECT count(*) FROM idempotency.outbox"))  # queues behind it, and passes
+            reader.commit()
+        assert not migrated.done()
+        holder.rollback()
+        assert migrated.result(30) == schema._known()[0]
+
+
+def test_a_lock_that_is_never_free_ends_the_migration_with_its_error(
+    empty: Engine, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "MIGRATION_PATIENCE", 0.0)
+    schema.migrate(empty, "0008")
+    with empty.connect() as holder:
+        holder.execute(text("SELECT count(*) FROM idempotency.outbox"))
+        with pytest.raises(OperationalError, match="lock timeout"):
+            schema.migrate(empty)
+    with empty.connect() as connection:
+        assert schema.current_revision(connection) == "0008"
+    schema.migrate(empty)
+
+
+def test_an_index_is_built_while_a_transaction_that_uses_its_table_is_open(
+    empty: Engine, quick: None, with_an_index: None
+) -> None:
+    schema.migrate(empty, schema._known()[1])
+    with empty.connect() as writer, empty.connect() as other, empty.connect() as watcher:
+        for connection in (writer, other):
+            connection.execute(text("SET statement_timeout = '1s'"))
+            connection.commit()
+        migrated = in_background(lambda: schema.migrate(empty))
+        eventually(lambda: "note" in columns(empty), what="the column")
+        writer.execute(text("UPDATE idempotency.relay_sleep SET until = until"))
+        insert(other, "outbox", OUTBOX)  # nobody waits for the index
+        other.commit()
+        writer.commit()
+        assert migrated.result(30) == "with_an_index"
+        assert watcher.execute(text("SHOW lock_timeout")).scalar_one() == "0"
+    assert "idempotency.outbox_by_origin" in indexes(empty)
+
+
+def columns(engine: Engine) -> set[str]:
+    return {column["name"] for column in inspect(engine).get_columns("outbox", schema.SCHEMA)}
+
+
+def test_an_index_whose_build_was_interrupted_is_built_anew(empty: Engine, with_an_index: None) -> None:
+    schema.migrate(empty, schema._known()[1])
+    with empty.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        insert(connection, "outbox", OUTBOX)
+        insert(connection, "outbox", OUTBOX | {"event_id": "'f'"})
+        with pytest.raises(IntegrityError):  # leaves an invalid index under the name
+            connection.execute(text(INDEX.replace("CREATE INDEX", "CREATE UNIQUE INDEX")))
+    assert "idempotency.outbox_by_origin" not in indexes(empty)
+    schema.migrate(empty)
+    assert "idempotency.outbox_by_origin" in indexes(empty)
+
+
+def test_four_callers_at_once_build_an_index_once(empty: Engine, with_an_index: None, quick: None) -> None:
+    """One that waited in a statement for its turn would be waited for by the build."""
+    schema.migrate(empty, schema._known()[1])
+    assert at_once(4, lambda _: schema.migrate(empty)) == ["with_an_index"] * 4
+    assert "idempotency.outbox_by_origin" in indexes(empty)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((Path(idempotency.__file__).parent / "migrations/versions").glob("v*.py")),
+    ids=lambda path: path.stem,
+)
+def test_indexes_of_tables_in_use_are_built_concurrently(path: Path) -> None:
+    if path.stem < "v0005":  # no table was in use before
+        return
+    source = path.read_text()
+    new = set(re.findall(r"CREATE TABLE (?:IF NOT EXISTS )?(\S+)", source))
+    upgrade = source.partition("def downgrade")[0]
+    built = re.findall(r"CREATE (?:UNIQUE )?INDEX (?!CONCURRENTLY)[^;]*? ON (\S+)", upgrade)
+    assert set(built) <= new, "use idempotency.migrations.indexes.create_index"
 
 
 def test_nothing_is_put_outside_our_schema(empty: Engine) -> None:
@@ -104,10 +283,10 @@ def test_a_downgrade_takes_everything_away_and_can_be_undone(empty: Engine) -> N
         command.downgrade(config, "base")
     assert not TABLES & set(inspect(empty).get_table_names(schema.SCHEMA))
     with empty.connect() as connection, pytest.raises(SettingsError):
-        schema.require_current(connection)
+        schema.require_compatible(connection)
     schema.migrate(empty)
     with empty.connect() as connection:
-        schema.require_current(connection)
+        schema.require_compatible(connection)
 
 
 # ---------------------------------------------------------------- what the tables refuse
@@ -119,7 +298,11 @@ STARTED = KEY | {"status": "'started'", "fence": "1", "token": "'x'", "locked_un
 RELEASED = KEY | {"status": "'released'", "fence": "1", "available_at": NOW}
 TERMINAL = {"token": "'x'", "locked_by": "'h'", "completed_at": NOW, "expires_at": NOW}
 COMPLETED = KEY | TERMINAL | {"status": "'completed'", "fence": "1", "result": "'null'", "response_code": "200"}
-FAILED = KEY | TERMINAL | {"status": "'failed'", "fence": "1", "error": "'{}'", "response_code": "422"}
+FAILED = (
+    KEY
+    | TERMINAL
+    | {"status": "'failed'", "fence": "1", "error": "'{}'", "error_code": "'no_account'", "response_code": "422"}
+)
 LEGAL_RECORDS = {"started": STARTED, "released": RELEASED, "completed": COMPLETED, "failed": FAILED}
 
 OUTBOX = KEY | {"event_id": "'e'", "origin": "'enqueue'"}

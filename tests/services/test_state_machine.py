@@ -44,6 +44,7 @@ from idempotency.reconcile import reconcile
 from idempotency.records import Busy, Claimed, Completed, Failed, Mismatch, Renewal
 from idempotency.relay import Relay
 from idempotency.runtime import Runtime, process_identity
+from idempotency.sweeps import BATCH
 from tests.bank import INSERT
 from tests.operations import age, claim
 
@@ -147,6 +148,8 @@ class Row:
     settled: bool = False
     attempts: int = 0
     resends: int = 0
+    old: bool = False  # settled long ago
+    generation: int = 1
 
     def shown(self) -> tuple[Any, ...]:
         pending = self.status == "pending"
@@ -161,6 +164,7 @@ class Row:
             self.settled,
             self.attempts,
             self.resends,
+            self.generation,
         )
 
 
@@ -209,7 +213,7 @@ SELECT (SELECT coalesce(json_agg(json_build_array(
             status = 'pending' AND available_at <= clock_timestamp(),
             status = 'pending' AND coalesce(relayed_until > clock_timestamp(), false),
             status = 'published' AND published_at < clock_timestamp() - interval '1 hour',
-            settled_at IS NOT NULL, attempts, resends, event_id) ORDER BY id), '[]') FROM idempotency.outbox),
+            settled_at IS NOT NULL, attempts, resends, generation, event_id) ORDER BY id), '[]') FROM idempotency.outbox),
        (SELECT coalesce(json_agg(json_build_array(
             id, tenant, operation, key, fingerprint, reason, source, generation, status,
             coalesce(settled_at < clock_timestamp() - interval '90 days', false), outbox_id)
@@ -475,7 +479,7 @@ class Machine(RuleBasedStateMachine):
             connection.execute(FAILURE, {"account": held.id.key, "code": code})
             delivery = self.delivery(held.id, holder.amount)
             dead_letters.store_failure(connection, held.id, delivery, held, reason=code, last_error=error)
-            records.fail(connection, held, error, response_code=422, retention=RETENTION, lease=LEASE)
+            records.fail(connection, held, records.FailedEnd(code, error), retention=RETENTION, lease=LEASE)
         if record is not None:
             record.end("failed", code=code)
             self.failures[held.id.key] += 1
@@ -495,7 +499,7 @@ class Machine(RuleBasedStateMachine):
         if record is not None:
             record.release(due=due, code=None if give_back else "flaky")
             record.attempts -= give_back
-            self.new_rows.append(Row(held.id, record.fingerprint, "retry", available=due))
+            self.new_rows.append(Row(held.id, record.fingerprint, "retry", available=due, generation=record.generation))
 
     # ------------------------------------------------------------ what nobody holds
 
@@ -509,7 +513,7 @@ class Machine(RuleBasedStateMachine):
         assert maintenance.recover(self.app) == len(orphans)
         for id, record in orphans.items():
             record.release(due=True)
-            self.new_rows.append(Row(id, record.fingerprint, "recover"))
+            self.new_rows.append(Row(id, record.fingerprint, "recover", generation=record.generation))
 
     @rule(id=some_id, amount=some_amount, n=st.none() | which, unknown=st.sampled_from([False, False, True]))
     def give_up(self, id: OperationId, amount: int, n: int | None, unknown: bool) -> None:
@@ -520,9 +524,10 @@ class Machine(RuleBasedStateMachine):
         if number is not None:
             amount = 1 if self.rows[number].fingerprint == fingerprint(id, 1) else 2
             origin = self.rows[number].origin
-        message = self.message(id, amount)
+        message, generation = self.message(id, amount), None
         if number is not None:
-            message = message.marked(origin=origin, outbox_id=self.events[number])
+            generation = self.rows[number].generation
+            message = message.marked(origin=origin, outbox_id=self.events[number], generation=generation)
         headers = message.headers | ({"task": "tests.bank.gone"} if unknown else {})
         if number is not None or not unknown:
             self.accepted.add((id, fingerprint(id, amount)))
@@ -546,9 +551,17 @@ class Machine(RuleBasedStateMachine):
             letter = replace(letter, reason="fingerprint_mismatch", generation=record.generation)
             assert self._store(letter) == (stored is not None)
             return
-        if record is not None and (record.has_ended or (record.status == "started" and not record.lease_over)):
-            record.duplicates += not record.has_ended
+        if record is not None and record.has_ended:
             assert stored is None
+            return
+        goes_on = record is not None and (
+            record.status == "started" or (generation is not None and generation != record.generation)
+        )
+        if goes_on or self._is_delivered_by_another(id, letter.fingerprint, number):
+            assert stored is None
+            if record is not None:
+                record.duplicates += 1
+            self._settle_what_hides_a_later_generation(number)
             return
         if record is None:
             record = self.records[id] = Record("started", fingerprint(id, amount), attempts=0)
@@ -577,20 +590,60 @@ class Machine(RuleBasedStateMachine):
             generation=letter.generation,
         )
 
+    def _deliveries(self, id: OperationId, fingerprint: str | None) -> dict[int, Row]:
+        """The rows that may still be sent: of the latest generation last, and the newest last."""
+        rows = {
+            number: row
+            for number, row in self.rows.items()
+            if (row.id, row.fingerprint) == (id, fingerprint) and not row.settled and row.status != "failed"
+        }
+        return dict(sorted(rows.items(), key=lambda each: (each[1].generation, each[0])))
+
+    def _is_delivered_by_another(self, id: OperationId, fingerprint: str | None, number: int | None) -> bool:
+        rows = self._deliveries(id, fingerprint)
+        if not rows:
+            return False
+        last, row = list(rows.items())[-1]
+        return last != number or (row.status == "pending" and not row.leased)
+
+    def _settle_what_hides_a_later_generation(self, number: int | None) -> None:
+        if number is None or (row := self.rows[number]).status != "published":
+            return
+        others = self._deliveries(row.id, row.fingerprint).values()
+        row.settled = row.settled or any(other.generation > row.generation for other in others)
+
     @rule(late=st.booleans())
     def purge(self, late: bool) -> None:
         """Whatever has ended by now; or long after."""
         if late:
             self._retention_passes()
+        # what an earlier purge has found a reason to keep is looked at again
+        self.connection.exec_driver_sql("UPDATE idempotency.records SET kept_until = NULL")
+        self.connection.exec_driver_sql("UPDATE idempotency.outbox SET kept_at = NULL")
         for number in [number for number, letter in self.letters.items() if letter.status != "open" and letter.old]:
             del self.letters[number]
         gone = [id for id, record in self.records.items() if self._may_be_purged(id, record)]
-        assert maintenance.purge(self.app) == len(gone)
+        alone = [number for number, row in self.rows.items() if self._is_left_over(number, row)]
+        purged = maintenance.purge_once(self.app, limit=BATCH)
+        assert (purged.operations, purged.rows) == (len(gone), len(alone))
+        for number in alone:
+            del self.rows[number]
         for id in gone:
             del self.records[id]
             self.rows = {number: row for number, row in self.rows.items() if row.id != id}
             self.accepted = {each for each in self.accepted if each[0] != id}
             self.discarded = {each for each in self.discarded if each[0] != id}
+
+    def _is_left_over(self, number: int, row: Row) -> bool:
+        """Settled long ago, without a record to go with, or a dead letter that is open."""
+        return (
+            row.old
+            and row.id not in self.records
+            and not any(
+                letter.status == "open" and (letter.id == row.id or letter.row == number)
+                for letter in self.letters.values()
+            )
+        )
 
     def _may_be_purged(self, id: OperationId, record: Record) -> bool:
         return (
@@ -658,7 +711,7 @@ class Machine(RuleBasedStateMachine):
             operators.release(self.app, shown, Change("ana", "hangs"))
         if record is not None and may:
             record.release(due=True)
-            self.new_rows.append(Row(shown.id, record.fingerprint, "retry"))
+            self.new_rows.append(Row(shown.id, record.fingerprint, "retry", generation=record.generation))
 
     def _resolve_effect(self, shown: Shown) -> None:
         record = self.records.get(shown.id)
@@ -713,12 +766,13 @@ class Machine(RuleBasedStateMachine):
         letter.status = "replayed"
         assert letter.id is not None
         assert letter.fingerprint is not None
+        generation = 1 if record is None else record.generation
         row = None if letter.row is None else self.rows.get(letter.row)
         if row is not None and row.status == "failed":  # goes again itself, in its place
-            row.status, row.origin, row.attempts = "pending", "replay", 0
-            row.available, row.settled, row.leased = True, False, False
+            row.status, row.origin, row.attempts, row.generation = "pending", "replay", 0, generation
+            row.available, row.settled, row.leased, row.resends = True, False, False, 0
         else:
-            self.new_rows.append(Row(letter.id, letter.fingerprint, "replay"))
+            self.new_rows.append(Row(letter.id, letter.fingerprint, "replay", generation=generation))
 
     @precondition(lambda self: self.letters)
     @rule(n=which, asks=st.booleans(), approves=st.sampled_from(["ana", "bo", "bo", None]))
@@ -897,6 +951,9 @@ class Machine(RuleBasedStateMachine):
             if record.has_ended:
                 age(self.connection, id, expires_at=-3600)
                 record.expired = True
+        self.connection.exec_driver_sql("UPDATE idempotency.outbox SET settled_at = settled_at - interval '90 days'")
+        for row in self.rows.values():
+            row.old = row.settled and row.status != "pending"
 
     @precondition(lambda self: self.rows)
     @rule(failed_before=st.sampled_from([False, False, True]))
@@ -1115,11 +1172,13 @@ def run(machine: Machine, *steps: Callable[[], None]) -> None:
 def test_a_letter_that_was_replayed_does_not_swallow_the_next_failure_of_its_outbox_row(machine: Machine) -> None:
     run(
         machine,
-        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
-        # a late copy of the first message, while the replay waits
+        # a late copy of the first message, while the replay waits; and then the replay's own
         lambda: machine.give_up(ACME, 1, 1, unknown=False),
+        lambda: machine.relay_leases(["confirmed"]),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
     )
 
@@ -1128,7 +1187,7 @@ def test_the_letter_of_a_message_whose_task_was_unknown_becomes_that_of_its_oper
     """An old worker did not know the task; a new one knew it, and died of it."""
     run(
         machine,
-        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
         lambda: machine.give_up(ACME, 1, 0, unknown=True),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
@@ -1138,9 +1197,9 @@ def test_the_letter_of_a_message_whose_task_was_unknown_becomes_that_of_its_oper
 def test_what_was_accepted_when_shown_and_replayed_since_is_not_cancelled(machine: Machine) -> None:
     run(
         machine,
-        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
         lambda: machine.look(ACME),
-        lambda: machine.give_up(ACME, 1, None, unknown=False),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
         lambda: machine.change(0, "cancel"),
     )

@@ -74,3 +74,8 @@ def test_a_run_is_recorded_as_one_line_of_json():
     line = report([BROKEN]).as_json()
     assert "\n" not in line
     assert json.loads(line)["violations"][0]["invariant"] == "I1"
+
+
+def test_a_run_in_which_a_fault_of_its_own_never_struck_proves_nothing():
+    struck = {"swallowed replies": 3, "commands to release": 0}
+    assert unproved(60, ENOUGH, GOOD, struck) == ["never seen: commands to release"]

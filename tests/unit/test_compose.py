@@ -57,8 +57,15 @@ def test_passwords_come_from_outside_and_a_missing_one_is_an_error(name: str) ->
 def test_our_commands_exist_and_hold_no_password(name: str) -> None:
     command = SERVICES[name]["command"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert command[0] in {"celery", *scripts}
+    assert command[0] in {"celery", *scripts} or (ROOT / f"{command[2].replace('.', '/')}.py").exists()
     assert not any("$" in part for part in command)
+
+
+def test_no_process_starts_before_the_business_tables_are_there() -> None:
+    assert SERVICES["tables"]["command"] == ["python", "-m", "tasks.migrate"]
+    assert "migrate" in SERVICES["tables"]["depends_on"]
+    for name in ("worker", "relay", "beat"):
+        assert "tables" in SERVICES[name]["depends_on"]
 
 
 def test_what_is_kept_is_declared() -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 from kombu.utils.json import loads
 
-from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, WAITS_HEADER, Message
+from idempotency.message import (
+    GENERATION_HEADER,
+    KEY_HEADER,
+    ORIGIN_HEADER,
+    OUTBOX_HEADER,
+    TENANT_HEADER,
+    WAITS_HEADER,
+    Message,
+)
 from idempotency.queues import quorum_queue
 
 MARKS = {KEY_HEADER: "order-1", TENANT_HEADER: "acme"}
@@ -209,7 +217,7 @@ def test_a_delivery_without_routing_information_goes_to_the_default_exchange(app
 def test_a_first_delivery_is_marked_with_its_row_alone(app: Celery) -> None:
     message = composed(app)
     marked = message.marked(origin="enqueue", outbox_id="e-1")
-    assert marked.headers == message.headers | {OUTBOX_HEADER: "e-1"}
+    assert marked.headers == message.headers | {OUTBOX_HEADER: "e-1", GENERATION_HEADER: 1}
     assert OUTBOX_HEADER not in message.headers
 
 

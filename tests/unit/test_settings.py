@@ -72,6 +72,16 @@ CROSS_CHECKS = [
         {"defer_budget": 24 * HOUR},
         ("defer_budget=86400", "provider_key_retention=86400"),
     ),
+    (
+        {"sign_of_life": 20, "alarm_silence": 60},
+        {"sign_of_life": 21, "alarm_silence": 60},
+        ("alarm_silence=60", "sign_of_life=21"),
+    ),
+    (
+        {"retention_processes": 61, "alarm_silence": 60},
+        {"retention_processes": 60, "alarm_silence": 60},
+        ("retention_processes=60", "alarm_silence=60"),
+    ),
     ({"max_run": 60, "lease": 60}, {"max_run": 59, "lease": 60}, ("max_run=59", "lease=60")),
 ]
 
@@ -110,6 +120,10 @@ def test_settings_that_cannot_hold_together_are_refused_with_both_values(
         ("redis_timeout", 0, 0.05),
         ("redis_pause", -1, 0),
         ("pool_size", 0, 1),
+        ("sign_of_life", 0, 1),
+        ("alarm_silence", 0, 60),
+        ("alarm_unconsumed", -1, 0),
+        ("alarm_accepted", 0, 1),
         ("tenant", "", "acme"),
         ("tenant", "t" * 256, "t" * 255),
         ("database_url", None, URLS["database_url"]),

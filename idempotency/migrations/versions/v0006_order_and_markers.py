@@ -6,8 +6,38 @@ here repeats what the first unpublished row of the lane says, and whoever change
 
 from alembic import op
 
+from idempotency.migrations.indexes import create_index
+
 revision = "0006"
 down_revision = "0005"
+
+# Constant defaults: no row is rewritten. Until the trigger is there every row gets place 0.
+COLUMNS = """
+ALTER TABLE idempotency.outbox
+    ADD COLUMN IF NOT EXISTS place bigint DEFAULT 0,
+    -- A message that a worker was seen to have taken is no longer looked for in its queue.
+    ADD COLUMN IF NOT EXISTS taken boolean NOT NULL DEFAULT false
+"""
+
+# Those in BY_NAME take the place of others, once they are built.
+INDEXES = (
+    """CREATE INDEX CONCURRENTLY outbox_without_order ON idempotency.outbox (available_at, id)
+       WHERE status = 'pending' AND ordering_key IS NULL""",
+    """CREATE INDEX CONCURRENTLY outbox_placed ON idempotency.outbox (operation, ordering_key, place, id)
+       WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL""",
+    """CREATE INDEX CONCURRENTLY outbox_unplaced ON idempotency.outbox (id)
+       WHERE status = 'pending' AND ordering_key IS NOT NULL AND place IS NULL""",
+    """CREATE INDEX CONCURRENTLY outbox_looked_for ON idempotency.outbox (queue, published_at)
+       WHERE settled_at IS NULL AND NOT taken""",
+    """CREATE INDEX CONCURRENTLY outbox_stuck ON idempotency.outbox (id) WHERE status = 'pending' AND attempts >= 5""",
+    """CREATE INDEX CONCURRENTLY records_ended ON idempotency.records (completed_at)
+       WHERE completed_at IS NOT NULL""",
+)
+BY_NAME = {
+    "outbox_pending": "outbox_without_order",
+    "outbox_ordered": "outbox_placed",
+    "outbox_unsettled": "outbox_looked_for",
+}
 
 LANES = r"""
 CREATE TABLE idempotency.lanes (
@@ -20,20 +50,12 @@ CREATE TABLE idempotency.lanes (
 );
 CREATE INDEX lanes_due ON idempotency.lanes (available_at) WHERE NOT blocked;
 
--- Rows of before get 0: their ids say their order. A row without a place is not committed yet, or was discarded.
+-- Rows of before have 0: their ids say their order. A row without a place is not committed yet, or was discarded.
 CREATE SEQUENCE idempotency.place;
-ALTER TABLE idempotency.outbox ADD COLUMN place bigint DEFAULT 0;
 ALTER TABLE idempotency.outbox ALTER COLUMN place DROP DEFAULT;
 UPDATE idempotency.outbox o SET place = NULL
-WHERE status = 'failed' AND ordering_key IS NOT NULL
+WHERE status = 'failed' AND ordering_key IS NOT NULL AND place IS NOT NULL
   AND NOT EXISTS (SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id AND d.status = 'open');
-
-DROP INDEX idempotency.outbox_pending, idempotency.outbox_ordered;
-CREATE INDEX outbox_pending ON idempotency.outbox (available_at, id) WHERE status = 'pending' AND ordering_key IS NULL;
-CREATE INDEX outbox_ordered ON idempotency.outbox (operation, ordering_key, place, id)
-    WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL;
-CREATE INDEX outbox_unplaced ON idempotency.outbox (id)
-    WHERE status = 'pending' AND ordering_key IS NOT NULL AND place IS NULL;
 
 INSERT INTO idempotency.lanes (operation, ordering_key, available_at, blocked)
 SELECT DISTINCT ON (operation, ordering_key) operation, ordering_key, available_at, status = 'failed'
@@ -110,12 +132,6 @@ END $$;
 """
 
 MARKERS = r"""
--- A message that a worker was seen to have taken is no longer looked for in its queue.
-ALTER TABLE idempotency.outbox ADD COLUMN taken boolean NOT NULL DEFAULT false;
-DROP INDEX idempotency.outbox_unsettled;
-CREATE INDEX outbox_unsettled ON idempotency.outbox (queue, published_at) WHERE settled_at IS NULL AND NOT taken;
-CREATE INDEX outbox_stuck ON idempotency.outbox (id) WHERE status = 'pending' AND attempts >= 5;
-
 CREATE TABLE idempotency.markers (
     id       text        PRIMARY KEY,
     queue    text        NOT NULL,
@@ -128,11 +144,16 @@ CREATE INDEX markers_queue ON idempotency.markers (queue, priority, sent_at);
 -- Up to which end of an operation the outbox has been settled.
 CREATE TABLE idempotency.settled (until timestamptz NOT NULL);
 INSERT INTO idempotency.settled VALUES ('epoch');
-CREATE INDEX records_ended ON idempotency.records (completed_at) WHERE completed_at IS NOT NULL;
 """
 
 
 def upgrade() -> None:
+    op.execute(COLUMNS)
+    for statement in INDEXES:
+        create_index(statement)
+    for name, new in BY_NAME.items():
+        op.execute(f"DROP INDEX idempotency.{name}")
+        op.execute(f"ALTER INDEX idempotency.{new} RENAME TO {name}")
     op.execute(LANES)
     op.execute(MARKERS)
 

@@ -1,14 +1,50 @@
-"""What the purge needs to find: settled rows that have no record."""
+"""What the purge needs to find: settled rows that have no record; and the rows that a sweep has set aside."""
 
 from alembic import op
 
 revision = "0007"
 down_revision = "0006"
 
+UP = (
+    # Until when, and when last, the purge has found a reason to keep what is past its time: so no pass reads what stays.
+    "ALTER TABLE idempotency.records ADD COLUMN kept_until timestamptz",
+    "ALTER TABLE idempotency.outbox ADD COLUMN kept_at timestamptz",
+    """CREATE INDEX records_purgeable ON idempotency.records (greatest(expires_at, kept_until))
+       WHERE status IN ('completed', 'failed')""",
+    "DROP INDEX idempotency.records_expiring",
+    """CREATE INDEX outbox_settled ON idempotency.outbox (status, greatest(settled_at, kept_at))
+       WHERE settled_at IS NOT NULL""",
+    "CREATE INDEX alerts_sent ON idempotency.alerts (sent_at)",
+    # What a sweep could not handle and tries again at `until`. The id is an outbox row's or a letter's, or a digest of a
+    # record's key, which may be longer than an index takes.
+    """CREATE TABLE idempotency.set_aside (
+        sweep     text        NOT NULL,
+        id        text        NOT NULL,
+        tenant    text,
+        operation text,
+        key       text,
+        error     text        NOT NULL,
+        times     int         NOT NULL DEFAULT 1,
+        until     timestamptz NOT NULL,
+        PRIMARY KEY (sweep, id)
+    )""",
+    "CREATE INDEX set_aside_until ON idempotency.set_aside (until)",
+)
+DOWN = (
+    "DROP TABLE idempotency.set_aside",
+    "DROP INDEX idempotency.alerts_sent, idempotency.outbox_settled",
+    "CREATE INDEX records_expiring ON idempotency.records (expires_at) WHERE status IN ('completed', 'failed')",
+    "DROP INDEX idempotency.records_purgeable",
+    "ALTER TABLE idempotency.outbox DROP COLUMN kept_at",
+    "ALTER TABLE idempotency.records DROP COLUMN kept_until",
+)
+
 
 def upgrade() -> None:
-    op.execute("SELECT 1")
+    for statement in UP:
+        op.execute(statement)
 
 
 def downgrade() -> None:
-    op.execute("SELECT 1")
+    for statement in DOWN:
+        op.execute(statement)

@@ -1,0 +1,61 @@
+"""How long a scrape and a `status` take while very many operations wait."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from sqlalchemy import Engine, text
+
+from idempotency import overview, settings
+
+from . import jobs
+
+# Of the waiting ones a part is released and a part has ended but is not settled yet: windows have to look past those.
+_FILL = """
+INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, status, published_at)
+SELECT 'backlog' || n, 'default', 'benchmarks.unique', 'backlog' || n, 'v1:f', repeat('m', 600), 'unique', 'enqueue',
+       'published', clock_timestamp()
+FROM generate_series(1, :rows) n
+"""
+_RELEASED = """
+INSERT INTO idempotency.records (tenant, operation, key, status, fence, available_at, fingerprint, message, queue)
+SELECT 'default', 'benchmarks.unique', 'backlog' || n, 'released', n, clock_timestamp() + interval '1 hour', 'v1:f',
+       repeat('m', 600), 'unique'
+FROM generate_series(1, :rows, 10) n
+"""
+_COMPLETED = """
+INSERT INTO idempotency.records
+    (tenant, operation, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at)
+SELECT 'default', 'benchmarks.unique', 'done' || n, 'completed', n, 'v1:f', repeat('m', 600), 'unique', 'null', 200,
+       clock_timestamp(), clock_timestamp() + interval '3 days'
+FROM generate_series(1, :rows) n
+"""
+
+
+@dataclass
+class Seconds:
+    """What each took, by round."""
+
+    look: list[float] = field(default_factory=list)
+    status: list[float] = field(default_factory=list)
+
+
+def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
+    """Fill the tables with `waiting` accepted operations, a tenth of them released, and as many completed ones; look."""
+    with database.connect() as connection:
+        for statement in (_FILL, _RELEASED, _COMPLETED):
+            connection.execute(text(statement), {"rows": waiting})
+        connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.records"))
+    took = Seconds()
+    given = settings.from_app(jobs.app)
+    for _ in range(rounds):
+        for ask, seconds in ((overview.look, took.look), (overview.status, took.status)):
+            began = time.perf_counter()
+            with overview.looking(given) as connection:
+                ask(connection, jobs.app, given)
+            seconds.append(time.perf_counter() - began)
+    with database.connect() as connection:
+        connection.execute(text("DELETE FROM idempotency.outbox WHERE event_id LIKE 'backlog%'"))
+        connection.execute(text("DELETE FROM idempotency.records WHERE key LIKE 'backlog%' OR key LIKE 'done%'"))
+    return took

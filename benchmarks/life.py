@@ -1,0 +1,237 @@
+"""What is left of operations when their life is over: 10,000, and then many more, in one database.
+
+Some go through the relay and a worker; the others through the library's own statements, a wave at a time, in every way
+an operation may go: completed, retried, failed and discarded, never published, events for consumers outside.
+Retentions are as good as over at once, so that what a wave leaves is purged after it. Autovacuum's work is done by VACUUM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import redis
+from rich.progress import track
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.orm import Session
+
+from idempotency import dead_letters, discards, events, maintenance, outbox, reconcile, records, relay
+from idempotency.delivery import Delivery
+from idempotency.keys import OperationId
+from idempotency.message import Message
+from idempotency.runtime import Runtime
+
+from . import jobs
+
+SMALL = 10_000
+WAVE = 5_000
+# Through the relay and a worker: one in fifty, and 500 at most.
+REAL_SHARE, REAL_MOST = 50, 500
+OPERATION = "benchmarks.life"
+# One in so many; the others are completed by their first attempt.
+RETRIED, FAILED, UNPUBLISHABLE, EXTERNAL = 10, 20, 50, 10
+FINGERPRINT = "v1:life"
+ERROR = records.error_text("no_account", "no such account")
+SHORT = 0.001
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left after so many operations."""
+
+    operations: int
+    tables: dict[str, int]  # bytes with indexes, after VACUUM
+    rows: dict[str, int]
+    queued: int
+    leases: int
+    largest: int  # bytes of all tables, while it went on
+    purged_per_second: float
+
+    @property
+    def size(self) -> int:
+        return sum(self.tables.values())
+
+
+def measure(
+    database: Engine, workers: Callable[[], AbstractContextManager[Any]], *, operations: int
+) -> tuple[Left, Left]:
+    """Let 10,000 operations live, and then so many. What is left of each."""
+    jobs.app.conf.update(
+        {
+            f"idempotency_{name}": SHORT
+            for name in ("redelivery_horizon", "retention_completed", "retention_failed", "retention_dead_letters")
+        }
+    )
+    Runtime.discard(jobs.app)
+    with database.connect() as connection:
+        return _live(connection, database, workers, SMALL), _live(connection, database, workers, operations)
+
+
+def _live(
+    connection: Connection, database: Engine, workers: Callable[[], AbstractContextManager[Any]], number: int
+) -> Left:
+    real = min(number // REAL_SHARE, REAL_MOST)
+    with workers():
+        _through_a_worker(connection, database, real)
+    purged, took, largest = 0, 0.0, 0
+    waves = [min(WAVE, number - real - done) for done in range(0, number - real, WAVE)]
+    for wave in track(waves, description=f"life: {number:,} operations"):
+        _through_sql(wave)
+        time.sleep(2 * SHORT)
+        largest = max(largest, sum(_sizes(connection).values()))
+        began = time.perf_counter()
+        purged += _purge()
+        took += time.perf_counter() - began
+        _vacuum(connection)
+    client = redis.Redis.from_url(str(jobs.app.conf.idempotency_redis_url))
+    with jobs.app.connection_for_write() as broker:
+        queued = sum(
+            broker.default_channel.queue_declare(name, passive=True).message_count for name in jobs.app.amqp.queues
+        )
+    left = Left(
+        number,
+        _sizes(connection),
+        {name: connection.execute(text(f"SELECT count(*) FROM idempotency.{name}")).scalar_one() for name in TABLES},
+        queued,
+        sum(1 for _ in client.scan_iter("idempotency:*")),
+        largest,
+        purged / took,
+    )
+    client.close()
+    return left
+
+
+def _through_a_worker(connection: Connection, database: Engine, number: int) -> None:
+    """The relay and a worker in processes of their own."""
+    before = connection.execute(text("SELECT count(*) FROM jobs")).scalar_one()
+    first = int(time.time() * 1000)  # keys are numbers, and those of an earlier run may be kept
+    with Session(database.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
+        for job in range(first, first + number):
+            jobs.unique.enqueue(session, job)
+    deadline = time.monotonic() + 120
+    ended = text("SELECT count(*) FROM idempotency.records WHERE status = 'completed'")
+    while connection.execute(ended).scalar_one() < number:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{number} operations were not done within 120 s")
+        time.sleep(0.1)
+    if connection.execute(text("SELECT count(*) FROM jobs")).scalar_one() != before + number:
+        raise RuntimeError("not every operation has left its one row")
+    reconcile.reconcile(jobs.app, lambda _: 0)
+    # the worker keeps what it completes for the 72 hours of its own settings
+    connection.execute(text("UPDATE idempotency.records SET expires_at = clock_timestamp()"))
+
+
+def _through_sql(number: int) -> None:
+    """One wave, from acceptance to its end, by the library's statements in bulk."""
+    ids = [OperationId("default", OPERATION, uuid4().hex) for _ in range(number)]
+    message = Message({"task": OPERATION, "id": "0"}, "[[], {}, {}]", {"queue": "idle"}, {}).to_text()
+    with Runtime.of(jobs.app).autocommit() as connection:
+        outside = [OperationId("default", events.EXTERNAL, uuid4().hex) for _ in ids[::EXTERNAL]]
+        _accept(connection, ids, message, settled=False)
+        _accept(connection, outside, message, settled=True)
+        _relay(connection, unpublishable={id.key for id in ids[::UNPUBLISHABLE]})
+        alive = [id for place, id in enumerate(ids) if place % UNPUBLISHABLE]
+        claims = _claim(connection, alive, message)
+        _each(connection, records._RELEASE, claims[::RETRIED], delay=0.0, error=ERROR, given_back=0, deliver=True)
+        _relay(connection)
+        _claim(connection, [claim.id for claim in claims[::RETRIED]], message)
+        claims = _held(connection)
+        failing = claims[::FAILED]
+        completing = [claim for place, claim in enumerate(claims) if place % FAILED]
+        _each(connection, records._COMPLETE, completing, result="1", retention=SHORT, idle_ms="30000")
+        for claim in failing:
+            dead_letters._store(connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, "life")
+        _each(connection, records._FAIL, failing, error=ERROR, response_code=422, retention=SHORT, idle_ms="30000")
+        reconcile.reconcile(jobs.app, lambda _: 0)
+        letters = dead_letters.list_letters(connection, limit=number)
+        connection.exec_driver_sql(discards._DISCARD, [{"letter": letter.id} for letter in letters])
+
+
+def _purge() -> int:
+    """Purge until nothing is to be purged; returns how many operations and rows without one."""
+    total = 0
+    while True:
+        purged = maintenance.purge_once(jobs.app, limit=100 * WAVE)
+        total += purged.operations + purged.rows
+        if not purged.more:
+            return total
+
+
+def _accept(connection: Connection, ids: Sequence[OperationId], message: str, *, settled: bool) -> None:
+    rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "origin": "enqueue", "settled": settled}
+    when = {"ordering_key": None, "eta": None, "countdown": 0.0}
+    rows = [{**_row(id), "event_id": str(uuid4()), **rest, **when} for id in ids]
+    connection.exec_driver_sql(outbox._INSERT, rows)
+
+
+def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> None:
+    while rows := connection.exec_driver_sql(relay._LEASE_ROWS, {"batch": WAVE, "lease": 30.0}).all():
+        ids = [row.event_id for row in rows]
+        keys = connection.execute(
+            text("SELECT event_id, key FROM idempotency.outbox WHERE event_id = ANY(:ids)"), {"ids": ids}
+        ).all()
+        refused = {row.event_id for row in keys if row.key in unpublishable}
+        connection.exec_driver_sql(relay._MARK_PUBLISHED, {"ids": [id for id in ids if id not in refused]})
+        if refused:
+            fields = {"error": "not a message", "service": "life"}
+            connection.exec_driver_sql(relay._GIVE_UP, [{"id": id, **fields} for id in refused])
+
+
+def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[records.Claimed]:
+    rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "holder": "life", "lease": 600.0}
+    rows = [{**_row(id), "token": uuid4().hex, "synchronous": False, **rest} for id in ids]
+    connection.exec_driver_sql(records._CLAIM, rows)
+    return _held(connection)
+
+
+def _held(connection: Connection) -> list[records.Claimed]:
+    rows = connection.execute(
+        text("""SELECT tenant, operation, key, fence, token, attempts, generation FROM idempotency.records
+                WHERE status = 'started' AND locked_until IS NOT NULL ORDER BY key""")
+    )
+    return [
+        records.Claimed(
+            OperationId(row.tenant, row.operation, row.key),
+            row.fence,
+            row.token,
+            row.attempts,
+            row.generation,
+            0.0,
+            {},
+            False,
+        )
+        for row in rows
+    ]
+
+
+def _each(connection: Connection, statement: str, claims: Sequence[records.Claimed], **parameters: Any) -> None:
+    connection.exec_driver_sql(statement, [records._guard(claim) | parameters for claim in claims])
+
+
+def _delivery(id: OperationId, message: str) -> Delivery:
+    return Delivery(id, FINGERPRINT, {}, "0", message, {}, "idle")
+
+
+def _row(id: OperationId) -> dict[str, str]:
+    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+
+
+# ---------------------------------------------------------------- what is there
+
+TABLES = ("records", "outbox", "dead_letters", "discards", "audit", "alerts", "set_aside", "relay_sleep")
+
+
+def _sizes(connection: Connection) -> dict[str, int]:
+    return {
+        name: connection.execute(text(f"SELECT pg_total_relation_size('idempotency.{name}')")).scalar_one()
+        for name in TABLES
+    }
+
+
+def _vacuum(connection: Connection) -> None:
+    for name in TABLES:
+        connection.execute(text(f"VACUUM idempotency.{name}"))

@@ -1,0 +1,208 @@
+"""What an end may conclude, and the application's part in it: the undos of recorded steps and `on_failed`.
+
+Whatever ends an operation without success goes through `conclude`, in the transaction that makes it fail:
+
+    an effect is begun and open        effect_unknown: nothing is undone, a person finds out
+    an effect has happened             unfinished: nothing is undone, a person decides;
+                                       unless an undo of an earlier step accepts `effects`: it answers for them
+    otherwise                          the undos run, the last step first, and their steps are forgotten
+
+The cause is kept beside both codes. The table refuses any other end (migration 0005), so that no path around this
+module can say "failed" over a charge that went through.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from . import records, results
+from .delivery import EffectOutcome, Operation
+from .errors import EffectUnknown, InvalidArguments, LeaseLost, PermanentError, Unfinished
+from .keys import OperationId
+from .logs import log
+from .records import FailedEnd
+from .statements import describe
+
+OnFailed = Callable[[Session, Operation, PermanentError], object]
+Undo = Callable[..., object]
+# What a record keeps of an effect or a step, as JSON.
+Entry = Mapping[str, Any]
+
+_OUTCOMES = {"begun": "unknown", "done": "happened", "not_happened": "not_happened", "compensated": "compensated"}
+
+
+@dataclass(frozen=True, slots=True)
+class Concluded:
+    """How an operation ends, for its record, and the reason that its dead letter gives."""
+
+    error: PermanentError
+    end: FailedEnd
+    reason: str
+    broken: str | None = None  # what the application's part raised, in one line
+
+
+@dataclass(frozen=True, slots=True)
+class _Undo:
+    step: str
+    function: Undo
+    result: Any
+    effects: dict[str, Any] | None  # None: the function does not accept them
+
+
+def conclude(
+    session: Session,
+    id: OperationId,
+    error: PermanentError,
+    *,
+    described: str | None = None,
+    entries: Mapping[str, Entry],
+    arguments: Mapping[str, Any],
+    attempts: int,
+    on_failed: OnFailed | None,
+    may_run: bool = True,
+) -> Concluded:
+    """Say how an operation ends, and run the application's part of it in the session's transaction.
+
+    `described` is the error in one line, as it is stored; by default its message. Without `may_run` neither an undo nor `on_failed` runs: they
+    have ended their process too often. One that raises leaves no rows; the dead letter says so. `OperationalError` and
+    `LeaseLost` are raised: the database is to blame, and the end is tried again.
+    """
+    described = error.message if described is None else described
+    cause = {"code": error.code, "message": described}
+    ended, undos = _verdict(entries, error)
+    if undos and not may_run:
+        ended, undos = _unfinished("an undo ended its process"), []
+    broken: str | None = None
+    if undos:
+        broken = _run(session, lambda: _undo_all(session, undos))
+        if broken is not None:
+            log.error("undo_error", error=broken, operation=id.operation, key=id.key)
+            ended, undos = _unfinished(f"an undo failed: {broken}"), []
+    operation = Operation(
+        id.tenant, id.operation, id.key, arguments, attempts, steps=_steps(entries), effects=_effects(entries)
+    )
+    reason = ended.code
+    if on_failed is not None and may_run:
+        unheard = _run(session, lambda: on_failed(session, operation, ended))
+        if unheard is not None:
+            reason, broken = "on_failed_error", unheard
+            log.error("on_failed_error", error=unheard, operation=id.operation, key=id.key)
+    text = records.error_text(error.code, described)
+    if ended is not error:
+        text = records.error_text(ended.code, str(ended), cause)
+    answered = {name for undo in undos for name in undo.effects or ()}
+    compensated = {name: {**entries[name], "state": "compensated"} for name in answered}
+    forgotten = tuple(undo.step for undo in undos)
+    return Concluded(ended, FailedEnd(ended.code, text, forgotten, compensated), reason, broken)
+
+
+def is_open(entries: Mapping[str, Entry]) -> bool:
+    """Whether an effect was begun and its outcome is not known."""
+    return any(entry["state"] == "begun" for entry in entries.values())
+
+
+def has_acted(entries: Mapping[str, Entry]) -> bool:
+    """Whether an effect has happened, or may have."""
+    return any(entry["kind"] == "effect" and entry["state"] in ("begun", "done") for entry in entries.values())
+
+
+def has_undo(entries: Mapping[str, Entry]) -> bool:
+    """Whether a recorded step has an undo."""
+    return any(entry.get("undo") is not None for entry in entries.values())
+
+
+def reference(undo: Undo) -> str:
+    """Name an undo so that any process of the application can run it: `module:function`.
+
+    Raises `InvalidArguments` for one that cannot be found by its name: a lambda, a nested function, a method of an object.
+    """
+    name = f"{getattr(undo, '__module__', None)}:{getattr(undo, '__qualname__', None)}"
+    if _found(name) is not undo:
+        raise InvalidArguments(f"undo: must be a function that can be imported by its name, got {name}")
+    return name
+
+
+def _verdict(entries: Mapping[str, Entry], error: PermanentError) -> tuple[PermanentError, list[_Undo]]:
+    """The error that the operation ends with, and the undos that it takes."""
+    if opened := sorted(name for name, entry in entries.items() if entry["state"] == "begun"):
+        if isinstance(error, EffectUnknown):
+            return error, []
+        return EffectUnknown(f"effect {_listed(opened)}: begun, and the outcome is not known"), []
+    undos: list[_Undo] = []
+    happened: dict[str, Any] = {}  # effects that no undo has answered for yet
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["position"], reverse=True):
+        if entry["state"] != "done":
+            continue
+        if entry["kind"] == "effect":
+            happened[name] = results.from_text(entry["result"])
+        elif entry["undo"] is not None:
+            function = _found(entry["undo"])
+            if function is None:
+                return _unfinished(f"step {name!r}: its undo {entry['undo']} is gone"), []
+            answers = "effects" in inspect.signature(function).parameters
+            if happened and not answers:
+                break
+            undos.append(_Undo(name, function, results.from_text(entry["result"]), happened if answers else None))
+            happened = {}
+    if happened:
+        return _unfinished(f"effect {_listed(sorted(happened))}: happened, and the operation cannot finish"), []
+    return error, undos
+
+
+def _unfinished(why: str) -> Unfinished:
+    return Unfinished(why[:500])
+
+
+def _undo_all(session: Session, undos: list[_Undo]) -> None:
+    for undo in undos:
+        options = {} if undo.effects is None else {"effects": undo.effects}
+        undo.function(session, undo.result, **options)
+
+
+def _run(session: Session, part: Callable[[], object]) -> str | None:
+    """Run the application's part behind a savepoint. Returns what was wrong with it, in one line."""
+    savepoint = session.begin_nested()
+    try:
+        part()
+        session.flush()
+        savepoint.commit()
+    except (OperationalError, LeaseLost):
+        raise  # Postgres is away or a lock timed out: not the application's fault
+    except Exception as error:
+        savepoint.rollback()
+        return describe(error)
+    return None
+
+
+def _found(name: str) -> Undo | None:
+    try:
+        found: Undo = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _steps(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {name: results.from_text(entry["result"]) for name, entry in entries.items() if entry["kind"] == "step"}
+
+
+def _effects(entries: Mapping[str, Entry]) -> dict[str, EffectOutcome]:
+    return {
+        name: EffectOutcome(
+            _OUTCOMES[entry["state"]],  # type: ignore[arg-type]
+            results.from_text(entry["result"]) if entry["state"] in ("done", "compensated") else None,
+        )
+        for name, entry in entries.items()
+        if entry["kind"] == "effect"
+    }

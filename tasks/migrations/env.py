@@ -1,0 +1,12 @@
+"""Alembic's environment: the connection is handed in by `tasks.migrate`; nothing is read from files."""
+
+from alembic import context
+
+from tasks.migrate import VERSION_TABLE
+from tasks.models import Base
+
+context.configure(
+    connection=context.config.attributes["connection"], target_metadata=Base.metadata, version_table=VERSION_TABLE
+)
+with context.begin_transaction():
+    context.run_migrations()

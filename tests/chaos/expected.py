@@ -1,0 +1,56 @@
+"""What should come of each accepted operation, by its task."""
+
+from __future__ import annotations
+
+import json
+
+from tests.chaos import application
+from tests.chaos.application import FEW_ATTEMPTS
+from tests.chaos.checker import Accepted, Step
+from tests.chaos.provider import CLOSED, DECLINED
+
+# What a payment may end as without having happened: declined, or called by an attempt that was too late.
+_REFUSALS = frozenset({f"provider_{DECLINED}", f"provider_{CLOSED}"})
+
+
+def expected(tenant: str, operation: str, key: str, account: str, amount: int) -> Accepted:
+    """What should come of an accepted operation."""
+    row = (account, amount)
+    result = json.dumps({"account": account, "amount": amount})
+    reserve, tag = Step("reserve", f"{account}/reserved", amount), Step("tag", f"{account}/tag", amount)
+    match operation:
+        case "chaos.refused":
+            return Accepted(tenant, operation, key, rows=(), failure="no_account")
+        case "chaos.ungrateful" | "chaos.stuck":
+            # how often a stuck end is tried is for the library to bound
+            return Accepted(tenant, operation, key, rows=(), failure="no_account", failure_row=False)
+        case "chaos.hopeless" | "chaos.poison":
+            return Accepted(tenant, operation, key, rows=(), failure="attempts_exhausted", max_attempts=FEW_ATTEMPTS)
+        case "chaos.stumble":
+            return Accepted(
+                tenant, operation, key, rows=(), failure="unfinished", failure_row=True, amount=amount, steps=(reserve,)
+            )
+        case "chaos.transfer":
+            rows = (row, reserve[1:])
+            return Accepted(
+                tenant, operation, key, rows, result, failure_row=True, acts=1, amount=amount, steps=(reserve,)
+            )
+        case "chaos.charge":
+            return Accepted(
+                tenant,
+                operation,
+                key,
+                rows=(row, reserve[1:], tag[1:]),
+                result=result,
+                may_fail=_REFUSALS,
+                failure_row=True,
+                acts=1,
+                amount=amount,
+                steps=(reserve, tag),
+                max_attempts=FEW_ATTEMPTS,
+            )
+        case "chaos.direct":
+            return Accepted(tenant, operation, key, (row,), result, failure_row=True, once_claimed=True)
+        case application.LEDGER | application.MAILER:
+            return Accepted(tenant, operation, key, (row,), result, failure_row=False, is_event=True)
+    return Accepted(tenant, operation, key, (row,), result, failure_row=True)

@@ -1,0 +1,64 @@
+"""The process monitor: a process that ends by itself, unasked, is a finding to explain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.chaos.evidence import Violation
+
+# Of a log: enough for a traceback.
+TAIL = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process that ended without having been told to: its exit status (minus the signal) and the end of its log."""
+
+    name: str
+    kind: str
+    status: int
+    tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An end that is explained: of which kind of process, by which line of its log, and why it is not ours."""
+
+    kind: str
+    sign: str
+    reason: str
+
+
+KNOWN: Sequence[Known] = (
+    Known(
+        "worker",
+        r"WorkerLostError: Could not start worker processes",
+        # celery/worker/loops.py: before its first message the pool's children must all be alive (did_start_ok)
+        "Celery: a child of the pool was killed while its worker was starting; nothing had been taken from the queue "
+        "for good, and what starts the worker again is not Celery's business",
+    ),
+)
+
+
+def explanation(ended: Ended) -> str | None:
+    """The reason of a known end; None for one that has to be explained."""
+    for known in KNOWN:
+        if known.kind == ended.kind and any(re.search(known.sign, line) for line in ended.tail):
+            return known.reason
+    return None
+
+
+def unexplained(ends: Sequence[Ended]) -> list[Violation]:
+    """A violation for each process that ended by itself for no known reason."""
+    return [
+        Violation("monitor", ended.name, f"ended by itself with status {ended.status}: {_last(ended)}")
+        for ended in ends
+        if explanation(ended) is None
+    ]
+
+
+def _last(ended: Ended) -> str:
+    said = [line for line in ended.tail if line.strip()]
+    return said[-1] if said else "its log is empty"

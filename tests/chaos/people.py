@@ -1,0 +1,171 @@
+"""Operators: they release, cancel, replay, resolve and discard at random, and give some commands twice.
+
+They use the library's functions, over the same bad connection to Postgres as all processes. Before an effect is resolved
+the provider is asked, so the answer given is true.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from celery import Celery
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from idempotency import dead_letters, discards, operators, records
+from idempotency.discards import Person
+from idempotency.effects import DidNotHappen, Happened
+from idempotency.errors import IdempotencyError
+from idempotency.keys import OperationId
+from idempotency.operators import Change
+from idempotency.runtime import Runtime
+from tests.chaos import provider
+
+# A command every so many seconds.
+PAUSE = 0.25
+# Of the commands: given a second time, exactly as before.
+REPEATED = 0.3
+# How often each is drawn. Discarding ends what could go on, so it is rare.
+WEIGHTS = {"release": 3, "cancel": 3, "replay": 4, "resolve": 6, "discard": 1}
+ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
+
+_STARTED = "SELECT tenant, operation, key FROM idempotency.records WHERE status = 'started' LIMIT 50"
+_CANCELLABLE = """
+SELECT tenant, operation, key FROM idempotency.records WHERE status = 'released'
+UNION ALL
+SELECT o.tenant, o.operation, o.key FROM idempotency.outbox o
+WHERE o.settled_at IS NULL AND o.origin = 'enqueue' AND NOT EXISTS (
+    SELECT FROM idempotency.records r WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key))
+LIMIT 50
+"""
+_OPEN = "SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id LIMIT 200"
+_UNKNOWN = """
+SELECT r.tenant, r.operation, r.key, e.name, e.effect ->> 'key' AS gateway_key
+FROM idempotency.records r, jsonb_each(r.effects) AS e(name, effect)
+WHERE r.status = 'failed' AND e.effect ->> 'state' = 'begun' LIMIT 50
+"""
+# TODO(merge): the options that commands get with it are passed by their names.
+_MAY_BE_UNKNOWN = next((p for p in inspect.signature(operators.cancel).parameters if "unknown" in p), None)
+
+
+class People:
+    """A thread that gives commands; `done` counts those that changed something, `refused` the others by their kind."""
+
+    def __init__(self, app: Celery, *, seed: int, url: str) -> None:
+        self._app = app
+        self._url = url
+        self._chance = random.Random(f"people {seed}")
+        self._stop = threading.Event()
+        self._tickets = 0
+        self.done: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.surprises: list[str] = []
+        self._thread = threading.Thread(target=self._work, name="people", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def _work(self) -> None:
+        commands: dict[str, Callable[[], None]] = {
+            "release": self._release,
+            "cancel": self._cancel,
+            "replay": self._replay,
+            "resolve": self._resolve,
+            "discard": self._discard,
+        }
+        while not self._stop.wait(PAUSE):
+            name = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+            try:
+                commands[name]()
+            except (DBAPIError, PoolTimeout, httpx.HTTPError):
+                self.refused["nobody answered"] += 1
+            except Exception as error:  # a finding: a command either changes or refuses
+                self.surprises.append(f"{name}: {type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------ commands
+
+    def _release(self) -> None:
+        id = self._one(_STARTED)
+        if id is not None:
+            shown = self._shown(id)
+            self._give("release", lambda change: operators.release(self._app, shown, change))
+
+    def _cancel(self) -> None:
+        id = self._one(_CANCELLABLE)
+        if id is not None:
+            shown = self._shown(id)
+            options = {_MAY_BE_UNKNOWN: self._chance.random() < 0.5} if _MAY_BE_UNKNOWN else {}
+            self._give("cancel", lambda change: operators.cancel(self._app, shown, change, **options))
+
+    def _replay(self) -> None:
+        letter = self._one(_OPEN, lambda row: row.id)
+        if letter is not None:
+            self._give("replay", lambda change: self._replay_letter(letter, change))
+
+    def _resolve(self) -> None:
+        found = self._one(_UNKNOWN, lambda row: row)
+        if found is None:
+            return
+        answer = provider.ask(self._url, found.gateway_key)
+        if answer is None:
+            return
+        outcome = Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
+        shown = self._shown(OperationId(found.tenant, found.operation, found.key))
+        self._give("resolve", lambda change: operators.resolve_effect(self._app, shown, found.name, outcome, change))
+
+    def _discard(self) -> None:
+        letter = self._one(_OPEN, lambda row: row.id)
+        if letter is None:
+            return
+
+        def discard(change: Change) -> None:
+            with Runtime.of(self._app).engine.begin() as connection:
+                discards.request(connection, ANN, letter, change.reason)
+            with Runtime.of(self._app).engine.begin() as connection:
+                discards.approve(connection, BOB, letter)
+
+        self._give("discard", discard)
+
+    # ------------------------------------------------------------ how
+
+    def _give(self, name: str, command: Callable[[Change], Any]) -> None:
+        """Give a command, sometimes twice: the second time it changes nothing."""
+        self._tickets += 1
+        change = Change("ann", f"ticket {self._tickets}")
+        repeat = self._chance.random() < REPEATED
+        for _ in range(2):
+            try:
+                command(change)
+                self.done[name] += 1
+            except IdempotencyError:
+                self.refused[name] += 1
+            except (DBAPIError, PoolTimeout):
+                self.refused["in doubt"] += 1
+                repeat = True  # perhaps it took place: an operator would try again
+            if not repeat:
+                break
+
+    def _replay_letter(self, letter: int, change: Change) -> None:
+        with Runtime.of(self._app).engine.begin() as connection:
+            id = dead_letters.replay(connection, letter, app=self._app)
+            row = records.read_locked(connection, id)
+            operators.audit(connection, change, "replay", id, row, details={"dead_letter": letter})
+
+    def _one(self, query: str, read: Callable[[Any], Any] = lambda row: OperationId(*row)) -> Any:
+        with Runtime.of(self._app).autocommit() as connection:
+            rows = connection.exec_driver_sql(query).all()
+        return read(self._chance.choice(rows)) if rows else None
+
+    def _shown(self, id: OperationId) -> operators.Shown:
+        with Runtime.of(self._app).autocommit() as connection:
+            return operators.read(connection, id)

@@ -1,0 +1,224 @@
+"""Alarms begin, are repeated and end; each beside a twin that is nothing to be alarmed about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+
+from idempotency import alarms, metrics, overview, settings
+from idempotency.backlog import Backlog
+from idempotency.doctor import doctor
+from idempotency.findings import Level
+from idempotency.presence import SignOfLife
+from idempotency.relay import Relay
+from tests import bank as b
+from tests import operations as op
+from tests.processes import Processes, eventually
+
+
+@pytest.fixture
+def connection(engine: Engine) -> Iterator[Connection]:
+    with engine.connect() as connection:
+        yield connection
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the receiver takes, line by line."""
+    lines: list[str] = []
+    monkeypatch.setattr(alarms, "post", lambda _, text: lines.extend(text.splitlines()[1:]) or True)
+    return lines
+
+
+@pytest.fixture
+def queue(bank: Celery) -> str:
+    """A queue that is there, without consumers."""
+    name: str = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        bank.amqp.queues[name](broker.default_channel).declare()
+    return name
+
+
+def look(app: Celery, connection: Connection, *, later: float = 0.0) -> int:
+    """The next look, so many seconds after the one before."""
+    connection.execute(text("UPDATE idempotency.alerts SET sent_at = sent_at - interval '1 min'"))
+    change = """UPDATE idempotency.alarms SET since = since - make_interval(secs => :later),
+                sent_at = sent_at - make_interval(secs => :later)"""
+    connection.execute(text(change), {"later": later})
+    return alarms.run_once(app)
+
+
+def enqueue(connection: Connection, number: int, *, seconds_ago: float = 0.0, **options: Any) -> None:
+    for each in range(number):
+        b.deposit.enqueue(connection, f"account {each}", **options)
+    change = "UPDATE idempotency.outbox SET {0} = {0} - make_interval(secs => :ago)"
+    for column in ("available_at", "created_at"):
+        connection.execute(text(change.format(column)), {"ago": seconds_ago})
+
+
+def now(app: Celery) -> list[str]:
+    given = settings.from_app(app)
+    with overview.looking(given) as connection:
+        return [alarm.name for alarm in alarms.lasting(overview.look(connection, app, given), given)]
+
+
+# ---------------------------------------------------------------- with real servers, the whole way
+
+
+def test_payments_behind_a_stopped_worker_show_everywhere(
+    bank: Celery, queue: str, relay: Relay, processes: Processes, connection: Connection, sent: list[str]
+) -> None:
+    enqueue(connection, 25)
+
+    def state() -> dict[str, Any]:
+        given = settings.from_app(bank)
+        with overview.looking(given) as asked:
+            found: dict[str, Any] = overview.status(asked, bank, given)["queues"][queue]
+            return found
+
+    eventually(lambda: state()["ready"] == 25, what="25 messages in the broker")
+    shown = state()
+    assert (shown["accepted"], shown["consumers"], shown["running"], shown["released"]) == (25, 0, 0, 0)
+    gauges = {
+        sample.name: sample.value
+        for metric in Backlog(bank).collect()
+        for sample in metric.samples
+        if sample.labels.get("queue") == queue
+    }
+    assert (gauges["idempotency_accepted"], gauges["idempotency_queue_ready"]) == (25, 25)
+    assert gauges["idempotency_queue_consumers"] == 0
+    (warned,) = [finding for finding in doctor(bank) if "no consumers" in finding.found]
+    assert warned.level is Level.WARNING
+    assert str(warned) == f"queue {queue}: no consumers; 25 accepted, 0 released, 25 ready; start a worker for it"
+
+    assert look(bank, connection) == 0  # a restart of the workers looks the same
+    assert look(bank, connection, later=61) == 1
+    assert sent == [f"bank: queue {queue}: no consumers; 25 accepted, 0 released, 25 ready"]
+
+    processes.worker()
+    eventually(lambda: state()["accepted"] == 0 and state()["ready"] == 0, what="25 payments done")
+    assert look(bank, connection) == 1
+    assert sent[1:] == [f"bank: over: no_consumers/{queue}"]
+    assert now(bank) == []
+    assert not [finding for finding in doctor(bank) if finding.level is not Level.OK]
+
+
+# ---------------------------------------------------------------- each alarm and its twin
+
+
+def test_an_empty_queue_without_consumers_is_no_alarm(bank: Celery, queue: str, connection: Connection) -> None:
+    assert now(bank) == []
+    op.early(connection, queue=queue)  # its next attempt is not due
+    assert now(bank) == []
+    op.due(connection, queue=queue)
+    assert now(bank) == [f"no_consumers/{queue}"]
+
+
+def test_consumers_that_are_unknown_neither_begin_nor_end_an_alarm(
+    bank: Celery, queue: str, connection: Connection, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue(connection, 1)
+    look(bank, connection)
+    assert look(bank, connection, later=61) == 1
+    with monkeypatch.context() as away:
+        away.setitem(bank.conf, "broker_url", "amqp://guest:guest@127.0.0.1:1//")
+        assert now(bank) == []
+        assert look(bank, connection) == 0
+    assert look(bank, connection) == 0  # still on, and was sent
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize(("age", "expected"), [(299.0, False), (301.0, True)])
+def test_the_oldest_accepted_operation_is_an_alarm_after_its_time(
+    bank: Celery, queue: str, connection: Connection, age: float, expected: bool
+) -> None:
+    enqueue(connection, 2, seconds_ago=age)
+    assert (f"accepted/{queue}" in now(bank)) is expected
+
+
+def test_neither_a_delay_that_was_asked_for_nor_a_begun_operation_is_old(
+    bank: Celery, queue: str, connection: Connection
+) -> None:
+    enqueue(connection, 1, seconds_ago=1000, countdown=2000)
+    assert now(bank) == []
+    connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp() - interval '1000 s'"))
+    assert f"accepted/{queue}" in now(bank)
+    op.started(connection, op.OperationId("default", b.deposit.name, "account 0"), queue=queue)
+    assert now(bank) == []
+
+
+@pytest.mark.parametrize("kind", ["worker", "relay", "beat"])
+def test_a_process_that_falls_silent_is_an_alarm_until_it_signs(
+    bank: Celery, connection: Connection, sent: list[str], kind: str
+) -> None:
+    life = SignOfLife(bank, kind, "some@host")
+    life.sign()
+    change = "UPDATE idempotency.processes SET seen_at = clock_timestamp() - make_interval(secs => :ago)"
+    connection.execute(text(change), {"ago": 55})
+    assert look(bank, connection) == 0
+    connection.execute(text(change), {"ago": 65})
+    assert look(bank, connection) == 1
+    assert f"bank: {kind} some@host: silent for 65 s" in sent[0]
+    assert any(f"{kind} some@host" == finding.subject for finding in doctor(bank))
+    life.sign()
+    assert look(bank, connection) == 1
+    assert sent[1].startswith(f"bank: over: silent/{kind}/some@host")
+
+
+def test_unknown_effects_are_an_alarm_until_their_letters_are_settled(
+    bank: Celery, connection: Connection, sent: list[str]
+) -> None:
+    letter = """INSERT INTO idempotency.dead_letters (source, operation, reason, payload)
+                VALUES ('operation', 'o', '{}', '')"""
+    connection.execute(text(letter.format("no_account")))
+    assert look(bank, connection) == 0
+    connection.execute(text(letter.format("effect_unknown")))
+    assert look(bank, connection) == 1
+    assert sent == ["bank: effects: 1 ended as effect_unknown and open, for a person to resolve"]
+    settle = "UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp()"
+    connection.execute(text(settle))
+    assert look(bank, connection) == 1
+
+
+# ---------------------------------------------------------------- how they are sent
+
+
+def test_an_alarm_is_repeated_every_hour_and_not_before(
+    bank: Celery, queue: str, connection: Connection, sent: list[str]
+) -> None:
+    enqueue(connection, 1)
+    look(bank, connection)
+    counter = metrics.alerts.labels("bank", "no_consumers")._value
+    before = counter.get()
+    assert look(bank, connection, later=61) == 1
+    assert look(bank, connection, later=3500) == 0
+    assert look(bank, connection, later=101) == 1
+    assert counter.get() == before + 2
+
+
+def test_an_alarm_that_its_receiver_did_not_take_is_sent_again(
+    bank: Celery, queue: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue(connection, 1)
+    taken = [False, True, True]
+    monkeypatch.setattr(alarms, "post", lambda *_: taken.pop(0))
+    look(bank, connection)
+    assert look(bank, connection, later=61) == 0
+    assert look(bank, connection) == 1
+    assert look(bank, connection) == 0
+
+
+def test_processes_at_once_look_and_send_once(
+    bank: Celery, queue: str, connection: Connection, sent: list[str]
+) -> None:
+    enqueue(connection, 1)
+    look(bank, connection)
+    connection.execute(text("UPDATE idempotency.alarms SET since = since - interval '1 h'"))
+    connection.execute(text("UPDATE idempotency.alerts SET sent_at = sent_at - interval '1 min'"))
+    assert sum(op.at_once(4, lambda _: alarms.run_once(bank))) == 1
+    assert len(sent) == 1
+    assert alarms.run_once(bank) == 0  # no look within the pace
