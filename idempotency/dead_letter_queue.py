@@ -216,10 +216,7 @@ def store(app: Celery, message: BrokerMessage, interrupted: set[str] | None = No
     if examined.id is not None:
         try:
             fingerprint = keys.fingerprint(examined.arguments, like=like)
-            fingerprints = [
-                fingerprint,
-                *(each for each in keys.fingerprints(examined.arguments) if each != fingerprint),
-            ]
+            fingerprints = [fingerprint, *keys.other_fingerprints(examined.arguments, fingerprint)]
         except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
             examined = Examined("invalid_arguments", examined.task)
     letter = _letter(app, message, examined)

@@ -92,9 +92,10 @@ def fingerprint(arguments: Mapping[str, Any], *, like: object = None) -> str:
     return FINGERPRINT_RULES[version if version in FINGERPRINT_RULES else next(reversed(FINGERPRINT_RULES))](arguments)
 
 
-def fingerprints(arguments: Mapping[str, Any]) -> list[str]:
-    """Make the fingerprints of bound arguments by every known rule: a stored one is compared by its own."""
-    return [rule(arguments) for rule in FINGERPRINT_RULES.values()]
+def other_fingerprints(arguments: Mapping[str, Any], fingerprint: str) -> list[str]:
+    """Make the fingerprints of bound arguments by the other known rules: a stored one is compared by its own."""
+    made_by = fingerprint_version(fingerprint)
+    return [rule(arguments) for version, rule in FINGERPRINT_RULES.items() if version != made_by]
 
 
 def fingerprint_version(fingerprint: object) -> str | None:

@@ -479,7 +479,7 @@ class IdempotentTask(Task):
         return Delivery(
             id=id,
             fingerprint=fingerprint,
-            also=[other for other in keys.fingerprints(arguments) if other != fingerprint],
+            also=keys.other_fingerprints(arguments, fingerprint),
             arguments=arguments,
             task_id=request.id,
             message=message.to_text(),

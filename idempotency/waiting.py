@@ -19,14 +19,15 @@ from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from . import metrics
-from .errors import CallRefused
+from .errors import CallRefused, UnknownVersion
 from .logs import log
 from .statements import describe
 
 T = TypeVar("T")
 
-# What is wrong with the message, and would be at every delivery: its call, or values that no column takes.
-DEFECTS = (CallRefused, DataError, IntegrityError)
+# What is wrong with the message, and would be at every delivery: its call, or values that no column takes. A newer rule than
+# this code knows is no defect, but no wait of this process cures it: the dead-letter consumer puts the message back.
+DEFECTS = (CallRefused, DataError, IntegrityError, UnknownVersion)
 # Over at once in most cases (a connection that broke, a failover), and no load on a server that is starting.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0
 # Longer than a restart or a failover; far below RabbitMQ's consumer time-out of 30 minutes.

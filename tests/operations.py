@@ -200,4 +200,9 @@ def wait_for_a_lock(connection: Connection) -> None:
     waiting = text("""
         SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'
     """)
-    eventually(lambda: connection.execute(waiting).scalar_one(), what="a session that waits for a lock")
+
+    def seen() -> int:
+        connection.execute(text("SELECT pg_stat_clear_snapshot()"))  # or a transaction sees what it has seen first
+        return int(connection.execute(waiting).scalar_one())
+
+    eventually(seen, what="a session that waits for a lock")

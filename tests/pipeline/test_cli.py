@@ -223,7 +223,10 @@ def test_show_has_everything_but_arguments_and_results_unless_asked(
         b.transfer.enqueue(connection, "a", outside.url)
     outside.script = ["fail before"]
     deliveries.deliver(b.transfer, "a", outside.url)
-    run("cancel", "a", "--reason", "wrong card", "--as", "ann")
+    refused = run("cancel", "a", "--reason", "wrong card", "--as", "ann")
+    assert (refused.status, "effect call has happened or may have" in refused.err) == (1, True)
+    for _ in range(2):  # under one request id it is made once
+        run("cancel", "a", "--reason", "wrong card", "--as", "ann", "--may-have-happened", "--request-id", "r1")
 
     shown = run("show", "a", "--json")
     document = shown.document
@@ -233,7 +236,7 @@ def test_show_has_everything_but_arguments_and_results_unless_asked(
         "call": "begun",
     }
     assert {row["origin"] for row in document["outbox"]} == {"enqueue", "retry"}
-    assert [letter["reason"] for letter in document["dead_letters"]] == ["cancelled"]
+    assert [letter["reason"] for letter in document["dead_letters"]] == ["effect_unknown"]
     assert [(row["actor"], row["action"], row["reason"]) for row in document["audit"]] == [
         ("ann", "cancel", "wrong card")
     ]

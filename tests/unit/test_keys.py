@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
+from idempotency import keys
 from idempotency.errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
 from idempotency.keys import MAX_KEY_LENGTH, OperationId, bind, canonical_json, check_key, content_hash, fingerprint
 from idempotency.keys import template as key_template
@@ -420,3 +421,20 @@ def test_canonical_json_is_json_of_the_same_value_and_its_own_canonical_form(arg
 )
 def test_a_fingerprint_survives_the_wire(arguments: dict[str, Any]) -> None:
     assert fingerprint(loads(dumps(arguments))) == fingerprint(arguments)
+
+
+# ---------------------------------------------------------------- versions of fingerprints
+
+
+def test_a_fingerprint_is_made_by_the_newest_rule_or_by_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"order": 1}
+    old, key = keys.fingerprint(arguments), keys.content_hash("order")(arguments)
+    assert keys.other_fingerprints(arguments, old) == []
+    monkeypatch.setitem(keys.FINGERPRINT_RULES, "v2", lambda _: "v2:newer")
+    assert keys.fingerprint(arguments) == "v2:newer"
+    assert keys.fingerprint(arguments, like=old) == keys.fingerprint(arguments, like="v1:of other arguments") == old
+    assert keys.other_fingerprints(arguments, "v2:newer") == [old]
+    for unknown in ("v3:later", "no version", "", None, 5):
+        assert keys.fingerprint(arguments, like=unknown) == "v2:newer"
+    # a key is for ever: it is no fingerprint
+    assert keys.content_hash("order")(arguments) == key

@@ -6,6 +6,8 @@ operation, the record says `effect_unknown` or `unfinished` then.
 
 from alembic import op
 
+from idempotency.migrations.indexes import create_index
+
 revision = "0005"
 down_revision = "0004"
 
@@ -48,9 +50,9 @@ END $$;
 
 
 def upgrade() -> None:
-    op.execute("ALTER TABLE idempotency.records ADD COLUMN error_code text")
+    op.execute("ALTER TABLE idempotency.records ADD COLUMN IF NOT EXISTS error_code text")
     # Whether the last claim was its holder's own, resolving a doubt. RETURNING cannot see the row as it was.
-    op.execute("ALTER TABLE idempotency.records ADD COLUMN resumed boolean NOT NULL DEFAULT false")
+    op.execute("ALTER TABLE idempotency.records ADD COLUMN IF NOT EXISTS resumed boolean NOT NULL DEFAULT false")
     # Before the trigger knows codes; the text is read here once, and by nothing afterwards.
     op.execute("""
         UPDATE idempotency.records SET error_code = CASE
@@ -59,8 +61,10 @@ def upgrade() -> None:
         WHERE status = 'failed'
     """)
     op.execute(_FUNCTION.format(cases=_KNOWN + _CONCLUSIONS))
-    op.execute("ALTER TABLE idempotency.audit ADD COLUMN request_id text")
-    op.execute("CREATE UNIQUE INDEX audit_request ON idempotency.audit (request_id) WHERE request_id IS NOT NULL")
+    op.execute("ALTER TABLE idempotency.audit ADD COLUMN IF NOT EXISTS request_id text")
+    create_index(
+        "CREATE UNIQUE INDEX CONCURRENTLY audit_request ON idempotency.audit (request_id) WHERE request_id IS NOT NULL"
+    )
 
 
 def downgrade() -> None:

@@ -2,12 +2,14 @@
 
 from alembic import op
 
+from idempotency.migrations.indexes import create_index
+
 revision = "0008"
 down_revision = "0007"
 
 TABLES = """
 -- One small row per process, written every few seconds: nothing that changes is in an index.
-CREATE TABLE idempotency.processes (
+CREATE TABLE IF NOT EXISTS idempotency.processes (
     kind       text        NOT NULL CHECK (kind IN ('worker', 'relay', 'beat')),
     name       text        NOT NULL,
     host       text        NOT NULL,
@@ -21,7 +23,7 @@ CREATE TABLE idempotency.processes (
 );
 
 -- An alarm that is on: since when, and when it was last sent. Any number of alerting processes share it.
-CREATE TABLE idempotency.alarms (
+CREATE TABLE IF NOT EXISTS idempotency.alarms (
     service text        NOT NULL,
     name    text        NOT NULL,
     since   timestamptz NOT NULL,
@@ -29,20 +31,25 @@ CREATE TABLE idempotency.alarms (
     PRIMARY KEY (service, name)
 );
 
--- What may not have begun yet, by queue, the oldest first. Rows of other origins have a record.
-CREATE INDEX outbox_waiting ON idempotency.outbox (queue, id)
-    WHERE settled_at IS NULL AND origin IN ('enqueue', 'reconcile');
-CREATE INDEX outbox_failed ON idempotency.outbox (id) WHERE status = 'failed';
--- Not "WHERE status = 'released'", which means the same: see records_held.
-CREATE INDEX records_released ON idempotency.records (queue, available_at) WHERE available_at IS NOT NULL;
-
 -- Whether the last claim took a started record from another holder: RETURNING shows no old values before Postgres 18.
-ALTER TABLE idempotency.records ADD COLUMN taken_over boolean NOT NULL DEFAULT false;
+ALTER TABLE idempotency.records ADD COLUMN IF NOT EXISTS taken_over boolean NOT NULL DEFAULT false;
 """
+
+INDEXES = (
+    # What may not have begun yet, by queue, the oldest first. Rows of other origins have a record.
+    "CREATE INDEX CONCURRENTLY outbox_waiting ON idempotency.outbox (queue, id) "
+    "WHERE settled_at IS NULL AND origin IN ('enqueue', 'reconcile')",
+    "CREATE INDEX CONCURRENTLY outbox_failed ON idempotency.outbox (id) WHERE status = 'failed'",
+    # Not "WHERE status = 'released'", which means the same: see records_held.
+    "CREATE INDEX CONCURRENTLY records_released ON idempotency.records (queue, available_at) "
+    "WHERE available_at IS NOT NULL",
+)
 
 
 def upgrade() -> None:
     op.execute(TABLES)
+    for index in INDEXES:
+        create_index(index)
 
 
 def downgrade() -> None:
