@@ -308,7 +308,7 @@ def _settle(connection: Connection) -> int:
             if not sweeps.is_of_a_row(error):
                 raise
             found = _one_by_one(connection, SETTLE, fields)
-            return total + sum(row.settled for row in found)  # the rest is for the next pass
+            return total + sum(int(row.settled) for row in found)  # the rest is for the next pass
         total += done.settled
         if done.ended < BATCH:
             break

@@ -12,10 +12,10 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, dead_letters, discards, outbox
+from idempotency import crash_points, dead_letters, discards, maintenance, outbox, overview, settings
 from idempotency import relay as relay_module
 from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, Message
+from idempotency.message import GENERATION_HEADER, KEY_HEADER, Message
 from idempotency.relay import Relay, Relayed
 from idempotency.runtime import Runtime
 from tests import bank as b
@@ -327,6 +327,54 @@ def test_a_replayed_row_goes_in_its_old_place(bank: Celery, blocked: tuple[Relay
     assert keys(drained(bank)) == ["a1", "a2", "a3"]
     first = op.outbox(connection)[0]
     assert (first.status, first.origin, first.settled_at) == ("published", "replay", None)
+
+
+def test_a_replayed_row_delivers_the_generation_that_was_opened(
+    bank: Celery, blocked: tuple[Relay, int], connection: Connection
+) -> None:
+    relay, letter = blocked
+    mended = Message.composed(b.app, b.deposit.name, ("a1",), {}, task_id="t-a1", headers={KEY_HEADER: "a1"})
+    connection.execute(
+        text("UPDATE idempotency.outbox SET message = :message WHERE status = 'failed'"), {"message": mended.to_text()}
+    )
+    op.failed(connection, OperationId("default", b.deposit.name, "a1"), fingerprint="v1:f")
+    # as `store_end` leaves it for a copy that reached a worker
+    connection.execute(text("UPDATE idempotency.dead_letters SET generation = 1 WHERE id = :id"), {"id": letter})
+    with Runtime.of(bank).engine.begin() as transaction:
+        dead_letters.replay(transaction, letter)
+    assert [row.generation for row in op.outbox(connection)] == [2, 1, 1]
+    assert relay.run_once() == Relayed(3, 0)
+    assert [message.headers[GENERATION_HEADER] for message in drained(bank)] == [2, 1, 1]
+
+
+def test_the_purge_leaves_what_holds_back_a_key(
+    bank: Celery, blocked: tuple[Relay, int], connection: Connection
+) -> None:
+    _, letter = blocked
+
+    def purged() -> int:
+        connection.execute(
+            text("UPDATE idempotency.outbox SET settled_at = settled_at - interval '1 year', kept_at = NULL")
+        )
+        return maintenance.purge_once(bank, limit=100).rows
+
+    assert purged() == 0
+    assert lanes(connection) == {"a": True}
+    with Runtime.of(bank).engine.begin() as transaction:
+        discards.request(transaction, discards.Person("ann", "operator"), letter, "of no use")
+        discards.approve(transaction, discards.Person("bob", "admin"), letter)
+    assert purged() == 1
+    assert states(connection) == ["pending", "pending"]
+    assert lanes(connection) == {"a": False}
+
+
+def test_rows_behind_a_failed_one_are_counted_as_unpublished(
+    bank: Celery, blocked: tuple[Relay, int], connection: Connection
+) -> None:
+    write(connection, "b1", None)
+    with overview.looking(settings.from_app(bank)) as looking:
+        found = looking.exec_driver_sql(overview._UNPUBLISHED, {"bound": overview.BOUND}).one()
+    assert (found.pending, found.unpublished, found.failed) == (3, 3, 1)
 
 
 def test_a_replay_that_fails_again_blocks_its_key_again(

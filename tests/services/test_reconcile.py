@@ -343,3 +343,65 @@ def test_no_statement_of_a_pass_reads_what_waits(bank, sent, engine):
     for statement in ("_SETTLE", "_QUEUES", "_TIMES", "_LOOK", "_MARK"):
         parameters = times | epoch | marker | queue
         assert rows_read(bank, getattr(reconciling, statement), **parameters) < 20, statement
+
+
+# ---------------------------------------------------------------- fingerprints of other rules, and rows that raise
+
+
+@pytest.mark.parametrize("empty", [None, lambda _: 0], ids=["first in, first out", "counted"])
+@pytest.mark.parametrize(("release", "settled"), [(op.completed, 1), (op.due, 0)])
+def test_a_record_by_another_rule_makes_no_row_another_request(bank, sent, engine, release, settled, empty):
+    sent("a")
+    purge_queue(bank)
+    with engine.connect() as connection:
+        release(connection, OperationId("default", app_module.deposit.name, "a"), fingerprint="v9:newer")
+        connection.execute(text("DELETE FROM idempotency.outbox WHERE fingerprint = 'v9:newer'"))
+        assert reconcile(bank, empty).settled == settled
+        assert op.dead_letters(connection) == []
+
+
+def ends(connection, account):
+    op.completed(
+        connection, OperationId("default", app_module.deposit.name, account), fingerprint=fingerprint_of(account)
+    )
+
+
+def starts(connection, account):
+    op.started(
+        connection, OperationId("default", app_module.deposit.name, account), fingerprint=fingerprint_of(account)
+    )
+
+
+def is_anothers(connection, account):
+    op.completed(connection, OperationId("default", app_module.deposit.name, account), fingerprint="v1:another")
+
+
+def is_lost(connection, account):
+    """No trace of it."""
+
+
+DONE = {
+    ends: "settled_at IS NOT NULL",
+    starts: "taken",
+    is_anothers: "settled_at IS NOT NULL",
+    is_lost: "status = 'pending'",
+}
+
+
+@pytest.mark.parametrize("empty", [None, lambda _: 0], ids=["first in, first out", "counted"])
+@pytest.mark.parametrize("becomes", DONE, ids=lambda becomes: becomes.__name__)
+def test_a_row_that_raises_keeps_no_other_from_its_judgement(bank, sent, engine, becomes, empty):
+    accounts = ["good", "bad", "well"]
+    sent(*accounts)
+    purge_queue(bank)
+    with engine.connect() as connection:
+        for account in accounts:
+            becomes(connection, account)
+        connection.execute(text("ALTER TABLE idempotency.outbox ADD CONSTRAINT bad CHECK (key <> 'bad') NOT VALID"))
+        for _ in range(2):  # the second pass does not trip over it again
+            reconcile(bank, empty)
+        done = connection.execute(text(f"SELECT key FROM idempotency.outbox WHERE {DONE[becomes]} ORDER BY key"))
+        counted_and_started = empty is not None and becomes is starts  # is not judged there
+        assert done.scalars().all() == ([] if counted_and_started else ["good", "well"])
+        aside = connection.execute(text("SELECT DISTINCT key FROM idempotency.set_aside")).scalars().all()
+        assert aside == ([] if counted_and_started else ["bad"])
