@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 console = Console()
 
 
-BENCHMARKS = ("unique", "relay", "latency", "backlog")
+BENCHMARKS = ("unique", "relay", "latency", "ordering", "reconcile", "backlog")
 # Not a comparison with plain Celery, and long: only when it is asked for.
 LIFE = "life"
 
@@ -55,7 +55,8 @@ def main(
         )
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
-        from . import backlog, latency, life, relay, unique  # the application reads the environment on import
+        # the application reads the environment on import
+        from . import backlog, latency, life, ordering, reconcile, relay, unique
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -74,6 +75,14 @@ def main(
                 seconds = latency.measure(engine, messages=20 * rounds)
             figures = {"direct": [1e3 * s for s in seconds.direct], "outbox": [1e3 * s for s in seconds.outbox]}
             show(as_json, "ms to start", "latency_vs_delay", seconds.ratio, **figures)
+        if "ordering" in chosen:
+            keyed = ordering.measure(engine, rounds=rounds, messages=messages)
+            figures = {"one key": keyed.alone, f"beside {ordering.BLOCKED} blocked rows": keyed.beside_blocked}
+            show(as_json, "events/s", "ordered_events_per_second", statistics.median(keyed.beside_blocked), **figures)
+        if "reconcile" in chosen:
+            passes = reconcile.measure(engine, rounds=max(rounds, 5))
+            figures = {f"{reconcile.WAITING} wait": passes.waiting, f"{passes.resent} sent again": passes.after_a_wipe}
+            show(as_json, "ms a pass", "reconcile_pass_ms", max(passes.waiting), **figures)
         if LIFE in chosen:
 
             @contextmanager

@@ -1,4 +1,5 @@
-"""Alerts: every new dead letter and every outbox row that can never be published is told to somebody.
+"""Alerts: every new dead letter, every outbox row that can never be published and every one that the broker goes on
+refusing is told to somebody.
 
 To the log and a metric always, and as {"text": …} to a webhook where one is set. A service and reason that goes on
 failing is told once in `alert_interval` seconds, with a count. Rows are marked after they were sent: a receiver that is
@@ -18,6 +19,7 @@ from sqlalchemy import Connection
 
 from . import metrics
 from .logs import log
+from .relay import STUCK
 from .runtime import Runtime
 from .settings import Settings
 
@@ -45,6 +47,14 @@ SELECT id FROM idempotency.outbox o WHERE status = 'failed' AND alerted_at IS NU
   AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_failed'
                   AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
 ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
+"""
+
+# They go on being tried, so they are not marked: told once in each interval, as long as it lasts.
+_STUCK = f"""
+SELECT count(*) FROM idempotency.outbox
+WHERE status = 'pending' AND attempts >= {STUCK}
+  AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_stuck'
+                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
 """
 
 _CROWDED = """
@@ -82,7 +92,8 @@ def run_once(app: Celery) -> int:
         counts = Counter((row.service, row.reason) for row in letters)
         if rows:
             counts[settings.service, "outbox_failed"] = len(rows)
-        if not counts and not crowded:
+        stuck = connection.exec_driver_sql(_STUCK, fields).scalar_one()
+        if not counts and not crowded and not stuck:
             return 0
         for (service, reason), count in counts.items():
             metrics.alerts.labels(service, reason).inc()
@@ -91,8 +102,12 @@ def run_once(app: Celery) -> int:
             metrics.alerts.labels(service, "open").inc()
             log.error("alarm", service=service, open=count, limit=settings.alert_open_letters)
         kinds = [f"{service}/{reason}" for service, reason in counts] + [f"{service}/open" for service in crowded]
+        if stuck:
+            kinds.append(f"{settings.service}/outbox_stuck")
+            metrics.alerts.labels(settings.service, "outbox_stuck").inc()
+            log.error("alert", service=settings.service, reason="outbox_stuck", rows=stuck)
         connection.exec_driver_sql(_SENT, {"kinds": kinds})
-        if not post(settings, _text(counts, crowded, settings)):
+        if not post(settings, _text(counts, crowded, stuck, settings)):
             return 0  # not marked: told again after the interval
         connection.exec_driver_sql(_MARK.format(table="dead_letters"), {"ids": [row.id for row in letters]})
         connection.exec_driver_sql(_MARK.format(table="outbox"), {"ids": list(rows)})
@@ -126,13 +141,17 @@ def _crowded(connection: Connection, settings: Settings) -> dict[str, int]:
     return {row.service: row.letters for row in connection.exec_driver_sql(_CROWDED, fields)}
 
 
-def _text(counts: Counter[tuple[str, str]], crowded: dict[str, int], settings: Settings) -> str:
+def _text(counts: Counter[tuple[str, str]], crowded: dict[str, int], stuck: int, settings: Settings) -> str:
     """Services, reasons and numbers; never a key, an argument or an error's text."""
     lines = [f"{service}: {count} new, {reason}" for (service, reason), count in counts.most_common()]
     lines += [
         f"{service}: {count} open dead letters, more than {settings.alert_open_letters}"
         for service, count in crowded.items()
     ]
+    if stuck:
+        lines.append(
+            f"{settings.service}: {stuck} outbox rows refused by the broker {STUCK} times or more, still tried"
+        )
     return "\n".join(["Dead letters", *lines])
 
 

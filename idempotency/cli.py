@@ -91,7 +91,7 @@ def relay(app: AppOption = "tasks") -> None:
                 log.info("recovered", operations=recovered)
         if now >= due["reconcile"]:
             due["reconcile"] = now + sweep
-            reconcile(celery, running.publisher.depth)
+            reconcile(celery, publisher=running.publisher)
 
     def tell() -> None:
         now = time.monotonic()

@@ -40,6 +40,7 @@ from .message import (
     FINGERPRINT_HEADER,
     GENERATION_HEADER,
     KEY_HEADER,
+    MARKER_HEADER,
     MARKS,
     OUTBOX_HEADER,
     TENANT_HEADER,
@@ -202,9 +203,11 @@ def store(app: Celery, message: BrokerMessage, interrupted: set[str] | None = No
 
     Returns the dead letter's id; None when there was nothing to store: it is stored already, or a duplicate of an
     operation that has ended, that is started, or that something else will deliver; or it was put back, since nothing
-    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire. `interrupted` collects the
+    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted` collects the
     digests of letters that an outage of Postgres interrupted. Raises `OperationalError`: later.
     """
+    if MARKER_HEADER in message.headers:
+        return None  # of reconcile's: it brings nothing, and another one follows
     if _was_allowed_to_expire(app, message):
         log.info("expired", task=_text(message.headers.get("task")))
         return None

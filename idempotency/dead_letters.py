@@ -20,6 +20,7 @@ from .delivery import Delivery
 from .errors import CallRefused, IdempotencyError, OperationNotFound
 from .keys import OperationId
 from .message import KEY_HEADER, TENANT_HEADER, Message
+from .outbox import refresh_lanes
 from .records import Claimed
 
 # The most that one command may replay or discard: a mistaken filter should not send a million messages.
@@ -107,7 +108,7 @@ _SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
 _MARK_REPLAYED = """
 UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp()
 WHERE id = %(id)s AND status = 'open'
-RETURNING tenant, operation, key, generation, fingerprint, queue, reason, payload
+RETURNING outbox_id, tenant, operation, key, generation, fingerprint, queue, reason, payload
 """
 
 # failed → released: the generation is the proof that a person asked for another run. Effects and steps are kept.
@@ -121,10 +122,23 @@ WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
 RETURNING generation
 """
 
+# A row that could not be published goes again itself: in its old place, if it has an order.
 _DELIVER = """
-INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
-VALUES (gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(payload)s,
-        coalesce(%(queue)s, ''), 'replay', %(opened)s)
+WITH again AS (
+    UPDATE idempotency.outbox
+    SET status = 'pending', origin = 'replay', generation = %(opened)s, attempts = 0, resends = 0, refusals = 0,
+        first_refused_at = NULL, last_error = NULL, available_at = clock_timestamp(), taken = false,
+        -- what has no operation of its own owes nothing but its publication
+        alerted_at = NULL, settled_at = CASE WHEN operation = 'idempotency.external_event' THEN settled_at END
+    WHERE id = %(outbox_id)s AND status = 'failed'
+    RETURNING operation, ordering_key
+), new AS (
+    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
+    SELECT gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(payload)s,
+           coalesce(%(queue)s, ''), 'replay', %(opened)s
+    WHERE NOT EXISTS (SELECT FROM again)
+)
+SELECT operation, ordering_key FROM again WHERE ordering_key IS NOT NULL
 """
 
 _STATUS = (
@@ -348,7 +362,8 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
         status = connection.exec_driver_sql(_STATUS, fields).scalar_one_or_none()
         if status is not None:
             raise ReplayRefused(f"dead letter {letter}: the operation is {status}, not failed in this generation")
-    connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
+    again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
+    refresh_lanes(connection, [(row.operation, row.ordering_key) for row in again])
     return OperationId(fields["tenant"], fields["operation"], fields["key"])
 
 

@@ -19,6 +19,7 @@ from . import dead_letters, operators, records
 from .errors import IdempotencyError, OperationNotFound
 from .keys import OperationId
 from .operators import REASON_LIMIT, Change
+from .outbox import refresh_lanes
 from .runtime import Runtime
 
 Role = Literal["operator", "admin"]
@@ -76,8 +77,13 @@ WITH discarded AS (
       AND NOT EXISTS (SELECT FROM idempotency.records r
                       WHERE (r.tenant, r.operation, r.key, r.fingerprint)
                           = (o.tenant, o.operation, o.key, o.fingerprint))
+), unblocked AS (
+    -- without a place the row holds back nothing of its ordering key
+    UPDATE idempotency.outbox o SET place = NULL FROM discarded d
+    WHERE o.id = d.outbox_id AND o.status = 'failed' AND o.ordering_key IS NOT NULL
+    RETURNING o.operation, o.ordering_key
 )
-SELECT tenant, operation, key FROM discarded
+SELECT unblocked.operation, unblocked.ordering_key FROM discarded LEFT JOIN unblocked ON true
 """
 
 
@@ -194,8 +200,11 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
         if asked is None:
             raise DiscardRefused(f"dead letter {letter}: nobody has asked to discard it")
         raise DiscardRefused(f"dead letter {letter}: {person.name!r} asked for it, so somebody else has to approve")
-    if connection.exec_driver_sql(_DISCARD, fields).one_or_none() is None:
+    lane = connection.exec_driver_sql(_DISCARD, fields).one_or_none()
+    if lane is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
+    if lane.ordering_key is not None:
+        refresh_lanes(connection, [(lane.operation, lane.ordering_key)])
     _audit(connection, Change(person.name, approved.reason), "discard_approved", letter)
 
 

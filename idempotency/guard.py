@@ -10,6 +10,7 @@ Bodies never reach a log. Messages of protocol 1 (Celery 3) are refused.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,14 +20,17 @@ from celery import Celery, bootsteps
 from celery.signals import worker_init
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
+from sqlalchemy.exc import SQLAlchemyError
 
 from . import keys
 from . import message as task_message
 from .errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from .keys import OperationId
 from .logs import log
-from .message import KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER
+from .message import KEY_HEADER, MARKER_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER
 from .queues import dead_letter_queues
+from .reconcile import marker_taken
+from .runtime import Runtime
 from .task import IdempotentTask
 
 Handler = Callable[[Message], object]
@@ -153,6 +157,9 @@ class Guard(bootsteps.StartStopStep):
 
     def _guarded(self, handle: Handler) -> Handler:
         def on_message(message: Message) -> None:
+            if (marker := message.headers.get(MARKER_HEADER)) is not None:
+                self._note(message, f"{marker}")
+                return
             if not self._broker_keeps:
                 self._store_when_rejected(message)
             reason = examine(self._app, message).reason
@@ -170,6 +177,12 @@ class Guard(bootsteps.StartStopStep):
                 self._refuse(message, "invalid")
 
         return on_message
+
+    def _note(self, message: Message, marker: str) -> None:
+        """A marker has done its work by arriving. Its own thread: Postgres must not keep the broker waiting."""
+        message.ack_log_error(log, self._consumer.connection_errors)
+        runtime = Runtime.of(self._app)  # here, so that no fork finds its lock held
+        threading.Thread(target=_note_marker, args=(runtime, marker), daemon=True).start()
 
     def _refuse(self, message: Message, reason: str) -> None:
         if not self._broker_keeps:
@@ -202,6 +215,13 @@ class Guard(bootsteps.StartStopStep):
                 message.ack()
 
         message.reject = store
+
+
+def _note_marker(runtime: Runtime, marker: str) -> None:
+    try:
+        marker_taken(runtime, marker)
+    except SQLAlchemyError as error:  # another marker follows
+        log.warning("marker_not_noted", error=type(error).__name__)
 
 
 def _keep_out_of_memory(message: Message) -> None:

@@ -22,7 +22,7 @@ from .logs import log
 from .records import Claimed
 from .runtime import Runtime, is_provably_dead
 from .settings import Settings
-from .sweeps import BATCH, Sweep
+from .sweeps import BATCH, RECORD_ID, THIS_RECORD, Sweep
 from .task import IdempotentTask
 
 # What has used up its attempts is ended by its next claim, in a worker that knows `on_failed` and tries it five times.
@@ -46,9 +46,6 @@ _BOUND = """%(spare)s + coalesce(
 _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
       AND (r.locked_until < clock_timestamp() OR r.locked_by = ANY(%(dead)s))"""
 
-_THIS_RECORD = "r.tenant = %(tenant)s AND r.operation = %(operation)s AND r.key = %(key)s"
-_RECORD_ID = "md5(ARRAY[r.tenant, r.operation, r.key]::text)"
-
 # Spent operations that `EXHAUST` skipped because they were locked must not be released here.
 RECOVER = Sweep(
     "recover",
@@ -56,8 +53,8 @@ RECOVER = Sweep(
     columns="r.attempts",
     due=f"{_ORPHANED} AND r.attempts < {_BOUND}",
     order="r.locked_until",
-    one=_THIS_RECORD,
-    id=_RECORD_ID,
+    one=THIS_RECORD,
+    id=RECORD_ID,
     then="""
 , released AS (
     UPDATE idempotency.records r
@@ -80,8 +77,8 @@ EXHAUST = Sweep(
     columns="r.message, r.fingerprint, r.queue, r.fence, r.token, r.attempts, r.generation, r.effects",
     due=f"{_ORPHANED} AND r.attempts >= {_BOUND}",
     order="r.locked_until",
-    one=_THIS_RECORD,
-    id=_RECORD_ID,
+    one=THIS_RECORD,
+    id=RECORD_ID,
     then="",
 )
 
@@ -100,8 +97,8 @@ OPERATIONS = Sweep(
         false) AS stays""",
     due="r.status IN ('completed', 'failed') AND greatest(r.expires_at, r.kept_until) < (SELECT clock_timestamp())",
     order="greatest(r.expires_at, r.kept_until)",
-    one=_THIS_RECORD,
-    id=_RECORD_ID,
+    one=THIS_RECORD,
+    id=RECORD_ID,
     then="""
 , kept AS (
     UPDATE idempotency.records r SET kept_until = clock_timestamp() + make_interval(secs => %(keep)s)

@@ -22,6 +22,8 @@ ORIGIN_HEADER = "idempotency-origin"
 # How often a duplicate with on_busy="wait" has come back.
 WAITS_HEADER = "idempotency-waits"
 OUTBOX_HEADER = "idempotency-outbox-id"
+# Names a marker: a message that only shows that what was in its queue before it has left.
+MARKER_HEADER = "idempotency-marker"
 # The generation of the record that this delivery is for: a copy from before a replay ends nothing after it.
 GENERATION_HEADER = "idempotency-generation"
 # Made where the call is made. A process that does not know the task can name the operation all the same.

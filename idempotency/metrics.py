@@ -46,6 +46,7 @@ set_aside = Counter("idempotency_set_aside", "Rows that a sweep could not handle
 purged = Counter("idempotency_purged", "Records deleted past retention")
 published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
 publish_errors = Counter("idempotency_outbox_errors", "Outbox rows whose publish failed", ["error"])
+stuck = Counter("idempotency_outbox_stuck", "Tries from the fifth on to publish an outbox row that the broker refuses")
 resent = Counter("idempotency_outbox_resent", "Operations sent again because their queue lacked them")
 alerts = Counter("idempotency_alerts", "Alerts about dead letters, and alarms", ["service", "reason"])
 alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts that their receiver did not take")

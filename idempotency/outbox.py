@@ -2,10 +2,14 @@
 
 A row is written in the transaction of the business change and published after it by a relay (`relay.py`). It stays
 until its operation has ended: what a wiped broker has lost is still here.
+
+Rows of one operation and ordering key are a lane. A row that failed blocks its lane until a person replays it, in its
+old place, or discards it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from uuid import uuid4
 
@@ -25,7 +29,13 @@ VALUES (%(event_id)s, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(mes
         CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s)
 """
 
-_ORDER = "SELECT pg_advisory_xact_lock(hashtextextended(%(ordering_key)s, 0))"
+_REFRESH = """
+SELECT idempotency.refresh_lane(operation, ordering_key)
+FROM unnest(%(operations)s::text[], %(keys)s::text[]) lane(operation, ordering_key)
+"""
+
+# An operation (a task's name) and an ordering key.
+Lane = tuple[str, str]
 
 
 def insert(
@@ -44,13 +54,11 @@ def insert(
 ) -> str:
     """Write the row in the caller's transaction; it leaves with its commit. Returns the event id.
 
-    Rows of one operation and `ordering_key` are published in commit order. `settled` rows name no operation whose end they would wait for: once published, nothing is owed.
+    Rows of one operation and `ordering_key` are published in the order of their commits: the database gives each its
+    place while it commits. With `settled` there is no operation whose end to wait for; the row is done once published.
     """
     connection = session if isinstance(session, Connection) else session.connection()
     event_id = str(uuid4())
-    if ordering_key is not None:
-        # Ids are given out in the order of inserts; the lock, held until commit, makes it the order of commits.
-        connection.exec_driver_sql(_ORDER, {"ordering_key": f"{id.operation} {ordering_key}"})
     connection.exec_driver_sql(
         _INSERT,
         {
@@ -70,3 +78,11 @@ def insert(
         },
     )
     return event_id
+
+
+def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
+    """Tell the relay what is first in these lanes, in the transaction that has changed it."""
+    ordered = sorted(set(lanes))  # one lock order
+    if ordered:
+        operations, keys = zip(*ordered, strict=True)
+        connection.exec_driver_sql(_REFRESH, {"operations": list(operations), "keys": list(keys)})

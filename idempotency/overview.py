@@ -115,7 +115,8 @@ WHERE status IN ('completed', 'failed') GROUP BY operation, status
 """
 
 # Due rows only: a delay that was asked for is no backlog. A row that could not be published has moved its own time, so
-# it counts from its beginning; it is due again within a minute, so it is near the beginning of the index.
+# it counts from its beginning; it is due again within a minute, so it is near the beginning of the index. Rows with an
+# ordering key are in an index of their own, by lane.
 _UNPUBLISHED = """
 SELECT count(*) AS pending,
        count(*) FILTER (WHERE due) AS unpublished,
@@ -123,8 +124,16 @@ SELECT count(*) AS pending,
            - min(CASE WHEN attempts = 0 THEN available_at ELSE created_at END) FILTER (WHERE due))::float8 AS oldest,
        (SELECT count(*) FROM (SELECT FROM idempotency.outbox WHERE status = 'failed' ORDER BY id LIMIT %(bound)s) f)
            AS failed
-FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp() OR attempts > 0 AS due
-      FROM idempotency.outbox WHERE status = 'pending' ORDER BY available_at, id LIMIT %(bound)s) pending
+FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp() OR attempts > 0 AS due FROM (
+          (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
+           WHERE status = 'pending' AND ordering_key IS NULL ORDER BY available_at, id LIMIT %(bound)s)
+          UNION ALL
+          -- with the failed ones at the heads of lanes, and so no more than these are read
+          (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
+           WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL
+           ORDER BY operation, ordering_key, place, id LIMIT %(bound)s)
+          LIMIT %(bound)s) window_of_both
+      WHERE status = 'pending') pending
 """
 
 _OPEN_LETTERS = """

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from amqp.exceptions import AccessRefused, AMQPError, ChannelError, PreconditionFailed
+from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed
 from amqp.serialization import dumps as amqp_dumps
 from celery import Celery
 from kombu import Connection as BrokerConnection
@@ -23,15 +23,28 @@ from kombu.exceptions import KombuError
 
 from .crash_points import crash_point
 from .logs import log
-from .message import OUTBOX_HEADER, Message
+from .message import MARKER_HEADER, OUTBOX_HEADER, Message
+from .outbox import Lane
 from .queues import dead_letter_queues
 
 # What else is in the frame of the headers: the frame's own bytes and nine properties of at most 256 each.
 _BESIDE_HEADERS = 4096
 
 
+# How long a worker may take to say what it holds, in seconds: Celery's own patience.
+REPLY = 1.0
+
+
 class BrokerAway(Exception):
     """The broker cannot be reached, or does not confirm in time. No message is to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A queue as the broker sees it: messages ready, and consumers; what these hold is not counted."""
+
+    ready: int
+    consumers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +61,34 @@ class Published:
 
     confirmed: list[str] = field(default_factory=list)
     refused: dict[str, Refusal] = field(default_factory=dict)
+    # of messages that have an order; behind the first refusal in a lane nothing of it is sent
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    stopped: set[Lane] = field(default_factory=set)
+
+    def refuse(self, id: str, refusal: Refusal) -> None:
+        self.refused[id] = refusal
+        if (lane := self.lanes.get(id)) is not None:
+            self.stopped.add(lane)
+
+    def waits(self, id: str) -> bool:
+        """Whether a message of its lane that goes before it was refused."""
+        return self.lanes.get(id) in self.stopped
 
     def open(self, batch: Iterable[tuple[str, Message]]) -> list[tuple[str, Message]]:
         settled = {*self.confirmed, *self.refused}
         return [(id, message) for id, message in batch if id not in settled]
+
+    def keep_order(self) -> None:
+        """Forget what came of messages behind the first of their lane that was not confirmed: they go again."""
+        confirmed, behind = set(self.confirmed), set()
+        broken: set[Lane] = set()
+        for id, lane in self.lanes.items():
+            if lane in broken:
+                behind.add(id)
+            elif id not in confirmed:
+                broken.add(lane)
+        self.confirmed = [id for id in self.confirmed if id not in behind]
+        self.refused = {id: refusal for id, refusal in self.refused.items() if id not in behind}
 
 
 class Publisher:
@@ -78,7 +115,7 @@ class Publisher:
                 self.close()
                 if len(batch) == 1:
                     own = isinstance(error, PreconditionFailed)  # too large: what RabbitMQ answers
-                    result.refused[batch[0][0]] = Refusal(f"{type(error).__name__}: {error}"[:300], own)
+                    result.refuse(batch[0][0], Refusal(f"{type(error).__name__}: {error}"[:300], own))
                     return
                 # One of them broke the channel. Alone, each shows whether it was the one.
                 for each in result.open(batch):
@@ -94,6 +131,63 @@ class Publisher:
                     return int(channel.queue_declare(queue, passive=True).message_count)
             except ChannelError:
                 return 0
+
+    def is_fifo(self) -> bool:
+        """Whether queues hand out first what came first: over AMQP they do. Raises `BrokerAway`."""
+        with self._closing_on_errors():
+            self._connect()
+            return bool(self._confirms)
+
+    def look(self, queue: str) -> Seen | None:
+        """What is in a queue now; None if the broker cannot say. Raises `BrokerAway`."""
+        with self._closing_on_errors():
+            self._connect()
+            assert self._broker is not None
+            try:
+                with self._broker.channel() as channel:
+                    declared = channel.queue_declare(queue, passive=True)
+                    if declared.message_count:
+                        return Seen(declared.message_count, declared.consumer_count)
+                    # "0 messages, 0 consumers" is also what RabbitMQ says about a quorum queue without a leader. A get
+                    # goes to the leader, or fails.
+                    if (message := channel.basic_get(queue, no_ack=False)) is not None:
+                        channel.basic_reject(message.delivery_tag, requeue=True)
+                        return Seen(1, declared.consumer_count)
+                    return Seen(0, channel.queue_declare(queue, passive=True).consumer_count)
+            except NotFound:
+                return Seen(0, 0)
+            except ChannelError as error:
+                log.warning("queue_not_seen", queue=queue, error=type(error).__name__)
+                return None
+
+    def mark(self, queue: str, marker: str, *, priority: int) -> None:
+        """Send a marker behind everything that this queue holds in the class of this priority. Raises `BrokerAway`.
+
+        To every Celery worker it is a task that does nothing; one with our guard notes that it has arrived.
+        """
+        task = Message.composed(
+            self._app, "celery.accumulate", (), {}, task_id=marker, headers={MARKER_HEADER: marker}, ignore_result=True
+        )
+        message = Message(task.headers, task.body, {"exchange": "", "routing_key": queue}, {"priority": priority})
+        self.publish([(marker, message.marked(origin="enqueue", outbox_id=marker))], Published())
+
+    def held(self, queue: str, consumers: int, task_ids: list[str]) -> set[str] | None:
+        """Which of these tasks the consumers of a queue hold, unacknowledged. None: not all of them have answered.
+
+        Takes `REPLY` seconds. Raises `BrokerAway`.
+        """
+        with self._closing_on_errors():
+            self._connect()
+            everybody = self._app.control.inspect(connection=self._broker, timeout=REPLY)
+            queues = everybody.active_queues() or {}
+            workers = [name for name, served in queues.items() if queue in (each["name"] for each in served)]
+            if len(workers) != consumers:
+                return None
+            these = self._app.control.inspect(workers, connection=self._broker, timeout=REPLY, limit=len(workers))
+            answers = these.query_task(*task_ids) or {}
+            if not set(workers) <= set(answers):
+                return None
+            return {id for worker in workers for id in answers[worker]}
 
     def close(self) -> None:
         """Drop the channel and the connection without a handshake: a broker that hangs must not hang us."""
@@ -122,12 +216,14 @@ class Publisher:
         self._nacked.clear()
         try:
             for id, message in batch:
+                if result.waits(id):
+                    continue
                 try:
                     self._send(channel, message)
                 except _NOT_ENCODED as error:
                     # py-amqp encodes a message before it writes the first byte of it: the channel is as it was
                     own = not isinstance(error, KeyError)
-                    result.refused[id] = Refusal(f"{type(error).__name__}: {error}"[:300], own)
+                    result.refuse(id, Refusal(f"{type(error).__name__}: {error}"[:300], own))
                     continue
                 self._tag += 1
                 sent[self._tag] = id
@@ -175,9 +271,9 @@ class Publisher:
             if tag in self._awaited or id in result.refused:
                 continue
             if id in self._returned:
-                result.refused[id] = Refusal(self._returned[id], own=False)
+                result.refuse(id, Refusal(self._returned[id], own=False))
             elif tag in self._nacked:
-                result.refused[id] = Refusal("nacked by the broker", own=False)
+                result.refuse(id, Refusal("nacked by the broker", own=False))
             else:
                 result.confirmed.append(id)
 

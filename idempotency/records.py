@@ -564,11 +564,14 @@ def _fence(row: Any | None) -> int | None:
 
 # Whether something else than the message in hand will deliver the operation. The newest row of the newest generation
 # is what reconcile would send again; the message in hand is a copy if that is another row, or is about to leave again.
-# (A row that a relay holds at this moment is the message in hand: it was refused before its confirm was noted.)
+# (A row that a relay holds at this moment, itself or by its lane, is the message in hand: it was refused before its
+# confirm was noted.)
 _ELSEWHERE = f"""EXISTS (
     SELECT FROM (
-        SELECT event_id, status, relayed_until FROM idempotency.outbox
-        WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+        SELECT event_id, status, coalesce(relayed_until, (
+            SELECT l.relayed_until FROM idempotency.lanes l
+            WHERE (l.operation, l.ordering_key) = (o.operation, o.ordering_key))) AS relayed_until
+        FROM idempotency.outbox o WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
         ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
     WHERE event_id IS DISTINCT FROM %(event_id)s
        OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))"""
@@ -654,7 +657,7 @@ WITH own AS (
         WHERE {_ROW} AND fingerprint <> ALL(%(fingerprints)s) AND split_part(fingerprint, ':', 1) = ANY(%(rules)s))
 ), again AS (
     UPDATE idempotency.outbox o
-    SET status = 'pending', origin = 'retry', relayed_until = NULL, refusals = refusals + 1,
+    SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1,
         first_refused_at = coalesce(first_refused_at, clock_timestamp()),
         available_at = clock_timestamp()
             + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))

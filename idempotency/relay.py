@@ -2,13 +2,17 @@
 
 Rows are leased in one commit, published outside any transaction, and marked in a second. A crash in between publishes
 twice, which the record absorbs; it never publishes nothing. Any number of relays at once.
+
+Rows with an ordering key are leased by lane, so one relay at a time publishes a lane, and many of its rows at once; what
+comes behind the first row that the broker does not confirm goes again, after it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 from typing import Any
 
 import psycopg
@@ -20,6 +24,7 @@ from . import metrics
 from .crash_points import crash_point
 from .logs import log
 from .message import Message
+from .outbox import Lane, refresh_lanes
 from .publisher import BrokerAway, Published, Publisher, Refusal
 from .runtime import Runtime
 
@@ -37,6 +42,9 @@ GATHER = 0.05
 AWAY_PAUSE = 1.0
 # An unroutable row backs off up to this, without end: its queue may come back.
 BACKOFF_CAP = 60.0
+# From this failed try on a row that the broker refuses is told about; it goes on being tried. The index outbox_stuck
+# says the same number.
+STUCK = 5
 # A row that can never be published is tried this often, then becomes failed, with a dead letter.
 OWN_ERRORS = 5
 
@@ -48,32 +56,59 @@ _STILL_PENDING = "status NOT IN ('published', 'failed')"
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
 # MATERIALIZED: without it the planner may run the locking subquery once per row and lock more than the batch.
+# (SELECT clock_timestamp()): a volatile condition finds its rows by reading the whole index, delayed rows included.
 # By state, never by `id > last`: a row committed late by a slow transaction has a small id.
-# Of one ordering key only the first unpublished row may go, so one pass takes one row of each.
 _LEASE_ROWS = f"""
 WITH due AS MATERIALIZED (
-    SELECT id FROM idempotency.outbox o
-    WHERE status = 'pending' AND available_at <= clock_timestamp()
+    SELECT id FROM idempotency.outbox
+    WHERE status = 'pending' AND available_at <= (SELECT clock_timestamp()) AND ordering_key IS NULL
       AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
-      AND (ordering_key IS NULL OR NOT EXISTS (
-          SELECT FROM idempotency.outbox earlier
-          WHERE earlier.operation = o.operation AND earlier.ordering_key = o.ordering_key
-            AND earlier.status <> 'published' AND earlier.id < o.id))
     ORDER BY available_at, id LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 )
 UPDATE idempotency.outbox o
 SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
 FROM due WHERE o.id = due.id
-RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, {_UNFLUSHED}
+RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS operation, NULL AS ordering_key,
+    {_UNFLUSHED}
 """
 
+# A lane is leased whole, and as much of each as makes one batch of all. A lane whose rows are gone has a row of NULLs.
+_LEASE_LANES = f"""
+WITH due AS MATERIALIZED (
+    SELECT operation, ordering_key FROM idempotency.lanes
+    WHERE NOT blocked AND available_at <= (SELECT clock_timestamp())
+      AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
+    ORDER BY available_at LIMIT %(batch)s
+    FOR UPDATE SKIP LOCKED
+), lane AS (
+    UPDATE idempotency.lanes l
+    SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
+    FROM due WHERE (l.operation, l.ordering_key) = (due.operation, due.ordering_key)
+    RETURNING l.operation, l.ordering_key, {_UNFLUSHED}
+)
+SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue,
+       o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
+FROM lane LEFT JOIN LATERAL (
+    SELECT * FROM idempotency.outbox r
+    WHERE r.operation = lane.operation AND r.ordering_key = lane.ordering_key
+      AND r.status <> 'published' AND r.place IS NOT NULL
+    ORDER BY r.place, r.id LIMIT greatest(%(batch)s / (SELECT count(*) FROM due), 1)
+) o ON true
+ORDER BY lane.operation, lane.ordering_key, o.place, o.id
+"""
+
+# Joined, and not "= ANY": so they are marked in the order in which they were sent.
 _MARK_PUBLISHED = f"""
 UPDATE idempotency.outbox
 SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
-WHERE event_id = ANY(%(ids)s) AND {_STILL_PENDING}
+FROM unnest(%(ids)s::text[]) AS confirmed(id)
+WHERE event_id = confirmed.id AND {_STILL_PENDING}
 RETURNING {_UNFLUSHED}
 """
+
+# Of deliveries whose writer did not know the application's routes: what their queue has lost is looked for by its name.
+_NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE event_id = ANY(%(ids)s) AND queue = ''"
 
 _RETURN_ROWS = f"UPDATE idempotency.outbox SET relayed_until = NULL WHERE event_id = ANY(%(ids)s) AND {_STILL_PENDING}"
 
@@ -147,15 +182,20 @@ class Relay:
     def run_once(self) -> Relayed:
         """Lease a batch in one commit, publish outside any transaction, mark exactly what was confirmed."""
         runtime = Runtime.of(self._app)
+        options = {"batch": self._batch, "lease": RELAY_LEASE}
         with runtime.autocommit() as connection:
-            rows = sorted(
-                connection.exec_driver_sql(_LEASE_ROWS, {"batch": self._batch, "lease": RELAY_LEASE}),
-                key=lambda row: row.id,
-            )
+            rows = sorted(connection.exec_driver_sql(_LEASE_ROWS, options), key=lambda row: row.id)
+            ordered = connection.exec_driver_sql(_LEASE_LANES, options).all()
+        lanes: list[Lane] = list(dict.fromkeys((row.operation, row.ordering_key) for row in ordered))
+        rows += _runs(ordered)
         if not rows:
+            with runtime.autocommit() as connection:
+                refresh_lanes(connection, lanes)
             return Relayed(0, 0)
         crash_point("relay.selected")
-        result = Published()
+        result = Published(
+            lanes={row.event_id: (row.operation, row.ordering_key) for row in rows if row.ordering_key is not None}
+        )
         batch = []
         for row in rows:
             try:
@@ -164,7 +204,7 @@ class Relay:
                 )
                 batch.append((row.event_id, message))
             except (ValueError, LookupError, TypeError) as error:
-                result.refused[row.event_id] = Refusal(f"not a message: {type(error).__name__}", own=True)
+                result.refuse(row.event_id, Refusal(f"not a message: {type(error).__name__}", own=True))
         away = False
         try:
             self.publisher.publish(batch, result)
@@ -173,7 +213,8 @@ class Relay:
             log.warning("broker_unavailable", error=str(error))
         finally:
             crash_point("relay.confirmed")
-            self._mark(runtime, rows, result)
+            result.keep_order()
+            self._mark(runtime, rows, result, lanes)
             crash_point("relay.marked")
         return Relayed(len(result.confirmed), len(result.refused), away)
 
@@ -182,7 +223,7 @@ class Relay:
         self.publisher.close()
         self._deafen()
 
-    def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published) -> None:
+    def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published, lanes: Iterable[Lane] = ()) -> None:
         settled = {*result.confirmed, *result.refused}
         returned = [row.event_id for row in rows if row.event_id not in settled]
         attempts = {row.event_id: row.attempts for row in rows}
@@ -190,6 +231,8 @@ class Relay:
             if result.confirmed:
                 connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": result.confirmed})
                 metrics.published.inc(len(result.confirmed))
+                for queue, ids in self._unnamed(rows, result.confirmed).items():
+                    connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": ids})
             if returned:
                 connection.exec_driver_sql(_RETURN_ROWS, {"ids": returned})
             for id, refusal in result.refused.items():
@@ -200,9 +243,24 @@ class Relay:
                     )
                     log.error("outbox_row_failed", outbox_id=id, error=refusal.error)
                     continue
+                if attempts[id] + 1 >= STUCK:
+                    metrics.stuck.inc()
                 delay = min(BACKOFF_CAP, 2.0 ** min(attempts[id], 10))
                 connection.exec_driver_sql(_NOTE_ERROR, {"id": id, "error": refusal.error, "delay": delay})
                 log.error("publish_failed", outbox_id=id, error=refusal.error, retry_seconds=delay)
+
+            refresh_lanes(connection, lanes)
+
+    def _unnamed(self, rows: list[Row[Any]], confirmed: list[str]) -> dict[str, list[str]]:
+        """The published rows that do not say their queue, by the queue they went to."""
+        found: dict[str, list[str]] = {}
+        if any(not row.queue for row in rows):
+            published = set(confirmed)
+            for row in rows:
+                if not row.queue and row.event_id in published:
+                    queue = Message.from_text(row.message).queue(self._app)
+                    found.setdefault(queue, []).append(row.event_id)
+        return found
 
     def _sleep(self, stop: threading.Event) -> None:
         """Wait for a NOTIFY, or for the poll; says so in the database, so that writers know whom to wake."""
@@ -221,3 +279,15 @@ class Relay:
         ear, self._ear = self._ear, None
         if ear is not None:
             ear.close()
+
+
+def _runs(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
+    """Of each lane the rows that go now: up to the first that failed or is not due.
+
+    A row that was refused before goes alone: those behind it are sent once it is through.
+    """
+    found = []
+    for _, lane in groupby(rows, key=lambda row: (row.operation, row.ordering_key)):
+        run = list(takewhile(lambda row: row.goes, lane))
+        found += run[:1] if run and run[0].attempts else run
+    return found

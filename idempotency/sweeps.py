@@ -32,6 +32,10 @@ LONGEST_PAUSE = 3600.0
 _NOT_ASIDE = """(SELECT true FROM idempotency.set_aside a
        WHERE a.sweep = '{name}' AND a.id = {id} AND a.until > clock_timestamp() LIMIT 1) IS NULL"""
 
+# For `Sweep.one` and `Sweep.id` of records: their keys may be longer than an index takes.
+THIS_RECORD = "r.tenant = %(tenant)s AND r.operation = %(operation)s AND r.key = %(key)s"
+RECORD_ID = "md5(ARRAY[r.tenant, r.operation, r.key]::text)"
+
 _SET_ASIDE = """
 INSERT INTO idempotency.set_aside AS a (sweep, id, tenant, operation, key, error, until)
 VALUES (%(sweep)s, %(id)s, %(tenant)s, %(operation)s, %(key)s, %(error)s,
@@ -63,9 +67,14 @@ class Sweep:
     id: str
 
     @property
+    def unlocked(self) -> str:
+        """Read a batch of what is due and has not been set aside."""
+        return f"{self._select} ORDER BY {self.order} LIMIT %(batch)s"
+
+    @property
     def find(self) -> str:
         """Lock a batch of what is due and has not been set aside."""
-        return f"{self._select} ORDER BY {self.order} LIMIT %(batch)s FOR UPDATE OF r SKIP LOCKED"
+        return f"{self.unlocked} FOR UPDATE OF r SKIP LOCKED"
 
     @property
     def find_one(self) -> str:

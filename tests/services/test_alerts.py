@@ -156,6 +156,28 @@ def test_an_outbox_row_that_can_never_be_published_is_told(
     assert alerts.run_once(alerting) == 0
 
 
+def test_rows_that_the_broker_goes_on_refusing_are_told_from_the_fifth_try(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    op.early(connection)
+    op.early(connection)
+    connection.execute(text("UPDATE idempotency.outbox SET attempts = 4, last_error = 'NO_ROUTE'"))
+    alerts.run_once(alerting)
+    assert receiver.texts == []
+    connection.execute(text("UPDATE idempotency.outbox SET attempts = attempts + 1"))
+    for _ in range(2):  # once in an interval
+        alerts.run_once(alerting)
+    said = "Dead letters\nbank: 2 outbox rows refused by the broker 5 times or more, still tried"
+    assert receiver.texts == [said]
+    later(connection)
+    alerts.run_once(alerting)
+    assert receiver.texts == [said, said]
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
+    later(connection)
+    alerts.run_once(alerting)
+    assert len(receiver.texts) == 2
+
+
 @pytest.mark.parametrize("trouble", ["500", "redirect", "silent", "gone"])
 def test_a_receiver_in_trouble_holds_nothing_up_and_is_told_later(
     alerting: Celery, receiver: Receiver, connection: Connection, trouble: str, caplog: pytest.LogCaptureFixture

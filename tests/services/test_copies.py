@@ -207,6 +207,33 @@ def test_a_message_is_refused_faster_than_its_confirm_is_noted(
     assert state(connection) == ("failed", 1, 0)
 
 
+def test_a_message_of_an_ordering_key_is_refused_faster_than_its_confirm_is_noted(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    with Session(Runtime.of(bank).engine) as session:
+        b.deposit.enqueue(session, "a1", ordering_key="k")
+        session.commit()
+    marks = op.sent(connection, ID)
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'pending'"))
+    connection.execute(text("UPDATE idempotency.lanes SET relayed_until = clock_timestamp() + interval '30 s'"))
+    dies(bank, consumer, marks)
+    assert state(connection) == ("failed", 1, 0)
+
+
+def test_what_is_lost_is_sent_again_by_the_row_of_the_newest_generation(
+    bank: Celery, connection: Connection, replayed: dict[str, Any]
+) -> None:
+    op.sent(connection, ID)
+    enqueue(bank)  # the same request again: a newer row, of an older generation
+    op.sent(connection, ID)
+    connection.execute(
+        text("UPDATE idempotency.outbox SET queue = :queue, published_at = published_at - interval '1 hour'"),
+        {"queue": bank.conf.task_default_queue},
+    )
+    assert reconcile(bank).resent == 1
+    assert [row.generation for row in op.outbox(connection, ID) if row.status == "pending"] == [2]
+
+
 def test_a_delivery_committed_while_the_copy_is_judged_counts(bank: Celery, connection: Connection) -> None:
     """The judging statement waits for the row's lock; what it sees then is newer than its snapshot."""
     enqueue(bank)

@@ -103,6 +103,16 @@ def test_a_task_that_a_worker_does_not_know_comes_back_and_runs_once(
     assert reconcile(bank, lambda _: 0).settled == 1
 
 
+def test_what_came_back_is_looked_for_in_its_queue_again(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue(bank)
+    connection.execute(text("UPDATE idempotency.outbox SET taken = true"))
+    dies(bank, consumer, connection)
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.taken) == ("pending", False)
+
+
 def test_it_comes_back_less_and_less_often_until_the_grace_is_over(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:

@@ -25,7 +25,7 @@ from idempotency import dead_letters as letters
 from idempotency.dead_letter_queue import DeadLetterConsumer, consume_once
 from idempotency.dead_letters import ReplayRefused
 from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, Message
+from idempotency.message import KEY_HEADER, MARKER_HEADER, Message
 from idempotency.relay import Relay
 from idempotency.runtime import Runtime
 from tests import bank as b
@@ -498,3 +498,12 @@ def test_on_a_broker_without_dead_lettering_the_guard_stores_what_is_refused(
             broker.default_channel.client.flushdb()
     finally:
         b.configure(environment)
+
+
+def test_a_marker_that_no_worker_took_is_no_dead_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    marker = headers(**{"task": "celery.accumulate", MARKER_HEADER: "m"})
+    die(bank, consumer, json.dumps([[], {}, {}]), headers=marker)
+    assert consumer.run_once() == 1
+    assert op.dead_letters(connection) == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -24,6 +25,21 @@ def explain(connection: Connection, statement: str) -> str:
     numbered = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", statement)
     rows = connection.exec_driver_sql(f"EXPLAIN (GENERIC_PLAN) {numbered}").all()
     return "\n".join(line for (line,) in rows)
+
+
+def rows_read(app: Celery, statement: str, **parameters: Any) -> int:
+    """The most rows that one node of a statement's plan read or threw away, without its changes."""
+    with Runtime.of(app).autocommit() as connection, connection.begin() as transaction:
+        connection.exec_driver_sql("BEGIN")
+        plan = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()
+        connection.exec_driver_sql("ROLLBACK")
+        transaction.rollback()
+
+    def most(node: dict[str, Any]) -> int:
+        own = (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+        return max([int(own), *(most(each) for each in node.get("Plans", []))])
+
+    return most(plan[0]["Plan"])
 
 
 @pytest.fixture
@@ -100,3 +116,9 @@ def test_the_relay_finds_the_rows_it_has_published_by_id(planned: Plan, name: st
     plan = planned(getattr(relay, name), in_session=False)
     assert "outbox_event_id_key" in plan, plan
     assert "outbox_pending" not in plan
+
+
+def test_the_gauges_read_only_what_is_pending(planned: Plan) -> None:
+    plan = planned(overview._UNPUBLISHED, in_session=False)
+    assert "outbox_pending" in plan, plan
+    assert "outbox_ordered" in plan, plan

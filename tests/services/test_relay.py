@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from prometheus_client import REGISTRY
 from sqlalchemy import Connection, Engine, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency import crash_points, outbox
+from idempotency import relay as relaying
 from idempotency.keys import OperationId
 from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
 from idempotency.publisher import BrokerAway
@@ -22,6 +24,7 @@ from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
 from tests.operations import at_once
+from tests.services.test_plans import rows_read
 
 IDLE = Relayed(0, 0)
 
@@ -245,6 +248,34 @@ def test_the_back_off_of_a_row_has_a_limit(bank: Celery, relays: Callable[..., R
     assert relays().run_once() == Relayed(0, 1)
     waits = text("SELECT extract(epoch FROM available_at - clock_timestamp()) FROM idempotency.outbox")
     assert 50 < connection.execute(waits).scalar_one() <= BACKOFF_CAP
+
+
+def test_a_refused_row_is_counted_from_the_fifth_try_and_tried_on(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    write(connection, "astray", route={"exchange": bank.conf.task_default_queue, "routing_key": "nowhere"})
+    relay, before = relays(), REGISTRY.get_sample_value("idempotency_outbox_stuck_total")
+    counted = []
+    for _ in range(7):
+        make_due(connection)
+        assert relay.run_once() == Relayed(0, 1)
+        counted.append(REGISTRY.get_sample_value("idempotency_outbox_stuck_total") - before)
+    assert counted == [0, 0, 0, 0, 1, 2, 3]
+    assert states(connection) == ["pending"]
+    assert op.dead_letters(connection) == []
+
+
+def test_a_pass_reads_no_row_that_is_not_due(bank: Celery, connection: Connection) -> None:
+    connection.execute(
+        text("""
+            INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, available_at)
+            SELECT 'e' || n, 'default', 'o', 'k' || n, 'f', '{}', 'retry', clock_timestamp() + interval '1 hour'
+            FROM generate_series(1, 3000) n
+        """)
+    )
+    write(connection, "due")
+    connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
+    assert rows_read(bank, relaying._LEASE_ROWS, batch=2, lease=0.0) < 20
 
 
 def test_a_row_whose_queue_comes_back_is_published(

@@ -25,6 +25,7 @@ from tests.processes import eventually
 
 TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts", "set_aside"}
 TABLES |= {"dead_letter_tries", "compatibility", "processes", "alarms"}
+TABLES |= {"lanes", "markers", "settled"}
 
 
 @pytest.fixture

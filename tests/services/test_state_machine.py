@@ -767,7 +767,12 @@ class Machine(RuleBasedStateMachine):
         assert letter.id is not None
         assert letter.fingerprint is not None
         generation = 1 if record is None else record.generation
-        self.new_rows.append(Row(letter.id, letter.fingerprint, "replay", generation=generation))
+        row = None if letter.row is None else self.rows.get(letter.row)
+        if row is not None and row.status == "failed":  # goes again itself, in its place
+            row.status, row.origin, row.attempts, row.generation = "pending", "replay", 0, generation
+            row.available, row.settled, row.leased, row.resends = True, False, False, 0
+        else:
+            self.new_rows.append(Row(letter.id, letter.fingerprint, "replay", generation=generation))
 
     @precondition(lambda self: self.letters)
     @rule(n=which, asks=st.booleans(), approves=st.sampled_from(["ana", "bo", "bo", None]))
