@@ -80,8 +80,6 @@ class Evidence:
     max_attempts   of every task
     spare_attempts claims beyond them: one that ends the operation, and one for each time that claim was killed
     fenced         writes refused to former holders: they roll back, so only the logs have seen them
-    callers        the processes that call tasks eagerly, as they sign their lines: their attempts are not delivered again
-    undoes         whether a permanent end undoes recorded steps
     """
 
     engine: Engine
@@ -95,8 +93,6 @@ class Evidence:
     max_attempts: int = 5
     spare_attempts: int = 1
     fenced: int = 0
-    callers: frozenset[str] = frozenset()
-    undoes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from tests.chaos.provider import CLOSED, DECLINED
 
 # What a payment may end as without having happened: declined, or called by an attempt that was too late.
 _REFUSALS = frozenset({f"provider_{DECLINED}", f"provider_{CLOSED}"})
+# Closed by a person's question, whose answer was never recorded.
+_CLOSED = frozenset({f"provider_{CLOSED}"})
 
 
 def expected(tenant: str, operation: str, key: str, account: str, amount: int) -> Accepted:
@@ -28,12 +30,29 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
             return Accepted(tenant, operation, key, rows=(), failure="attempts_exhausted", max_attempts=FEW_ATTEMPTS)
         case "chaos.stumble":
             return Accepted(
-                tenant, operation, key, rows=(), failure="unfinished", failure_row=True, amount=amount, steps=(reserve,)
+                tenant,
+                operation,
+                key,
+                rows=(),
+                failure="unfinished",
+                may_fail=_CLOSED | {"no_account"},
+                failure_row=True,
+                amount=amount,
+                steps=(reserve,),
             )
         case "chaos.transfer":
             rows = (row, reserve[1:])
             return Accepted(
-                tenant, operation, key, rows, result, failure_row=True, acts=1, amount=amount, steps=(reserve,)
+                tenant,
+                operation,
+                key,
+                rows,
+                result,
+                may_fail=_CLOSED,
+                failure_row=True,
+                acts=1,
+                amount=amount,
+                steps=(reserve,),
             )
         case "chaos.charge":
             return Accepted(

@@ -6,7 +6,6 @@ the provider is asked, so the answer given is true.
 
 from __future__ import annotations
 
-import inspect
 import random
 import threading
 from collections import Counter
@@ -18,10 +17,10 @@ from celery import Celery
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from idempotency import dead_letters, discards, operators, records
+from idempotency import discards, operators
 from idempotency.discards import Person
 from idempotency.effects import DidNotHappen, Happened
-from idempotency.errors import IdempotencyError
+from idempotency.errors import IdempotencyError, OperationNotFound
 from idempotency.keys import OperationId
 from idempotency.operators import Change
 from idempotency.runtime import Runtime
@@ -31,6 +30,8 @@ from tests.chaos import provider
 PAUSE = 0.25
 # Of the commands: given a second time, exactly as before.
 REPEATED = 0.3
+# Of a person's words on effects: with them the operation is not to go on.
+ENDS = 0.4
 # How often each is drawn. Discarding ends what could go on, so it is rare.
 WEIGHTS = {"release": 3, "cancel": 3, "replay": 4, "resolve": 6, "discard": 1}
 ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
@@ -50,8 +51,6 @@ SELECT r.tenant, r.operation, r.key, e.name, e.effect ->> 'key' AS gateway_key
 FROM idempotency.records r, jsonb_each(r.effects) AS e(name, effect)
 WHERE r.status = 'failed' AND e.effect ->> 'state' = 'begun' LIMIT 50
 """
-# TODO(merge): the options that commands get with it are passed by their names.
-_MAY_BE_UNKNOWN = next((p for p in inspect.signature(operators.cancel).parameters if "unknown" in p), None)
 
 
 class People:
@@ -89,6 +88,8 @@ class People:
                 commands[name]()
             except (DBAPIError, PoolTimeout, httpx.HTTPError):
                 self.refused["nobody answered"] += 1
+            except OperationNotFound:
+                self.refused[name] += 1  # purged since it was chosen
             except Exception as error:  # a finding: a command either changes or refuses
                 self.surprises.append(f"{name}: {type(error).__name__}: {error}")
 
@@ -104,13 +105,13 @@ class People:
         id = self._one(_CANCELLABLE)
         if id is not None:
             shown = self._shown(id)
-            options = {_MAY_BE_UNKNOWN: self._chance.random() < 0.5} if _MAY_BE_UNKNOWN else {}
-            self._give("cancel", lambda change: operators.cancel(self._app, shown, change, **options))
+            anyway = self._chance.random() < 0.5
+            self._give("cancel", lambda change: operators.cancel(self._app, shown, change, may_have_happened=anyway))
 
     def _replay(self) -> None:
         letter = self._one(_OPEN, lambda row: row.id)
         if letter is not None:
-            self._give("replay", lambda change: self._replay_letter(letter, change))
+            self._give("replay", lambda change: operators.replay(self._app, letter, change))
 
     def _resolve(self) -> None:
         found = self._one(_UNKNOWN, lambda row: row)
@@ -121,7 +122,11 @@ class People:
             return
         outcome = Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
         shown = self._shown(OperationId(found.tenant, found.operation, found.key))
-        self._give("resolve", lambda change: operators.resolve_effect(self._app, shown, found.name, outcome, change))
+        end = self._chance.random() < ENDS
+        self._give(
+            "resolve and end" if end else "resolve",
+            lambda change: operators.resolve_effect(self._app, shown, found.name, outcome, change, end=end),
+        )
 
     def _discard(self) -> None:
         letter = self._one(_OPEN, lambda row: row.id)
@@ -141,7 +146,9 @@ class People:
     def _give(self, name: str, command: Callable[[Change], Any]) -> None:
         """Give a command, sometimes twice: the second time it changes nothing."""
         self._tickets += 1
-        change = Change("ann", f"ticket {self._tickets}")
+        # without it a repeated command is refused by what it was shown
+        request = f"request {self._tickets}" if self._chance.random() < 0.5 else None
+        change = Change("ann", f"ticket {self._tickets}", request)
         repeat = self._chance.random() < REPEATED
         for _ in range(2):
             try:
@@ -154,12 +161,6 @@ class People:
                 repeat = True  # perhaps it took place: an operator would try again
             if not repeat:
                 break
-
-    def _replay_letter(self, letter: int, change: Change) -> None:
-        with Runtime.of(self._app).engine.begin() as connection:
-            id = dead_letters.replay(connection, letter, app=self._app)
-            row = records.read_locked(connection, id)
-            operators.audit(connection, change, "replay", id, row, details={"dead_letter": letter})
 
     def _one(self, query: str, read: Callable[[Any], Any] = lambda row: OperationId(*row)) -> Any:
         with Runtime.of(self._app).autocommit() as connection:

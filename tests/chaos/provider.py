@@ -42,6 +42,8 @@ TOO_EARLY = 0.2
 FAULTS = ("lost requests", "swallowed replies", "invented errors", "refused repeats", "declines")
 
 DECLINED, REVOKED, CLOSED, EARLY = 402, 403, 409, 425
+# What every call under the key is answered, the first one too.
+KEPT = frozenset({DECLINED, CLOSED})
 
 
 class Provider:

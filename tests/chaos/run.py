@@ -289,8 +289,6 @@ class _Stage:
                 max_attempts=MANY_ATTEMPTS,
                 spare_attempts=SPARE_ATTEMPTS,
                 fenced=metrics.totals(self.metrics).get("idempotency_fenced_writes_total", 0),
-                callers=frozenset(self.fleet.callers),
-                undoes=application.UNDOES,
             )
         )
         known = {each.id for each in accepted}
@@ -370,8 +368,7 @@ class _Stage:
         struck |= {"eager writes": eager, "broken on_failed": broken, "rejected copies": self.traffic.tally.rejected}
         struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled")}
         struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
-        if application.UNDOES:
-            struck["undone steps"] = undone
+        struck["undone steps"] = undone
         return struck
 
     def _versions(self) -> dict[str, str]:
@@ -390,11 +387,8 @@ SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 're
      + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
 """
 _OPEN_WORK = """
-SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records r
+SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records
 WHERE status IN ('started', 'released')
-  -- what was called eagerly and by nobody else may wait for its caller, who was killed
-  AND (operation <> 'chaos.direct' OR duplicates > 0 OR EXISTS (
-      SELECT FROM idempotency.outbox o WHERE (o.tenant, o.operation, o.key) = (r.tenant, r.operation, r.key)))
 UNION ALL
 SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || status || coalesce(' ' || last_error, '')
 FROM idempotency.outbox WHERE settled_at IS NULL
