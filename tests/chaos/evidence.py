@@ -37,6 +37,7 @@ class Accepted:
     result      the stored result as text; None: not known
     failure     the code it is to fail with; None: it is to complete
     may_fail    further codes that it may fail with
+    may_stop    codes that may end it beside an effect that is unknown or happened, and never otherwise
     failure_row whether its `on_failed` leaves a row in `failures`; None: it does where a failure is expected
     acts        how many effects outside it has when it completes
     amount      what each of its effects is worth in the provider's ledger; None: not known
@@ -53,6 +54,7 @@ class Accepted:
     result: str | None = None
     failure: str | None = None
     may_fail: frozenset[str] = frozenset()
+    may_stop: frozenset[str] = frozenset()
     failure_row: bool | None = None
     acts: int | None = None
     amount: int | None = None

@@ -7,12 +7,14 @@ import json
 from tests.chaos import application
 from tests.chaos.application import FEW_ATTEMPTS
 from tests.chaos.checker import Accepted, Step
-from tests.chaos.provider import CLOSED, DECLINED
+from tests.chaos.provider import CLOSED, DECLINED, REVOKED
 
 # What a payment may end as without having happened: declined, or called by an attempt that was too late.
 _REFUSALS = frozenset({f"provider_{DECLINED}", f"provider_{CLOSED}"})
 # Closed by a person's question, whose answer was never recorded.
 _CLOSED = frozenset({f"provider_{CLOSED}"})
+# Only a repeat is refused so: the provider has acted.
+_REVOKED = frozenset({f"provider_{REVOKED}"})
 
 
 def expected(tenant: str, operation: str, key: str, account: str, amount: int) -> Accepted:
@@ -35,7 +37,8 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
                 key,
                 rows=(),
                 failure="unfinished",
-                may_fail=_CLOSED | {"no_account"},
+                may_fail=_CLOSED,
+                may_stop=_REVOKED | {"no_account"},
                 failure_row=True,
                 amount=amount,
                 steps=(reserve,),
@@ -49,6 +52,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
                 rows,
                 result,
                 may_fail=_CLOSED,
+                may_stop=_REVOKED,
                 failure_row=True,
                 acts=1,
                 amount=amount,
@@ -62,6 +66,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
                 rows=(row, reserve[1:], tag[1:]),
                 result=result,
                 may_fail=_REFUSALS,
+                may_stop=_REVOKED,
                 failure_row=True,
                 acts=1,
                 amount=amount,

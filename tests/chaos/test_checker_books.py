@@ -200,7 +200,6 @@ def test_a_permanent_end_that_undoes_nothing_is_reported(engine, hand):
     begun(hand, RESERVED, RESERVE)
     hand.sql(*ended_as("no_account"))
     assert reported(engine, failing(steps=STEPS[:1])) == {"I31"}
-    assert reported(engine, failing(steps=STEPS[:1]), undoes=False) == set()
 
 
 def test_undos_in_the_steps_own_order_are_reported(engine, hand):

@@ -170,10 +170,12 @@ def stored_results_are_the_expected(books: Books) -> Iterator[Violation]:
         for event in books.events.get(id, []):
             if event.verb not in ENDING:
                 continue
-            for code in (code_of(event.new), cause_of(event.new)):
-                if code is not None and code not in _codes(accepted, event):
-                    expected = accepted.failure or "a result"
-                    yield Violation("I6", name_of(id), f"failed as {code} ({event.verb}), expected {expected}")
+            codes, expected = _codes(accepted, event), accepted.failure or "a result"
+            code, cause = code_of(event.new), cause_of(event.new)
+            if code not in codes:
+                yield Violation("I6", name_of(id), f"failed as {code} ({event.verb}), expected {expected}")
+            if cause is not None and cause not in codes | accepted.may_stop:
+                yield Violation("I6", name_of(id), f"failed by {cause} ({event.verb}), expected {expected}")
         if books.ended(id) == "completed":
             record = books.records[id][-1].row
             if accepted.failure is not None:
