@@ -11,6 +11,7 @@ from tests.chaos.checker import Step
 from tests.chaos.hand import (
     CLAIM,
     COMPLETE,
+    COMPLETE_BRIEFLY,
     DEPOSIT,
     ENQUEUE,
     FAIL,
@@ -19,6 +20,7 @@ from tests.chaos.hand import (
     NEXT,
     OVER,
     PUBLISH,
+    PURGE,
     RELEASE,
     REOPEN,
     REPLAY,
@@ -41,6 +43,9 @@ DISCARD = "UPDATE idempotency.dead_letters SET status = 'discarded', settled_at 
 CANCEL = FAIL.replace(
     "status = 'failed'", "status = 'failed', available_at = NULL, fence = nextval('idempotency.fence')"
 )
+CAUSED = """UPDATE idempotency.records SET error = cast(:error AS text),
+    error_code = cast(cast(:error AS text) AS json) ->> 'code' WHERE :row"""
+KEEP = "UPDATE idempotency.records SET kept_until = clock_timestamp() + interval '1 hour' WHERE :row"
 BY_THE_BROKER = LETTER.replace("'operation', tenant", "'broker', tenant")
 STEPS = (Step("reserve", "a/reserved", 1), Step("tag", "a/tag", 1))
 RESERVED = {"reserve": {"kind": "step", "state": "done", "position": 1, "undo": "t:unreserve", "begun_at": 1.0}}
@@ -275,6 +280,66 @@ def test_a_command_that_took_place_twice_is_reported(engine, hand):
     assert reported(engine, deposited()) == set()
     hand.sql(AUDIT, action="resolve")
     assert reported(engine, deposited()) == {"I14"}
+
+
+def unknown(hand: Any, cause: str = "no_account") -> None:
+    """Ended over an open effect, after a step with an undo."""
+    begun(hand, RESERVED | call("begun"), RESERVE)
+    error = {"code": "effect_unknown", "message": "m", "cause": {"code": cause}}
+    hand.sql(*ended_as("effect_unknown"), CAUSED, error=json.dumps(error))
+
+
+def conclude(hand: Any, code: str, effects: dict[str, Any], *rows: str) -> None:
+    error = {"code": code, "message": "call happened", "cause": {"code": "no_account"}}
+    values = {"effects": json.dumps(effects), "error": json.dumps(error), "action": "resolve"}
+    hand.sql(*rows, EFFECTS, CAUSED, FAILURE.replace("no_account", code), AUDIT, **values)
+
+
+def test_an_end_by_a_persons_word_that_undoes_and_tells_the_cause_is_right(engine, hand):
+    unknown(hand)
+    conclude(hand, "no_account", call("not_happened"), UNRESERVE)
+    assert reported(engine, failing(steps=STEPS[:1])) == set()
+
+
+def test_an_end_by_a_persons_word_that_undoes_nothing_is_reported(engine, hand):
+    unknown(hand)
+    conclude(hand, "no_account", RESERVED | call("not_happened"))
+    assert reported(engine, failing(steps=STEPS[:1])) == {"I31"}
+
+
+def test_a_plain_end_by_a_persons_word_that_it_happened_is_reported(engine, hand):
+    unknown(hand)
+    conclude(hand, "no_account", call("done"), UNRESERVE)
+    assert reported(engine, failing(steps=STEPS[:1]), acts={"g1": 1}) == {"I27", "I31"}
+
+
+def test_an_end_by_a_persons_word_as_unknown_is_reported(engine, hand):
+    unknown(hand)
+    conclude(hand, "effect_unknown", call("not_happened"), UNRESERVE)
+    assert reported(engine, failing(steps=STEPS[:1])) == {"I6", "I27", "I31"}
+
+
+def test_a_cause_that_could_not_be_is_reported(engine, hand):
+    unknown(hand, "out_of_the_blue")
+    assert reported(engine, failing()) == {"I6"}
+    assert reported(engine, failing(may_stop=frozenset({"out_of_the_blue"}))) == set()
+
+
+def test_what_the_purge_puts_off_is_no_change_of_an_end(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql(*ended_as("no_account"))
+    hand.sql(KEEP)
+    assert reported(engine, failing()) == set()
+    hand.sql(KEEP.replace("SET", "SET queue = 'other',").replace("hour", "day"))
+    assert reported(engine, failing()) == {"I5"}
+
+
+def test_a_purge_of_what_was_put_off_is_reported(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql(DEPOSIT, COMPLETE_BRIEFLY)
+    hand.sql(KEEP)
+    hand.sql(PURGE)
+    assert reported(engine, deposited()) == {"I21"}
 
 
 def test_a_copy_that_ends_what_the_outbox_will_deliver_is_reported(engine, hand):
