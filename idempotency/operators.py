@@ -216,7 +216,8 @@ def resolve_effect(
         if entry is None or entry["kind"] != "effect":
             known = ", ".join(sorted(n for n, e in row.effects.items() if e["kind"] == "effect")) or "none"
             raise ChangeRefused(f"{_called(shown.id)}: has no effect {name!r}; it has: {known}")
-        if entry["state"] != "begun" and not entry.get("resolved"):
+        # what an undo has answered for stays so: another word would leave its refund without a payment, or with two
+        if entry["state"] == "compensated" or (entry["state"] != "begun" and not entry.get("resolved")):
             raise ChangeRefused(f"{_called(shown.id)}: effect {name!r} is {entry['state']}, so its outcome is known")
         word: dict[str, Any] = {"state": "not_happened", "resolved": True}
         if isinstance(outcome, Happened):

@@ -627,6 +627,25 @@ def test_an_end_of_what_was_only_unknown_is_a_persons_cancel(
     assert [said for said, _ in told] == ["effect_unknown", "cancelled"]
 
 
+def test_a_word_is_not_corrected_once_an_undo_has_answered_for_it(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, entries: Entries
+) -> None:
+    def body(self: Any) -> Any:
+        self.step("reserve", write, "reserved", undo=unwrite_with_effects)
+        try:
+            return self.effect("call", Provider(lost()))
+        except ConnectionError:
+            raise PermanentError("gave up", "gave_up") from None
+
+    task = make_task(bank, body, on_failed=on_failed)
+    deliveries.deliver(task, key="k")
+    operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN, end=True)
+    assert (code(record("k")), entries("reversed ch_1")) == (("gave_up", None), 1)
+    with pytest.raises(ChangeRefused, match="effect 'call' is compensated"):
+        operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
+    assert record("k").effects["call"]["state"] == "compensated"
+
+
 def test_a_word_on_what_was_shown_before_another_word_is_refused(
     bank: Celery, connection: Connection, unknown: Any
 ) -> None:
