@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import Defer, IdempotentTask, Operation, PermanentError, maintenance, publish, subscribe
 from idempotency.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
-from idempotency.errors import StoredRefusal
+from idempotency.errors import StoredFailure, StoredRefusal
 from idempotency.queues import quorum_queue
 from idempotency.reconcile import reconcile
 from tests import crashing
@@ -216,6 +216,21 @@ def reserve_for_charge(session: Session, account: str, amount: int) -> dict[str,
     return reserve(session, account, amount)
 
 
+@app.task(name="chaos.refunded", **_OPTIONS)
+def refunded(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> None:
+    """Cannot finish after its payment, and the undo of its step answers for that."""
+    self.step("reserve", reserve, f"{account}/reserved", amount, undo=refund)
+    self.effect("pay", pay, f"{url}/steady", amount)
+    raise PermanentError("no such account", "no_account")
+
+
+def refund(session: Session, reserved: dict[str, Any], effects: Mapping[str, Any]) -> None:
+    """Take the reservation back, and the payment if there was one: as a row, which another task would send."""
+    unreserve(session, reserved)
+    for name in effects:
+        session.execute(_REVERSE, {"account": f"{reserved['account']}/{name}", "amount": reserved["amount"]})
+
+
 def unreserve(session: Session, reserved: dict[str, Any]) -> None:
     session.execute(_REVERSE, reserved)
 
@@ -225,6 +240,8 @@ def pay(url: str, amount: int, *, idempotency_key: str) -> dict[str, Any]:
     if 400 <= response.status_code < 500:
         refusal = StoredRefusal if response.status_code in provider.KEPT else PermanentError
         raise refusal("the provider refused", f"provider_{response.status_code}")
+    if response.status_code == provider.BROKEN:
+        raise StoredFailure("the provider failed, and keeps that answer")
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
@@ -234,7 +251,7 @@ def find(url: str, amount: int, *, doubt: EffectInDoubt) -> Happened | DidNotHap
     """Ask the provider, which lets nothing happen any more under a key that it says no about."""
     answer = provider.ask(url.rpartition("/")[0], doubt.idempotency_key)
     if answer is None:
-        return StillUnknown()
+        return StillUnknown(ask_again=LATER if amount % 2 else None)
     return Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
 
 

@@ -42,6 +42,7 @@ class Accepted:
     acts        how many effects outside it has when it completes
     amount      what each of its effects is worth in the provider's ledger; None: not known
     steps       its steps with an undo, in their order; their rows are among `rows`
+    refunds     effects that an undo answers for, each with the reversal that it writes
     once_claimed it was only sent: without a record it was never accepted
     is_event    whether it is a consumer's handling of an event
     max_attempts of its task; None: as the evidence says of every task
@@ -59,6 +60,7 @@ class Accepted:
     acts: int | None = None
     amount: int | None = None
     steps: tuple[Step, ...] = ()
+    refunds: tuple[Step, ...] = ()
     once_claimed: bool = False
     is_event: bool = False
     max_attempts: int | None = None

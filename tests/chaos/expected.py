@@ -43,6 +43,19 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
                 amount=amount,
                 steps=(reserve,),
             )
+        case "chaos.refunded":
+            return Accepted(
+                tenant,
+                operation,
+                key,
+                rows=(),
+                failure="no_account",
+                may_fail=_CLOSED,
+                may_stop=_REVOKED,
+                amount=amount,
+                steps=(reserve,),
+                refunds=(Step("pay", f"{account}/reserved/pay", amount),),
+            )
         case "chaos.transfer":
             rows = (row, reserve[1:])
             return Accepted(

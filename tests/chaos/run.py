@@ -355,7 +355,7 @@ class _Stage:
     def _struck(self, findings: Findings, counters: Mapping[str, int]) -> dict[str, int]:
         """What has to have happened besides the faults of the plan, each with how often it did."""
         codes: Counter[str] = Counter()
-        eager = broken = undone = 0
+        eager = broken = undone = refunded = 0
         for change in findings.changes:
             old, new = change.old or {}, change.new or {}
             if change.book == "records" and new.get("status") == "failed" and old.get("status") != "failed":
@@ -363,12 +363,13 @@ class _Stage:
             eager += change.book == "records" and change.writer in self.fleet.callers
             broken += change.book == "dead_letters" and not old and new["reason"] == "on_failed_error"
             undone += change.book == "reversals"
+            refunded += change.book == "reversals" and new["account"].endswith("/pay")
         struck = {name: self.provider.struck[name] for name in PROVIDER_FAULTS}
         struck |= {f"commands to {name}": self.people.done[name] for name in COMMANDS}
         struck |= {"eager writes": eager, "broken on_failed": broken, "rejected copies": self.traffic.tally.rejected}
         struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled")}
         struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
-        struck["undone steps"] = undone
+        struck |= {"undone steps": undone, "refunds": refunded}
         return struck
 
     def _versions(self) -> dict[str, str]:

@@ -36,6 +36,7 @@ EFFECTS = "UPDATE idempotency.records SET effects = cast(:effects AS jsonb) WHER
 RESERVE = "INSERT INTO entries (account, amount) VALUES ('a/reserved', 1)"
 TAG = "INSERT INTO entries (account, amount) VALUES ('a/tag', 1)"
 UNRESERVE = "INSERT INTO reversals (account, amount) VALUES ('a/reserved', 1)"
+REFUND = "INSERT INTO reversals (account, amount) VALUES ('a/reserved/call', 1)"
 UNTAG = "INSERT INTO reversals (account, amount) VALUES ('a/tag', 1)"
 AUDIT = """INSERT INTO idempotency.audit (actor, action, tenant, operation, key, fence_before, reason)
     VALUES ('ann', :action, :tenant, :operation, :key, 7, 'ticket 1')"""
@@ -238,6 +239,25 @@ def test_an_undo_of_a_step_after_the_effect_that_happened_is_right(engine, hand)
     unfinished = (each.replace('"m"', '"call happened"') for each in ended_as("unfinished", EFFECTS))
     hand.sql(UNRESERVE, *unfinished, effects=json.dumps(call("done")))
     assert reported(engine, failing(steps=STEPS[:1]), acts={"g1": 1}) == set()
+
+
+def test_an_effect_that_an_undo_has_answered_for_may_act_again(engine, hand):
+    refunded = failing(steps=STEPS[:1], refunds=(Step("call", "a/reserved/call", 1),))
+    for number, key in enumerate(("g1", "g2"), start=1):
+        begun(hand, RESERVED | call("done", key), RESERVE)
+        hand.sql(UNRESERVE, REFUND, *ended_as("no_account", EFFECTS), effects=json.dumps(call("compensated", key)))
+        assert reported(engine, refunded, acts={f"g{n}": 1 for n in range(1, number + 1)}) == set()
+        if number == 1:
+            hand.sql(REPLAYED, REOPEN, REPLAY)
+            hand.sql(PUBLISH)
+    assert reported(engine, refunded, acts={"g1": 1}) == {"I27"}
+
+
+def test_a_compensated_effect_without_its_refund_is_reported(engine, hand):
+    refunded = failing(steps=STEPS[:1], refunds=(Step("call", "a/reserved/call", 1),))
+    begun(hand, RESERVED | call("done"), RESERVE)
+    hand.sql(UNRESERVE, *ended_as("no_account", EFFECTS), effects=json.dumps(call("compensated")))
+    assert reported(engine, refunded, acts={"g1": 1}) == {"I31"}
 
 
 # ---------------------------------------------------------------- people, copies and eager calls
