@@ -44,6 +44,12 @@ class Event:
         return self.change.old or {}
 
     @property
+    def taken(self) -> bool:
+        """Whether it took the record from its holder, who was not asked."""
+        revoked = self.verb == "revoke" and self.new["status"] == "released"
+        return revoked or self.verb in ("takeover", "give_up", "recover")
+
+    @property
     def new(self) -> dict[str, Any]:
         return self.change.new or {}
 
@@ -172,11 +178,13 @@ class Books:
         if old is None:
             if new["status"] == "failed":
                 return "cancel" if "cancel" in self._audited(change) else "give_up"
-            return "claim" if new["status"] == "started" else "unknown"
+            return {"started": "claim", "released": "revoke"}.get(new["status"], "unknown")
         if new["status"] == "started" and old["status"] != "started":
             return "claim"
         if new["status"] == "started" and (new["fence"], new["token"]) != (old["fence"], old["token"]):
             return "doubt" if new["token"] == old["token"] else "takeover"
+        if new["status"] == "released" and new["revoked_generation"] != old["revoked_generation"]:
+            return "revoke"  # of a terminated attempt: claimed and let go, in the name of its holder that is gone
         moved = new["fence"] != old["fence"]
         match old["status"], new["status"]:
             # by whatever it was before: that it was no longer started is for the checks to say

@@ -79,6 +79,7 @@ class Evidence:
     amounts        and for how much under each of them
     queues         messages left in each queue of the broker
     tenants        who may have rows; None: not checked
+    revoked        what Celery was told to revoke
     rolled_back    operations enqueued only by transactions that rolled back
     drained        faults are over and everything had time to end; else what is under way is no violation
     max_attempts   of every task
@@ -92,6 +93,7 @@ class Evidence:
     amounts: Mapping[str, int] = field(default_factory=dict)
     queues: Mapping[str, int] = field(default_factory=dict)
     tenants: frozenset[str] | None = None
+    revoked: frozenset[Id] = frozenset()
     rolled_back: Sequence[Id] = ()
     drained: bool = True
     max_attempts: int = 5

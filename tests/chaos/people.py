@@ -1,4 +1,4 @@
-"""Operators: they release, cancel, replay, resolve and discard at random, and give some commands twice.
+"""Operators: they release, cancel, revoke, replay, resolve and discard at random, and give some commands twice.
 
 They use the library's functions, over the same bad connection to Postgres as all processes. Before an effect is resolved
 the provider is asked, so the answer given is true.
@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+from amqp.exceptions import AMQPError
 from celery import Celery
+from kombu.exceptions import OperationalError as BrokerError
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -22,6 +24,7 @@ from idempotency.discards import Person
 from idempotency.effects import DidNotHappen, Happened
 from idempotency.errors import IdempotencyError, OperationNotFound
 from idempotency.keys import OperationId
+from idempotency.message import Message
 from idempotency.operators import Change
 from idempotency.runtime import Runtime
 from tests.chaos import provider
@@ -33,7 +36,7 @@ REPEATED = 0.3
 # Of a person's words on effects: with them the operation is not to go on.
 ENDS = 0.4
 # How often each is drawn. Discarding ends what could go on, so it is rare.
-WEIGHTS = {"release": 3, "cancel": 3, "replay": 4, "resolve": 6, "discard": 1}
+WEIGHTS = {"release": 3, "cancel": 3, "revoke": 2, "replay": 4, "resolve": 6, "discard": 1}
 ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
 
 _STARTED = "SELECT tenant, operation, key FROM idempotency.records WHERE status = 'started' LIMIT 50"
@@ -44,6 +47,10 @@ SELECT o.tenant, o.operation, o.key FROM idempotency.outbox o
 WHERE o.settled_at IS NULL AND o.origin = 'enqueue' AND NOT EXISTS (
     SELECT FROM idempotency.records r WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key))
 LIMIT 50
+"""
+_ACCEPTED = """
+SELECT tenant, operation, key, message FROM idempotency.outbox
+WHERE settled_at IS NULL AND origin = 'enqueue' ORDER BY id DESC LIMIT 50
 """
 _OPEN = "SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id LIMIT 200"
 _UNKNOWN = """
@@ -65,6 +72,8 @@ class People:
         self.done: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.surprises: list[str] = []
+        # what Celery was told to revoke, whether or not a worker has heard of it
+        self.revoked: set[OperationId] = set()
         self._thread = threading.Thread(target=self._work, name="people", daemon=True)
 
     def start(self) -> None:
@@ -78,6 +87,7 @@ class People:
         commands: dict[str, Callable[[], None]] = {
             "release": self._release,
             "cancel": self._cancel,
+            "revoke": self._revoke,
             "replay": self._replay,
             "resolve": self._resolve,
             "discard": self._discard,
@@ -86,7 +96,7 @@ class People:
             name = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
             try:
                 commands[name]()
-            except (DBAPIError, PoolTimeout, httpx.HTTPError):
+            except (DBAPIError, PoolTimeout, httpx.HTTPError, AMQPError, BrokerError, OSError):
                 self.refused["nobody answered"] += 1
             except OperationNotFound:
                 self.refused[name] += 1  # purged since it was chosen
@@ -107,6 +117,14 @@ class People:
             shown = self._shown(id)
             anyway = self._chance.random() < 0.5
             self._give("cancel", lambda change: operators.cancel(self._app, shown, change, may_have_happened=anyway))
+
+    def _revoke(self) -> None:
+        found = self._one(_ACCEPTED, lambda row: row)
+        if found is not None:
+            self.revoked.add(OperationId(found.tenant, found.operation, found.key))
+            id = Message.from_text(found.message).headers["id"]
+            self._app.control.revoke(id, terminate=self._chance.random() < 0.5)
+            self.done["revoke"] += 1
 
     def _replay(self) -> None:
         letter = self._one(_OPEN, lambda row: row.id)

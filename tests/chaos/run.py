@@ -28,7 +28,7 @@ from idempotency.runtime import Runtime
 from tests.chaos import application, ledgers
 from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.books import UNFINISHED, UNKNOWN
-from tests.chaos.checker import Evidence, Findings, Violation, check
+from tests.chaos.checker import Evidence, Findings, Id, Violation, check
 from tests.chaos.expected import expected
 from tests.chaos.faults import FAULTS, Missed, Scene
 from tests.chaos.fleet import Fleet
@@ -284,6 +284,7 @@ class _Stage:
                 amounts=dict(self.provider.amounts),
                 queues=self._waiting(),
                 tenants=frozenset(TENANTS),
+                revoked=frozenset(Id(id.tenant, id.operation, id.key) for id in self.people.revoked),
                 # it had its time: what is open now stays open
                 drained=True,
                 max_attempts=MANY_ATTEMPTS,
@@ -367,7 +368,7 @@ class _Stage:
         struck = {name: self.provider.struck[name] for name in PROVIDER_FAULTS}
         struck |= {f"commands to {name}": self.people.done[name] for name in COMMANDS}
         struck |= {"eager writes": eager, "broken on_failed": broken, "rejected copies": self.traffic.tally.rejected}
-        struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled")}
+        struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled", "revoked")}
         struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
         struck |= {"undone steps": undone, "refunds": refunded}
         return struck

@@ -170,7 +170,7 @@ def stored_results_are_the_expected(books: Books) -> Iterator[Violation]:
         for event in books.events.get(id, []):
             if event.verb not in ENDING:
                 continue
-            codes, expected = _codes(accepted, event), accepted.failure or "a result"
+            codes, expected = _codes(books, accepted, event), accepted.failure or "a result"
             code, cause = code_of(event.new), cause_of(event.new)
             if code not in codes:
                 yield Violation("I6", name_of(id), f"failed as {code} ({event.verb}), expected {expected}")
@@ -184,12 +184,13 @@ def stored_results_are_the_expected(books: Books) -> Iterator[Violation]:
                 yield Violation("I6", name_of(id), "another result is stored than was expected")
 
 
-def _codes(accepted: Accepted, event: Event) -> set[str | None]:
+def _codes(books: Books, accepted: Accepted, event: Event) -> set[str | None]:
     """What an operation may fail as: as it is to, by faults, by a person, or over an effect."""
     codes = {accepted.failure, *accepted.may_fail, *FAULTS}
     # a person's word ends what nothing but the unknown effect had ended
     by_a_person = event.verb == "cancel" or (event.verb == "resolve_end" and cause_of(event.old) in (None, "cancelled"))
     codes |= {"cancelled"} if by_a_person else set()
+    codes |= {"revoked"} if accepted.id in books.evidence.revoked else set()
     codes |= {UNKNOWN} if in_state(event.new["effects"], "begun") else set()
     codes |= {UNFINISHED} if in_state(event.new["effects"], "done") else set()
     return codes

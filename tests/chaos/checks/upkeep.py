@@ -19,7 +19,7 @@ def nobody_is_robbed(books: Books) -> Iterator[Violation]:
     for id, events in books.events.items():
         for event in events:
             old, change = event.old, event.change
-            if old.get("status") == "started" and event.verb in ("takeover", "give_up", "recover"):
+            if old.get("status") == "started" and event.taken:
                 if time_of(old["locked_until"]) < change.at:
                     continue
                 sign = last_signs.get(process_of(old["locked_by"]) or "")
