@@ -33,7 +33,7 @@ STEADY = Line(lose=0.05, swallow=0.05, invent=0.05)
 # Bad enough that an operation with three attempts often ends over an open effect.
 ROUGH = Line(lose=0.1, swallow=0.3, invent=0.3)
 # Of the repeats.
-REFUSED = 0.1
+REFUSED = 0.2
 # Of the rough requests, by their amount, so that each repeat is declined too.
 DECLINES = 7
 # Of the rough keys: the provider fails, and answers so for ever; half of the time it has acted before.
