@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.checker import Step
+from tests.chaos.checker import Id, Step
 from tests.chaos.hand import (
     CLAIM,
     COMPLETE,
@@ -18,6 +18,7 @@ from tests.chaos.hand import (
     FAILURE,
     LETTER,
     NEXT,
+    OPERATION,
     OVER,
     PUBLISH,
     PURGE,
@@ -46,6 +47,7 @@ CANCEL = FAIL.replace(
 )
 CAUSED = """UPDATE idempotency.records SET error = cast(:error AS text),
     error_code = cast(cast(:error AS text) AS json) ->> 'code' WHERE :row"""
+REVOKED = "UPDATE idempotency.records SET revoked_generation = generation WHERE :row"
 KEEP = "UPDATE idempotency.records SET kept_until = clock_timestamp() + interval '1 hour' WHERE :row"
 BY_THE_BROKER = LETTER.replace("'operation', tenant", "'broker', tenant")
 STEPS = (Step("reserve", "a/reserved", 1), Step("tag", "a/tag", 1))
@@ -289,6 +291,27 @@ def test_an_operation_ended_as_cancelled_by_nobody_is_reported(engine, hand):
     hand.sql(CLAIM)
     hand.sql(*ended_as("cancelled"))
     assert reported(engine, deposited()) == {"I6"}
+
+
+def test_an_operation_that_ended_as_revoked_without_a_revoke_is_reported(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql(*ended_as("revoked"))
+    assert reported(engine, deposited()) == {"I6"}
+    assert reported(engine, deposited(), revoked=frozenset({Id("shop", OPERATION, "a")})) == set()
+
+
+def test_a_revoke_that_takes_the_record_from_a_living_holder_is_reported(engine, hand):
+    taken = [REVOKED, RELEASE, NEXT]
+    hand.sql(CLAIM)
+    hand.sql(OVER)
+    hand.sql(*taken)  # of a holder whose lease is over
+    hand.sql(PUBLISH)
+    hand.sql(CLAIM)
+    hand.sql(DEPOSIT, COMPLETE)
+    assert reported(engine, deposited()) == set()
+    hand.sql(CLAIM, key="b")
+    hand.sql(*taken, key="b")
+    assert "I20" in reported(engine, deposited(), deposited("b"), drained=False)
 
 
 def test_a_command_that_took_place_twice_is_reported(engine, hand):
