@@ -177,9 +177,10 @@ def deposit(self: IdempotentTask, number: str, account: str, amount: int) -> dic
 
 @app.task(name="chaos.transfer", **_OPTIONS)
 def transfer(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> dict[str, Any]:
-    """A step, a call outside, and a final row; it has attempts enough."""
+    """A step, two calls outside, and a final row; it has attempts enough."""
     self.step("reserve", reserve, f"{account}/reserved", amount, undo=unreserve)
     self.effect("pay", pay, f"{url}/steady", amount)
+    self.effect("notify", pay, f"{url}/steady", amount, reconcile=find)
     return _write_last(self, account, amount)
 
 

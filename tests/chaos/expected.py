@@ -67,7 +67,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
                 may_fail=_CLOSED,
                 may_stop=_REVOKED,
                 failure_row=True,
-                acts=1,
+                acts=2,
                 amount=amount,
                 steps=(reserve,),
             )

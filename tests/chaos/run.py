@@ -366,7 +366,7 @@ class _Stage:
             undone += change.book == "reversals"
             refunded += change.book == "reversals" and new["account"].endswith("/pay")
         struck = {name: self.provider.struck[name] for name in PROVIDER_FAULTS}
-        struck |= {f"commands to {name}": self.people.done[name] for name in COMMANDS}
+        struck |= {f"commands to {name}": self.people.done[name] for name in (*COMMANDS, "resolve and end")}
         struck |= {"eager writes": eager, "broken on_failed": broken, "rejected copies": self.traffic.tally.rejected}
         struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled", "revoked")}
         struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
