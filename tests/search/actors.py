@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from celery.exceptions import Reject
 
-from idempotency import discards
+from idempotency import discards, operators
 from idempotency.dead_letters import ReplayRefused
 from idempotency.discards import DiscardRefused, Person
 from idempotency.errors import OperationNotFound
 from idempotency.operators import ChangeRefused
-from idempotency import operators
 from idempotency.runtime import Runtime
 from tests.search import application
 from tests.search.scheduler import note, stop_before
@@ -105,17 +104,13 @@ def _discard(world: World) -> None:
                 discards.approve(connection, Person("bob", "admin"), letter)
 
 
-class _refusals(suppress):
+@contextmanager
+def _refusals() -> Iterator[None]:
     """An operator is told that it cannot be done, and goes away."""
-
-    def __init__(self) -> None:
-        super().__init__(ChangeRefused, ReplayRefused, DiscardRefused, OperationNotFound)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        handled = super().__exit__(kind, error, traceback)  # type: ignore[arg-type]
-        if handled:
-            note(f"refused: {type(error).__name__}")
-        return bool(handled)
+    try:
+        yield
+    except (ChangeRefused, ReplayRefused, DiscardRefused, OperationNotFound) as error:
+        note(f"refused: {type(error).__name__}")
 
 
 KINDS = {
@@ -135,3 +130,6 @@ KINDS = {
         Kind("discard", _discard),
     )
 }
+
+# Those who run the body, and so call the provider.
+RUNNERS = {"attempt", "takeover", "eager"}

@@ -20,7 +20,6 @@ from sqlalchemy.pool import Pool
 import idempotency
 from tests.search.scheduler import current, note, stop_before
 
-
 # What the finishing statements set, so that nobody waits for long behind a frozen holder.
 EVICTION = "idle_in_transaction_session_timeout"
 

@@ -80,6 +80,12 @@ class Case:
         return f"{self.scenario.name}/{'+'.join(self.kinds)}"
 
 
+def parse_case(text: str) -> Case:
+    """Raises KeyError for a scenario or a kind that is unknown."""
+    scenario, _, kinds = text.partition("/")
+    return Case(SCENARIOS[scenario], [KINDS[kind].name for kind in kinds.split("+")])
+
+
 @dataclass
 class Moment:
     """What could have been chosen before a step."""
@@ -104,7 +110,9 @@ class Run:
         return f"{self.case}@{','.join(map(str, self.schedule))}"
 
 
-def run(world: World, case: Case, schedule: Schedule, pick: Callable[[int, Moment], Choice | None] | None = None) -> Run:
+def run(
+    world: World, case: Case, schedule: Schedule, pick: Callable[[int, Moment], Choice | None] | None = None
+) -> Run:
     """Carry out one schedule, let everything come to rest, and check the books. `pick` makes it up as it goes."""
     done = Run(case, schedule)
     kinds = [KINDS[name] for name in case.kinds]
@@ -179,15 +187,15 @@ def _rest(world: World, done: Run) -> None:
         return
     done.trace.append(Event("a person", "resolves what is open by the provider's books, and replays"))
     world.drain()
-    done.violations += [
-        Violation(each.rule, f"after a replay: {each.what}") for each in [*world.seen, *check(world)]
-    ]
+    done.violations += [Violation(each.rule, f"after a replay: {each.what}") for each in [*world.seen, *check(world)]]
 
 
 # ---------------------------------------------------------------- which schedules
 
 
-def exhaustive(world: World, case: Case, *, preemptions: int, kills: bool = True, most: int | None = None) -> Iterator[Run]:
+def exhaustive(
+    world: World, case: Case, *, preemptions: int, kills: bool = True, most: int | None = None
+) -> Iterator[Run]:
     """Every schedule with so many preemptions and kills at most, those with fewer first."""
     waiting: deque[tuple[Schedule, int]] = deque([((), 0)])
     count = 0

@@ -20,9 +20,10 @@ class Forgetful(Postgres):
 
 
 @contextmanager
-def database() -> Iterator[str]:
-    """The address of an empty database on a server of its own."""
+def databases(count: int = 1) -> Iterator[list[str]]:
+    """The addresses of so many empty databases on a server of their own."""
     with mock.patch.object(local, "Postgres", Forgetful), services.running(needs=("postgres",)) as servers:
-        name = f"search_{uuid4().hex[:8]}"
-        servers.create_database(name)
-        yield servers.postgres.nearest_url(name)
+        names = [f"search_{uuid4().hex[:8]}" for _ in range(count)]
+        for name in names:
+            servers.create_database(name)
+        yield [servers.postgres.nearest_url(name) for name in names]

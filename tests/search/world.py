@@ -199,7 +199,9 @@ class World:
             self.relay()
             return self.broker.ready.popleft()
         headers = {KEY_HEADER: REFUND, TENANT_HEADER: TENANT}
-        message = Message.composed(application.app, self.task.name, (REFUND,), {}, task_id=str(uuid4()), headers=headers)
+        message = Message.composed(
+            application.app, self.task.name, (REFUND,), {}, task_id=str(uuid4()), headers=headers
+        )
         return Envelope(message, 0)
 
     def take_process(self) -> Runtime:
@@ -270,7 +272,8 @@ class World:
                 application.app,
                 BrokerMessage(
                     body=message.body.encode(),
-                    headers=message.headers | {"x-first-death-queue": application.QUEUE, "x-first-death-reason": "rejected"},
+                    headers=message.headers
+                    | {"x-first-death-queue": application.QUEUE, "x-first-death-reason": "rejected"},
                     content_type="application/json",
                     content_encoding="utf-8",
                     delivery_info={"exchange": "", "routing_key": application.QUEUE},
