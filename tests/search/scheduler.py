@@ -159,8 +159,6 @@ class Scheduler:
         self.trace.append(actor.doing)
         actor.resume()
         self._await(actor)
-        if actor.blocked:
-            actor.doing.outcome = "waits for a lock"
         self._unblock()
 
     def kill(self, n: int) -> None:
@@ -198,6 +196,8 @@ class Scheduler:
         while not actor.wait(PATIENCE):
             if self._waits_for_lock(actor):
                 actor.blocked = True
+                if actor.doing is not None:
+                    actor.doing.outcome = "waits for a lock"
                 return
             if time.monotonic() > deadline:
                 raise Stuck(f"{actor.name}: {actor.next_action}")

@@ -36,7 +36,7 @@ class Tally:
         self.void[pair] += bool(done.void)
         self.wrong[pair] += bool(done.violations)
         self.kills += sum(choice.kill for choice in done.schedule)
-        self.blocked += sum(event.outcome == "waits for a lock" for event in done.trace)
+        self.blocked += sum("waits for a lock" in event.outcome for event in done.trace)
         for violation in map(str, done.violations):
             self.met[violation] += 1
             self.first.setdefault(violation, First(done, self.schedules.total()))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from uuid import uuid4
@@ -371,7 +372,11 @@ def opened(database_url: str) -> Iterator[World]:
     """Prepare an empty database and hand out the world. One at a time in a process."""
     with psycopg.connect(_plain(database_url), autocommit=True) as first:
         first.execute(CLOCK)
-        path = sql.SQL("ALTER DATABASE {} SET search_path = virtual, pg_catalog, public")
+        # a deadlock is to be resolved at once, wherever this server is
+        path = sql.SQL(
+            "ALTER DATABASE {0} SET search_path = virtual, pg_catalog, public; "
+            "ALTER DATABASE {0} SET deadlock_timeout = '20ms'"
+        )
         first.execute(path.format(sql.Identifier(first.info.dbname)))
     engine = create_engine(database_url)
     schema.migrate(engine)
@@ -388,7 +393,9 @@ def opened(database_url: str) -> Iterator[World]:
     with ExitStack() as stack:
         stack.enter_context(stopping())
         stack.enter_context(mock.patch.object(Runtime, "of", classmethod(runtime_of)))
-        stack.enter_context(mock.patch.object(task.time, "sleep", lambda seconds: stop_before(f"sleep {seconds} s")))
+        stack.enter_context(
+            mock.patch.object(task, "time", SimpleNamespace(sleep=lambda seconds: stop_before(f"sleep {seconds} s")))
+        )
         admin = stack.enter_context(psycopg.connect(_plain(database_url), autocommit=True, row_factory=namedtuple_row))
         world = World(admin)
         # the host knows who has died
