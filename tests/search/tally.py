@@ -31,7 +31,8 @@ class Tally:
     first: dict[str, First] = field(default_factory=dict)
 
     def add(self, done: Run) -> None:
-        pair = "+".join(done.case.kinds)
+        kinds = done.case.kinds
+        pair = "+".join(kinds) if len(kinds) == 2 else f"{len(kinds)} actors"
         self.schedules[pair] += 1
         self.void[pair] += bool(done.void)
         self.wrong[pair] += bool(done.violations)
