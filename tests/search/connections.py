@@ -35,6 +35,7 @@ class Cursor(psycopg.Cursor[Any]):
             self.connection.is_finishing = True
         result = super().execute(query, params, **options)
         note(f"{self.rowcount} row{'' if self.rowcount == 1 else 's'}")
+        _lose_answer(self.connection)
         return result
 
 
@@ -52,16 +53,27 @@ class Connection(psycopg.Connection[Any]):
             stop_before("COMMIT", self.info.backend_pid)
         self.is_finishing = False
         super().commit()
+        _lose_answer(self)
 
     def rollback(self) -> None:
         # A dead process sends nothing: its connection is closed already, and psycopg says so itself.
         if self._in_transaction() and (actor := current()) is not None and not actor.doomed:
-            stop_before("ROLLBACK", self.info.backend_pid)
+            stop_before("ROLLBACK")
         self.is_finishing = False
         super().rollback()
 
     def _in_transaction(self) -> bool:
         return self.is_taken and self.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
+
+
+def _lose_answer(connection: Any) -> None:
+    """The connection breaks between the server's work and its answer, if the scheduler says so."""
+    if (actor := current()) is not None and actor.loses_answer:
+        actor.loses_answer = False
+        note("the answer is lost")
+        connection.die()
+        connection.close()
+        raise psycopg.OperationalError("server closed the connection unexpectedly")
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 A schedule is where it departs from the plain one, in which each actor runs to its end before the next begins:
 
-    5b,17!a     before step 5 actor b takes over; before step 17 actor a's process is killed
+    5b,17!a,20?b     before step 5 actor b takes over; before step 17 actor a's process is killed; in step 20 b's
+                     statement is carried out, and its answer is lost with the connection
 
-Switching where the running actor ended or waits is free; taking over from one that could go on, and a kill, count.
+Switching where the running actor ended or waits is free; taking over from one that could go on, and faults, count.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ SCENARIOS = {
 # More steps than any two actors have; one that goes on is going round in circles.
 MOST_STEPS = 400
 LETTERS = "abcdef"
+KILL, LOSE = "!", "?"
 
 
 @dataclass(frozen=True, order=True)
@@ -53,15 +55,15 @@ class Choice:
 
     step: int
     actor: int
-    kill: bool = False
+    fault: str = ""  # KILL or LOSE
 
     def __str__(self) -> str:
-        return f"{self.step}{'!' if self.kill else ''}{LETTERS[self.actor]}"
+        return f"{self.step}{self.fault}{LETTERS[self.actor]}"
 
     @classmethod
     def parsed(cls, text: str) -> Choice:
-        digits = text.rstrip("!" + LETTERS)
-        return cls(int(digits), LETTERS.index(text[-1]), "!" in text)
+        digits = text.rstrip("!?" + LETTERS)
+        return cls(int(digits), LETTERS.index(text[-1]), text[len(digits) : -1])
 
 
 Schedule = tuple[Choice, ...]
@@ -94,6 +96,7 @@ class Moment:
 
     current: int | None  # who could go on
     enabled: list[int]
+    faults: str  # what could strike the current one
 
 
 @dataclass
@@ -139,15 +142,18 @@ def run(
             if step > MOST_STEPS:
                 done.violations.append(Violation("I2", f"no end after {MOST_STEPS} steps"))
                 break
-            moment = Moment(current if current in enabled else None, enabled)
+            running = current if current in enabled else None
+            asks = running is not None and actors[running].pid is not None
+            moment = Moment(running, enabled, "" if running is None else KILL + LOSE * asks)
             done.moments.append(moment)
             choice = planned.get(step) if pick is None else pick(step, moment)
             if choice is not None and choice.actor in enabled:
                 taken.append(choice)
-                if choice.kill:
+                if choice.fault == KILL:
                     world.dead.add(actors[choice.actor].process.holder)
                     scheduler.kill(choice.actor)
                     continue
+                actors[choice.actor].loses_answer = choice.fault == LOSE
                 current = choice.actor
             elif moment.current is None:
                 current = enabled[0]
@@ -198,10 +204,8 @@ def _rest(world: World, done: Run) -> None:
 # ---------------------------------------------------------------- which schedules
 
 
-def exhaustive(
-    world: World, case: Case, *, preemptions: int, kills: bool = True, most: int | None = None
-) -> Iterator[Run]:
-    """Every schedule with so many preemptions and kills at most, those with fewer first."""
+def exhaustive(world: World, case: Case, *, preemptions: int, most: int | None = None) -> Iterator[Run]:
+    """Every schedule with so many preemptions and faults at most, those with fewer first."""
     waiting: deque[tuple[Schedule, int]] = deque([((), 0)])
     count = 0
     while waiting and (most is None or count < most):
@@ -215,8 +219,8 @@ def exhaustive(
             price = cost + (moment.current is not None)
             if price <= preemptions:
                 waiting.extend(((*schedule, Choice(step, n)), price) for n in moment.enabled if n != chosen)
-            if kills and cost + 1 <= preemptions and moment.current is not None:
-                waiting.append(((*schedule, Choice(step, moment.current, kill=True)), cost + 1))
+            if cost < preemptions and moment.current is not None:
+                waiting.extend(((*schedule, Choice(step, moment.current, fault)), cost + 1) for fault in moment.faults)
 
 
 def under_seed(world: World, scenarios: Sequence[str], seed: int, crowd: int) -> Run:
@@ -225,13 +229,13 @@ def under_seed(world: World, scenarios: Sequence[str], seed: int, crowd: int) ->
     others = chance.choices([name for name in KINDS if name != "attempt"], k=chance.randint(1, crowd - 1))
     case = Case(SCENARIOS[chance.choice(list(scenarios))], ["attempt", *others])
     # some seeds switch often, some hardly ever: both find what the other does not
-    switch, kill = chance.choice([0.05, 0.15, 0.4]), chance.choice([0.0, 0.02])
+    switch, fault = chance.choice([0.05, 0.15, 0.4]), chance.choice([0.0, 0.03])
 
     def pick(step: int, moment: Moment) -> Choice | None:
         if moment.current is None:
             return Choice(step, chance.choice(moment.enabled))
-        if chance.random() < kill:
-            return Choice(step, moment.current, kill=True)
+        if chance.random() < fault:
+            return Choice(step, moment.current, chance.choice(moment.faults))
         others = [n for n in moment.enabled if n != moment.current]
         if others and chance.random() < switch:
             return Choice(step, chance.choice(others))

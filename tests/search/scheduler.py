@@ -63,7 +63,8 @@ class Actor:
         self.error: BaseException | None = None
         self.connections: dict[int, Any] = {}  # in use, by backend pid
         self.doing: Event | None = None
-        self.pid: int | None = None  # the backend that the next action is sent to
+        self.pid: int | None = None  # the backend that the next action is sent to, if it is
+        self.loses_answer = False  # of the action under way
         self._doomed = False
         self._run = run
         self._baton = threading.Semaphore(0)

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.search.exploration import Run
+from tests.search.exploration import KILL, Run
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Tally:
     void: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
     kills: int = 0
+    lost: int = 0  # answers of the database
     blocked: int = 0  # steps that waited for a lock
     met: Counter[str] = field(default_factory=Counter)  # by violation
     first: dict[str, First] = field(default_factory=dict)
@@ -36,7 +37,10 @@ class Tally:
         self.schedules[pair] += 1
         self.void[pair] += bool(done.void)
         self.wrong[pair] += bool(done.violations)
-        self.kills += sum(choice.kill for choice in done.schedule)
+        self.kills += sum(choice.fault == KILL for choice in done.schedule)
+        self.lost += sum(
+            "the answer is lost" in event.outcome for event in done.trace if "provider" not in event.action
+        )
         self.blocked += sum("waits for a lock" in event.outcome for event in done.trace)
         for violation in map(str, done.violations):
             self.met[violation] += 1
@@ -48,6 +52,7 @@ class Tally:
         for name in ("schedules", "void", "wrong", "met"):
             getattr(self, name).update(getattr(other, name))
         self.kills += other.kills
+        self.lost += other.lost
         self.blocked += other.blocked
         self.first = other.first | self.first
         return list(new.values())
@@ -66,7 +71,7 @@ class Tally:
     @property
     def line(self) -> str:
         return (
-            f"schedules={self.schedules.total()} void={self.void.total()} kills={self.kills} blocked={self.blocked} "
+            f"schedules={self.schedules.total()} void={self.void.total()} kills={self.kills} lost_answers={self.lost} blocked={self.blocked} "
             f"pairs={len(self.schedules)} violating={self.wrong.total()} kinds_of_violation={len(self.first)}"
         )
 

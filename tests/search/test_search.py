@@ -10,6 +10,8 @@ import pytest
 from tests.search import application
 from tests.search.actors import KINDS
 from tests.search.exploration import (
+    KILL,
+    LOSE,
     SCENARIOS,
     Case,
     Choice,
@@ -69,7 +71,7 @@ def test_every_schedule_is_explored_once_those_with_fewer_choices_first(world):
 
 
 def test_a_choice_is_read_as_it_is_written():
-    schedule = (Choice(0, 1), Choice(17, 0, kill=True))
+    schedule = (Choice(0, 1), Choice(17, 0, KILL), Choice(20, 1, LOSE))
     assert parse_schedule(",".join(map(str, schedule))) == schedule
 
 
@@ -81,6 +83,14 @@ def test_a_killed_process_leaves_nothing_of_its_open_transaction(world):
 
     assert actions(done, "a")[-1] == "KILLED before: COMMIT"
     assert any("reserved" in action for action in actions(done, "b"))  # the step is done again
+    assert not done.violations
+    assert not done.void
+
+
+def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world):
+    done = carried_out(world, "plain/attempt+discard@5?a")  # of its step
+
+    assert actions(done, "a")[5:8] == ["COMMIT", "records.claim", "records.begin_effect"]
     assert not done.violations
     assert not done.void
 
