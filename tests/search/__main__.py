@@ -26,6 +26,9 @@ from tests.search.world import opened
 # Seeds that one process takes at a time.
 SEEDS_AT_ONCE = 20
 
+# Where nobody watches: a line for so many cases.
+LINE_EVERY = 25
+
 command = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
@@ -67,11 +70,13 @@ def main(
             Progress(console=console, transient=True) as progress,
         ):
             bar = progress.add_task("", total=len(work))
-            for future in as_completed([pool.submit(*each) for each in work]):
+            for done, future in enumerate(as_completed([pool.submit(*each) for each in work]), start=1):
                 for first in tally.merge(future.result()):
                     show(progress.console, first.run)
                 described = f"{tally.schedules.total()} schedules, {tally.wrong.total()} wrong"
                 progress.update(bar, advance=1, description=described)
+                if not console.is_terminal and done % LINE_EVERY == 0:
+                    console.print(f"{done} of {len(work)}: {described}")
     tally.show(console)
     console.print(f"RESULT {tally.line} cases={len(work)} seconds={time.monotonic() - started:.0f}")
     raise typer.Exit(2 if not tally.schedules else 1 if tally.wrong.total() else 0)

@@ -1,7 +1,7 @@
 """The world of one schedule: a database, a broker and a provider in this process, and processes that may die.
 
 The database is one for all schedules and is emptied in between. The broker is a queue in memory that delivers at least
-once. Time passes by UPDATE.
+once. Time is a sequence in the database, and passes when an actor says so.
 """
 
 from __future__ import annotations
