@@ -73,8 +73,8 @@ def check(world: World) -> list[Violation]:
         wrong("I3", f"the record is {record.status} ({code}), the business row {refund.status} ({refund.failure})")
     reserved = CAPTURED if open_code else 0
     refunded = CAPTURED if record.status == "completed" else 0
-    if payment.reserved != reserved and "reserve" in record.effects | {"reserve": 0}:
-        wrong("I31", f"reserved are {payment.reserved}, and should be {reserved if not open_code else 'kept'}")
+    if payment.reserved != reserved:
+        wrong("I31", f"reserved are {payment.reserved}, and should be {reserved}")
     if payment.refunded != refunded:
         wrong("I3", f"refunded are {payment.refunded}, and should be {refunded}")
     # who was told

@@ -91,8 +91,14 @@ def stopping() -> Iterator[None]:
         event.remove(Pool, "checkin", _returned)
 
 
+# Whose connections are opened by a thread that is no actor's.
+opening = "the world"
+
+
 def _connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Connection:
-    connection = Connection.connect(*arguments, **options)
+    # so that the database's own witness can tell whose write it was
+    writer = opening if (actor := current()) is None else actor.process.holder
+    connection = Connection.connect(*arguments, **options | {"application_name": writer})
     connection.cursor_factory = Cursor
     return connection
 

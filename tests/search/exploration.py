@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
 
-from tests.search.actors import KINDS
+from tests.search.actors import KINDS, RUNNERS
 from tests.search.application import provider
 from tests.search.checker import check
 from tests.search.scheduler import Actor, Event, Scheduler
@@ -173,6 +173,8 @@ def run(
             done.violations.append(
                 Violation("error", f"{actor.name} broke: {type(actor.error).__name__}: {actor.error}")
             )
+    runners = [actor.process for actor, name in zip(actors, case.kinds, strict=True) if name in RUNNERS]
+    done.violations += world.trespasses(runners)
     _rest(world, done)
     if pick is None and len(taken) < len(schedule):
         done.void = "a choice of the schedule was never met"

@@ -21,6 +21,7 @@ class Finding:
 
 
 FINDINGS = (
+    Finding("a former holder's write", "plain/attempt+takeover", 1, "I4", "made a held record completed", "fence"),
     Finding("an ending outlives its attempt", "lost/attempt+takeover", 1, "I28", "which never ran its body"),
     Finding("attempts used up over an open effect", "always_lost/attempt+relay", 0, "I27", "attempts_exhausted over"),
     Finding("cancelled over an open effect", "lost/attempt+cancel", 0, "I27", "cancelled over"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tests.controls.safeguards import Removal
+from tests.controls.safeguards import Removal, fence
 
-SAFEGUARDS: dict[str, Callable[[Removal], None]] = {}
+SAFEGUARDS: dict[str, Callable[[Removal], None]] = {"fence": fence}
 
 
 @contextmanager

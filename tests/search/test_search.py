@@ -129,12 +129,6 @@ def test_a_run_whose_faults_have_not_struck_is_void(world, text, why):
 # ---------------------------------------------------------------- what is found
 
 
-@pytest.mark.parametrize("pair", ["attempt+takeover", "attempt+recover"])
-def test_no_schedule_of_a_plain_operation_breaks_a_rule(world, pair):
-    for done in exhaustive(world, parse_case(f"plain/{pair}"), preemptions=1):
-        assert not done.violations, done.name
-
-
 @pytest.mark.parametrize("kinds", [(a, b) for n, a in enumerate(KINDS) for b in list(KINDS)[n:]], ids="+".join)
 def test_no_two_actors_break_a_rule_one_after_the_other(world, kinds):
     known = {finding.case for finding in FINDINGS if finding.safeguard is None}

@@ -37,7 +37,7 @@ from idempotency.reconcile import reconcile
 from idempotency.relay import Relay
 from idempotency.runtime import Runtime
 from tests.deliveries import Deliveries, Outcome
-from tests.search import application
+from tests.search import application, connections
 from tests.search.connections import stopping
 from tests.search.scheduler import Scheduler, current, note, passed, stop_before
 
@@ -53,7 +53,7 @@ PERSON = Change("search", "asked by the search")
 _EMPTY = """
 WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbox),
      c AS (DELETE FROM idempotency.discards), d AS (DELETE FROM payments), e AS (DELETE FROM refunds),
-     f AS (DELETE FROM failures)
+     f AS (DELETE FROM failures), g AS (DELETE FROM virtual.trespasses)
 DELETE FROM idempotency.dead_letters
 """
 _VACUUM = "VACUUM idempotency.records, idempotency.outbox, idempotency.dead_letters, payments, refunds, failures"
@@ -65,6 +65,20 @@ CREATE SEQUENCE virtual.seconds MINVALUE 0 START 0;
 CREATE FUNCTION virtual.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS
     'SELECT pg_catalog.clock_timestamp() + make_interval(secs => last_value) FROM virtual.seconds';
 """
+# The witness of every write to a record that somebody else held, under the fence that this holder has.
+WITNESS = """
+CREATE TABLE virtual.trespasses (writer text, holder text, became text);
+CREATE FUNCTION virtual.witness() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO virtual.trespasses VALUES (current_setting('application_name'), OLD.locked_by, NEW.status);
+    RETURN NULL;
+END $$;
+CREATE TRIGGER witness AFTER UPDATE ON idempotency.records FOR EACH ROW
+WHEN (OLD.status = 'started' AND NEW.fence = OLD.fence AND OLD.locked_by <> current_setting('application_name')
+      AND (NEW.status, NEW.effects) IS DISTINCT FROM (OLD.status, OLD.effects))
+EXECUTE FUNCTION virtual.witness();
+"""
+_TRESPASSES = "DELETE FROM virtual.trespasses WHERE writer = ANY(%s) RETURNING writer, holder, became"
 _PASS = "SELECT setval('virtual.seconds', last_value + %s) FROM virtual.seconds"
 # Longer than a lease and any delay, and short enough for a dozen of them within the day that a provider keeps a key.
 A_WHILE = application.LEASE + 100
@@ -333,6 +347,11 @@ class World:
     def record(self) -> Any | None:
         return self.admin.execute("SELECT * FROM idempotency.records").fetchone()
 
+    def trespasses(self, runners: Sequence[Runtime]) -> list[Violation]:
+        """What these processes have written to a record that another one held."""
+        rows = self.admin.execute(_TRESPASSES, [[process.holder for process in runners]]).fetchall()
+        return [Violation("I4", f"a former holder's write made a held record {row.became}") for row in rows]
+
     def drain(self) -> None:
         """Recover, relay and deliver until nothing moves, or it has gone round often enough."""
         for _ in range(ROUNDS):
@@ -361,9 +380,10 @@ def _process() -> Runtime:
     runtime = Runtime(application.app)
     runtime.heartbeat._thread = -1  # nothing is renewed by itself
     runtime.holder = f"search|{uuid4().hex}"
-    for engine in (runtime.engine, runtime._autocommit_engine):
-        with engine.connect() as connection:
-            connection.exec_driver_sql("SELECT 1")
+    with mock.patch.object(connections, "opening", runtime.holder):
+        for engine in (runtime.engine, runtime._autocommit_engine):
+            with engine.connect() as connection:
+                connection.exec_driver_sql("SELECT 1")
     return runtime
 
 
@@ -382,6 +402,7 @@ def opened(database_url: str) -> Iterator[World]:
     schema.migrate(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql(application.TABLES)
+        connection.exec_driver_sql(WITNESS)
     engine.dispose()
     application.configure(database_url)
     original = Runtime.of.__func__  # type: ignore[attr-defined]
