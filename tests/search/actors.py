@@ -1,0 +1,135 @@
+"""Who acts: each kind of actor runs the library's own code, as its process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from celery.exceptions import Reject
+
+from idempotency import discards, operators
+from idempotency.dead_letters import ReplayRefused
+from idempotency.discards import DiscardRefused, Person
+from idempotency.errors import OperationNotFound
+from idempotency.operators import ChangeRefused
+from idempotency.runtime import Runtime
+from tests.search import application
+from tests.search.scheduler import note, stop_before
+from tests.search.world import PERSON, REFUND, World
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of actor, and what it needs to find in the broker."""
+
+    name: str
+    act: Callable[[World], object]
+    copies: int = 0  # of the message in the queue
+    dead_copies: int = 0  # of the message in the dead-letter queue
+
+
+def _attempt(world: World) -> None:
+    world.attempt()
+
+
+def _takeover(world: World) -> None:
+    stop_before("time passes: a lease and more")
+    world.a_while()
+    world.attempt()
+
+
+def _eager(world: World) -> None:
+    """A caller runs the task in its own process, and gives up at any error."""
+    try:
+        world.task.apply((REFUND,), throw=True).get()
+    except (Exception, Reject) as error:
+        note(f"the caller sees {type(error).__name__}")
+
+
+def _relay(world: World) -> None:
+    world.relay()
+
+
+def _recover(world: World) -> None:
+    stop_before("time passes: a lease and more")
+    world.a_while()
+    world.recover()
+
+
+def _reconcile(world: World) -> None:
+    stop_before("time passes: a lease and more")
+    world.a_while()
+    world.reconcile()
+
+
+def _dead_letter(world: World) -> None:
+    stop_before("dead message taken")
+    if world.broker.dead:
+        world.bury()
+
+
+def _release(world: World) -> None:
+    with _refusals():
+        operators.release(application.app, world.shown(), PERSON)
+
+
+def _cancel(world: World) -> None:
+    with _refusals():
+        operators.cancel(application.app, world.shown(), PERSON)
+
+
+def _resolve(world: World) -> None:
+    with _refusals():
+        shown = world.shown()
+        stop_before("asks at the provider's desk")
+        world.resolve(shown)
+
+
+def _replay(world: World) -> None:
+    stop_before("looks for a dead letter")
+    with _refusals():
+        for letter in world.letters()[:1]:
+            world.replay(letter)
+
+
+def _discard(world: World) -> None:
+    stop_before("looks for a dead letter")
+    engine = Runtime.of(application.app).engine
+    with _refusals():
+        for letter in world.letters()[:1]:
+            with engine.begin() as connection:
+                discards.request(connection, Person("ann", "operator"), letter, "asked by the search")
+            with engine.begin() as connection:
+                discards.approve(connection, Person("bob", "admin"), letter)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """An operator is told that it cannot be done, and goes away."""
+    try:
+        yield
+    except (ChangeRefused, ReplayRefused, DiscardRefused, OperationNotFound) as error:
+        note(f"refused: {type(error).__name__}")
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("attempt", _attempt, copies=1),
+        Kind("takeover", _takeover, copies=1),
+        Kind("eager", _eager),
+        Kind("relay", _relay),
+        Kind("recover", _recover),
+        Kind("reconcile", _reconcile),
+        Kind("dead_letter", _dead_letter, dead_copies=1),
+        Kind("release", _release),
+        Kind("cancel", _cancel),
+        Kind("replay", _replay),
+        Kind("resolve", _resolve),
+        Kind("discard", _discard),
+    )
+}
+
+# Those who run the body, and so call the provider.
+RUNNERS = {"attempt", "takeover", "eager"}

@@ -1,0 +1,36 @@
+"""What the search has to find: a wrong end, the case that shows it, and the safeguard that keeps it away.
+
+With its safeguard in place the whole case is clean; without it the search finds the violation again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`case` is explored with so many preemptions and kills until a schedule breaks `rule` with `what` in its text."""
+
+    name: str
+    case: str
+    preemptions: int
+    rule: str
+    what: str
+    safeguard: str | None = None  # None: there is none yet, the case is wrong as it is
+
+
+FINDINGS = (
+    Finding("a former holder's write", "plain/attempt+takeover", 1, "I4", "made a held record completed", "fence"),
+    Finding("an ending outlives its attempt", "lost/attempt+takeover", 1, "I28", "which never ran its body"),
+    Finding("attempts used up over an open effect", "always_lost/attempt+relay", 0, "I27", "attempts_exhausted over"),
+    Finding("cancelled over an open effect", "lost/attempt+cancel", 0, "I27", "cancelled over"),
+    Finding("given up over an open effect", "open/relay+dead_letter", 0, "I27", "rejected over"),
+    Finding("a refused repeat closes the first call", "lost_refused/attempt+relay", 0, "I27", "did not happen"),
+    Finding("a replay skips a step that was undone", "declined/attempt+replay", 0, "I31", "reserved are -1000"),
+    Finding("a dead copy ends what is released", "lost/attempt+dead_letter", 0, "I29", "outbox row (retry)"),
+    Finding("a dead copy ends a fresh replay", "refused/dead_letter+replay", 0, "I29", "outbox row (replay)"),
+    Finding("a dead copy ends what is sent again", "plain/reconcile+dead_letter", 0, "I29", "outbox row (reconcile)"),
+    Finding("acknowledged against a dead eager call", "direct/attempt+eager", 1, "I2", "NO_ROUTE"),
+    Finding("acknowledged against a deferred eager call", "later/attempt+eager", 1, "I2", "nothing will deliver it"),
+)
