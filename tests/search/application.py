@@ -5,7 +5,6 @@ Nothing here is unique and nothing is checked by the database, so that what goes
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from celery import Celery
@@ -14,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, Operation, PermanentError
 from idempotency.effects import EffectInDoubt, Happened, StillUnknown
+from idempotency.errors import EffectUnknown, Unfinished
 from idempotency.queues import quorum_queue
 from tests.search.provider import Provider
 
@@ -22,10 +22,8 @@ QUEUE = "search"
 MAX_ATTEMPTS = 3
 # Nothing happens by itself: time passes when an actor says so.
 LEASE = 900.0
-# What remains open after these codes is a person's, and stays reserved.
-OPEN_CODES = ("effect_unknown", "unfinished")
-# Steps take their undo as soon as the library knows the word; until then `on_failed` frees what was reserved.
-HAS_UNDO = "undo" in inspect.signature(IdempotentTask.step).parameters
+# What ends so is a person's, and stays reserved.
+OPEN_CODES = (EffectUnknown.default_code, Unfinished.default_code)
 
 TABLES = """
 CREATE TABLE payments (id text PRIMARY KEY, captured bigint, reserved bigint, refunded bigint);
@@ -81,14 +79,11 @@ WITH refund AS (UPDATE refunds SET status = 'refunded', charge = :charge, failur
 UPDATE payments p SET reserved = p.reserved - r.amount, refunded = p.refunded + r.amount
 FROM refund r WHERE p.id = r.payment_id
 """)
-# Refused: what was reserved is free again. Unknown: it stays reserved, for it may have been paid out.
+# What was reserved is the undo's business.
 _FAILED = text("""
-WITH before AS (SELECT id, payment_id, amount, status FROM refunds WHERE id = :id FOR UPDATE),
-refund AS (UPDATE refunds r SET status = CASE WHEN :open THEN 'unknown' ELSE 'refused' END, failure = :code
-           FROM before b WHERE r.id = b.id),
-failure AS (INSERT INTO failures (refund_id, code) VALUES (:id, :code))
-UPDATE payments p SET reserved = p.reserved - b.amount FROM before b
-WHERE p.id = b.payment_id AND b.status IN ('reserved', 'unknown') AND NOT :open AND NOT :undone
+WITH refund AS (UPDATE refunds SET status = CASE WHEN :open THEN 'unknown' ELSE 'refused' END, failure = :code
+                WHERE id = :id)
+INSERT INTO failures (refund_id, code) VALUES (:id, :code)
 """)
 
 
@@ -108,8 +103,7 @@ def unreserve(session: Session, result: dict[str, Any]) -> None:
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     """Say in the business rows that it has failed."""
-    parameters = {"id": operation.key, "code": error.code, "open": error.code in OPEN_CODES, "undone": HAS_UNDO}
-    session.execute(_FAILED, parameters)
+    session.execute(_FAILED, {"id": operation.key, "code": error.code, "open": error.code in OPEN_CODES})
 
 
 def call_provider(refund_id: str, amount: int, *, idempotency_key: str) -> dict[str, str]:
@@ -125,8 +119,7 @@ def find_refund(refund_id: str, amount: int, *, doubt: EffectInDoubt) -> Happene
 def _refund(self: IdempotentTask, refund_id: str, **effect: Any) -> dict[str, Any]:
     claim = self.request.attempt.claim
     bodies.add((claim.id.key, claim.generation, claim.attempts))
-    undo: dict[str, Any] = {"undo": unreserve} if HAS_UNDO else {}
-    reserved = self.step("reserve", reserve, refund_id, **undo)
+    reserved = self.step("reserve", reserve, refund_id, undo=unreserve)
     answer = self.effect("refund", call_provider, refund_id, reserved["amount"], **effect)
     self.session.execute(_SETTLE, {"id": refund_id, "charge": answer["id"]})
     return {"charge": answer["id"]}

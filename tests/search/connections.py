@@ -18,6 +18,8 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 import idempotency
+from idempotency import runtime
+from idempotency.statements import Wire
 from tests.search.scheduler import current, note, stop_before
 
 # What the finishing statements set, so that nobody waits for long behind a frozen holder.
@@ -26,7 +28,8 @@ EVICTION = "idle_in_transaction_session_timeout"
 
 class Cursor(psycopg.Cursor[Any]):
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        if (actor := current()) is None or not self.connection.is_taken:
+        # what a pool does with a connection that comes back is seen by nobody
+        if (actor := current()) is None or not self.connection.is_taken or query == runtime._RESET:
             return super().execute(query, params, **options)
         pid = self.connection.info.backend_pid
         actor.connections[pid] = self.connection
@@ -39,7 +42,7 @@ class Cursor(psycopg.Cursor[Any]):
         return result
 
 
-class Connection(psycopg.Connection[Any]):
+class Connection(Wire):
     is_taken = False  # out of its pool, its set-up done
     is_finishing = False  # behind a statement that has the server end a transaction which idles
 
@@ -100,6 +103,7 @@ def _connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Conne
     writer = opening if (actor := current()) is None else actor.process.holder
     connection = Connection.connect(*arguments, **options | {"application_name": writer})
     connection.cursor_factory = Cursor
+    connection.add_notice_handler(connection.doubt)
     return connection
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from idempotency import Defer, PermanentError
+from idempotency import Defer, PermanentError, StoredRefusal
 from tests.search.scheduler import note, stop_before
 
 # What a call may meet, in the order of a scenario's plan:
@@ -44,7 +44,7 @@ class Provider:
         self._keys: list[str] = []
 
     def call(self, operation: str, amount: int, key: str) -> dict[str, str]:
-        """Act, once per key. Raises ConnectionError, `PermanentError` or `Defer` where the plan says so."""
+        """Act, once per key. Raises ConnectionError, `PermanentError`, `StoredRefusal` or `Defer` where the plan says so."""
         if key not in self._keys:
             self._keys.append(key)
         stop_before(f"provider.call({amount}, key {self._keys.index(key) + 1})")
@@ -65,7 +65,7 @@ class Provider:
         if charge is None and (fault == "declined" or key in self._declined):
             self._declined.add(key)
             note("declined")
-            raise PermanentError("declined", "declined")
+            raise StoredRefusal("declined", "declined")
         if charge is None:
             charge = Charge(f"ch_{len(self.charges) + 1}", key, operation, amount)
             self.charges.append(charge)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from uuid import uuid4
@@ -27,7 +26,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, dead_letter_queue, dead_letters, maintenance, operators, schema, task
+from idempotency import crash_points, dead_letter_queue, maintenance, operators, schema, waiting
 from idempotency.effects import DidNotHappen, Happened
 from idempotency.keys import OperationId
 from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
@@ -52,7 +51,8 @@ PERSON = Change("search", "asked by the search")
 
 _EMPTY = """
 WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbox),
-     c AS (DELETE FROM idempotency.discards), d AS (DELETE FROM payments), e AS (DELETE FROM refunds),
+     c AS (DELETE FROM idempotency.discards), h AS (DELETE FROM idempotency.audit),
+     i AS (DELETE FROM idempotency.dead_letter_tries), j AS (DELETE FROM idempotency.set_aside), d AS (DELETE FROM payments), e AS (DELETE FROM refunds),
      f AS (DELETE FROM failures), g AS (DELETE FROM virtual.trespasses)
 DELETE FROM idempotency.dead_letters
 """
@@ -105,12 +105,25 @@ class Envelope:
         return f"message {self.number} ({self.message.headers.get(ORIGIN_HEADER, 'first')})"
 
 
+class Sleep:
+    """The library's own pauses: over at once, and as long as they were asked to be."""
+
+    def __init__(self) -> None:
+        self._slept = 0.0
+
+    def monotonic(self) -> float:
+        return self._slept
+
+    def sleep(self, seconds: float) -> None:
+        self._slept += seconds
+
+
 class Broker:
     """First in, first out; what was taken and not settled comes back to the front."""
 
     def __init__(self) -> None:
         self.ready: deque[Envelope] = deque()
-        self.dead: deque[Envelope] = deque()
+        self.dead: deque[tuple[Envelope, str]] = deque()  # and why it died
         self._numbers = count(1)
 
     def put(self, message: Message) -> Envelope:
@@ -120,7 +133,7 @@ class Broker:
 
     def settle(self, envelope: Envelope, outcome: Outcome) -> None:
         if outcome.state == "REJECTED":
-            self.dead.append(envelope)
+            self.dead.append((envelope, "rejected"))
 
     # ------------------------------------------------------------ as the relay's publisher
 
@@ -202,7 +215,7 @@ class World:
         first = self._accept()
         self.is_accepted = scenario.sent == "outbox" or copies > 0
         self.broker.ready.extend([first] * (copies + scenario.before.count("attempt")))
-        self.broker.dead.extend([first] * dead_copies)
+        self.broker.dead.extend([(first, "delivery_limit")] * dead_copies)
         for step in scenario.before:
             getattr(self, step)()
 
@@ -280,15 +293,14 @@ class World:
 
     def bury(self) -> int | None:
         """The dead-letter consumer takes one message."""
-        envelope = self.broker.dead.popleft()
+        envelope, why = self.broker.dead.popleft()
         try:
             message = envelope.message
             letter = dead_letter_queue.store(
                 application.app,
                 BrokerMessage(
                     body=message.body.encode(),
-                    headers=message.headers
-                    | {"x-first-death-queue": application.QUEUE, "x-first-death-reason": "rejected"},
+                    headers=message.headers | {"x-first-death-queue": application.QUEUE, "x-first-death-reason": why},
                     content_type="application/json",
                     content_encoding="utf-8",
                     delivery_info={"exchange": "", "routing_key": application.QUEUE},
@@ -300,7 +312,7 @@ class World:
                 self._look_who_else_delivers(envelope, letter)
             stop_before("acknowledge the dead letter")
         except BaseException:
-            self.broker.dead.appendleft(envelope)
+            self.broker.dead.appendleft((envelope, why))
             raise
         return letter
 
@@ -328,8 +340,7 @@ class World:
         return [row.id for row in rows]
 
     def replay(self, letter: int) -> None:
-        with Runtime.of(application.app).engine.begin() as connection:
-            dead_letters.replay(connection, letter, app=application.app)
+        operators.replay(application.app, letter, PERSON)
 
     def truth(self, effect: dict[str, Any]) -> Happened | DidNotHappen:
         """What a person finds out at the provider's desk, where the key is closed."""
@@ -402,6 +413,8 @@ def opened(database_url: str) -> Iterator[World]:
     schema.migrate(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql(application.TABLES)
+        # each schedule begins with an empty table
+        connection.exec_driver_sql("ALTER TABLE idempotency.audit DISABLE TRIGGER USER")
         connection.exec_driver_sql(WITNESS)
     engine.dispose()
     application.configure(database_url)
@@ -414,9 +427,7 @@ def opened(database_url: str) -> Iterator[World]:
     with ExitStack() as stack:
         stack.enter_context(stopping())
         stack.enter_context(mock.patch.object(Runtime, "of", classmethod(runtime_of)))
-        stack.enter_context(
-            mock.patch.object(task, "time", SimpleNamespace(sleep=lambda seconds: stop_before(f"sleep {seconds} s")))
-        )
+        stack.enter_context(mock.patch.object(waiting, "time", Sleep()))
         admin = stack.enter_context(psycopg.connect(_plain(database_url), autocommit=True, row_factory=namedtuple_row))
         world = World(admin)
         # the host knows who has died
@@ -430,7 +441,7 @@ def opened(database_url: str) -> Iterator[World]:
         try:
             yield world
         finally:
-            for runtime in [*world._processes, Runtime.of(application.app)]:
+            for runtime in world._processes:
                 runtime.engine.dispose()
                 runtime._autocommit_engine.dispose()
             Runtime.discard(application.app)
