@@ -69,6 +69,37 @@ def _dead_letter(world: World) -> None:
         world.bury()
 
 
+def _message_dies(world: World) -> None:
+    """The broker gives up its first message, and the consumer takes it."""
+    stop_before("the first message dies")
+    if world.broker.ready:
+        world.broker.dead.append((world.broker.ready.popleft(), "delivery_limit"))
+        world.bury()
+
+
+def _rejected(world: World) -> None:
+    """A worker of another version refuses the first message, and the consumer takes it."""
+    stop_before("the first message is rejected")
+    if world.broker.ready:
+        world.broker.dead.append((world.broker.ready.popleft(), "rejected"))
+        world.bury()
+
+
+def _renew(world: World) -> None:
+    """The heartbeat of the first actor's process."""
+    stop_before("renews")
+    assert world.scheduler is not None
+    process = world.scheduler.actors[0].process
+    if process.holder not in world.dead:
+        process.heartbeat.run_once()
+
+
+def _revoke(world: World) -> None:
+    """A worker has terminated the attempt of the task id that was revoked, and its main process marks the record."""
+    stop_before("terminates")
+    world.revoke()
+
+
 def _release(world: World) -> None:
     with _refusals():
         operators.release(application.app, world.shown(), PERSON)
@@ -79,11 +110,24 @@ def _cancel(world: World) -> None:
         operators.cancel(application.app, world.shown(), PERSON)
 
 
+def _cancel_anyway(world: World) -> None:
+    with _refusals():
+        operators.cancel(application.app, world.shown(), PERSON, may_have_happened=True)
+
+
 def _resolve(world: World) -> None:
     with _refusals():
         shown = world.shown()
         stop_before("asks at the provider's desk")
         world.resolve(shown)
+
+
+def _settle(world: World) -> None:
+    """As resolve, and the operation is not to go on."""
+    with _refusals():
+        shown = world.shown()
+        stop_before("asks at the provider's desk")
+        world.resolve(shown, end=True)
 
 
 def _replay(world: World) -> None:
@@ -123,10 +167,16 @@ KINDS = {
         Kind("recover", _recover),
         Kind("reconcile", _reconcile),
         Kind("dead_letter", _dead_letter, dead_copies=1),
+        Kind("message_dies", _message_dies),
+        Kind("rejected", _rejected),
+        Kind("renew", _renew),
+        Kind("revoke", _revoke),
         Kind("release", _release),
         Kind("cancel", _cancel),
+        Kind("cancel_anyway", _cancel_anyway),
         Kind("replay", _replay),
         Kind("resolve", _resolve),
+        Kind("settle", _settle),
         Kind("discard", _discard),
     )
 }

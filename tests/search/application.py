@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, Operation, PermanentError
-from idempotency.effects import EffectInDoubt, Happened, StillUnknown
+from idempotency.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
 from idempotency.errors import EffectUnknown, Unfinished
 from idempotency.queues import quorum_queue
 from tests.search.provider import Provider
@@ -33,6 +33,8 @@ CREATE TABLE failures (id bigserial PRIMARY KEY, refund_id text, code text);
 
 app = Celery("search", set_as_current=False)
 provider = Provider()
+# The application's functions that raise: "undo", "on_failed".
+broken: set[str] = set()
 # Which attempts ran their body: (key, generation, attempt) of each claim.
 bodies: set[tuple[str, int, int]] = set()
 
@@ -98,11 +100,15 @@ def reserve(session: Session, refund_id: str) -> dict[str, Any]:
 
 def unreserve(session: Session, result: dict[str, Any]) -> None:
     """Free what the step has set aside."""
+    if "undo" in broken:
+        raise ValueError("the undo is broken")
     session.execute(_UNRESERVE, {"id": result["id"]})
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     """Say in the business rows that it has failed."""
+    if "on_failed" in broken:
+        raise ValueError("on_failed is broken")
     session.execute(_FAILED, {"id": operation.key, "code": error.code, "open": error.code in OPEN_CODES})
 
 
@@ -114,6 +120,12 @@ def find_refund(refund_id: str, amount: int, *, doubt: EffectInDoubt) -> Happene
     """The truth, as far as a provider can tell it: what is not there may still be on its way under this key."""
     charge = provider.find(doubt.idempotency_key)
     return StillUnknown() if charge is None else Happened({"id": charge.id})
+
+
+def close_refund(refund_id: str, amount: int, *, doubt: EffectInDoubt) -> Happened | DidNotHappen:
+    """The truth, for good: what is not there cannot happen under this key any more."""
+    charge = provider.close(doubt.idempotency_key)
+    return DidNotHappen() if charge is None else Happened({"id": charge.id})
 
 
 def _refund(self: IdempotentTask, refund_id: str, **effect: Any) -> dict[str, Any]:
@@ -129,6 +141,14 @@ def _refund(self: IdempotentTask, refund_id: str, **effect: Any) -> dict[str, An
 def asked(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
     """Give money back; after a doubt the provider is asked."""
     return _refund(self, refund_id, reconcile=find_refund)
+
+
+@app.task(
+    base=IdempotentTask, bind=True, name="search.closed", key="{refund_id}", on_failed=refund_failed, shared=False
+)
+def closed(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
+    """Give money back; after a doubt the provider is asked, and lets nothing more happen under the key."""
+    return _refund(self, refund_id, reconcile=close_refund)
 
 
 @app.task(base=IdempotentTask, bind=True, name="search.bare", key="{refund_id}", on_failed=refund_failed, shared=False)

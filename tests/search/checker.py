@@ -69,11 +69,12 @@ def check(world: World) -> list[Violation]:
         wrong("I27", f"failed as {code} over an effect that is begun and open{_and_the_provider(charges)}")
     if code is not None and not open_code and (state == "done" or (charges and state != "begun")):
         wrong("I27", f"failed as {code}, and the effect happened: {[charge.id for charge in charges]}")
-    if open_code and state not in ("begun", "done", "not_happened"):
+    if open_code and state not in ("begun", "done", "not_happened") and "undo" not in application.broken:
         wrong("I27", f"failed as {code} without any effect")
     # business rows
     expected = {"completed": "refunded"}.get(record.status, "unknown" if open_code else "refused")
-    if refund.status != expected or (code is not None and refund.failure != code):
+    told = "on_failed" not in world.scenario.broken
+    if told and (refund.status != expected or (code is not None and refund.failure != code)):
         wrong("I3", f"the record is {record.status} ({code}), the business row {refund.status} ({refund.failure})")
     reserved = CAPTURED if open_code else 0
     refunded = CAPTURED if record.status == "completed" else 0
@@ -82,7 +83,7 @@ def check(world: World) -> list[Violation]:
     if payment.refunded != refunded:
         wrong("I3", f"refunded are {payment.refunded}, and should be {refunded}")
     # who was told
-    if code is not None and (not failures or failures[-1] != code):
+    if code is not None and told and (not failures or failures[-1] != code):
         wrong("I3", f"failed as {code}, and on_failed was told {failures or 'nothing'}")
     ends = record.generation + (world.admin.execute(_WORDS).fetchone() or (0,))[0]
     if len(failures) > ends:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
 
+from tests.search import application
 from tests.search.actors import KINDS, RUNNERS
-from tests.search.application import provider
 from tests.search.checker import check
 from tests.search.scheduler import Actor, Event, Scheduler
 from tests.search.world import Scenario, Violation, World
@@ -34,6 +34,11 @@ SCENARIOS = {
         Scenario("always_lost", plan=("lost", "lost", "lost")),
         Scenario("declined", plan=("declined",)),
         Scenario("later", sent="direct", plan=("later",)),
+        Scenario("down_closed", task="closed", plan=("down",)),
+        Scenario("lost_closed", task="closed", plan=("lost",)),
+        # the application's own part of an end raises
+        Scenario("undo_breaks", plan=("declined",), broken=("undo",)),
+        Scenario("on_failed_breaks", plan=("declined",), broken=("on_failed",)),
         # begun, open, and released: the next delivery is in the outbox
         Scenario("open", plan=("lost",), before=("attempt",)),
         # failed, nothing happened, a dead letter is open
@@ -178,7 +183,7 @@ def run(
     _rest(world, done)
     if pick is None and len(taken) < len(schedule):
         done.void = "a choice of the schedule was never met"
-    elif not done.violations and (missed := len(case.scenario.plan) - len(provider.struck)):
+    elif not done.violations and (missed := len(case.scenario.plan) - len(application.provider.struck)):
         done.void = f"{missed} of the provider's faults met no call"
     return done
 
@@ -189,6 +194,7 @@ def _rest(world: World, done: Run) -> None:
     done.violations += [*world.seen, *check(world)]
     if done.violations or not (letters := world.letters()):
         return
+    application.broken.clear()  # mended
     try:
         world.resolve(world.shown())
         world.replay(letters[0])

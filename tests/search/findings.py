@@ -17,20 +17,72 @@ class Finding:
     preemptions: int
     rule: str
     what: str
-    safeguard: str | None = None  # None: there is none yet, the case is wrong as it is
+    safeguards: tuple[str, ...]
 
 
 FINDINGS = (
-    Finding("a former holder's write", "plain/attempt+takeover", 1, "I4", "made a held record completed", "fence"),
-    Finding("an ending outlives its attempt", "lost/attempt+takeover", 1, "I28", "which never ran its body"),
-    Finding("attempts used up over an open effect", "always_lost/attempt+relay", 0, "I27", "attempts_exhausted over"),
-    Finding("cancelled over an open effect", "lost/attempt+cancel", 0, "I27", "cancelled over"),
-    Finding("given up over an open effect", "open/relay+dead_letter", 0, "I27", "rejected over"),
-    Finding("a refused repeat closes the first call", "lost_refused/attempt+relay", 0, "I27", "did not happen"),
-    Finding("a replay skips a step that was undone", "declined/attempt+replay", 0, "I31", "reserved are -1000"),
-    Finding("a dead copy ends what is released", "lost/attempt+dead_letter", 0, "I29", "outbox row (retry)"),
-    Finding("a dead copy ends a fresh replay", "refused/dead_letter+replay", 0, "I29", "outbox row (replay)"),
-    Finding("a dead copy ends what is sent again", "plain/reconcile+dead_letter", 0, "I29", "outbox row (reconcile)"),
-    Finding("acknowledged against a dead eager call", "direct/attempt+eager", 1, "I2", "NO_ROUTE"),
-    Finding("acknowledged against a deferred eager call", "later/attempt+eager", 1, "I2", "nothing will deliver it"),
+    Finding("a former holder's write", "plain/attempt+takeover", 1, "I4", "made a held record completed", ("fence",)),
+    Finding(
+        "an ending outlives its attempt", "lost/attempt+takeover", 1, "I28", "which never ran its body", ("own_ending",)
+    ),
+    Finding(
+        "attempts used up over an open effect",
+        "always_lost/attempt+relay",
+        0,
+        "I27",
+        "attempts_exhausted over",
+        ("verdict",),
+    ),
+    Finding("cancelled over an open effect", "lost/attempt+cancel_anyway", 0, "I27", "cancelled over", ("verdict",)),
+    Finding("given up over an open effect", "open/relay+message_dies", 0, "I27", "delivery_limit over", ("verdict",)),
+    Finding(
+        "a refused repeat closes the first call",
+        "lost_refused/attempt+relay",
+        0,
+        "I27",
+        "did not happen, and the provider has",
+        ("refused_repeat",),
+    ),
+    Finding("an undo is not run", "declined/attempt+replay", 0, "I31", "reserved are 1000", ("undos",)),
+    Finding(
+        "a replay skips a step that was undone",
+        "declined/attempt+replay",
+        0,
+        "I31",
+        "reserved are -1000",
+        ("forgotten_steps",),
+    ),
+    Finding(
+        "a dead copy ends what is released",
+        "lost/attempt+dead_letter",
+        0,
+        "I29",
+        "outbox row (retry)",
+        ("elsewhere",),
+    ),
+    Finding(
+        "a dead copy ends a fresh replay",
+        "refused/dead_letter+replay",
+        0,
+        "I29",
+        "outbox row (replay)",
+        ("elsewhere", "generation"),
+    ),
+    Finding(
+        "a dead copy ends what is sent again",
+        "plain/reconcile+dead_letter",
+        0,
+        "I29",
+        "outbox row (reconcile)",
+        ("elsewhere",),
+    ),
+    Finding("acknowledged against a dead eager call", "direct/attempt+eager", 1, "I2", "NO_ROUTE", ("eager_route",)),
+    Finding(
+        "acknowledged against a deferred eager call",
+        "later/attempt+eager",
+        1,
+        "I2",
+        "nothing will deliver it",
+        ("eager_delivery",),
+    ),
 )

@@ -77,6 +77,15 @@ class Provider:
             raise ConnectionError("no answer from the provider")
         return {"id": charge.id}
 
+    def close(self, key: str) -> Charge | None:
+        """What happened under the key; if nothing has, nothing will."""
+        stop_before(f"provider.close(key {self._keys.index(key) + 1})")
+        charge = self.find(key)
+        if charge is None:
+            self._declined.add(key)
+        note("closed" if charge is None else f"found, {charge.id}")
+        return charge
+
     def find(self, key: str) -> Charge | None:
         """The truth."""
         return next((charge for charge in self.charges if charge.key == key), None)

@@ -18,6 +18,7 @@ from unittest import mock
 from uuid import uuid4
 
 import psycopg
+from celery.app.task import Context
 from kombu import Message as BrokerMessage
 from kombu.serialization import prepare_accept_content
 from psycopg import sql
@@ -160,10 +161,12 @@ class Scenario:
     """What there is before the actors start."""
 
     name: str
-    task: str = "bare"  # or "asked": after a doubt the provider is asked
+    # or "asked": after a doubt the provider is asked; or "closed": it is asked, and closes the key
+    task: str = "bare"
     sent: str = "outbox"  # or "direct": past the outbox, as delay() does
     plan: Sequence[str] = ()  # what the provider's calls will meet
     before: Sequence[str] = ()  # what has happened already, without a switch
+    broken: Sequence[str] = ()  # "undo" and "on_failed": the application's own functions that raise
 
 
 @dataclass
@@ -188,6 +191,7 @@ class World:
     seen: list[Violation] = field(default_factory=list)  # what was wrong while the actors ran
     dead: set[str] = field(default_factory=set)  # holders that were killed
     scheduler: Scheduler | None = None  # while actors run
+    first: Envelope = field(init=False)
     _processes: list[Runtime] = field(default_factory=list)
     _resets: int = 0
 
@@ -206,13 +210,14 @@ class World:
         self.scenario, self.broker, self.seen, self.dead = scenario, Broker(), [], set()
         application.provider.reset(scenario.plan)
         application.bodies.clear()
+        application.broken = set(scenario.broken)
         self.admin.execute(_EMPTY)
         self._resets += 1
         if self._resets % VACUUM_EVERY == 0:
             self.admin.execute(_VACUUM)
         self.admin.execute("INSERT INTO payments VALUES (%s, %s, 0, 0)", [PAYMENT, CAPTURED])
         self.admin.execute("INSERT INTO refunds VALUES (%s, %s, %s, 'pending')", [REFUND, PAYMENT, CAPTURED])
-        first = self._accept()
+        self.first = first = self._accept()
         self.is_accepted = scenario.sent == "outbox" or copies > 0
         self.broker.ready.extend([first] * (copies + scenario.before.count("attempt")))
         self.broker.dead.extend([(first, "delivery_limit")] * dead_copies)
@@ -347,11 +352,19 @@ class World:
         charge = application.provider.find(effect["key"])
         return DidNotHappen() if charge is None else Happened({"id": charge.id})
 
-    def resolve(self, shown: Shown) -> None:
+    def resolve(self, shown: Shown, *, end: bool = False) -> None:
         record = self.record()
         effect = {} if record is None else record.effects.get("refund", {})
         if effect.get("state") == "begun":
-            operators.resolve_effect(application.app, shown, "refund", self.truth(effect), PERSON)
+            operators.resolve_effect(application.app, shown, "refund", self.truth(effect), PERSON, end=end)
+
+    def revoke(self) -> None:
+        """What a worker's main process does when it has terminated an attempt."""
+        message = self.first.message
+        args, kwargs, _ = json.loads(message.body)
+        delivered = {"exchange": application.QUEUE, "routing_key": application.QUEUE}
+        request = {**message.headers, "args": args, "kwargs": kwargs, "headers": dict(message.headers)}
+        self.task.revoke_terminated(Context(request, is_eager=False, delivery_info=delivered))
 
     # ------------------------------------------------------------ a schedule's end
 
@@ -392,7 +405,7 @@ def _process() -> Runtime:
     runtime.heartbeat._thread = -1  # nothing is renewed by itself
     runtime.holder = f"search|{uuid4().hex}"
     with mock.patch.object(connections, "opening", runtime.holder):
-        for engine in (runtime.engine, runtime._autocommit_engine):
+        for engine in (runtime.engine, runtime._autocommit_engine, runtime._heartbeat_engine):
             with engine.connect() as connection:
                 connection.exec_driver_sql("SELECT 1")
     return runtime
@@ -442,6 +455,6 @@ def opened(database_url: str) -> Iterator[World]:
             yield world
         finally:
             for runtime in world._processes:
-                runtime.engine.dispose()
-                runtime._autocommit_engine.dispose()
+                for engine in (runtime.engine, runtime._autocommit_engine, runtime._heartbeat_engine):
+                    engine.dispose()
             Runtime.discard(application.app)
