@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from celery.exceptions import Reject
+from sqlalchemy.exc import OperationalError
 
 from idempotency import discards, operators
 from idempotency.dead_letters import ReplayRefused
 from idempotency.discards import DiscardRefused, Person
 from idempotency.errors import OperationNotFound
-from idempotency.operators import ChangeRefused
+from idempotency.operators import Change, ChangeRefused
 from idempotency.runtime import Runtime
 from tests.search import application
-from tests.search.scheduler import note, stop_before
-from tests.search.world import PERSON, REFUND, World
+from tests.search.scheduler import current, note, stop_before
+from tests.search.world import REFUND, World
 
 
 @dataclass(frozen=True)
@@ -102,24 +103,27 @@ def _revoke(world: World) -> None:
 
 def _release(world: World) -> None:
     with _refusals():
-        operators.release(application.app, world.shown(), PERSON)
+        shown = world.shown()
+        _insisting(lambda change: operators.release(application.app, shown, change))
 
 
 def _cancel(world: World) -> None:
     with _refusals():
-        operators.cancel(application.app, world.shown(), PERSON)
+        shown = world.shown()
+        _insisting(lambda change: operators.cancel(application.app, shown, change))
 
 
 def _cancel_anyway(world: World) -> None:
     with _refusals():
-        operators.cancel(application.app, world.shown(), PERSON, may_have_happened=True)
+        shown = world.shown()
+        _insisting(lambda change: operators.cancel(application.app, shown, change, may_have_happened=True))
 
 
 def _resolve(world: World) -> None:
     with _refusals():
         shown = world.shown()
         stop_before("asks at the provider's desk")
-        world.resolve(shown)
+        _insisting(lambda change: world.resolve(shown, change))
 
 
 def _settle(world: World) -> None:
@@ -127,14 +131,14 @@ def _settle(world: World) -> None:
     with _refusals():
         shown = world.shown()
         stop_before("asks at the provider's desk")
-        world.resolve(shown, end=True)
+        _insisting(lambda change: world.resolve(shown, change, end=True))
 
 
 def _replay(world: World) -> None:
     stop_before("looks for a dead letter")
     with _refusals():
         for letter in world.letters()[:1]:
-            world.replay(letter)
+            _insisting(lambda change, letter=letter: operators.replay(application.app, letter, change))
 
 
 def _discard(world: World) -> None:
@@ -146,6 +150,17 @@ def _discard(world: World) -> None:
                 discards.request(connection, Person("ann", "operator"), letter, "asked by the search")
             with engine.begin() as connection:
                 discards.approve(connection, Person("bob", "admin"), letter)
+
+
+def _insisting(command: Callable[[Change], object]) -> None:
+    """Who gets no answer gives the same command once more."""
+    actor = current()
+    change = Change("search", "asked by the search", actor and actor.name)
+    try:
+        command(change)
+    except OperationalError:
+        note("given again")
+        command(change)
 
 
 @contextmanager

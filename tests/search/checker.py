@@ -15,6 +15,7 @@ WITHOUT_BODY = ("attempts_exhausted", "revoked", "cancelled", "rejected", "deliv
 _LETTERS = "SELECT status, reason, generation, source FROM idempotency.dead_letters ORDER BY id"
 # After a person's word on an effect the end may be another one.
 _WORDS = "SELECT count(*) FROM idempotency.audit WHERE action = 'resolve'"
+_REPLAYS = "SELECT count(*) FROM idempotency.audit WHERE action = 'replay'"
 _FAILURES = "SELECT code FROM failures WHERE refund_id = %s ORDER BY id"
 
 
@@ -40,6 +41,9 @@ def check(world: World) -> list[Violation]:
         if world.is_accepted and not any(letter.status == "discarded" for letter in letters):
             wrong("I2", "an accepted operation has no record, and nothing will deliver it")
         return found
+    (replays,) = world.admin.execute(_REPLAYS).fetchone() or (0,)
+    if record.generation > 1 + replays:
+        wrong("I14", f"generation {record.generation} after {replays} replays")
     if record.status not in ("completed", "failed"):
         delivered_by = _who_delivers(world)
         if world.is_accepted or delivered_by:

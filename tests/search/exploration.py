@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
 
+from idempotency import operators
 from tests.search import application
 from tests.search.actors import KINDS, RUNNERS
 from tests.search.checker import check
 from tests.search.scheduler import Actor, Event, Scheduler
-from tests.search.world import Scenario, Violation, World
+from tests.search.world import PERSON, Scenario, Violation, World
 
 SCENARIOS = {
     scenario.name: scenario
@@ -196,8 +197,8 @@ def _rest(world: World, done: Run) -> None:
         return
     application.broken.clear()  # mended
     try:
-        world.resolve(world.shown())
-        world.replay(letters[0])
+        world.resolve(world.shown(), PERSON)
+        operators.replay(application.app, letters[0], PERSON)
     except Exception as error:
         done.trace.append(Event("a person", "resolves and replays", f"refused: {error}"))
         record = world.record()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.search.exploration import Run
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -18,6 +20,9 @@ class Finding:
     rule: str
     what: str
     safeguards: tuple[str, ...]
+
+    def is_in(self, done: Run) -> bool:
+        return any(each.rule == self.rule and self.what in each.what for each in done.violations)
 
 
 FINDINGS = (

@@ -344,19 +344,16 @@ class World:
         rows = self.admin.execute("SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id DESC")
         return [row.id for row in rows]
 
-    def replay(self, letter: int) -> None:
-        operators.replay(application.app, letter, PERSON)
-
     def truth(self, effect: dict[str, Any]) -> Happened | DidNotHappen:
         """What a person finds out at the provider's desk, where the key is closed."""
         charge = application.provider.find(effect["key"])
         return DidNotHappen() if charge is None else Happened({"id": charge.id})
 
-    def resolve(self, shown: Shown, *, end: bool = False) -> None:
+    def resolve(self, shown: Shown, change: Change, *, end: bool = False) -> None:
         record = self.record()
         effect = {} if record is None else record.effects.get("refund", {})
-        if effect.get("state") == "begun":
-            operators.resolve_effect(application.app, shown, "refund", self.truth(effect), PERSON, end=end)
+        if effect.get("state") == "begun" or effect.get("resolved"):
+            operators.resolve_effect(application.app, shown, "refund", self.truth(effect), change, end=end)
 
     def revoke(self) -> None:
         """What a worker's main process does when it has terminated an attempt."""
