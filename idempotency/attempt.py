@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from sqlalchemy.exc import DataError, DBAPIError
-from sqlalchemy.orm import Session
 
 from . import conclusions, dead_letters, effects, metrics, records, results
 from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
-from .errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError, SessionNotYours
+from .errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError
 from .lease import Holding
 from .logs import log
 from .records import Claimed
 from .runtime import Runtime
+from .session import AttemptSession
 from .settings import Settings
 from .statements import describe
 
@@ -58,20 +58,6 @@ class Policy:
             tuple(task.permanent_errors),
             task.on_failed,
         )
-
-
-class AttemptSession(Session):
-    """The session of an attempt: a plain SQLAlchemy session, except that its commit is the attempt's."""
-
-    def commit(self) -> NoReturn:
-        raise SessionNotYours(
-            "the session commits with the result; what must be committed before the body goes on belongs in self.step"
-        )
-
-    def begin(self, nested: bool = False) -> Any:
-        if nested:
-            return super().begin(nested=True)
-        raise SessionNotYours("the session's transaction belongs to the attempt; use begin_nested() for a savepoint")
 
 
 class Attempt:
@@ -161,7 +147,7 @@ class Attempt:
         settings = self.runtime.settings
         session = self.session
         concluded = conclusions.conclude(
-            session,
+            session.connection(),
             self.claim.id,
             error,
             described=str(error) if cause in (None, error) else describe(cause),
@@ -196,7 +182,7 @@ class Attempt:
     def _ask_once_more(self) -> None:
         """Before an end over an open effect, ask the provider about it, if the body has come as far as its call."""
         for name, call in self.calls.items():
-            if self.claim.effects[name]["state"] == "begun":
+            if self.claim.effects.get(name, {}).get("state") == "begun":
                 try:
                     effects.ask(self, call)
                 except (LeaseLost, DBAPIError):
@@ -233,7 +219,7 @@ class Attempt:
         metrics.attempt_seconds.labels(self.claim.id.operation).observe(time.monotonic() - self._holding.since)
         self._roll_back()
         if self._session is not None:
-            self._session.close()
+            self._session.end()
 
     def _roll_back(self) -> None:
         if self._session is not None:
@@ -253,7 +239,7 @@ class Attempt:
         note = notices.append
         driver.add_notice_handler(note)
         try:
-            Session.commit(session)
+            session.end_with_commit()
         except BaseException as error:
             if isinstance(error, DBAPIError) and _refused_by_server(error, driver):
                 raise

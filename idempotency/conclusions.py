@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -28,7 +29,8 @@ from .errors import EffectUnknown, InvalidArguments, LeaseLost, PermanentError, 
 from .keys import OperationId
 from .logs import log
 from .records import FailedEnd
-from .statements import describe
+from .session import AttemptSession
+from .statements import ERROR_LIMIT, describe
 
 OnFailed = Callable[[Session, Operation, PermanentError], object]
 Undo = Callable[..., object]
@@ -57,7 +59,7 @@ class _Undo:
 
 
 def conclude(
-    session: Session,
+    connection: Connection,
     id: OperationId,
     error: PermanentError,
     *,
@@ -68,20 +70,20 @@ def conclude(
     on_failed: OnFailed | None,
     may_run: bool = True,
 ) -> Concluded:
-    """Say how an operation ends, and run the application's part of it in the session's transaction.
+    """Say how an operation ends, and run the application's part of it in the connection's transaction.
 
     `described` is the error in one line, as it is stored; by default its message. Without `may_run` neither an undo nor `on_failed` runs: they
     have ended their process too often. One that raises leaves no rows; the dead letter says so. `OperationalError` and
     `LeaseLost` are raised: the database is to blame, and the end is tried again.
     """
-    described = error.message if described is None else described
+    described = (error.message if described is None else described)[:ERROR_LIMIT]
     cause = _cause(error, described)
     ended, undos = _verdict(entries, error)
     if undos and not may_run:
         ended, undos = _unfinished("an undo ended its process"), []
     broken: str | None = None
     if undos:
-        broken = _run(session, lambda: _undo_all(session, undos))
+        broken = _run(connection, lambda session: _undo_all(session, undos))
         if broken is not None:
             log.error("undo_error", error=broken, operation=id.operation, key=id.key)
             ended, undos = _unfinished(f"an undo failed: {broken}"), []
@@ -89,18 +91,20 @@ def conclude(
         id.tenant, id.operation, id.key, arguments, attempts, steps=_steps(entries), effects=_effects(entries)
     )
     reason = ended.code
+    if on_failed is not None and not may_run:
+        reason, broken = "on_failed_error", broken or "not run: it has ended its process too often"
     if on_failed is not None and may_run:
-        unheard = _run(session, lambda: on_failed(session, operation, ended))
+        unheard = _run(connection, lambda session: on_failed(session, operation, ended))
         if unheard is not None:
             reason, broken = "on_failed_error", unheard
             log.error("on_failed_error", error=unheard, operation=id.operation, key=id.key)
-    text = records.error_text(error.code, described, cause if cause["code"] != error.code else None)
+    stored = records.error_text(error.code, described, cause if cause["code"] != error.code else None)
     if ended is not error:
-        text = records.error_text(ended.code, str(ended), cause)
+        stored = records.error_text(ended.code, str(ended), cause)
     answered = {name for undo in undos for name in undo.effects or ()}
     compensated = {name: {**entries[name], "state": "compensated"} for name in answered}
     forgotten = tuple(undo.step for undo in undos)
-    return Concluded(ended, FailedEnd(ended.code, text, forgotten, compensated), reason, broken)
+    return Concluded(ended, FailedEnd(ended.code, stored, forgotten, compensated), reason, broken)
 
 
 def _cause(error: PermanentError, described: str) -> dict[str, str]:
@@ -174,25 +178,29 @@ def _undo_all(session: Session, undos: list[_Undo]) -> None:
         undo.function(session, undo.result, **options)
 
 
-def _run(session: Session, part: Callable[[], object]) -> str | None:
+def _run(connection: Connection, part: Callable[[Session], object]) -> str | None:
     """Run the application's part behind a savepoint. Returns what was wrong with it, in one line."""
-    savepoint = session.begin_nested()
+    session = AttemptSession.within(connection)
     try:
-        part()
+        part(session)
         session.flush()
-        savepoint.commit()
+        # what would only be refused at COMMIT is refused here, where it undoes this part and not the end
+        session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+        session.end_with_commit()
     except (OperationalError, LeaseLost):
         raise  # Postgres is away or a lock timed out: not the application's fault
     except Exception as error:
-        savepoint.rollback()
+        session.rollback()
         return describe(error)
+    finally:
+        session.end()
     return None
 
 
 def _found(name: str) -> Undo | None:
     try:
         found: Undo = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError):
+    except Exception:  # the module's own code: it may want a secret that this process has not
         return None
     return found
 

@@ -29,7 +29,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from . import conclusions, dead_letters, keys, records
-from .attempt import AttemptSession, Policy
+from .attempt import Policy
 from .crash_points import crash_point
 from .dead_letters import BrokerLetter
 from .errors import CallRefused, PermanentError, UnknownVersion
@@ -300,7 +300,7 @@ def _give_up(
                     has_part = policy.on_failed is not None or conclusions.has_undo(ended.effects)
                     may_run = not has_part or _may_try(runtime, letter, interrupted)
                     concluded = conclusions.conclude(
-                        session,
+                        connection,
                         id,
                         PermanentError(_EXPLANATIONS[letter.reason], letter.reason),
                         entries=ended.effects,
@@ -328,7 +328,7 @@ def _give_up(
                 case Changed():
                     continue
             connection.exec_driver_sql(_FORGET_TRIES, {"digest": letter.digest})
-            Session.commit(session)
+            session.commit()
             return stored
 
 
@@ -355,9 +355,9 @@ def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | Non
 
 
 @contextmanager
-def _noting_outages(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> Iterator[AttemptSession]:
+def _noting_outages(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> Iterator[Session]:
     """The session in which a letter is stored. An outage that ends it is noted: the letter is not to blame."""
-    with AttemptSession(runtime.engine, expire_on_commit=False) as session:
+    with Session(runtime.engine) as session:
         connection = session.connection()
         try:
             yield session

@@ -21,7 +21,7 @@ from .errors import CallRefused, IdempotencyError, OperationNotFound
 from .keys import OperationId
 from .message import KEY_HEADER, TENANT_HEADER, Message
 from .outbox import refresh_lanes
-from .records import Claimed
+from .records import Claimed, FailedEnd
 
 # The most that one command may replay or discard: a mistaken filter should not send a million messages.
 BULK_LIMIT = 10_000
@@ -116,7 +116,9 @@ _REOPEN = """
 UPDATE idempotency.records
 SET status = 'released', generation = generation + 1, attempts = 0, token = NULL, locked_by = NULL,
     available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_code = NULL,
-    error = NULL, error_code = NULL, first_error = NULL, opened_at = clock_timestamp(), updated_at = clock_timestamp()
+    error = NULL, error_code = NULL, first_error = NULL,
+    -- what a worker remembers to have been revoked was revoked before this replay
+    revoked_generation = coalesce(revoked_generation, generation), opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
 RETURNING generation
@@ -272,6 +274,28 @@ def _headers(message: str) -> Mapping[str, Any]:
         return {}
 
 
+_SAY_AGAIN = """
+UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
+WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s AND generation = %(generation)s
+  AND status = 'open' AND source <> 'relay' AND reason <> 'fingerprint_mismatch' AND reason <> %(reason)s
+"""
+
+
+def say_again(connection: Connection, id: OperationId, generation: int, end: FailedEnd) -> None:
+    """Let the open letter of a failed operation say how it has ended now, so that no one replays it for its old reason."""
+    connection.exec_driver_sql(
+        _SAY_AGAIN,
+        {
+            "tenant": id.tenant,
+            "operation": id.operation,
+            "key": id.key,
+            "generation": generation,
+            "reason": end.code,
+            "error": end.error,
+        },
+    )
+
+
 def headers_text(headers: Mapping[str, Any]) -> str:
     """The headers of a message as they are stored: JSON, with anything that JSON does not know as its type's name."""
     return json.dumps(headers, default=lambda value: f"<{type(value).__name__}>")
@@ -383,7 +407,7 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
         arguments = keys.bind(task._signature, args, kwargs)
         id = task._operation(arguments, message.headers.get(KEY_HEADER), message.headers.get(TENANT_HEADER))
         fingerprint = keys.fingerprint(arguments)
-    except (CallRefused, ValueError, TypeError) as error:
-        why = str(error) if isinstance(error, CallRefused) else "not a task message"
+    except Exception as error:  # the application's own key function, too
+        why = str(error) if isinstance(error, CallRefused) else f"not a task message ({type(error).__name__})"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
     return id, fingerprint

@@ -73,7 +73,9 @@ WITH discarded AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM discarded d
     WHERE o.status = 'published' AND o.settled_at IS NULL
       AND (o.id = d.outbox_id
-        OR (o.tenant, o.operation, o.key, o.fingerprint) = (d.tenant, d.operation, d.key, d.fingerprint))
+        -- a message without a row of its own: whatever would deliver the operation was given up with it
+        OR d.outbox_id IS NULL
+           AND (o.tenant, o.operation, o.key, o.fingerprint) = (d.tenant, d.operation, d.key, d.fingerprint))
       AND NOT EXISTS (SELECT FROM idempotency.records r
                       WHERE (r.tenant, r.operation, r.key, r.fingerprint)
                           = (o.tenant, o.operation, o.key, o.fingerprint))

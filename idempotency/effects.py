@@ -29,9 +29,10 @@ from .errors import (
     PermanentError,
     StoredFailure,
     StoredRefusal,
+    Unfinished,
 )
 from .keys import OperationId, fingerprint
-from .statements import storable
+from .statements import ERROR_LIMIT, storable
 
 if TYPE_CHECKING:
     from .attempt import Attempt
@@ -103,7 +104,7 @@ def provider_key(id: OperationId, name: str, number: int) -> str:
 
 def effect(attempt: Attempt, call: Call) -> Any:
     """Call the outside world under a key, unless its result is recorded already."""
-    entry = _recorded(attempt, call.name, call.fingerprint)
+    entry = _recorded(attempt, call.name, "effect", call.fingerprint)
     attempt.calls[call.name] = call
     return _perform(attempt, call, entry)
 
@@ -112,6 +113,8 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
     repeated = False
     if entry is not None and entry["state"] == "done":
         return results.from_text(entry["result"])
+    if entry is not None and (refusal := _refusal(attempt, entry)) is not None:
+        raise refusal  # its attempt has died before it could end the operation
     if entry is not None and entry["state"] == "begun":
         match ask(attempt, call):
             case Happened(result):
@@ -129,11 +132,18 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
         result = call.fn(*call.args, **call.kwargs, idempotency_key=entry["key"])
     except StoredFailure as failure:
         return _after_stored_failure(attempt, call, failure)
+    except (EffectUnknown, Unfinished):
+        raise  # the call itself says that it does not know: it stays open
     except PermanentError as error:
         if repeated and not (isinstance(error, StoredRefusal) and attempt.policy.provider_keeps_refusals):
             return _after_refused_repeat(attempt, call, error)
         # A known outcome: nothing happened. Only a person's replay may call again, under the next key.
-        _change(attempt, call.name, {"state": "not_happened", "error": storable(str(error)[:500])})
+        refused = {"code": error.code, "message": storable(str(error)[:ERROR_LIMIT])}
+        _change(
+            attempt,
+            call.name,
+            {"state": "not_happened", "refused": refused, "generation": attempt.claim.generation},
+        )
         raise
     crash_point("effect.called")
     return _record(attempt, call.name, result)
@@ -149,7 +159,7 @@ def step(
 ) -> Any:
     """Commit a database phase together with its recorded result, unless it is recorded already."""
     arguments = fingerprint({"args": args, "kwargs": kwargs})
-    recorded = _recorded(attempt, name, arguments)
+    recorded = _recorded(attempt, name, "step", arguments)
     if recorded is not None:
         return results.from_text(recorded["result"])
     attempt.check_may_begin()
@@ -240,7 +250,15 @@ def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError)
     ) from refusal
 
 
-def _recorded(attempt: Attempt, name: str, arguments: str) -> dict[str, Any] | None:
+def _refusal(attempt: Attempt, entry: Mapping[str, Any]) -> PermanentError | None:
+    """The refusal that an earlier attempt of this generation was given."""
+    refused = entry.get("refused")
+    if entry["state"] != "not_happened" or refused is None or entry["generation"] != attempt.claim.generation:
+        return None
+    return PermanentError(refused["message"], refused["code"])
+
+
+def _recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str, Any] | None:
     """The rules of a name, and what earlier attempts left under it."""
     attempt.check_lease()
     if attempt.session_in_transaction:
@@ -252,9 +270,19 @@ def _recorded(attempt: Attempt, name: str, arguments: str) -> dict[str, Any] | N
         raise EffectNameReused(f"{name!r} is used twice in one attempt; give each effect and step its own name")
     attempt.names_used.add(name)
     recorded = attempt.claim.effects.get(name)
-    if recorded is not None and recorded["args"] != arguments:
+    if recorded is None:
+        return None
+    if recorded["kind"] != kind:
+        raise EffectMismatch(f"{name!r} was recorded as {_article(recorded['kind'])} and is {_article(kind)} now")
+    # What has not happened, or was undone, may be done with other arguments: under the next key it is another call.
+    is_closed = recorded["state"] in ("not_happened", "compensated") and _refusal(attempt, recorded) is None
+    if recorded["args"] != arguments and not is_closed:
         raise EffectMismatch(f"{name!r} was begun with other arguments in an earlier attempt")
     return recorded
+
+
+def _article(kind: str) -> str:
+    return "an effect" if kind == "effect" else "a step"
 
 
 def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:

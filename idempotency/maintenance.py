@@ -14,7 +14,6 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 
 from . import alerts, conclusions, dead_letters, metrics, records, sweeps
-from .attempt import AttemptSession
 from .delivery import Delivery
 from .errors import AttemptsExhausted
 from .keys import OperationId
@@ -176,7 +175,7 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
         parameters = {"dead": dead} | _bounds(app, runtime)
         spent = sweeps.find(connection, EXHAUST, parameters)
         exhausted, _ = sweeps.one_by_one(
-            connection, EXHAUST, spent, lambda row: _end_spent(runtime, parameters | sweeps.names(row))
+            connection, EXHAUST, spent, lambda row: _end_spent(app, runtime, parameters | sweeps.names(row))
         )
         total, _ = sweeps.run(connection, RECOVER, parameters, limit=limit)
     if exhausted:
@@ -194,32 +193,31 @@ def _is_dead(holder: str) -> bool:
         return False
 
 
-def _end_spent(runtime: Runtime, parameters: dict[str, Any]) -> int:
+def _end_spent(app: Celery, runtime: Runtime, parameters: dict[str, Any]) -> int:
     """End one spent operation in its own transaction. 0: its holder came back, or another sweep has it."""
     with runtime.engine.begin() as connection:
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = {sweeps.LOCK_TIMEOUT_MS}")
         record = connection.exec_driver_sql(EXHAUST.find_one, parameters).one_or_none()
         if record is None:
             return 0
-        _conclude(connection, runtime.settings, record)
+        _conclude(connection, runtime.settings, record, app.tasks.get(record.operation))
     return 1
 
 
-def _conclude(connection: Connection, settings: Settings, record: Row[Any]) -> None:
+def _conclude(connection: Connection, settings: Settings, record: Row[Any], task: Any) -> None:
     """Fail an operation whose process died in every attempt, with its dead letter. The record is locked."""
     id = OperationId(record.tenant, record.operation, record.key)
     claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, record.effects, False)
-    with AttemptSession(connection, join_transaction_mode="rollback_only") as session:
-        concluded = conclusions.conclude(
-            session,
-            id,
-            AttemptsExhausted("its process died in every attempt, and in what would end it"),
-            entries=record.effects,
-            arguments={},
-            attempts=record.attempts,
-            on_failed=None,
-            may_run=False,
-        )
+    concluded = conclusions.conclude(
+        connection,
+        id,
+        AttemptsExhausted("its process died in every attempt, and in what would end it"),
+        entries=record.effects,
+        arguments={},
+        attempts=record.attempts,
+        on_failed=getattr(task, "on_failed", None),
+        may_run=False,
+    )
     delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
     dead_letters.store_failure(
         connection,

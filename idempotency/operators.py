@@ -7,10 +7,12 @@ the other is refused. A refusal changes nothing and leaves no row.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from celery import Celery
@@ -19,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Row
 
 from . import conclusions, dead_letters, keys, metrics, records, results
-from .attempt import AttemptSession, Policy
+from .attempt import Policy
 from .conclusions import Concluded, Entry
 from .delivery import Delivery
 from .effects import DidNotHappen, Happened
@@ -52,8 +54,7 @@ VALUES (%(actor)s, %(action)s, %(tenant)s, %(operation)s, %(key)s, %(generation)
 _LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
 
 _REQUESTED = """
-SELECT action, tenant, operation, key, (details ->> 'dead_letter')::bigint AS letter
-FROM idempotency.audit WHERE request_id = %(request_id)s
+SELECT action, tenant, operation, key, details FROM idempotency.audit WHERE request_id = %(request_id)s
 """
 
 # Everywhere that an accepted operation can be known from.
@@ -146,7 +147,7 @@ def release(app: Celery, shown: Shown, change: Change) -> None:
     called outside is found begun by the next attempt. The attempt stays used.
     """
     with Runtime.of(app).engine.begin() as connection:
-        if _repeated(connection, change, "release", shown.id):
+        if _repeated(connection, change, "release", shown.id) is not None:
             return
         row = _locked(connection, shown, "release", "started")
         released = records.release(connection, _claimed(shown.id, row), delay=0.0, error=None)
@@ -164,8 +165,8 @@ def cancel(app: Celery, shown: Shown, change: Change, *, may_have_happened: bool
     runtime = Runtime.of(app)
     error = PermanentError(change.reason, "cancelled")
     with runtime.engine.begin() as connection:
-        if _repeated(connection, change, "cancel", shown.id):
-            return error
+        if (done := _repeated(connection, change, "cancel", shown.id)) is not None:
+            return PermanentError(change.reason, done.details["ended_as"])
         if shown.status == "accepted":
             _open_unclaimed(connection, runtime, shown.id)
             status, before = "released", None
@@ -208,8 +209,9 @@ def resolve_effect(
     task's `effect_types`. Raises `ChangeRefused`, and `InvalidResult`.
     """
     runtime = Runtime.of(app)
+    said = {"effect": name, "outcome": _digest(outcome), "end": end}
     with runtime.engine.begin() as connection:
-        if _repeated(connection, change, "resolve", shown.id):
+        if _repeated(connection, change, "resolve", shown.id, said=said) is not None:
             return
         row = _locked(connection, shown, "resolve an effect of", "failed")
         entry = row.effects.get(name)
@@ -237,7 +239,8 @@ def resolve_effect(
             concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken, entries=entries)
             concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
         fence = records.conclude(connection, shown.id, concluded_end, fence=row.fence)
-        details = {"effect": name, "state": word["state"], "ended_as": concluded_end.code}
+        dead_letters.say_again(connection, shown.id, row.generation, concluded_end)
+        details = said | {"state": word["state"], "ended_as": concluded_end.code}
         audit(connection, change, "resolve", shown.id, row, fence=fence, details=details)
 
 
@@ -247,7 +250,7 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
     Raises `OperationNotFound` and `ReplayRefused`.
     """
     with Runtime.of(app).engine.begin() as connection:
-        if (done := _repeated(connection, change, "replay", None, letter=letter)) is not None:
+        if (done := _repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.operation, done.key)
         id = dead_letters.replay(connection, letter, app=app)
         row = records.read_locked(connection, id)
@@ -287,7 +290,12 @@ def audit(
 
 
 def _repeated(
-    connection: Connection, change: Change, action: str, id: OperationId | None, *, letter: int | None = None
+    connection: Connection,
+    change: Change,
+    action: str,
+    id: OperationId | None,
+    *,
+    said: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row[Any] | None:
     """The audit row of this very request, if it has been carried out. Raises `ChangeRefused` if it was another one."""
     if change.request_id is None:
@@ -297,14 +305,20 @@ def _repeated(
     row = connection.exec_driver_sql(_REQUESTED, names).one_or_none()
     if row is None:
         return None
-    same = (
-        letter == row.letter
-        if id is None
-        else (id.tenant, id.operation, id.key) == (row.tenant, row.operation, row.key)
-    )
-    if row.action != action or not same:
-        raise ChangeRefused(f"--request-id: was used before, to {row.action} {row.operation} {row.key}")
+    same = id is None or (id.tenant, id.operation, id.key) == (row.tenant, row.operation, row.key)
+    if row.action != action or not same or any(row.details.get(name) != value for name, value in said.items()):
+        raise ChangeRefused(
+            f"--request-id: was used before, to {row.action} {row.operation} {row.key}, and not for this"
+        )
     return row
+
+
+def _digest(outcome: Happened | DidNotHappen) -> str:
+    """What tells one word from another, without a result that the audit table must not show."""
+    if isinstance(outcome, DidNotHappen):
+        return "not happened"
+    text = json.dumps(outcome.result, sort_keys=True, default=str)
+    return f"happened {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
 
 
 def _locked(
@@ -364,7 +378,7 @@ def _task_of(app: Celery, runtime: Runtime, row: Row[Any]) -> tuple[Policy, dict
             settings.retention_failed,
             settings.provider_key_retention,
         )
-        return unknown, {}, None
+        return unknown, {}, "no task of this name is known to this process"
     policy = Policy.of(task, runtime.settings)
     try:
         args, kwargs, _ = loads(Message.from_text(row.message).body)
@@ -385,17 +399,16 @@ def _conclude(
     entries: Mapping[str, Entry] | None = None,
 ) -> Concluded:
     """End the operation as a failing attempt does. `broken`: why its arguments could not be read, so that nothing runs."""
-    with AttemptSession(connection, expire_on_commit=False, join_transaction_mode="rollback_only") as session:
-        concluded = conclusions.conclude(
-            session,
-            id,
-            error,
-            entries=row.effects if entries is None else entries,
-            arguments=arguments,
-            attempts=row.attempts,
-            on_failed=policy.on_failed,
-            may_run=broken is None,
-        )
+    concluded = conclusions.conclude(
+        connection,
+        id,
+        error,
+        entries=row.effects if entries is None else entries,
+        arguments=arguments,
+        attempts=row.attempts,
+        on_failed=policy.on_failed,
+        may_run=broken is None,
+    )
     if broken is None:
         return concluded
     log.error("on_failed_error", error=broken, operation=id.operation, key=id.key)

@@ -254,6 +254,11 @@ WITH released AS (
     SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry',
            available_at + make_interval(secs => %(after_due)s), generation
     FROM released WHERE %(deliver)s
+), superseded AS (
+    -- what the next delivery stands for now: an operation that defers for hours keeps one row and not thousands
+    DELETE FROM idempotency.outbox o USING released r
+    WHERE o.tenant = r.tenant AND o.operation = r.operation AND o.key = r.key AND o.fingerprint = r.fingerprint
+      AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND %(deliver)s
 )
 SELECT count(*) FROM released
 """
@@ -566,7 +571,7 @@ def _fence(row: Any | None) -> int | None:
 # is what reconcile would send again; the message in hand is a copy if that is another row, or is about to leave again.
 # (A row that a relay holds at this moment, itself or by its lane, is the message in hand: it was refused before its
 # confirm was noted.)
-_ELSEWHERE = f"""EXISTS (
+_ELSEWHERE = f"""(EXISTS (
     SELECT FROM (
         SELECT event_id, status, coalesce(relayed_until, (
             SELECT l.relayed_until FROM idempotency.lanes l
@@ -574,7 +579,11 @@ _ELSEWHERE = f"""EXISTS (
         FROM idempotency.outbox o WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
         ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
     WHERE event_id IS DISTINCT FROM %(event_id)s
-       OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))"""
+       OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))
+    OR EXISTS (
+        SELECT FROM idempotency.outbox
+        WHERE {_ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'pending'
+          AND event_id IS DISTINCT FROM %(event_id)s))"""
 
 # What is started goes on by its holder or by recover, whatever its lease. What is released ends only if it is as this
 # statement's snapshot has it: a release since then has brought a delivery that the snapshot does not show.

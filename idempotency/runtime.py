@@ -25,6 +25,7 @@ from . import records, settings
 from .errors import SettingsError
 from .lease import Heartbeat, Leases
 from .records import Claimed, Renewal
+from .session import refuse_others_commits
 from .settings import Settings
 from .statements import treat_read_only_as_away, wire
 
@@ -40,6 +41,7 @@ class Runtime:
         self.settings = settings.from_app(app)
         self.holder = process_identity()
         self.engine = make_attempts_engine(self.settings, pool_reset_on_return=None)
+        refuse_others_commits(self.engine)
         # What a body has SET is its own affair: the next attempt on the connection begins as we connect.
         event.listen(self.engine, "reset", _reset)
         # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the

@@ -33,7 +33,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from . import conclusions, dead_letters, eager, keys, metrics, outbox, records
-from .attempt import Attempt, AttemptSession, Policy
+from .attempt import Attempt, Policy
 from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
@@ -42,7 +42,6 @@ from .endings import Ending, Raised, Release, Returned, end_for
 from .errors import (
     AttemptsExhausted,
     Defer,
-    EffectUnknown,
     FingerprintMismatch,
     IdempotencyError,
     InvalidArguments,
@@ -77,6 +76,7 @@ from .providers import ProviderContract
 from .publisher import Published, Publisher
 from .records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from .runtime import Runtime
+from .session import AttemptSession
 from .statements import describe
 from .waiting import Unanswered, Waiting, is_stopping
 
@@ -256,7 +256,7 @@ class IdempotentTask(Task):
         attempt.ends_as = end
         try:
             result = self.run(*self.request.args, **self.request.kwargs)
-        except (LeaseLost, OutcomeInDoubt, Defer, EffectUnknown):
+        except (LeaseLost, OutcomeInDoubt, Defer):
             raise
         except Exception as error:
             raise end from error

@@ -38,7 +38,7 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
     Failed means that nothing was charged. What was, or may have been, is unknown until a person has settled it.
     """
     payment = session.get(Payment, operation.key, with_for_update=True)
-    if payment is not None and payment.status in ("pending", "unknown"):
+    if payment is not None and payment.status not in ("captured", "free"):
         payment.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "failed"
         payment.failure = error.code
         publish(session, f"payment.{payment.status}", {"payment_id": payment.id, "code": error.code}, app=app)
@@ -58,6 +58,9 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
     payment = self.session.get(Payment, payment_id)
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
+    if payment.status in ("captured", "free"):  # by a call under another key
+        return {"status": payment.status, "charge": payment.charge_id}
+    was_told = payment.failure is not None
     request: dict[str, Any] = {
         "payment_id": payment.id,
         "customer_id": payment.customer_id,
@@ -72,7 +75,9 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
 
     status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
     settled = payments.update().where(payments.c.id == payment_id)
-    self.session.execute(settled.values(status=status, charge_id=charge_id))
+    self.session.execute(settled.values(status=status, charge_id=charge_id, failure=None))
+    if was_told:
+        publish(self.session, "payment.recovered", {"payment_id": payment_id, "code": "recovered"}, app=app)
     if charge is not None:
         ledger.post(self.session, "capture", payment_id, payment_id, request["amount"], request["currency"])
     publish(self.session, "payment.captured", request, app=app)

@@ -38,11 +38,8 @@ def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     """Refused: nothing is reserved any more. Unknown: it stays reserved, for it was or may have been paid out."""
     refund = session.get(Refund, operation.key, with_for_update=True)
-    if refund is not None and refund.status in ("pending", "unknown"):
-        refund.status = "refused"
-        refund.failure = error.code
-    elif refund is not None and refund.status == "reserved" and isinstance(error, EffectUnknown | Unfinished):
-        refund.status = "unknown"
+    if refund is not None and refund.status != "refunded":
+        refund.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "refused"
         refund.failure = error.code
 
 
@@ -94,7 +91,7 @@ def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
 
     refund = self.session.get_one(Refund, refund_id, with_for_update=True)
     payment = self.session.get_one(Payment, refund.payment_id)
-    refund.status, refund.provider_refund_id = "refunded", given_back["id"]
+    refund.status, refund.provider_refund_id, refund.failure = "refunded", given_back["id"], None
     ledger.post(self.session, "refund", refund.id, payment.id, refund.amount, payment.currency)
     publish(
         self.session,

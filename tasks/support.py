@@ -7,10 +7,12 @@ from typing import Any
 from idempotency import IdempotentTask, subscribe
 
 from . import app
-from .models import SupportCase
+from .models import Payment, SupportCase
 
 
-@subscribe("payment.failed", "payment.unknown", consumer="support", app=app)
+@subscribe("payment.failed", "payment.unknown", "payment.recovered", consumer="support", app=app)
 def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Open the case of a payment, or say in its case what has become of it."""
-    self.session.merge(SupportCase(payment_id=event["data"]["payment_id"], code=event["data"]["code"]))
+    # the payment's own row, because two events of one payment may be handled in either order
+    payment = self.session.get_one(Payment, event["data"]["payment_id"])
+    self.session.merge(SupportCase(payment_id=payment.id, code=payment.failure or "recovered"))
