@@ -84,3 +84,7 @@ def refuse_others_commits(engine: Engine) -> None:
         if session is not None and not session._may_commit:
             connection.invalidate()  # its transaction must not survive as something that a later commit takes along
             raise SessionNotYours(_REFUSAL)
+
+    @event.listens_for(engine, "checkin")
+    def _(_: Any, record: Any) -> None:
+        record.info.pop(_OWNER, None)  # a session that closes gives its connection back before it says so
