@@ -214,6 +214,7 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
     if age > attempt.policy.provider_key_retention:
         raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and the provider's key has expired")
     if begun["ended_at"] is not None:
+        _check_askable(call)
         # Repeating is pointless and it is too early to say no: ask again, each time after twice as long.
         seconds = max(now - begun["ended_at"], 1.0) if ask_again is None else ask_again
         raise Defer(min(seconds, 60.0), f"effect {call.name!r}: whether it happened is still open")
@@ -223,13 +224,18 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
         attempt.check_may_begin()
 
 
+def _check_askable(call: Call) -> None:
+    """Raise `EffectUnknown` after a stored failure that only a person can settle: waiting would bring no answer."""
+    if call.reconcile is None:
+        raise EffectUnknown(f"effect {call.name!r}: the provider replays a stored failure, and there is no reconcile")
+
+
 def _after_stored_failure(attempt: Attempt, call: Call, failure: StoredFailure) -> Any:
     """The provider's last word under this key is a failure: settle what it left, then perhaps the next key."""
     with attempt.runtime.autocommit() as connection:
         ended_at = records.database_time(connection)
     _change(attempt, call.name, {"ended_at": ended_at})
-    if call.reconcile is None:
-        raise EffectUnknown(f"effect {call.name!r}: the provider replays a stored failure, and there is no reconcile")
+    _check_askable(call)
     if call.name in attempt.moved_on:
         raise failure  # one further key in an attempt: a provider that fails under every key is left alone for a while
     attempt.moved_on.add(call.name)

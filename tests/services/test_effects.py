@@ -19,6 +19,7 @@ from idempotency import (
     StillUnknown,
     StoredFailure,
     Unfinished,
+    dead_letters,
     metrics,
 )
 from idempotency.effects import provider_key
@@ -142,6 +143,22 @@ def test_a_stored_failure_without_reconcile_waits_for_a_person(bank, deliveries,
     outcome = deliveries.deliver(make_task(bank, lambda self: self.effect("call", call)), key="k")
     assert isinstance(outcome.value, EffectUnknown)
     assert json.loads(record("k").error)["code"] == "effect_unknown"
+
+
+def test_a_stored_failure_without_reconcile_is_not_waited_for(bank, deliveries, record, engine):
+    calls = []
+
+    def call(*, idempotency_key):
+        calls.append(idempotency_key)
+        raise StoredFailure("stored 500")
+
+    task = make_task(bank, lambda self: self.effect("call", call))
+    deliveries.deliver(task, key="k")
+    with engine.connect() as connection:
+        letter = connection.execute(text("SELECT id FROM idempotency.dead_letters")).scalar_one()
+        dead_letters.replay(connection, letter)
+    assert isinstance(deliveries.deliver(task, key="k", origin="replay").value, EffectUnknown)
+    assert (record("k").status, len(calls)) == ("failed", 1)
 
 
 def test_beyond_the_providers_key_retention_nobody_calls_again(bank, deliveries, outside, engine, record):
