@@ -14,7 +14,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test faults chaos chaos-many controls lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: help venv up down status demo test faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ chaos-many: .venv/ready ## chaos with random seeds, one run after another, and a
 
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)
+
+search: .venv/ready ## schedules of every pair of actors, one by one; PREEMPTIONS=2 PAIRS=attempt+cancel SEEDS=1-500 JOBS=2
+	@$(VENV)/python -m tests.search --preemptions $(or $(PREEMPTIONS),2) --jobs $(or $(JOBS),2) \
+		$(if $(PAIRS),--pairs $(PAIRS)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
 faults: .venv/ready ## the fault matrix, kept in docs/faults.md; some of it with ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)

@@ -75,7 +75,7 @@ def conclude(
     `LeaseLost` are raised: the database is to blame, and the end is tried again.
     """
     described = error.message if described is None else described
-    cause = {"code": error.code, "message": described}
+    cause = _cause(error, described)
     ended, undos = _verdict(entries, error)
     if undos and not may_run:
         ended, undos = _unfinished("an undo ended its process"), []
@@ -94,13 +94,21 @@ def conclude(
         if unheard is not None:
             reason, broken = "on_failed_error", unheard
             log.error("on_failed_error", error=unheard, operation=id.operation, key=id.key)
-    text = records.error_text(error.code, described)
+    text = records.error_text(error.code, described, cause if cause["code"] != error.code else None)
     if ended is not error:
         text = records.error_text(ended.code, str(ended), cause)
     answered = {name for undo in undos for name in undo.effects or ()}
     compensated = {name: {**entries[name], "state": "compensated"} for name in answered}
     forgotten = tuple(undo.step for undo in undos)
     return Concluded(ended, FailedEnd(ended.code, text, forgotten, compensated), reason, broken)
+
+
+def _cause(error: PermanentError, described: str) -> dict[str, str]:
+    """What ends the operation beside its effects. Of a refused repeat it is the refusal: the unknown is what it led to."""
+    refusal = error.__cause__
+    if isinstance(error, EffectUnknown) and isinstance(refusal, PermanentError):
+        return {"code": refusal.code, "message": str(refusal)}
+    return {"code": error.code, "message": described}
 
 
 def is_open(entries: Mapping[str, Entry]) -> bool:

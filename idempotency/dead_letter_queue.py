@@ -282,6 +282,7 @@ def _give_up(
     runtime = Runtime.of(app)
     settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
     letter = replace(letter, fingerprint=dead.fingerprint)
+    end = FailedEnd(letter.reason, letter.last_error)
     while True:
         with _noting_outages(runtime, letter, interrupted) as session:
             connection = session.connection()
@@ -289,7 +290,7 @@ def _give_up(
             answer = records.give_up(
                 connection,
                 dead,
-                end=FailedEnd(letter.reason, letter.last_error),
+                end=end,
                 retention=policy.retention_failed,
                 lease=settings.lease,
             )
@@ -308,7 +309,8 @@ def _give_up(
                         on_failed=policy.on_failed,
                         may_run=may_run,
                     )
-                    records.conclude(connection, id, concluded.end, fence=ended.fence)
+                    if concluded.end != end:
+                        records.conclude(connection, id, concluded.end, fence=ended.fence)
                     letter = replace(
                         letter,
                         reason=concluded.reason if may_run else "on_failed_error",

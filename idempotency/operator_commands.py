@@ -162,9 +162,9 @@ def show_operation(
         print_table("record", "", rows=[(name, record[name]) for name in fields])
     if shown["effects"]:
         print_table(
-            "effect", "state", "key number", *(["result"] if with_payload else []),
+            "name", "kind", "state", "key number", *(["result"] if with_payload else []),
             rows=[
-                (name, effect["state"], effect["number"], *([effect.get("result")] if with_payload else []))
+                (name, effect["kind"], effect["state"], effect.get("number", ""), *([effect.get("result")] if with_payload else []))
                 for name, effect in shown["effects"].items()
             ],
         )  # fmt: skip

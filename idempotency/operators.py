@@ -204,7 +204,7 @@ def resolve_effect(
 
     Happened: the next attempt gets the result and calls nothing. DidNotHappen: it calls, under the effect's next key.
     With `end` the operation is not to go on: what its end had to leave undone is undone, and `on_failed` is told the
-    cause. A person's word can be corrected for as long as the operation is failed. The result is checked against the
+    cause (`cancelled` where nothing but the unknown effect had ended it). A person's word can be corrected for as long as the operation is failed. The result is checked against the
     task's `effect_types`. Raises `ChangeRefused`, and `InvalidResult`.
     """
     runtime = Runtime.of(app)
@@ -216,7 +216,8 @@ def resolve_effect(
         if entry is None or entry["kind"] != "effect":
             known = ", ".join(sorted(n for n, e in row.effects.items() if e["kind"] == "effect")) or "none"
             raise ChangeRefused(f"{_called(shown.id)}: has no effect {name!r}; it has: {known}")
-        if entry["state"] != "begun" and not entry.get("resolved"):
+        # what an undo has answered for stays so: another word would leave its refund without a payment, or with two
+        if entry["state"] == "compensated" or (entry["state"] != "begun" and not entry.get("resolved")):
             raise ChangeRefused(f"{_called(shown.id)}: effect {name!r} is {entry['state']}, so its outcome is known")
         word: dict[str, Any] = {"state": "not_happened", "resolved": True}
         if isinstance(outcome, Happened):
@@ -231,6 +232,8 @@ def resolve_effect(
             cause = fields.get("cause") or fields
             policy, arguments, broken = _task_of(app, runtime, row)
             error = PermanentError(cause["message"], cause["code"])
+            if error.code == EffectUnknown.default_code:  # nothing else had ended it: now this person does
+                error = PermanentError(change.reason, "cancelled")
             concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken, entries=entries)
             concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
         fence = records.conclude(connection, shown.id, concluded_end, fence=row.fence)

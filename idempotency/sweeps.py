@@ -185,6 +185,9 @@ def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Excep
     log.error("set_aside", sweep=sweep.name, operation=row.operation, key=row.key, error=fields["error"], times=times)
 
 
+_AS_BEFORE = "RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan"
+
+
 @contextmanager
 def sweeping(connection: Connection) -> Iterator[None]:
     """How a sweep's statements run: hardly waiting, and reading what is due by its index, in order.
@@ -196,6 +199,8 @@ def sweeping(connection: Connection) -> Iterator[None]:
     )
     try:
         yield
-    finally:
-        with suppress(SQLAlchemyError):  # a connection that broke is not used again
-            connection.exec_driver_sql("RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan")
+    except BaseException:
+        with suppress(SQLAlchemyError):  # what went wrong first is what counts
+            connection.exec_driver_sql(_AS_BEFORE)
+        raise
+    connection.exec_driver_sql(_AS_BEFORE)

@@ -6,11 +6,10 @@ found by. Operations are accepted by a row in `submitted`, written in the transa
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -20,6 +19,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import Defer, IdempotentTask, Operation, PermanentError, maintenance, publish, subscribe
 from idempotency.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
+from idempotency.errors import StoredFailure, StoredRefusal
 from idempotency.queues import quorum_queue
 from idempotency.reconcile import reconcile
 from tests import crashing
@@ -177,17 +177,18 @@ def deposit(self: IdempotentTask, number: str, account: str, amount: int) -> dic
 
 @app.task(name="chaos.transfer", **_OPTIONS)
 def transfer(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> dict[str, Any]:
-    """A step, a call outside, and a final row; it has attempts enough."""
-    self.step("reserve", reserve, f"{account}/reserved", amount, **_undo(unreserve))
+    """A step, two calls outside, and a final row; it has attempts enough."""
+    self.step("reserve", reserve, f"{account}/reserved", amount, undo=unreserve)
     self.effect("pay", pay, f"{url}/steady", amount)
+    self.effect("notify", pay, f"{url}/steady", amount, reconcile=find)
     return _write_last(self, account, amount)
 
 
 @app.task(name="chaos.charge", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS})
 def charge(self: IdempotentTask, number: str, account: str, amount: int, url: str, asks: bool) -> dict[str, Any]:
     """Two steps and a call over a bad line, with few attempts: it may end at any of them."""
-    self.step("reserve", reserve_for_charge, f"{account}/reserved", amount, **_undo(unreserve))
-    self.step("tag", reserve, f"{account}/tag", amount, **_undo(unreserve))
+    self.step("reserve", reserve_for_charge, f"{account}/reserved", amount, undo=unreserve)
+    self.step("tag", reserve, f"{account}/tag", amount, undo=unreserve)
     self.effect("pay", pay, f"{url}/rough", amount, reconcile=find if asks else None)
     return _write_last(self, account, amount)
 
@@ -195,7 +196,7 @@ def charge(self: IdempotentTask, number: str, account: str, amount: int, url: st
 @app.task(name="chaos.stumble", **_OPTIONS)
 def stumble(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> None:
     """Cannot finish after its payment."""
-    self.step("reserve", reserve, f"{account}/reserved", amount, **_undo(unreserve))
+    self.step("reserve", reserve, f"{account}/reserved", amount, undo=unreserve)
     self.effect("pay", pay, f"{url}/steady", amount)
     raise PermanentError("no such account", "no_account")
 
@@ -216,22 +217,32 @@ def reserve_for_charge(session: Session, account: str, amount: int) -> dict[str,
     return reserve(session, account, amount)
 
 
+@app.task(name="chaos.refunded", **_OPTIONS)
+def refunded(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> None:
+    """Cannot finish after its payment, and the undo of its step answers for that."""
+    self.step("reserve", reserve, f"{account}/reserved", amount, undo=refund)
+    self.effect("pay", pay, f"{url}/steady", amount)
+    raise PermanentError("no such account", "no_account")
+
+
+def refund(session: Session, reserved: dict[str, Any], effects: Mapping[str, Any]) -> None:
+    """Take the reservation back, and the payment if there was one: as a row, which another task would send."""
+    unreserve(session, reserved)
+    for name in effects:
+        session.execute(_REVERSE, {"account": f"{reserved['account']}/{name}", "amount": reserved["amount"]})
+
+
 def unreserve(session: Session, reserved: dict[str, Any]) -> None:
     session.execute(_REVERSE, reserved)
-
-
-# TODO(merge): pass `undo=` itself, and drop the question.
-UNDOES = "undo" in inspect.signature(IdempotentTask.step).parameters
-
-
-def _undo(function: Callable[..., Any]) -> dict[str, Any]:
-    return {"undo": function} if UNDOES else {}
 
 
 def pay(url: str, amount: int, *, idempotency_key: str) -> dict[str, Any]:
     response = httpx.post(url, json={"amount": amount}, headers={"Idempotency-Key": idempotency_key}, timeout=10)
     if 400 <= response.status_code < 500:
-        raise PermanentError("the provider refused", f"provider_{response.status_code}")
+        refusal = StoredRefusal if response.status_code in provider.KEPT else PermanentError
+        raise refusal("the provider refused", f"provider_{response.status_code}")
+    if response.status_code == provider.BROKEN:
+        raise StoredFailure("the provider failed, and keeps that answer")
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
@@ -241,7 +252,7 @@ def find(url: str, amount: int, *, doubt: EffectInDoubt) -> Happened | DidNotHap
     """Ask the provider, which lets nothing happen any more under a key that it says no about."""
     answer = provider.ask(url.rpartition("/")[0], doubt.idempotency_key)
     if answer is None:
-        return StillUnknown()
+        return StillUnknown(ask_again=LATER if amount % 2 else None)
     return Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
 
 

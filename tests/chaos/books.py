@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -22,6 +23,8 @@ TERMINAL = ("completed", "failed")
 FAULTS = frozenset({"attempts_exhausted", "delivery_limit"})
 # What a failing transaction leaves: the operation ends without success.
 FAILING = ("fail", "give_up", "cancel")
+# What draws a conclusion: these, and a person's word on an effect with which the operation is to end.
+ENDING = (*FAILING, "resolve_end")
 # The ends over an effect: perhaps it happened; and it did happen, but the operation could not finish after it.
 UNKNOWN, UNFINISHED = "effect_unknown", "unfinished"
 # What a killed process had sent may still be carried out; a line of it that is later than this is a sign of life.
@@ -41,6 +44,12 @@ class Event:
         return self.change.old or {}
 
     @property
+    def taken(self) -> bool:
+        """Whether it took the record from its holder, who was not asked."""
+        revoked = self.verb == "revoke" and self.new["status"] == "released"
+        return revoked or self.verb in ("takeover", "give_up", "recover")
+
+    @property
     def new(self) -> dict[str, Any]:
         return self.change.new or {}
 
@@ -54,7 +63,7 @@ class Books:
         self.by_transaction: dict[int, list[Change]] = defaultdict(list)
         for change in self.changes:
             self.by_transaction[change.txid].append(change)
-        self.records = self._of("records")
+        self.records = {id: list(_by_transaction(changes)) for id, changes in self._of("records").items()}
         self.letters: dict[int, list[Change]] = defaultdict(list)
         self.outbox: dict[int, list[Change]] = defaultdict(list)
         for change in self.changes:
@@ -75,7 +84,7 @@ class Books:
         self._ends_by_transaction: dict[int, list[Event]] = defaultdict(list)
         for events in self.events.values():
             for event in events:
-                if event.verb in ("complete", "fail", "give_up", "cancel", "effect"):
+                if event.verb in ("complete", "effect", "resolve", *ENDING):
                     self._ends_by_transaction[event.change.txid].append(event)
         self._rows_by_operation: dict[Id, list[Change]] = defaultdict(list)
         for change in self.business:
@@ -112,12 +121,6 @@ class Books:
         """The lines of each outbox row of an operation."""
         return self._rows_by_id.get(id, [])
 
-    def waits_for_its_caller(self, id: Id) -> bool:
-        """Whether only eager calls ever claimed it and no message was acknowledged for it: the caller may call again."""
-        accepted, changes = self.accepted.get(id), self.records.get(id)
-        taken_on = self.deliveries(id) or not changes or changes[-1].row["duplicates"]
-        return accepted is not None and accepted.once_claimed and not taken_on
-
     def letters_of(self, id: Id) -> list[dict[str, Any]]:
         """The dead letters that name an operation, as they are at the end."""
         last = {change.row["id"]: change.row for change in self._letters_by_id.get(id, [])}
@@ -146,17 +149,11 @@ class Books:
 
     def event_of(self, change: Change) -> Event | None:
         """What a business row was committed with: the completion, the step or the failure in its transaction."""
-        # an end that forgets its steps changes the record twice; the end is the last change
         return next(reversed(self._ends_by_transaction.get(change.txid, [])), None)
 
     def written_with(self, id: Id, event: Event, book: str) -> list[Change]:
         """The business rows of one book that were committed with an event, in their order."""
         return [c for c in self.written_by(id) if c.book == book and c.txid == event.change.txid]
-
-    def effects_before(self, id: Id, event: Event) -> dict[str, Any]:
-        """The effects and steps of a record before the transaction of an event."""
-        first = next(c for c in self.records[id] if c.txid == event.change.txid)
-        return dict((first.old or {}).get("effects") or {})
 
     def _of(self, book: str) -> dict[Id, list[Change]]:
         found: dict[Id, list[Change]] = defaultdict(list)
@@ -179,11 +176,15 @@ class Books:
         if new is None:
             return "purge"
         if old is None:
-            return {"started": "claim", "failed": "give_up"}.get(new["status"], "unknown")
+            if new["status"] == "failed":
+                return "cancel" if "cancel" in self._audited(change) else "give_up"
+            return {"started": "claim", "released": "revoke"}.get(new["status"], "unknown")
         if new["status"] == "started" and old["status"] != "started":
             return "claim"
         if new["status"] == "started" and (new["fence"], new["token"]) != (old["fence"], old["token"]):
             return "doubt" if new["token"] == old["token"] else "takeover"
+        if new["status"] == "released" and new["revoked_generation"] != old["revoked_generation"]:
+            return "revoke"  # of a terminated attempt: claimed and let go, in the name of its holder that is gone
         moved = new["fence"] != old["fence"]
         match old["status"], new["status"]:
             # by whatever it was before: that it was no longer started is for the checks to say
@@ -195,17 +196,23 @@ class Books:
                 return "cancel" if "cancel" in self._audited(change) else "give_up"
             case "started", "released" if "release" in self._audited(change):
                 return "operator_release"
-            case "started", "released" if "cancel" in self._audited(change):
-                return "opened"  # a record for what was only in the outbox, so that it can be cancelled
             case "started", "released":
                 return {"retry": "release", "recover": "recover"}.get(self._delivered_by(change), "unknown_release")
             case "failed", "released":
                 return "replay"
+            case "failed", "failed" if new["error"] != old["error"]:
+                return "resolve_end"
             case before, after if before != after:
                 return "unknown"
         if new["effects"] != old["effects"]:
             return "effect" if new["status"] == "started" else "resolve"
-        for column, verb in (("duplicates", "count"), ("revoked_generation", "revoke"), ("locked_until", "renew")):
+        columns = {
+            "duplicates": "count",
+            "revoked_generation": "revoke",
+            "locked_until": "renew",
+            "kept_until": "keep",
+        }
+        for column, verb in columns.items():
             if new[column] != old[column]:
                 return verb
         return "touch"
@@ -221,6 +228,13 @@ class Books:
         with self.evidence.engine.connect() as connection:
             now: datetime = connection.execute(text("SELECT clock_timestamp()")).scalar_one()
             return now
+
+
+def _by_transaction(changes: Sequence[Change]) -> Iterator[Change]:
+    """What each transaction has made of a row: nobody has seen it as it was in between."""
+    for _, own in itertools.groupby(changes, key=lambda change: change.txid):
+        first, *_, last = [*own] * 2
+        yield replace(last, old=first.old)
 
 
 def deliveries_in(books: Books, change: Change) -> list[Change]:
@@ -247,8 +261,14 @@ def code_of(record: Mapping[str, Any]) -> str | None:
 
 
 def in_state(effects: Mapping[str, Any], state: str) -> list[str]:
-    """The names of the effects (not steps, which have no key) that are in a state."""
-    return [name for name, effect in effects.items() if effect.get("key") and effect["state"] == state]
+    """The names of the effects that are in a state, without the steps."""
+    return [name for name, effect in effects.items() if effect["kind"] == "effect" and effect["state"] == state]
+
+
+def cause_of(record: Mapping[str, Any]) -> str | None:
+    """What ended an operation beside its effects: the code under which a person's word ends it."""
+    cause: dict[str, str] = json.loads(record["error"]).get("cause", {})
+    return cause.get("code")
 
 
 def becomes(change: Change, status: str) -> bool:
@@ -283,8 +303,6 @@ def whereabouts(books: Books) -> tuple[Counter[str], list[Id]]:
             found["completed"] += 1
         elif ended == "failed":
             found["failed" if books.code(id) == accepted.failure else "dead"] += 1
-        elif books.waits_for_its_caller(id):
-            pass  # its caller was told of no end, and nothing else has accepted it
         elif books.status(id) is not None or id in owed:
             found["queued"] += 1
         elif id in letters or any(letter["status"] == "discarded" for letter in books.letters_of(id)):

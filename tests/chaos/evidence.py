@@ -37,10 +37,12 @@ class Accepted:
     result      the stored result as text; None: not known
     failure     the code it is to fail with; None: it is to complete
     may_fail    further codes that it may fail with
+    may_stop    codes that may end it beside an effect that is unknown or happened, and never otherwise
     failure_row whether its `on_failed` leaves a row in `failures`; None: it does where a failure is expected
     acts        how many effects outside it has when it completes
     amount      what each of its effects is worth in the provider's ledger; None: not known
     steps       its steps with an undo, in their order; their rows are among `rows`
+    refunds     effects that an undo answers for, each with the reversal that it writes
     once_claimed it was only sent: without a record it was never accepted
     is_event    whether it is a consumer's handling of an event
     max_attempts of its task; None: as the evidence says of every task
@@ -53,10 +55,12 @@ class Accepted:
     result: str | None = None
     failure: str | None = None
     may_fail: frozenset[str] = frozenset()
+    may_stop: frozenset[str] = frozenset()
     failure_row: bool | None = None
     acts: int | None = None
     amount: int | None = None
     steps: tuple[Step, ...] = ()
+    refunds: tuple[Step, ...] = ()
     once_claimed: bool = False
     is_event: bool = False
     max_attempts: int | None = None
@@ -75,13 +79,12 @@ class Evidence:
     amounts        and for how much under each of them
     queues         messages left in each queue of the broker
     tenants        who may have rows; None: not checked
+    revoked        what Celery was told to revoke
     rolled_back    operations enqueued only by transactions that rolled back
     drained        faults are over and everything had time to end; else what is under way is no violation
     max_attempts   of every task
     spare_attempts claims beyond them: one that ends the operation, and one for each time that claim was killed
     fenced         writes refused to former holders: they roll back, so only the logs have seen them
-    callers        the processes that call tasks eagerly, as they sign their lines: their attempts are not delivered again
-    undoes         whether a permanent end undoes recorded steps
     """
 
     engine: Engine
@@ -90,13 +93,12 @@ class Evidence:
     amounts: Mapping[str, int] = field(default_factory=dict)
     queues: Mapping[str, int] = field(default_factory=dict)
     tenants: frozenset[str] | None = None
+    revoked: frozenset[Id] = frozenset()
     rolled_back: Sequence[Id] = ()
     drained: bool = True
     max_attempts: int = 5
     spare_attempts: int = 1
     fenced: int = 0
-    callers: frozenset[str] = frozenset()
-    undoes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,14 @@ import json
 from tests.chaos import application
 from tests.chaos.application import FEW_ATTEMPTS
 from tests.chaos.checker import Accepted, Step
-from tests.chaos.provider import CLOSED, DECLINED
+from tests.chaos.provider import CLOSED, DECLINED, REVOKED
 
 # What a payment may end as without having happened: declined, or called by an attempt that was too late.
 _REFUSALS = frozenset({f"provider_{DECLINED}", f"provider_{CLOSED}"})
+# Closed by a person's question, whose answer was never recorded.
+_CLOSED = frozenset({f"provider_{CLOSED}"})
+# Only a repeat is refused so: the provider has acted, and nothing plainly fails over that unless an undo answers for it.
+_REVOKED = frozenset({f"provider_{REVOKED}"})
 
 
 def expected(tenant: str, operation: str, key: str, account: str, amount: int) -> Accepted:
@@ -28,12 +32,43 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
             return Accepted(tenant, operation, key, rows=(), failure="attempts_exhausted", max_attempts=FEW_ATTEMPTS)
         case "chaos.stumble":
             return Accepted(
-                tenant, operation, key, rows=(), failure="unfinished", failure_row=True, amount=amount, steps=(reserve,)
+                tenant,
+                operation,
+                key,
+                rows=(),
+                failure="unfinished",
+                may_fail=_CLOSED,
+                may_stop=_REVOKED | {"no_account"},
+                failure_row=True,
+                amount=amount,
+                steps=(reserve,),
+            )
+        case "chaos.refunded":
+            return Accepted(
+                tenant,
+                operation,
+                key,
+                rows=(),
+                failure="no_account",
+                may_fail=_CLOSED | _REVOKED,
+                amount=amount,
+                steps=(reserve,),
+                refunds=(Step("pay", f"{account}/reserved/pay", amount),),
             )
         case "chaos.transfer":
             rows = (row, reserve[1:])
             return Accepted(
-                tenant, operation, key, rows, result, failure_row=True, acts=1, amount=amount, steps=(reserve,)
+                tenant,
+                operation,
+                key,
+                rows,
+                result,
+                may_fail=_CLOSED,
+                may_stop=_REVOKED,
+                failure_row=True,
+                acts=2,
+                amount=amount,
+                steps=(reserve,),
             )
         case "chaos.charge":
             return Accepted(
@@ -43,6 +78,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
                 rows=(row, reserve[1:], tag[1:]),
                 result=result,
                 may_fail=_REFUSALS,
+                may_stop=_REVOKED,
                 failure_row=True,
                 acts=1,
                 amount=amount,

@@ -1,4 +1,4 @@
-"""Operators: they release, cancel, replay, resolve and discard at random, and give some commands twice.
+"""Operators: they release, cancel, revoke, replay, resolve and discard at random, and give some commands twice.
 
 They use the library's functions, over the same bad connection to Postgres as all processes. Before an effect is resolved
 the provider is asked, so the answer given is true.
@@ -6,7 +6,6 @@ the provider is asked, so the answer given is true.
 
 from __future__ import annotations
 
-import inspect
 import random
 import threading
 from collections import Counter
@@ -14,15 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+from amqp.exceptions import AMQPError
 from celery import Celery
+from kombu.exceptions import OperationalError as BrokerError
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from idempotency import dead_letters, discards, operators, records
+from idempotency import discards, operators
 from idempotency.discards import Person
 from idempotency.effects import DidNotHappen, Happened
-from idempotency.errors import IdempotencyError
+from idempotency.errors import IdempotencyError, OperationNotFound
 from idempotency.keys import OperationId
+from idempotency.message import Message
 from idempotency.operators import Change
 from idempotency.runtime import Runtime
 from tests.chaos import provider
@@ -31,8 +33,10 @@ from tests.chaos import provider
 PAUSE = 0.25
 # Of the commands: given a second time, exactly as before.
 REPEATED = 0.3
+# Of a person's words on effects: with them the operation is not to go on.
+ENDS = 0.5
 # How often each is drawn. Discarding ends what could go on, so it is rare.
-WEIGHTS = {"release": 3, "cancel": 3, "replay": 4, "resolve": 6, "discard": 1}
+WEIGHTS = {"release": 3, "cancel": 3, "revoke": 2, "replay": 4, "resolve": 8, "discard": 1}
 ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
 
 _STARTED = "SELECT tenant, operation, key FROM idempotency.records WHERE status = 'started' LIMIT 50"
@@ -44,14 +48,16 @@ WHERE o.settled_at IS NULL AND o.origin = 'enqueue' AND NOT EXISTS (
     SELECT FROM idempotency.records r WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key))
 LIMIT 50
 """
+_ACCEPTED = """
+SELECT tenant, operation, key, message FROM idempotency.outbox
+WHERE settled_at IS NULL AND origin = 'enqueue' ORDER BY id DESC LIMIT 50
+"""
 _OPEN = "SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id LIMIT 200"
 _UNKNOWN = """
 SELECT r.tenant, r.operation, r.key, e.name, e.effect ->> 'key' AS gateway_key
 FROM idempotency.records r, jsonb_each(r.effects) AS e(name, effect)
 WHERE r.status = 'failed' AND e.effect ->> 'state' = 'begun' LIMIT 50
 """
-# TODO(merge): the options that commands get with it are passed by their names.
-_MAY_BE_UNKNOWN = next((p for p in inspect.signature(operators.cancel).parameters if "unknown" in p), None)
 
 
 class People:
@@ -66,6 +72,8 @@ class People:
         self.done: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.surprises: list[str] = []
+        # what Celery was told to revoke, whether or not a worker has heard of it
+        self.revoked: set[OperationId] = set()
         self._thread = threading.Thread(target=self._work, name="people", daemon=True)
 
     def start(self) -> None:
@@ -79,6 +87,7 @@ class People:
         commands: dict[str, Callable[[], None]] = {
             "release": self._release,
             "cancel": self._cancel,
+            "revoke": self._revoke,
             "replay": self._replay,
             "resolve": self._resolve,
             "discard": self._discard,
@@ -87,8 +96,10 @@ class People:
             name = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
             try:
                 commands[name]()
-            except (DBAPIError, PoolTimeout, httpx.HTTPError):
+            except (DBAPIError, PoolTimeout, httpx.HTTPError, AMQPError, BrokerError, OSError):
                 self.refused["nobody answered"] += 1
+            except OperationNotFound:
+                self.refused[name] += 1  # purged since it was chosen
             except Exception as error:  # a finding: a command either changes or refuses
                 self.surprises.append(f"{name}: {type(error).__name__}: {error}")
 
@@ -104,13 +115,21 @@ class People:
         id = self._one(_CANCELLABLE)
         if id is not None:
             shown = self._shown(id)
-            options = {_MAY_BE_UNKNOWN: self._chance.random() < 0.5} if _MAY_BE_UNKNOWN else {}
-            self._give("cancel", lambda change: operators.cancel(self._app, shown, change, **options))
+            anyway = self._chance.random() < 0.5
+            self._give("cancel", lambda change: operators.cancel(self._app, shown, change, may_have_happened=anyway))
+
+    def _revoke(self) -> None:
+        found = self._one(_ACCEPTED, lambda row: row)
+        if found is not None:
+            self.revoked.add(OperationId(found.tenant, found.operation, found.key))
+            id = Message.from_text(found.message).headers["id"]
+            self._app.control.revoke(id, terminate=self._chance.random() < 0.5)
+            self.done["revoke"] += 1
 
     def _replay(self) -> None:
         letter = self._one(_OPEN, lambda row: row.id)
         if letter is not None:
-            self._give("replay", lambda change: self._replay_letter(letter, change))
+            self._give("replay", lambda change: operators.replay(self._app, letter, change))
 
     def _resolve(self) -> None:
         found = self._one(_UNKNOWN, lambda row: row)
@@ -121,7 +140,11 @@ class People:
             return
         outcome = Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
         shown = self._shown(OperationId(found.tenant, found.operation, found.key))
-        self._give("resolve", lambda change: operators.resolve_effect(self._app, shown, found.name, outcome, change))
+        end = self._chance.random() < ENDS
+        self._give(
+            "resolve and end" if end else "resolve",
+            lambda change: operators.resolve_effect(self._app, shown, found.name, outcome, change, end=end),
+        )
 
     def _discard(self) -> None:
         letter = self._one(_OPEN, lambda row: row.id)
@@ -141,7 +164,9 @@ class People:
     def _give(self, name: str, command: Callable[[Change], Any]) -> None:
         """Give a command, sometimes twice: the second time it changes nothing."""
         self._tickets += 1
-        change = Change("ann", f"ticket {self._tickets}")
+        # without it a repeated command is refused by what it was shown
+        request = f"request {self._tickets}" if self._chance.random() < 0.5 else None
+        change = Change("ann", f"ticket {self._tickets}", request)
         repeat = self._chance.random() < REPEATED
         for _ in range(2):
             try:
@@ -154,12 +179,6 @@ class People:
                 repeat = True  # perhaps it took place: an operator would try again
             if not repeat:
                 break
-
-    def _replay_letter(self, letter: int, change: Change) -> None:
-        with Runtime.of(self._app).engine.begin() as connection:
-            id = dead_letters.replay(connection, letter, app=self._app)
-            row = records.read_locked(connection, id)
-            operators.audit(connection, change, "replay", id, row, details={"dead_letter": letter})
 
     def _one(self, query: str, read: Callable[[Any], Any] = lambda row: OperationId(*row)) -> Any:
         with Runtime.of(self._app).autocommit() as connection:

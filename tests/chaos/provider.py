@@ -1,7 +1,8 @@
 """A payment provider with a ledger, and the bad line to it: a real HTTP server.
 
-The provider acts once per idempotency key and replays its stored answers. It declines some requests, and refuses some
-repeats for another reason (a key was revoked) before it has looked at what it stored. `/close` says whether a key has
+The provider acts once per idempotency key and replays its stored answers, failures of its own included, before or after
+which it may have acted. It declines some requests, and refuses some repeats for another reason (a key was revoked) before
+it has looked at what it stored. `/close` says whether a key has
 acted, and if not, that it never will. The line in front of it loses requests, loses answers, and invents errors after
 the provider has acted.
 """
@@ -32,16 +33,20 @@ STEADY = Line(lose=0.05, swallow=0.05, invent=0.05)
 # Bad enough that an operation with three attempts often ends over an open effect.
 ROUGH = Line(lose=0.1, swallow=0.3, invent=0.3)
 # Of the repeats.
-REFUSED = 0.1
+REFUSED = 0.2
 # Of the rough requests, by their amount, so that each repeat is declined too.
 DECLINES = 7
+# Of the rough keys: the provider fails, and answers so for ever; half of the time it has acted before.
+BREAKS = 0.1
 # Of the questions: the provider cannot say yet.
 TOO_EARLY = 0.2
 
 # What can go wrong, and in a run has to.
-FAULTS = ("lost requests", "swallowed replies", "invented errors", "refused repeats", "declines")
+FAULTS = ("lost requests", "swallowed replies", "invented errors", "refused repeats", "declines", "stored failures")
 
-DECLINED, REVOKED, CLOSED, EARLY = 402, 403, 409, 425
+DECLINED, REVOKED, CLOSED, EARLY, BROKEN = 402, 403, 409, 425, 503
+# What every call under the key is answered, the first one too.
+KEPT = frozenset({DECLINED, CLOSED})
 
 
 class Provider:
@@ -52,6 +57,7 @@ class Provider:
         self.amounts: Counter[str] = Counter()
         self.struck: Counter[str] = Counter()
         self._closed: set[str] = set()
+        self._broken: set[str] = set()
         self._chance = random.Random(f"provider {seed}")
         self._lock = threading.Lock()
         provider = self
@@ -120,10 +126,16 @@ class Provider:
         if path == "/rough" and amount % DECLINES == 0:
             self.struck["declines"] += 1
             return DECLINED, {"error": "declined"}
-        if not self.acts[key]:
-            self.acts[key] += 1
-            self.amounts[key] += amount
-        return 200, self._receipt(key)
+        if key not in self._broken:
+            breaks = path == "/rough" and not self.acts[key] and self._chance.random() < BREAKS
+            if not self.acts[key] and not (breaks and self._chance.random() < 0.5):
+                self.acts[key] += 1
+                self.amounts[key] += amount
+            if not breaks:
+                return 200, self._receipt(key)
+            self.struck["stored failures"] += 1
+            self._broken.add(key)
+        return BROKEN, {"error": "stored"}
 
     def _close(self, key: str) -> tuple[int, dict[str, Any]]:
         if self._chance.random() < TOO_EARLY:

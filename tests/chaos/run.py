@@ -28,7 +28,7 @@ from idempotency.runtime import Runtime
 from tests.chaos import application, ledgers
 from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.books import UNFINISHED, UNKNOWN
-from tests.chaos.checker import Evidence, Findings, Violation, check
+from tests.chaos.checker import Evidence, Findings, Id, Violation, check
 from tests.chaos.expected import expected
 from tests.chaos.faults import FAULTS, Missed, Scene
 from tests.chaos.fleet import Fleet
@@ -284,13 +284,12 @@ class _Stage:
                 amounts=dict(self.provider.amounts),
                 queues=self._waiting(),
                 tenants=frozenset(TENANTS),
+                revoked=frozenset(Id(id.tenant, id.operation, id.key) for id in self.people.revoked),
                 # it had its time: what is open now stays open
                 drained=True,
                 max_attempts=MANY_ATTEMPTS,
                 spare_attempts=SPARE_ATTEMPTS,
                 fenced=metrics.totals(self.metrics).get("idempotency_fenced_writes_total", 0),
-                callers=frozenset(self.fleet.callers),
-                undoes=application.UNDOES,
             )
         )
         known = {each.id for each in accepted}
@@ -357,7 +356,7 @@ class _Stage:
     def _struck(self, findings: Findings, counters: Mapping[str, int]) -> dict[str, int]:
         """What has to have happened besides the faults of the plan, each with how often it did."""
         codes: Counter[str] = Counter()
-        eager = broken = undone = 0
+        eager = broken = undone = refunded = 0
         for change in findings.changes:
             old, new = change.old or {}, change.new or {}
             if change.book == "records" and new.get("status") == "failed" and old.get("status") != "failed":
@@ -365,13 +364,13 @@ class _Stage:
             eager += change.book == "records" and change.writer in self.fleet.callers
             broken += change.book == "dead_letters" and not old and new["reason"] == "on_failed_error"
             undone += change.book == "reversals"
+            refunded += change.book == "reversals" and new["account"].endswith("/pay")
         struck = {name: self.provider.struck[name] for name in PROVIDER_FAULTS}
-        struck |= {f"commands to {name}": self.people.done[name] for name in COMMANDS}
+        struck |= {f"commands to {name}": self.people.done[name] for name in (*COMMANDS, "resolve and end")}
         struck |= {"eager writes": eager, "broken on_failed": broken, "rejected copies": self.traffic.tally.rejected}
-        struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled")}
+        struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled", "revoked")}
         struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
-        if application.UNDOES:
-            struck["undone steps"] = undone
+        struck |= {"undone steps": undone, "refunds": refunded}
         return struck
 
     def _versions(self) -> dict[str, str]:
@@ -390,11 +389,8 @@ SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 're
      + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
 """
 _OPEN_WORK = """
-SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records r
+SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records
 WHERE status IN ('started', 'released')
-  -- what was called eagerly and by nobody else may wait for its caller, who was killed
-  AND (operation <> 'chaos.direct' OR duplicates > 0 OR EXISTS (
-      SELECT FROM idempotency.outbox o WHERE (o.tenant, o.operation, o.key) = (r.tenant, r.operation, r.key)))
 UNION ALL
 SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || status || coalesce(' ' || last_error, '')
 FROM idempotency.outbox WHERE settled_at IS NULL

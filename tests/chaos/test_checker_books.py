@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.checker import Step
+from tests.chaos.checker import Id, Step
 from tests.chaos.hand import (
     CLAIM,
     COMPLETE,
+    COMPLETE_BRIEFLY,
     DEPOSIT,
     ENQUEUE,
     FAIL,
     FAILURE,
     LETTER,
     NEXT,
+    OPERATION,
     OVER,
     PUBLISH,
+    PURGE,
     RELEASE,
     REOPEN,
     REPLAY,
@@ -34,6 +37,7 @@ EFFECTS = "UPDATE idempotency.records SET effects = cast(:effects AS jsonb) WHER
 RESERVE = "INSERT INTO entries (account, amount) VALUES ('a/reserved', 1)"
 TAG = "INSERT INTO entries (account, amount) VALUES ('a/tag', 1)"
 UNRESERVE = "INSERT INTO reversals (account, amount) VALUES ('a/reserved', 1)"
+REFUND = "INSERT INTO reversals (account, amount) VALUES ('a/reserved/call', 1)"
 UNTAG = "INSERT INTO reversals (account, amount) VALUES ('a/tag', 1)"
 AUDIT = """INSERT INTO idempotency.audit (actor, action, tenant, operation, key, fence_before, reason)
     VALUES ('ann', :action, :tenant, :operation, :key, 7, 'ticket 1')"""
@@ -41,14 +45,19 @@ DISCARD = "UPDATE idempotency.dead_letters SET status = 'discarded', settled_at 
 CANCEL = FAIL.replace(
     "status = 'failed'", "status = 'failed', available_at = NULL, fence = nextval('idempotency.fence')"
 )
+CAUSED = """UPDATE idempotency.records SET error = cast(:error AS text),
+    error_code = cast(cast(:error AS text) AS json) ->> 'code' WHERE :row"""
+REVOKED = "UPDATE idempotency.records SET revoked_generation = generation WHERE :row"
+KEEP = "UPDATE idempotency.records SET kept_until = clock_timestamp() + interval '1 hour' WHERE :row"
 BY_THE_BROKER = LETTER.replace("'operation', tenant", "'broker', tenant")
 STEPS = (Step("reserve", "a/reserved", 1), Step("tag", "a/tag", 1))
-RESERVED = {"reserve": {"state": "done", "key": "", "begun_at": 1.0}}
-TAGGED = RESERVED | {"tag": {"state": "done", "key": "", "begun_at": 2.0}}
+RESERVED = {"reserve": {"kind": "step", "state": "done", "position": 1, "undo": "t:unreserve", "begun_at": 1.0}}
+TAGGED = RESERVED | {"tag": {"kind": "step", "state": "done", "position": 2, "undo": "t:untag", "begun_at": 2.0}}
 
 
 def call(state: str, key: str = "g1", **more: Any) -> dict[str, Any]:
-    return {"call": {"state": state, "key": key, "number": 1, "begun_at": 3.0} | more}
+    entry = {"kind": "effect", "state": state, "key": key, "number": 1, "position": 3, "begun_at": 3.0}
+    return {"call": entry | more}
 
 
 def ended_as(code: str, *more: str) -> tuple[str, ...]:
@@ -186,7 +195,7 @@ def test_undone_steps_that_a_replay_does_again_are_right(engine, hand):
 def test_a_step_that_was_undone_and_is_still_recorded_is_reported(engine, hand):
     begun(hand, RESERVED, RESERVE)
     hand.sql(UNRESERVE, *ended_as("no_account"))
-    assert "I31" in reported(engine, failing(steps=STEPS[:1]), undoes=False)
+    assert "I31" in reported(engine, failing(steps=STEPS[:1]))
 
 
 def test_a_step_that_was_forgotten_and_not_undone_is_reported(engine, hand):
@@ -199,7 +208,6 @@ def test_a_permanent_end_that_undoes_nothing_is_reported(engine, hand):
     begun(hand, RESERVED, RESERVE)
     hand.sql(*ended_as("no_account"))
     assert reported(engine, failing(steps=STEPS[:1])) == {"I31"}
-    assert reported(engine, failing(steps=STEPS[:1]), undoes=False) == set()
 
 
 def test_undos_in_the_steps_own_order_are_reported(engine, hand):
@@ -228,11 +236,30 @@ def test_an_undo_before_an_effect_that_happened_is_reported(engine, hand):
 
 
 def test_an_undo_of_a_step_after_the_effect_that_happened_is_right(engine, hand):
-    booked = {"reserve": {"state": "done", "key": "", "begun_at": 4.0}}
+    booked = {"reserve": RESERVED["reserve"] | {"position": 4, "begun_at": 4.0}}
     begun(hand, call("done") | booked, RESERVE)
     unfinished = (each.replace('"m"', '"call happened"') for each in ended_as("unfinished", EFFECTS))
     hand.sql(UNRESERVE, *unfinished, effects=json.dumps(call("done")))
     assert reported(engine, failing(steps=STEPS[:1]), acts={"g1": 1}) == set()
+
+
+def test_an_effect_that_an_undo_has_answered_for_may_act_again(engine, hand):
+    refunded = failing(steps=STEPS[:1], refunds=(Step("call", "a/reserved/call", 1),))
+    for number, key in enumerate(("g1", "g2"), start=1):
+        begun(hand, RESERVED | call("done", key), RESERVE)
+        hand.sql(UNRESERVE, REFUND, *ended_as("no_account", EFFECTS), effects=json.dumps(call("compensated", key)))
+        assert reported(engine, refunded, acts={f"g{n}": 1 for n in range(1, number + 1)}) == set()
+        if number == 1:
+            hand.sql(REPLAYED, REOPEN, REPLAY)
+            hand.sql(PUBLISH)
+    assert reported(engine, refunded, acts={"g1": 1}) == {"I27"}
+
+
+def test_a_compensated_effect_without_its_refund_is_reported(engine, hand):
+    refunded = failing(steps=STEPS[:1], refunds=(Step("call", "a/reserved/call", 1),))
+    begun(hand, RESERVED | call("done"), RESERVE)
+    hand.sql(UNRESERVE, *ended_as("no_account", EFFECTS), effects=json.dumps(call("compensated")))
+    assert reported(engine, refunded, acts={"g1": 1}) == {"I31"}
 
 
 # ---------------------------------------------------------------- people, copies and eager calls
@@ -266,6 +293,27 @@ def test_an_operation_ended_as_cancelled_by_nobody_is_reported(engine, hand):
     assert reported(engine, deposited()) == {"I6"}
 
 
+def test_an_operation_that_ended_as_revoked_without_a_revoke_is_reported(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql(*ended_as("revoked"))
+    assert reported(engine, deposited()) == {"I6"}
+    assert reported(engine, deposited(), revoked=frozenset({Id("shop", OPERATION, "a")})) == set()
+
+
+def test_a_revoke_that_takes_the_record_from_a_living_holder_is_reported(engine, hand):
+    taken = [REVOKED, RELEASE, NEXT]
+    hand.sql(CLAIM)
+    hand.sql(OVER)
+    hand.sql(*taken)  # of a holder whose lease is over
+    hand.sql(PUBLISH)
+    hand.sql(CLAIM)
+    hand.sql(DEPOSIT, COMPLETE)
+    assert reported(engine, deposited()) == set()
+    hand.sql(CLAIM, key="b")
+    hand.sql(*taken, key="b")
+    assert "I20" in reported(engine, deposited(), deposited("b"), drained=False)
+
+
 def test_a_command_that_took_place_twice_is_reported(engine, hand):
     hand.sql(CLAIM)
     hand.sql(AUDIT, action="resolve")
@@ -275,6 +323,66 @@ def test_a_command_that_took_place_twice_is_reported(engine, hand):
     assert reported(engine, deposited()) == set()
     hand.sql(AUDIT, action="resolve")
     assert reported(engine, deposited()) == {"I14"}
+
+
+def unknown(hand: Any, cause: str = "no_account") -> None:
+    """Ended over an open effect, after a step with an undo."""
+    begun(hand, RESERVED | call("begun"), RESERVE)
+    error = {"code": "effect_unknown", "message": "m", "cause": {"code": cause}}
+    hand.sql(*ended_as("effect_unknown"), CAUSED, error=json.dumps(error))
+
+
+def conclude(hand: Any, code: str, effects: dict[str, Any], *rows: str) -> None:
+    error = {"code": code, "message": "call happened", "cause": {"code": "no_account"}}
+    values = {"effects": json.dumps(effects), "error": json.dumps(error), "action": "resolve"}
+    hand.sql(*rows, EFFECTS, CAUSED, FAILURE.replace("no_account", code), AUDIT, **values)
+
+
+def test_an_end_by_a_persons_word_that_undoes_and_tells_the_cause_is_right(engine, hand):
+    unknown(hand)
+    conclude(hand, "no_account", call("not_happened"), UNRESERVE)
+    assert reported(engine, failing(steps=STEPS[:1])) == set()
+
+
+def test_an_end_by_a_persons_word_that_undoes_nothing_is_reported(engine, hand):
+    unknown(hand)
+    conclude(hand, "no_account", RESERVED | call("not_happened"))
+    assert reported(engine, failing(steps=STEPS[:1])) == {"I31"}
+
+
+def test_a_plain_end_by_a_persons_word_that_it_happened_is_reported(engine, hand):
+    unknown(hand)
+    conclude(hand, "no_account", call("done"), UNRESERVE)
+    assert reported(engine, failing(steps=STEPS[:1]), acts={"g1": 1}) == {"I27", "I31"}
+
+
+def test_an_end_by_a_persons_word_as_unknown_is_reported(engine, hand):
+    unknown(hand)
+    conclude(hand, "effect_unknown", call("not_happened"), UNRESERVE)
+    assert reported(engine, failing(steps=STEPS[:1])) == {"I6", "I27", "I31"}
+
+
+def test_a_cause_that_could_not_be_is_reported(engine, hand):
+    unknown(hand, "out_of_the_blue")
+    assert reported(engine, failing()) == {"I6"}
+    assert reported(engine, failing(may_stop=frozenset({"out_of_the_blue"}))) == set()
+
+
+def test_what_the_purge_puts_off_is_no_change_of_an_end(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql(*ended_as("no_account"))
+    hand.sql(KEEP)
+    assert reported(engine, failing()) == set()
+    hand.sql(KEEP.replace("SET", "SET queue = 'other',").replace("hour", "day"))
+    assert reported(engine, failing()) == {"I5"}
+
+
+def test_a_purge_of_what_was_put_off_is_reported(engine, hand):
+    hand.sql(CLAIM)
+    hand.sql(DEPOSIT, COMPLETE_BRIEFLY)
+    hand.sql(KEEP)
+    hand.sql(PURGE)
+    assert reported(engine, deposited()) == {"I21"}
 
 
 def test_a_copy_that_ends_what_the_outbox_will_deliver_is_reported(engine, hand):
@@ -302,28 +410,18 @@ def test_attempts_exhausted_before_they_were_used_are_reported(engine, hand):
     assert reported(engine, failing(max_attempts=1)) == set()
 
 
-def test_an_eager_attempt_may_be_released_without_a_delivery(engine, hand):
+def test_an_eager_attempt_that_is_released_without_a_delivery_is_reported(engine, hand):
     hand.sql(ENQUEUE)
     hand.sql(PUBLISH)
-    hand.sql(CLAIM)  # held by process 7
+    hand.sql(CLAIM)
     hand.sql(RELEASE)
     hand.sql(CLAIM)
     hand.sql(DEPOSIT, COMPLETE)
     assert reported(engine, deposited()) == {"I22"}
-    assert reported(engine, deposited(), callers=frozenset({"pid 7"})) == set()
 
 
-def test_what_was_only_called_eagerly_may_wait_for_its_caller(engine, hand):
+def test_what_was_only_called_eagerly_ends_too_once_it_is_claimed(engine, hand):
     hand.sql(CLAIM)
-    hand.sql(OVER)
-    assert reported(engine, deposited()) == {"I2", "I20"}
-    assert reported(engine, deposited(once_claimed=True)) == set()
-    assert findings(engine, deposited(once_claimed=True)).counts.accepted == 0
-
-
-def test_a_message_acknowledged_on_an_eager_attempt_alone_is_reported(engine, hand):
-    hand.sql(CLAIM)
-    hand.sql("UPDATE idempotency.records SET duplicates = 1 WHERE :row")
     hand.sql(OVER)
     assert reported(engine, deposited(once_claimed=True)) == {"I2", "I20"}
 

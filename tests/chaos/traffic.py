@@ -32,7 +32,7 @@ TENANTS = ("red", "blue")
 COPIES = 2
 # Of a hundred operations; what is not listed deposits.
 SHARES = {
-    "transfer": 12,
+    "transfer": 11,
     "charge": 12,
     "announce": 8,
     "ordered": 8,
@@ -44,7 +44,8 @@ SHARES = {
     "direct": 4,
     "changed": 4,
     "novel": 3,
-    "stumble": 3,
+    "stumble": 2,
+    "refunded": 2,
     "hopeless": 2,
     "ungrateful": 2,
 }
@@ -171,7 +172,7 @@ class Traffic:
     ) -> None:
         task: Any = getattr(application, kind)
         arguments: dict[str, Any] = {"number": number, "account": f"{tenant}-{kind}-{number}", "amount": amount}
-        if kind in ("transfer", "charge", "stumble"):
+        if kind in ("transfer", "charge", "stumble", "refunded"):
             arguments["url"] = self._url
         if kind == "charge":
             arguments["asks"] = self._chance.random() < 0.5

@@ -224,7 +224,7 @@ def test_show_has_everything_but_arguments_and_results_unless_asked(
     outside.script = ["fail before"]
     deliveries.deliver(b.transfer, "a", outside.url)
     refused = run("cancel", "a", "--reason", "wrong card", "--as", "ann")
-    assert (refused.status, "effect call has happened or may have" in refused.err) == (1, True)
+    assert (refused.status, "effect call has happened or may have" in refused.error) == (1, True)
     for _ in range(2):  # under one request id it is made once
         run("cancel", "a", "--reason", "wrong card", "--as", "ann", "--may-have-happened", "--request-id", "r1")
 

@@ -591,6 +591,61 @@ def test_a_persons_word_with_end_undoes_what_the_end_had_to_leave(
     assert code(record("k"))[0] == "unfinished"
 
 
+def test_an_end_after_a_refused_repeat_is_told_as_the_refusal(
+    bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record, entries: Entries
+) -> None:
+    provider = Provider(lost(), PermanentError("this API key was revoked", "key_revoked"))
+
+    def body(self: Any) -> Any:
+        self.step("reserve", write, "reserved", undo=unwrite)
+        return self.effect("call", provider)
+
+    task = make_task(bank, body, on_failed=on_failed)
+    deliveries.deliver(task, key="k")
+    age(engine, "k")
+    deliveries.deliver(task, key="k")
+    assert (code(record("k")), entries("reserved")) == (("effect_unknown", "key_revoked"), 1)
+    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    assert (code(record("k")), entries("reserved")) == (("key_revoked", None), 0)
+    assert [said for said, _ in told] == ["effect_unknown", "key_revoked"]
+
+
+def test_an_end_of_what_was_only_unknown_is_a_persons_cancel(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record
+) -> None:
+    def body(self: Any) -> Any:
+        try:
+            return self.effect("call", Provider(lost()))
+        except ConnectionError:
+            raise EffectUnknown("the provider's key has expired") from None
+
+    task = make_task(bank, body, on_failed=on_failed)
+    deliveries.deliver(task, key="k")
+    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    assert code(record("k")) == ("cancelled", None)
+    assert json.loads(record("k").error)["message"] == ANN.reason
+    assert [said for said, _ in told] == ["effect_unknown", "cancelled"]
+
+
+def test_a_word_is_not_corrected_once_an_undo_has_answered_for_it(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, entries: Entries
+) -> None:
+    def body(self: Any) -> Any:
+        self.step("reserve", write, "reserved", undo=unwrite_with_effects)
+        try:
+            return self.effect("call", Provider(lost()))
+        except ConnectionError:
+            raise PermanentError("gave up", "gave_up") from None
+
+    task = make_task(bank, body, on_failed=on_failed)
+    deliveries.deliver(task, key="k")
+    operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN, end=True)
+    assert (code(record("k")), entries("reversed ch_1")) == (("gave_up", None), 1)
+    with pytest.raises(ChangeRefused, match="effect 'call' is compensated"):
+        operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
+    assert record("k").effects["call"]["state"] == "compensated"
+
+
 def test_a_word_on_what_was_shown_before_another_word_is_refused(
     bank: Celery, connection: Connection, unknown: Any
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DataError, ProgrammingError
+from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
 from idempotency import outbox, records, sweeps
 from idempotency import runtime as runtime_module
@@ -311,6 +311,18 @@ def test_a_recovery_and_takeovers_at_once_leave_each_operation_to_one(
     assert recovered + taken >= len(orphans)
     assert taken == sum(status(connection, orphan.id) == "started" for orphan in orphans)
     assert recovered == len(op.outbox(connection))
+
+
+@pytest.mark.parametrize("sweep", [recover, purge])
+def test_a_sweep_whose_connection_breaks_says_that_postgres_is_away(
+    sweep: Callable[[Celery], int], bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expired(connection)
+    monkeypatch.setattr(sweeps, "_AS_BEFORE", "SELECT pg_terminate_backend(pg_backend_pid())")
+    with pytest.raises(OperationalError):  # which a relay waits for, and a command explains
+        sweep(bank)
+    monkeypatch.undo()
+    sweep(bank)
 
 
 # ---------------------------------------------------------------- one bad row

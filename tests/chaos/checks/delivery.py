@@ -13,7 +13,6 @@ from tests.chaos.books import (
     deliveries_in,
     id_of,
     name_of,
-    process_of,
     sha256,
     time_of,
     whereabouts,
@@ -27,7 +26,7 @@ def everything_ends(books: Books) -> Iterator[Violation]:
         letters = books.open_letters()
         for id in books.accepted:
             status = books.status(id)
-            if status in ("started", "released") and not books.waits_for_its_caller(id):
+            if status in ("started", "released"):
                 yield Violation("I2", name_of(id), f"still {status}")
             elif books.ended(id) is None and id not in letters and status is None and _owed(books, id):
                 yield Violation("I2", name_of(id), "accepted and in the outbox, but never begun")
@@ -65,7 +64,7 @@ def acknowledged_is_held_elsewhere(books: Books) -> Iterator[Violation]:
             continue
         if record["status"] in ("started", "released") and record["message"] in (None, "", sha256("")):
             yield Violation("I7", name_of(id), f"{record['status']}, and its message is not kept")
-        if record["status"] == "released" and id not in sent and not books.waits_for_its_caller(id):
+        if record["status"] == "released" and id not in sent:
             yield Violation("I7", name_of(id), "released, and no outbox row will deliver it again")
     for id, events in books.events.items():
         for event in events:
@@ -157,9 +156,7 @@ def sweepers_do_not_add_up(books: Books) -> Iterator[Violation]:
         for event in events:
             if event.verb in ("release", "recover", "operator_release", "unknown_release"):
                 number = len(deliveries_in(books, event.change))
-                # its caller comes back by itself, or not at all: then it is the enqueued row that delivers it
-                eager = number == 0 and process_of(event.old.get("locked_by")) in books.evidence.callers
-                if number != 1 and not eager:
+                if number != 1:
                     yield Violation("I22", name_of(id), f"{event.verb} with {number} next deliveries")
     for row_id, lines in books.outbox.items():
         for change in lines:

@@ -6,14 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from tests.chaos.books import (
-    FAILING,
+    ENDING,
     UNFINISHED,
     UNKNOWN,
     Books,
     Event,
     code_of,
     in_state,
-    letters_in,
     name_of,
     rows_of,
 )
@@ -43,7 +42,7 @@ def one_act_outside(books: Books) -> Iterator[Violation]:
             names = sorted(f"{name_of(id)} {name}" for id, name in found)
             yield Violation("I12", names[0].split(" ")[0], f"{gateway_key} is shared by {', '.join(names)}")
     for (id, name), keys in acted.items():
-        if keys > 1:
+        if keys - len(_compensated(books, id, name)) > 1:
             yield Violation("I12", name_of(id), f"effect {name!r} acted under {keys} keys")
     for id, accepted in books.accepted.items():
         if accepted.acts is not None and books.ended(id) == "completed":
@@ -58,7 +57,7 @@ def nothing_fails_over_an_effect(books: Books) -> Iterator[Violation]:
     """I27: no operation ends plainly failed over an effect that is open or happened: it is unknown, or unfinished."""
     for id, events in books.events.items():
         for event in events:
-            if event.verb not in FAILING:
+            if event.verb not in ENDING:
                 continue
             code, effects = code_of(event.new), event.new["effects"]
             begun, done = in_state(effects, "begun"), in_state(effects, "done")
@@ -87,8 +86,8 @@ def the_books_agree(books: Books) -> Iterator[Violation]:
                     said[effect["key"]] = (name, effect["state"])
         for key, (name, state) in said.items():
             acts = books.evidence.acts.get(key, 0)
-            if state == "done" and not acts:
-                yield Violation("I27", name_of(id), f"{name!r} is recorded as done, and the provider has no act")
+            if state in ("done", "compensated") and not acts:
+                yield Violation("I27", name_of(id), f"{name!r} is recorded as {state}, and the provider has no act")
             elif state == "not_happened" and acts:
                 yield Violation("I27", name_of(id), f"{name!r} is recorded as not happened, and the provider acted")
             elif state == "begun" and acts and last.get(name, {}).get("key") != key:
@@ -114,17 +113,31 @@ def undone_steps_are_forgotten(books: Books) -> Iterator[Violation]:
             if there != recorded:
                 was = "recorded" if recorded else "not recorded"
                 yield Violation("I31", name_of(id), f"step {step.name!r} is {was}, and its row is there {there} times")
+        for refund in accepted.refunds:
+            compensated = len(_compensated(books, id, refund.name))
+            if (times := undone[refund.account, refund.amount]) != compensated:
+                yield Violation(
+                    "I31", name_of(id), f"refunded {refund.name!r} {times} times, recorded are {compensated}"
+                )
         for event in books.events[id]:
-            if event.verb in FAILING:
+            if event.verb in ENDING:
                 yield from _undone_rightly(books, accepted, event)
+
+
+def _compensated(books: Books, id: Id, name: str) -> set[str]:
+    """The provider's keys of an effect for which an undo has answered."""
+    entries = [(change.row["effects"] or {}).get(name, {}) for change in books.records[id]]
+    return {entry["key"] for entry in entries if entry.get("state") == "compensated"}
 
 
 def _undone_rightly(books: Books, accepted: Accepted, event: Event) -> Iterator[Violation]:
     id, code = accepted.id, code_of(event.new)
-    before, after = books.effects_before(id, event), event.new["effects"]
+    before, after = event.old.get("effects") or {}, event.new["effects"]
     names = {(step.account, step.amount): step.name for step in accepted.steps}
     reversals = books.written_with(id, event, "reversals")
-    undone = [names.get((c.row["account"], c.row["amount"]), "?") for c in reversals]
+    written = [(c.row["account"], c.row["amount"]) for c in reversals]
+    refunds = {refund[1:] for refund in accepted.refunds}
+    undone = [names.get(row, "?") for row in written if row not in refunds]
     if undone and code == UNKNOWN:
         yield Violation("I31", name_of(id), f"undid {', '.join(undone)} while an effect is unknown")
     happened = [after[name]["begun_at"] for name in in_state(after, "done")]
@@ -134,8 +147,7 @@ def _undone_rightly(books: Books, accepted: Accepted, event: Event) -> Iterator[
             yield Violation("I31", name_of(id), f"undid {name!r}, and an effect after it happened")
     if undone != sorted(undone, key=lambda name: -begun_at[name]):
         yield Violation("I31", name_of(id), f"undid {', '.join(undone)}: not in reverse order")
-    broken = any(letter.row["reason"] == "on_failed_error" for letter in letters_in(books, event.change, "INSERT"))
-    if books.evidence.undoes and not broken and code not in (UNKNOWN, UNFINISHED):
+    if code not in (UNKNOWN, UNFINISHED):
         for step in accepted.steps:
             if after.get(step.name, {}).get("state") == "done":
                 yield Violation("I31", name_of(id), f"failed as {code}, and step {step.name!r} was not undone")

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.chaos.books import (
-    FAILING,
+    ENDING,
     FAULTS,
     TERMINAL,
     UNFINISHED,
     UNKNOWN,
     Books,
     Event,
+    cause_of,
     code_of,
     id_of,
     in_state,
@@ -65,7 +66,7 @@ def rows_exactly_with_their_end(books: Books) -> Iterator[Violation]:
         if event is None:
             yield Violation("I3", key, f"a row of {change.book} was committed without its record (tx {change.txid})")
             continue
-        if (change.book in ("failures", "reversals")) != (event.verb in FAILING):
+        if (change.book in ("failures", "reversals")) != (event.verb in ENDING):
             yield Violation(
                 "I3", name_of(id_of(event.change.row)), f"a row of {change.book} committed with {event.verb}"
             )
@@ -81,7 +82,7 @@ def rows_exactly_with_their_end(books: Books) -> Iterator[Violation]:
                 yield Violation("I3", name_of(id), f"completed, with rows nobody asked for: {sorted(strange)}")
         told = accepted.failure is not None if accepted.failure_row is None else accepted.failure_row
         for event in books.events.get(id, []):
-            if event.verb in FAILING:
+            if event.verb in ENDING:
                 yield from _told_of_its_end(books, id, event, told=told)
 
 
@@ -143,7 +144,10 @@ def ended_is_ended(books: Books) -> Iterator[Violation]:
             if event.verb == "replay" and letters_in(books, event.change, "UPDATE"):
                 continue
             audited = any(c.book == "audit" for c in books.by_transaction[event.change.txid])
-            if event.verb in ("resolve", "replay") and audited:
+            if event.verb in ("resolve", "resolve_end", "replay") and audited:
+                continue
+            # looked at by the purge, which comes back later
+            if {name for name in event.new if event.new[name] != event.old[name]} == {"kept_until"}:
                 continue
             yield Violation(
                 "I5", name_of(id), f"{event.old['status']} and changed again: {event.verb} to {event.new['status']}"
@@ -164,9 +168,14 @@ def stored_results_are_the_expected(books: Books) -> Iterator[Violation]:
                 fingerprint = event.new["fingerprint"]
     for id, accepted in books.accepted.items():
         for event in books.events.get(id, []):
-            if event.verb in FAILING and (code := code_of(event.new)) not in _codes(accepted, event):
-                expected = accepted.failure or "a result"
+            if event.verb not in ENDING:
+                continue
+            codes, expected = _codes(books, accepted, event), accepted.failure or "a result"
+            code, cause = code_of(event.new), cause_of(event.new)
+            if code not in codes:
                 yield Violation("I6", name_of(id), f"failed as {code} ({event.verb}), expected {expected}")
+            if cause is not None and cause not in codes | accepted.may_stop:
+                yield Violation("I6", name_of(id), f"failed by {cause} ({event.verb}), expected {expected}")
         if books.ended(id) == "completed":
             record = books.records[id][-1].row
             if accepted.failure is not None:
@@ -175,10 +184,13 @@ def stored_results_are_the_expected(books: Books) -> Iterator[Violation]:
                 yield Violation("I6", name_of(id), "another result is stored than was expected")
 
 
-def _codes(accepted: Accepted, event: Event) -> set[str | None]:
+def _codes(books: Books, accepted: Accepted, event: Event) -> set[str | None]:
     """What an operation may fail as: as it is to, by faults, by a person, or over an effect."""
     codes = {accepted.failure, *accepted.may_fail, *FAULTS}
-    codes |= {"cancelled"} if event.verb == "cancel" else set()
+    # a person's word ends what nothing but the unknown effect had ended
+    by_a_person = event.verb == "cancel" or (event.verb == "resolve_end" and cause_of(event.old) in (None, "cancelled"))
+    codes |= {"cancelled"} if by_a_person else set()
+    codes |= {"revoked"} if accepted.id in books.evidence.revoked else set()
     codes |= {UNKNOWN} if in_state(event.new["effects"], "begun") else set()
     codes |= {UNFINISHED} if in_state(event.new["effects"], "done") else set()
     return codes

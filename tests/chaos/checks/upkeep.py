@@ -19,7 +19,7 @@ def nobody_is_robbed(books: Books) -> Iterator[Violation]:
     for id, events in books.events.items():
         for event in events:
             old, change = event.old, event.change
-            if old.get("status") == "started" and event.verb in ("takeover", "give_up", "recover"):
+            if old.get("status") == "started" and event.taken:
                 if time_of(old["locked_until"]) < change.at:
                     continue
                 sign = last_signs.get(process_of(old["locked_by"]) or "")
@@ -31,7 +31,7 @@ def nobody_is_robbed(books: Books) -> Iterator[Violation]:
                 yield Violation("I20", name_of(id), "claimed before it was due")
         last = books.records[id][-1].new or {}
         over = last.get("status") == "started" and time_of(last["locked_until"]) < books.now
-        if over and books.evidence.drained and not books.waits_for_its_caller(id):
+        if over and books.evidence.drained:
             yield Violation("I20", name_of(id), "its lease is over, and nobody has recovered it")
 
 
@@ -43,7 +43,7 @@ def purged_is_past_its_time(books: Books) -> Iterator[Violation]:
                 continue
             if event.old["status"] not in TERMINAL:
                 yield Violation("I21", name_of(id), f"deleted while {event.old['status']}")
-            elif time_of(event.old["expires_at"]) >= event.change.at:
+            elif max(time_of(event.old["expires_at"]), time_of(event.old["kept_until"])) >= event.change.at:
                 yield Violation("I21", name_of(id), "deleted before its retention was over")
             if id in books.open_letters(before=event.change):
                 yield Violation("I21", name_of(id), "deleted with an open dead letter")

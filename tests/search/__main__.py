@@ -1,0 +1,118 @@
+"""`python -m tests.search`: explore the schedules of every pair of actors, and of crowds of them under seeds.
+
+Exit status 0: no schedule broke a rule. 1: one did. 2: a wrong option, or nothing was explored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from tests.search import exploring
+from tests.search.actors import KINDS, RUNNERS
+from tests.search.exploration import SCENARIOS, Case, parse_case, parse_schedule, run
+from tests.search.server import databases
+from tests.search.tally import Tally, show
+from tests.search.world import opened
+
+# Seeds that one process takes at a time.
+SEEDS_AT_ONCE = 20
+
+# Where nobody watches: a line for so many cases.
+LINE_EVERY = 25
+
+command = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@command.command()
+def main(
+    pairs: Annotated[str, typer.Option(help="attempt+cancel,…; one kind: all its pairs; none: only seeds.")] = "",
+    scenarios: Annotated[str, typer.Option(help=f"Some of {', '.join(SCENARIOS)}.")] = "",
+    preemptions: Annotated[int, typer.Option(min=0, max=4, help="Preemptions and kills per schedule, at most.")] = 2,
+    seeds: Annotated[str, typer.Option(help="Crowds of actors under these seeds, such as 1-500.")] = "",
+    most: Annotated[int | None, typer.Option(min=1, help="Schedules per pair and scenario, at most.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, each with a database.")] = 1,
+    replay: Annotated[str, typer.Option(help="One schedule, as a violation prints it.")] = "",
+) -> None:
+    """Search; print each kind of violation once, with its shortest schedule and the command that runs it again."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    if replay:
+        name, _, schedule = replay.partition("@")
+        with databases() as (url,), opened(url) as world:
+            done = run(world, parse_case(name), parse_schedule(schedule))
+        show(console, done)
+        raise typer.Exit(1 if done.violations else 0)
+    chosen = _known(scenarios.split(",") if scenarios else list(SCENARIOS), SCENARIOS)
+    work: list[tuple[Any, ...]] = []
+    if pairs != "none":
+        work += [(exploring.explore_case, case, preemptions, most) for case in _cases(pairs, chosen)]
+    numbers = _numbers(seeds)
+    for start in range(0, len(numbers), SEEDS_AT_ONCE):
+        work.append((exploring.explore_seeds, numbers[start : start + SEEDS_AT_ONCE], chosen))
+    tally, started = Tally(), time.monotonic()
+    with databases(jobs) as urls:
+        context = multiprocessing.get_context("spawn")
+        waiting: Any = context.Queue()
+        for url in urls:
+            waiting.put(url)
+        with (
+            ProcessPoolExecutor(jobs, context, initializer=exploring.open_world, initargs=(waiting,)) as pool,
+            Progress(console=console, transient=True) as progress,
+        ):
+            bar = progress.add_task("", total=len(work))
+            for done, future in enumerate(as_completed([pool.submit(*each) for each in work]), start=1):
+                for first in tally.merge(future.result()):
+                    show(progress.console, first.run)
+                described = f"{tally.schedules.total()} schedules, {tally.wrong.total()} wrong"
+                progress.update(bar, advance=1, description=described)
+                if not console.is_terminal and done % LINE_EVERY == 0:
+                    console.print(f"{done} of {len(work)}: {described}")
+    tally.show(console)
+    console.print(f"RESULT {tally.line} cases={len(work)} seconds={time.monotonic() - started:.0f}")
+    raise typer.Exit(2 if not tally.schedules else 1 if tally.wrong.total() else 0)
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def _cases(pairs: str, scenarios: Iterable[str]) -> Iterator[Case]:
+    """Every pair in every scenario that is one for it: faults of the provider need somebody who calls it."""
+    wanted = [set(_known(pair.split("+"), KINDS)) for pair in pairs.split(",") if pair]
+    for name in scenarios:
+        scenario = SCENARIOS[name]
+        for pair in itertools.combinations_with_replacement(KINDS, 2):
+            if wanted and not any(set(pair) == kinds or (len(kinds) == 1 and kinds <= set(pair)) for kinds in wanted):
+                continue
+            if not scenario.plan or scenario.before or RUNNERS & set(pair):
+                yield Case(scenario, pair)
+
+
+def _known(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    names = list(names)
+    if unknown := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"no {unknown[0]!r}; there are: {', '.join(known)}")
+    return names
+
+
+def _numbers(seeds: str) -> list[int]:
+    if not seeds:
+        return []
+    first, _, last = seeds.partition("-")
+    try:
+        return list(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise typer.BadParameter(f"seeds: a number, or first-last, got {seeds!r}") from None
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,36 @@
+"""What one process of a search does: it opens a world of its own, and explores what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from tests.search.exploration import Case, exhaustive, under_seed
+from tests.search.tally import Tally
+from tests.search.world import World, opened
+
+# Actors of one schedule under a seed, at most.
+CROWD = 4
+
+_open_ends = ExitStack()
+_worlds: list[World] = []
+
+
+def open_world(urls: Any) -> None:
+    """Take a database from the queue, for as long as this process lives."""
+    _worlds.append(_open_ends.enter_context(opened(urls.get())))
+
+
+def explore_case(case: Case, preemptions: int, most: int | None) -> Tally:
+    tally = Tally()
+    for done in exhaustive(_worlds[0], case, preemptions=preemptions, most=most):
+        tally.add(done)
+    return tally
+
+
+def explore_seeds(seeds: Sequence[int], scenarios: Sequence[str]) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        tally.add(under_seed(_worlds[0], scenarios, seed, CROWD))
+    return tally

@@ -1,0 +1,163 @@
+"""The search itself: schedules are carried out as written, faults strike, and what is known to be wrong is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+
+from tests.search import application
+from tests.search.actors import KINDS
+from tests.search.exploration import (
+    KILL,
+    LOSE,
+    SCENARIOS,
+    Case,
+    Choice,
+    Run,
+    exhaustive,
+    parse_case,
+    parse_schedule,
+    run,
+    under_seed,
+)
+from tests.search.findings import FINDINGS, Finding
+from tests.search.safeguards import SAFEGUARDS, without
+from tests.search.world import World, opened
+
+
+@pytest.fixture(scope="module")
+def world(servers) -> Iterator[World]:
+    name = f"search_{uuid4().hex[:8]}"
+    with opened(servers.create_database(name)) as world:
+        yield world
+    servers.drop_database(name)
+
+
+def carried_out(world: World, text: str) -> Run:
+    case, _, schedule = text.partition("@")
+    return run(world, parse_case(case), parse_schedule(schedule))
+
+
+def actions(done: Run, letter: str) -> list[str]:
+    return [event.action for event in done.trace if event.actor.startswith(letter)]
+
+
+# ---------------------------------------------------------------- schedules are carried out as written
+
+
+@pytest.mark.parametrize("text", ["plain/attempt+takeover@5b", "lost/attempt+recover@6b,9a", "plain/relay+attempt@"])
+def test_a_schedule_runs_again_exactly_as_it_was(world, text):
+    first, again = carried_out(world, text), carried_out(world, text)
+
+    assert list(map(str, first.trace)) == list(map(str, again.trace))
+    assert first.name == again.name == text
+    assert first.void == ""
+
+
+def test_a_seed_runs_again_exactly_as_it_was_and_its_schedule_does_too(world):
+    first, again = (under_seed(world, ["plain"], 7, 3) for _ in range(2))
+    replayed = run(world, first.case, first.schedule)
+
+    assert list(map(str, first.trace)) == list(map(str, again.trace)) == list(map(str, replayed.trace))
+
+
+def test_every_schedule_is_explored_once_those_with_fewer_choices_first(world):
+    runs = [done.schedule for done in exhaustive(world, parse_case("plain/relay+dead_letter"), preemptions=1)]
+
+    assert len(set(runs)) == len(runs) > 10
+    assert [len(schedule) for schedule in runs] == sorted(len(schedule) for schedule in runs)
+
+
+def test_a_choice_is_read_as_it_is_written():
+    schedule = (Choice(0, 1), Choice(17, 0, KILL), Choice(20, 1, LOSE))
+    assert parse_schedule(",".join(map(str, schedule))) == schedule
+
+
+# ---------------------------------------------------------------- faults strike
+
+
+def test_a_killed_process_leaves_nothing_of_its_open_transaction(world):
+    done = carried_out(world, "plain/attempt+takeover@5!a")  # its step is written and not committed
+
+    assert actions(done, "a")[-1] == "KILLED before: COMMIT"
+    assert any("reserved" in action for action in actions(done, "b"))  # the step is done again
+    assert not done.violations
+    assert not done.void
+
+
+def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world):
+    done = carried_out(world, "plain/attempt+discard@5?a")  # of its step
+
+    assert actions(done, "a")[5:8] == ["COMMIT", "records.claim", "records.begin_effect"]
+    assert not done.violations
+    assert not done.void
+
+
+def test_an_actor_that_waits_for_a_lock_is_seen_and_goes_on_when_it_is_free(world):
+    done = carried_out(world, "plain/attempt+release@5b")  # the attempt has written its record, not committed
+
+    outcomes = [(event.action, event.outcome) for event in done.trace]
+    assert ("records.read", "waits for a lock, 1 row") in outcomes
+    assert actions(done, "b")[-1] == "COMMIT"
+    assert not done.violations
+
+
+def test_time_that_passes_ends_a_finishing_transaction_that_idles(world):
+    done = carried_out(world, "plain/attempt+takeover@5b")
+
+    # nobody waited for the frozen holder, and its COMMIT failed: it claimed again
+    assert not any("waits for a lock" in event.outcome for event in done.trace)
+    after = actions(done, "a")[actions(done, "a").index("COMMIT") + 1 :]
+    assert after[0] == "records.claim"
+    assert not done.violations
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("plain/attempt+cancel@300b", "a choice of the schedule was never met"),
+        ("plain/attempt+cancel@2!a", ""),
+        ("declined/cancel+discard@", "1 of the provider's faults met no call"),
+    ],
+)
+def test_a_run_whose_faults_have_not_struck_is_void(world, text, why):
+    assert carried_out(world, text).void == why
+
+
+# ---------------------------------------------------------------- what is found
+
+
+# Of all pairs those that deliver, and of the others each beside itself: the rest is `make search`.
+PAIRS = [("attempt", kind) for kind in KINDS] + [(kind, kind) for kind in KINDS if kind != "attempt"]
+
+
+@pytest.mark.parametrize("kinds", PAIRS, ids="+".join)
+def test_no_two_actors_break_a_rule_one_after_the_other(world, kinds):
+    for done in exhaustive(world, Case(SCENARIOS["lost_asked"], kinds), preemptions=0):
+        assert not done.violations, done.name
+
+
+@pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
+def test_what_is_wrong_without_its_safeguard_is_found_and_is_not_with_it(world, finding: Finding):
+    def explored(most: int | None = None) -> Iterator[Run]:
+        return exhaustive(world, parse_case(finding.case), preemptions=finding.preemptions, most=most)
+
+    with without(world, *finding.safeguards):
+        after = next((n for n, done in enumerate(explored(), start=1) if finding.is_in(done)), None)
+    assert after is not None, "not found"
+    for done in explored(after):
+        assert not done.violations, done.name
+
+
+def test_every_safeguard_has_its_finding():
+    assert set(SAFEGUARDS) == {safeguard for finding in FINDINGS for safeguard in finding.safeguards}
+
+
+def test_the_provider_acts_once_per_key_and_replays_its_answer(world):
+    application.provider.reset(["lost"])
+    with pytest.raises(ConnectionError):
+        application.provider.call("r1", 5, "key")
+    assert application.provider.call("r1", 5, "key") == {"id": "ch_1"}
+    assert len(application.provider.charges) == 1

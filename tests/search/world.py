@@ -1,0 +1,457 @@
+"""The world of one schedule: a database, a broker and a provider in this process, and processes that may die.
+
+The database is one for all schedules and is emptied in between. The broker is a queue in memory that delivers at least
+once. Time is a sequence in the database, and passes when an actor says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from unittest import mock
+from uuid import uuid4
+
+import psycopg
+from celery.app.task import Context
+from kombu import Message as BrokerMessage
+from kombu.serialization import prepare_accept_content
+from psycopg import sql
+from psycopg.rows import namedtuple_row
+from sqlalchemy import create_engine
+from sqlalchemy.engine import make_url
+from sqlalchemy.orm import Session
+
+from idempotency import crash_points, dead_letter_queue, maintenance, operators, schema, waiting
+from idempotency.effects import DidNotHappen, Happened
+from idempotency.keys import OperationId
+from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
+from idempotency.operators import Change, Shown
+from idempotency.publisher import Published, Refusal
+from idempotency.reconcile import reconcile
+from idempotency.relay import Relay
+from idempotency.runtime import Runtime
+from tests.deliveries import Deliveries, Outcome
+from tests.search import application, connections
+from tests.search.connections import stopping
+from tests.search.scheduler import Scheduler, current, note, passed, stop_before
+
+PAYMENT, REFUND = "p1", "r1"
+CAPTURED = 1000
+TENANT = "default"
+# Rounds of recovery, relay and deliveries after which whatever has not ended never will.
+ROUNDS = 12
+# Dead rows of so many schedules are removed at once.
+VACUUM_EVERY = 200
+PERSON = Change("search", "asked by the search")
+
+_EMPTY = """
+WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbox),
+     c AS (DELETE FROM idempotency.discards), h AS (DELETE FROM idempotency.audit),
+     i AS (DELETE FROM idempotency.dead_letter_tries), j AS (DELETE FROM idempotency.set_aside), d AS (DELETE FROM payments), e AS (DELETE FROM refunds),
+     f AS (DELETE FROM failures), g AS (DELETE FROM virtual.trespasses)
+DELETE FROM idempotency.dead_letters
+"""
+_VACUUM = "VACUUM idempotency.records, idempotency.outbox, idempotency.dead_letters, payments, refunds, failures"
+# A clock that the search moves: found before the server's own, by the library and by the tables' defaults. A sequence
+# is outside any transaction, so that time passes for everybody at once, also for who holds a row.
+CLOCK = """
+CREATE SCHEMA virtual;
+CREATE SEQUENCE virtual.seconds MINVALUE 0 START 0;
+CREATE FUNCTION virtual.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS
+    'SELECT pg_catalog.clock_timestamp() + make_interval(secs => last_value) FROM virtual.seconds';
+"""
+# The witness of every write to a record that somebody else held, under the fence that this holder has.
+WITNESS = """
+CREATE TABLE virtual.trespasses (writer text, holder text, became text);
+CREATE FUNCTION virtual.witness() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO virtual.trespasses VALUES (current_setting('application_name'), OLD.locked_by, NEW.status);
+    RETURN NULL;
+END $$;
+CREATE TRIGGER witness AFTER UPDATE ON idempotency.records FOR EACH ROW
+WHEN (OLD.status = 'started' AND NEW.fence = OLD.fence AND OLD.locked_by <> current_setting('application_name')
+      AND (NEW.status, NEW.effects) IS DISTINCT FROM (OLD.status, OLD.effects))
+EXECUTE FUNCTION virtual.witness();
+"""
+_TRESPASSES = "DELETE FROM virtual.trespasses WHERE writer = ANY(%s) RETURNING writer, holder, became"
+_PASS = "SELECT setval('virtual.seconds', last_value + %s) FROM virtual.seconds"
+# Longer than a lease and any delay, and short enough for a dozen of them within the day that a provider keeps a key.
+A_WHILE = application.LEASE + 100
+A_DAY = 25 * 3600
+_STATE = """
+SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 'released')) AS open,
+       (SELECT count(*) FROM idempotency.records) AS records,
+       (SELECT count(*) FROM idempotency.outbox WHERE status = 'pending') AS pending
+"""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message in the broker."""
+
+    message: Message
+    number: int
+
+    @property
+    def outbox_id(self) -> str | None:
+        return self.message.headers.get(OUTBOX_HEADER)
+
+    def __str__(self) -> str:
+        return f"message {self.number} ({self.message.headers.get(ORIGIN_HEADER, 'first')})"
+
+
+class Sleep:
+    """The library's own pauses: over at once, and as long as they were asked to be."""
+
+    def __init__(self) -> None:
+        self._slept = 0.0
+
+    def monotonic(self) -> float:
+        return self._slept
+
+    def sleep(self, seconds: float) -> None:
+        self._slept += seconds
+
+
+class Broker:
+    """First in, first out; what was taken and not settled comes back to the front."""
+
+    def __init__(self) -> None:
+        self.ready: deque[Envelope] = deque()
+        self.dead: deque[tuple[Envelope, str]] = deque()  # and why it died
+        self._numbers = count(1)
+
+    def put(self, message: Message) -> Envelope:
+        envelope = Envelope(message, next(self._numbers))
+        self.ready.append(envelope)
+        return envelope
+
+    def settle(self, envelope: Envelope, outcome: Outcome) -> None:
+        if outcome.state == "REJECTED":
+            self.dead.append((envelope, "rejected"))
+
+    # ------------------------------------------------------------ as the relay's publisher
+
+    def publish(self, batch: Sequence[tuple[str, Message]], result: Published) -> None:
+        for id, message in batch:
+            stop_before("publish")
+            try:
+                destination = message.destination(application.app)
+            except KeyError:
+                destination = ("", "")
+            if destination not in ((application.QUEUE, application.QUEUE), ("", application.QUEUE)):
+                note("unroutable")
+                result.refused[id] = Refusal("NO_ROUTE", own=False)
+                continue
+            note(str(self.put(message)))
+            result.confirmed.append(id)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What there is before the actors start."""
+
+    name: str
+    # or "asked": after a doubt the provider is asked; or "closed": it is asked, and closes the key
+    task: str = "bare"
+    sent: str = "outbox"  # or "direct": past the outbox, as delay() does
+    plan: Sequence[str] = ()  # what the provider's calls will meet
+    before: Sequence[str] = ()  # what has happened already, without a switch
+    broken: Sequence[str] = ()  # "undo" and "on_failed": the application's own functions that raise
+
+
+@dataclass
+class Violation:
+    """A rule that was broken."""
+
+    rule: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.what}"
+
+
+@dataclass
+class World:
+    """Use `opened(...)`."""
+
+    admin: psycopg.Connection[Any]
+    broker: Broker = field(default_factory=Broker)
+    scenario: Scenario = field(default_factory=lambda: Scenario("fresh"))
+    is_accepted: bool = True  # not, when all there is is an eager call: its caller is told
+    seen: list[Violation] = field(default_factory=list)  # what was wrong while the actors ran
+    dead: set[str] = field(default_factory=set)  # holders that were killed
+    scheduler: Scheduler | None = None  # while actors run
+    first: Envelope = field(init=False)
+    _processes: list[Runtime] = field(default_factory=list)
+    _resets: int = 0
+
+    @property
+    def task(self) -> Any:
+        return getattr(application, self.scenario.task)
+
+    @property
+    def id(self) -> OperationId:
+        return OperationId(TENANT, self.task.name, REFUND)
+
+    # ------------------------------------------------------------ a schedule's beginning
+
+    def reset(self, scenario: Scenario, copies: int = 1, dead_copies: int = 0) -> None:
+        """Empty everything, accept one refund, and bring it where the scenario begins."""
+        self.scenario, self.broker, self.seen, self.dead = scenario, Broker(), [], set()
+        application.provider.reset(scenario.plan)
+        application.bodies.clear()
+        application.broken = set(scenario.broken)
+        self.admin.execute(_EMPTY)
+        self._resets += 1
+        if self._resets % VACUUM_EVERY == 0:
+            self.admin.execute(_VACUUM)
+        self.admin.execute("INSERT INTO payments VALUES (%s, %s, 0, 0)", [PAYMENT, CAPTURED])
+        self.admin.execute("INSERT INTO refunds VALUES (%s, %s, %s, 'pending')", [REFUND, PAYMENT, CAPTURED])
+        self.first = first = self._accept()
+        self.is_accepted = scenario.sent == "outbox" or copies > 0
+        self.broker.ready.extend([first] * (copies + scenario.before.count("attempt")))
+        self.broker.dead.extend([(first, "delivery_limit")] * dead_copies)
+        for step in scenario.before:
+            getattr(self, step)()
+
+    def _accept(self) -> Envelope:
+        if self.scenario.sent == "outbox":
+            with Session(Runtime.of(application.app).engine) as session:
+                self.task.enqueue(session, REFUND)
+                session.commit()
+            self.relay()
+            return self.broker.ready.popleft()
+        headers = {KEY_HEADER: REFUND, TENANT_HEADER: TENANT}
+        message = Message.composed(
+            application.app, self.task.name, (REFUND,), {}, task_id=str(uuid4()), headers=headers
+        )
+        return Envelope(message, 0)
+
+    def take_process(self) -> Runtime:
+        """A process with connections of its own."""
+        if not self._processes:
+            self._processes.append(_process())
+        return self._processes.pop()
+
+    def return_process(self, process: Runtime) -> None:
+        self._processes.append(process)
+
+    # ------------------------------------------------------------ what happens in it
+
+    def attempt(self) -> Outcome | None:
+        """A worker takes the next message, runs it, and settles it."""
+        stop_before("message delivered")
+        if not self.broker.ready:
+            note("the queue is empty")
+            return None
+        envelope = self.broker.ready.popleft()
+        note(str(envelope))
+        try:
+            outcome = self.run(envelope)
+            stop_before(f"acknowledge: {outcome.state}")
+        except BaseException:
+            self.broker.ready.appendleft(envelope)  # its worker is gone: redelivered
+            raise
+        self.broker.settle(envelope, outcome)
+        return outcome
+
+    def run(self, envelope: Envelope) -> Outcome:
+        message = envelope.message
+        args, kwargs, _ = json.loads(message.body)
+        return Deliveries(application.app).deliver(
+            self.task, *args, headers=dict(message.headers), task_id=message.headers["id"], **kwargs
+        )
+
+    def relay(self) -> None:
+        relay = Relay(application.app)
+        relay.publisher = self.broker  # type: ignore[assignment]
+        relay.run_once()
+
+    def recover(self) -> None:
+        maintenance.recover(application.app)
+
+    def reconcile(self) -> None:
+        reconcile(application.app, depth=lambda _: len(self.broker.ready))
+
+    def a_while(self) -> None:
+        """So much time passes that no lease holds, and what was to be later is due."""
+        self._pass(A_WHILE)
+
+    def a_day(self) -> None:
+        """So much time passes that the provider keeps no key any more."""
+        self._pass(A_DAY)
+
+    def _pass(self, seconds: float) -> None:
+        if self.scheduler is not None:
+            self.scheduler.evict(current())
+        self.admin.execute(_PASS, [int(seconds)])
+
+    def bury(self) -> int | None:
+        """The dead-letter consumer takes one message."""
+        envelope, why = self.broker.dead.popleft()
+        try:
+            message = envelope.message
+            letter = dead_letter_queue.store(
+                application.app,
+                BrokerMessage(
+                    body=message.body.encode(),
+                    headers=message.headers | {"x-first-death-queue": application.QUEUE, "x-first-death-reason": why},
+                    content_type="application/json",
+                    content_encoding="utf-8",
+                    delivery_info={"exchange": "", "routing_key": application.QUEUE},
+                    accept=prepare_accept_content(["json"]),
+                    channel=None,
+                ),
+            )
+            if letter is not None:
+                self._look_who_else_delivers(envelope, letter)
+            stop_before("acknowledge the dead letter")
+        except BaseException:
+            self.broker.dead.appendleft((envelope, why))
+            raise
+        return letter
+
+    def _look_who_else_delivers(self, envelope: Envelope, letter: int) -> None:
+        """Right behind the consumer's commit: if it has ended the operation, nothing else may be on its way."""
+        stored = self.admin.execute("SELECT * FROM idempotency.dead_letters WHERE id = %s", [letter]).fetchone()
+        record = self.record()
+        if record is None or record.status != "failed" or stored is None or record.error != stored.last_error:
+            return
+        pending = self.admin.execute("SELECT origin FROM idempotency.outbox WHERE status = 'pending'").fetchall()
+        others = [f"an outbox row ({row.origin})" for row in pending]
+        others += [f"{each} in the queue" for each in self.broker.ready if each.outbox_id != envelope.outbox_id]
+        if others:
+            note(f"ended an operation that {others[0]} would deliver")
+            self.seen.append(Violation("I29", f"a dead copy ended what is to be delivered by {', '.join(others)}"))
+
+    # ------------------------------------------------------------ operators
+
+    def shown(self) -> Shown:
+        with Runtime.of(application.app).autocommit() as connection:
+            return operators.read(connection, self.id)
+
+    def letters(self) -> list[int]:
+        rows = self.admin.execute("SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id DESC")
+        return [row.id for row in rows]
+
+    def truth(self, effect: dict[str, Any]) -> Happened | DidNotHappen:
+        """What a person finds out at the provider's desk, where the key is closed."""
+        charge = application.provider.find(effect["key"])
+        return DidNotHappen() if charge is None else Happened({"id": charge.id})
+
+    def resolve(self, shown: Shown, change: Change, *, end: bool = False) -> None:
+        record = self.record()
+        effect = {} if record is None else record.effects.get("refund", {})
+        if effect.get("state") == "begun" or effect.get("resolved"):
+            operators.resolve_effect(application.app, shown, "refund", self.truth(effect), change, end=end)
+
+    def revoke(self) -> None:
+        """What a worker's main process does when it has terminated an attempt."""
+        message = self.first.message
+        args, kwargs, _ = json.loads(message.body)
+        delivered = {"exchange": application.QUEUE, "routing_key": application.QUEUE}
+        request = {**message.headers, "args": args, "kwargs": kwargs, "headers": dict(message.headers)}
+        self.task.revoke_terminated(Context(request, is_eager=False, delivery_info=delivered))
+
+    # ------------------------------------------------------------ a schedule's end
+
+    def record(self) -> Any | None:
+        return self.admin.execute("SELECT * FROM idempotency.records").fetchone()
+
+    def trespasses(self, runners: Sequence[Runtime]) -> list[Violation]:
+        """What these processes have written to a record that another one held."""
+        rows = self.admin.execute(_TRESPASSES, [[process.holder for process in runners]]).fetchall()
+        return [Violation("I4", f"a former holder's write made a held record {row.became}") for row in rows]
+
+    def drain(self) -> None:
+        """Recover, relay and deliver until nothing moves, or it has gone round often enough."""
+        for _ in range(ROUNDS):
+            state = self.admin.execute(_STATE).fetchone()
+            assert state is not None
+            if not (state.open or state.pending or self.broker.ready or self.broker.dead) and state.records:
+                return
+            self.a_while()
+            if state.open:
+                self.recover()
+            self.relay()
+            while self.broker.dead:
+                self.bury()
+            if not self.broker.ready:
+                self.reconcile()
+            for _ in range(len(self.broker.ready)):
+                self.attempt()
+
+
+def _plain(database_url: str) -> str:
+    return make_url(database_url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def _process() -> Runtime:
+    """Another process: its own connections, opened before anybody is scheduled."""
+    runtime = Runtime(application.app)
+    runtime.heartbeat._thread = -1  # nothing is renewed by itself
+    runtime.holder = f"search|{uuid4().hex}"
+    with mock.patch.object(connections, "opening", runtime.holder):
+        for engine in (runtime.engine, runtime._autocommit_engine, runtime._heartbeat_engine):
+            with engine.connect() as connection:
+                connection.exec_driver_sql("SELECT 1")
+    return runtime
+
+
+@contextmanager
+def opened(database_url: str) -> Iterator[World]:
+    """Prepare an empty database and hand out the world. One at a time in a process."""
+    with psycopg.connect(_plain(database_url), autocommit=True) as first:
+        first.execute(CLOCK)
+        # a deadlock is to be resolved at once, wherever this server is
+        path = sql.SQL(
+            "ALTER DATABASE {0} SET search_path = virtual, pg_catalog, public; "
+            "ALTER DATABASE {0} SET deadlock_timeout = '20ms'"
+        )
+        first.execute(path.format(sql.Identifier(first.info.dbname)))
+    engine = create_engine(database_url)
+    schema.migrate(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(application.TABLES)
+        # each schedule begins with an empty table
+        connection.exec_driver_sql("ALTER TABLE idempotency.audit DISABLE TRIGGER USER")
+        connection.exec_driver_sql(WITNESS)
+    engine.dispose()
+    application.configure(database_url)
+    original = Runtime.of.__func__  # type: ignore[attr-defined]
+
+    def runtime_of(cls: type[Runtime], app: Any) -> Runtime:
+        actor = current()
+        return original(cls, app) if actor is None else actor.process
+
+    with ExitStack() as stack:
+        stack.enter_context(stopping())
+        stack.enter_context(mock.patch.object(Runtime, "of", classmethod(runtime_of)))
+        stack.enter_context(mock.patch.object(waiting, "time", Sleep()))
+        admin = stack.enter_context(psycopg.connect(_plain(database_url), autocommit=True, row_factory=namedtuple_row))
+        world = World(admin)
+        # the host knows who has died
+        stack.enter_context(mock.patch.object(maintenance, "is_provably_dead", lambda holder: holder in world.dead))
+        crash_points.install(passed)
+        stack.callback(crash_points.install, None)
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        stack.callback(logging.disable, before)
+        Runtime.of(application.app).heartbeat._thread = -1
+        try:
+            yield world
+        finally:
+            for runtime in world._processes:
+                for engine in (runtime.engine, runtime._autocommit_engine, runtime._heartbeat_engine):
+                    engine.dispose()
+            Runtime.discard(application.app)
