@@ -474,6 +474,8 @@ class Machine(RuleBasedStateMachine):
 
     def _fail(self, holder: Holder, code: str) -> None:
         held, record = holder.claim, self._held(holder.claim)
+        if record is not None and "begun" in record.effects.values():
+            code = "effect_unknown"  # as `conclusions` says, and the table demands
         error = records.error_text(code, "no")
         with self.finishing(record is not None) as connection:
             connection.execute(FAILURE, {"account": held.id.key, "code": code})
