@@ -48,8 +48,15 @@ class Claimed:
     first_claim: bool
     taken_over: bool = False  # from another holder, whose lease was over
     revoked: bool = False  # Celery was told to revoke this generation: it ends without its body
-    resumed: bool = False  # the same attempt as before, claimed again after a doubt
     fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
+
+    def resumes(self, earlier: Claimed) -> bool:
+        """Whether this is the same attempt as an earlier claim of the same token.
+
+        The count tells, and not the token that the claim has found: the answer to another claim in between may have been
+        lost. Whoever has claimed in between was counted; what is given back is one's own.
+        """
+        return (self.generation, self.attempts) == (earlier.generation, earlier.attempts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,6 @@ WITH claimed AS (
         token = excluded.token,
         -- the same token again is the same attempt, resolving a doubt
         attempts = r.attempts + (r.token IS DISTINCT FROM excluded.token)::int,
-        resumed = r.token IS NOT DISTINCT FROM excluded.token,
         locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
         locked_by = excluded.locked_by,
         taken_over = r.status = 'started' AND r.token IS DISTINCT FROM excluded.token,
@@ -123,14 +129,14 @@ WITH claimed AS (
     WHERE r.fingerprint = ANY(%(fingerprints)s)
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
-    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, resumed,
-        fingerprint, taken_over,
+    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, fingerprint,
+        taken_over,
         -- xmax is 0 in a row that was inserted
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
-       revoked_generation IS NOT DISTINCT FROM generation AS revoked, resumed, fingerprint, taken_over
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over
 FROM claimed
 UNION ALL
 SELECT CASE
@@ -139,7 +145,7 @@ SELECT CASE
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, NULL, fingerprint, NULL
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -325,7 +331,6 @@ def claim(
             row.attempts == 1,
             taken_over=row.taken_over,
             revoked=row.revoked,
-            resumed=row.resumed,
             fingerprint=row.fingerprint,
         )
     return _explained(row)

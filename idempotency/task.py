@@ -180,12 +180,13 @@ class IdempotentTask(Task):
         policy = Policy.of(self, runtime.settings)
         token = secrets.token_hex(16)
         ending: Ending | None = None
+        decided: Claimed | None = None  # the claim under which the ending was decided
         for _ in range(DOUBT_ROUNDS):
             with metrics.phase(self.name, "claim"):
                 answer = self._claim(runtime, delivery, token)
             match answer:
                 case Claimed() as claim:
-                    if not claim.resumed:
+                    if decided is not None and not claim.resumes(decided):
                         # An ending belongs to the attempt that decided it: this is another one, on other ground.
                         ending = None
                     if claim.fingerprint != delivery.fingerprint:  # stored by an older rule: letters name it so
@@ -199,7 +200,7 @@ class IdempotentTask(Task):
                             except (LeaseLost, OutcomeInDoubt):
                                 raise
                             except BaseException as error:
-                                ending = end_for(error, attempt)
+                                ending, decided = end_for(error, attempt), claim
                         outcome = ending.apply(attempt)
                     except (LeaseLost, OutcomeInDoubt, DBAPIError, PoolTimeout, SoftTimeLimitExceeded):
                         if ending is not None and not isinstance(ending.outcome, Exception):

@@ -45,9 +45,7 @@ class Provider:
 
     def call(self, operation: str, amount: int, key: str) -> dict[str, str]:
         """Act, once per key. Raises ConnectionError, `PermanentError`, `StoredRefusal` or `Defer` where the plan says so."""
-        if key not in self._keys:
-            self._keys.append(key)
-        stop_before(f"provider.call({amount}, key {self._keys.index(key) + 1})")
+        stop_before(f"provider.call({amount}, key {self._number(key)})")
         fault = self.plan.pop(0) if self.plan else "ok"
         if fault != "ok":
             self.struck.append(fault)
@@ -79,12 +77,17 @@ class Provider:
 
     def close(self, key: str) -> Charge | None:
         """What happened under the key; if nothing has, nothing will."""
-        stop_before(f"provider.close(key {self._keys.index(key) + 1})")
+        stop_before(f"provider.close(key {self._number(key)})")
         charge = self.find(key)
         if charge is None:
             self._declined.add(key)
         note("closed" if charge is None else f"found, {charge.id}")
         return charge
+
+    def _number(self, key: str) -> int:
+        if key not in self._keys:
+            self._keys.append(key)
+        return self._keys.index(key) + 1
 
     def find(self, key: str) -> Charge | None:
         """The truth."""

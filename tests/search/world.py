@@ -346,7 +346,7 @@ class World:
 
     def truth(self, effect: dict[str, Any]) -> Happened | DidNotHappen:
         """What a person finds out at the provider's desk, where the key is closed."""
-        charge = application.provider.find(effect["key"])
+        charge = application.provider.close(effect["key"])
         return DidNotHappen() if charge is None else Happened({"id": charge.id})
 
     def resolve(self, shown: Shown, change: Change, *, end: bool = False) -> None:

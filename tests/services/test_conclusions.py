@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 from typing_extensions import TypedDict
 
@@ -29,6 +29,7 @@ from idempotency import (
     maintenance,
     operators,
     records,
+    waiting,
 )
 from idempotency.errors import InvalidResult, OutcomeInDoubt
 from idempotency.message import Message
@@ -119,11 +120,28 @@ def deaths(engine: Engine, key: str, attempts: int) -> None:
 # ---------------------------------------------------------------- an ending belongs to its attempt
 
 
+@pytest.mark.parametrize("unheard", [0, 3], ids=["answered", "the answer to its claim is lost"])
 def test_an_ending_does_not_outlive_its_attempt(
-    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, entries: Entries
+    bank: Celery,
+    deliveries: Deliveries,
+    engine: Engine,
+    record: Record,
+    entries: Entries,
+    monkeypatch: pytest.MonkeyPatch,
+    unheard: int,
 ) -> None:
     """The first attempt pauses before its step; the second one reserves, and is released after an error."""
-    runs = []
+    runs, claims = [], []
+    claim = records.claim
+
+    def lose_answer(*args: Any, **options: Any) -> records.Answer:
+        claims.append(claim(*args, **options))
+        if len(claims) == unheard:
+            raise OperationalError("the answer was lost", None, Exception())
+        return claims[-1]
+
+    monkeypatch.setattr(records, "claim", lose_answer)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.0)
 
     def reserve(session: Session) -> str:
         if session.execute(text("SELECT count(*) FROM entries WHERE account = 'reserved'")).scalar_one():

@@ -51,8 +51,6 @@ END $$;
 
 def upgrade() -> None:
     op.execute("ALTER TABLE idempotency.records ADD COLUMN IF NOT EXISTS error_code text")
-    # Whether the last claim was its holder's own, resolving a doubt. RETURNING cannot see the row as it was.
-    op.execute("ALTER TABLE idempotency.records ADD COLUMN IF NOT EXISTS resumed boolean NOT NULL DEFAULT false")
     # Before the trigger knows codes; the text is read here once, and by nothing afterwards.
     op.execute("""
         UPDATE idempotency.records SET error_code = CASE
@@ -71,4 +69,4 @@ def downgrade() -> None:
     op.execute("DROP INDEX idempotency.audit_request")
     op.execute("ALTER TABLE idempotency.audit DROP COLUMN request_id")
     op.execute(_FUNCTION.format(cases=_KNOWN))
-    op.execute("ALTER TABLE idempotency.records DROP COLUMN error_code, DROP COLUMN resumed")
+    op.execute("ALTER TABLE idempotency.records DROP COLUMN error_code")
