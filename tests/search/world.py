@@ -50,6 +50,11 @@ ROUNDS = 12
 VACUUM_EVERY = 200
 PERSON = Change("search", "asked by the search")
 
+# A row that a relay holds at this moment is the message in hand: it died before its confirm was noted.
+_PENDING = """
+SELECT origin FROM idempotency.outbox WHERE status = 'pending'
+    AND (event_id IS DISTINCT FROM %s OR relayed_until IS NULL OR relayed_until < clock_timestamp())
+"""
 _give_up = records.give_up
 _EMPTY = """
 WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbox),
@@ -333,7 +338,7 @@ class World:
         """
         answer = _give_up(connection, dead, **options)
         if isinstance(answer, records.GivenUp):
-            pending = self.admin.execute("SELECT origin FROM idempotency.outbox WHERE status = 'pending'").fetchall()
+            pending = self.admin.execute(_PENDING, [dead.event_id]).fetchall()
             others = [f"an outbox row ({row.origin})" for row in pending]
             others += [f"{each} in the queue" for each in self.broker.ready if each.outbox_id != dead.event_id]
             self.elsewhere[current()] = ", ".join(others)
