@@ -235,20 +235,12 @@ class Attempt:
         assert self._session is not None
         session = self._session
         driver: Any = session.connection().connection.driver_connection
-        notices: list[Any] = []
-        note = notices.append
-        driver.add_notice_handler(note)
         try:
             session.end_with_commit()
         except BaseException as error:
             if isinstance(error, DBAPIError) and _refused_by_server(error, driver):
                 raise
             self._doubt(error)
-        finally:
-            driver.remove_notice_handler(note)
-        if notices:
-            # "canceling wait for synchronous replication": committed here, perhaps not where it counts
-            self._doubt(None)
 
     def guarded(self, finish: Callable[[], None]) -> None:
         """Run the finishing statement; it raises by itself when this attempt is not the holder."""

@@ -80,7 +80,7 @@ def conclude(
     cause = _cause(error, described)
     ended, undos = _verdict(entries, error)
     if undos and not may_run:
-        ended, undos = _unfinished("an undo ended its process"), []
+        ended, undos = _unfinished("its steps were not undone: the application's part was not run"), []
     broken: str | None = None
     if undos:
         broken = _run(connection, lambda session: _undo_all(session, undos))
@@ -147,6 +147,8 @@ def _verdict(entries: Mapping[str, Entry], error: PermanentError) -> tuple[Perma
         if isinstance(error, EffectUnknown):
             return error, []
         return EffectUnknown(f"effect {_listed(opened)}: begun, and the outcome is not known"), []
+    if isinstance(error, EffectUnknown | Unfinished):  # the body's own word
+        return error, []
     undos: list[_Undo] = []
     happened: dict[str, Any] = {}  # effects that no undo has answered for yet
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["position"], reverse=True):
@@ -169,7 +171,7 @@ def _verdict(entries: Mapping[str, Entry], error: PermanentError) -> tuple[Perma
 
 
 def _unfinished(why: str) -> Unfinished:
-    return Unfinished(why[:500])
+    return Unfinished(why[:ERROR_LIMIT])
 
 
 def _undo_all(session: Session, undos: list[_Undo]) -> None:

@@ -28,7 +28,7 @@ from kombu.serialization import prepare_accept_content
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
-from . import conclusions, dead_letters, keys, records
+from . import conclusions, dead_letters, keys, metrics, records
 from .attempt import Policy
 from .crash_points import crash_point
 from .dead_letters import BrokerLetter
@@ -295,6 +295,7 @@ def _give_up(
                 lease=settings.lease,
             )
             stored: int | None = None
+            concluded: conclusions.Concluded | None = None
             match answer:
                 case GivenUp() as ended:
                     has_part = policy.on_failed is not None or conclusions.has_undo(ended.effects)
@@ -329,6 +330,8 @@ def _give_up(
                     continue
             connection.exec_driver_sql(_FORGET_TRIES, {"digest": letter.digest})
             session.commit()
+            if concluded is not None:
+                metrics.count_failed(id.operation, concluded.error.code)
             return stored
 
 

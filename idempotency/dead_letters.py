@@ -281,7 +281,7 @@ WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s AND ge
 """
 
 
-def say_again(connection: Connection, id: OperationId, generation: int, end: FailedEnd) -> None:
+def say_again(connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str) -> None:
     """Let the open letter of a failed operation say how it has ended now, so that no one replays it for its old reason."""
     connection.exec_driver_sql(
         _SAY_AGAIN,
@@ -290,7 +290,7 @@ def say_again(connection: Connection, id: OperationId, generation: int, end: Fai
             "operation": id.operation,
             "key": id.key,
             "generation": generation,
-            "reason": end.code,
+            "reason": reason,
             "error": end.error,
         },
     )

@@ -138,12 +138,7 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
         if repeated and not (isinstance(error, StoredRefusal) and attempt.policy.provider_keeps_refusals):
             return _after_refused_repeat(attempt, call, error)
         # A known outcome: nothing happened. Only a person's replay may call again, under the next key.
-        refused = {"code": error.code, "message": storable(str(error)[:ERROR_LIMIT])}
-        _change(
-            attempt,
-            call.name,
-            {"state": "not_happened", "refused": refused, "generation": attempt.claim.generation},
-        )
+        _change(attempt, call.name, {"state": "not_happened"} | _refused(attempt, error))
         raise
     crash_point("effect.called")
     return _record(attempt, call.name, result)
@@ -187,8 +182,11 @@ def step(
     return results.from_text(entry["result"])
 
 
-def ask(attempt: Attempt, call: Call) -> Answer:
-    """Ask the provider what became of a call that was begun, and record its answer."""
+def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) -> Answer:
+    """Ask the provider what became of a call that was begun, and record its answer.
+
+    `after`: the refusal of a repeat, which a "no" makes the outcome.
+    """
     begun = attempt.claim.effects[call.name]
     if call.reconcile is None:
         return StillUnknown()
@@ -201,7 +199,7 @@ def ask(attempt: Attempt, call: Call) -> Answer:
         case Happened(result):
             return Happened(_record(attempt, call.name, result))
         case DidNotHappen():
-            _change(attempt, call.name, {"state": "not_happened"})
+            _change(attempt, call.name, {"state": "not_happened"} | ({} if after is None else _refused(attempt, after)))
     return answer
 
 
@@ -244,7 +242,7 @@ def _after_stored_failure(attempt: Attempt, call: Call, failure: StoredFailure) 
 
 def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError) -> Any:
     """A repeat was refused, which is no answer to the call before it: only the provider's records are."""
-    match ask(attempt, call):
+    match ask(attempt, call, after=refusal):
         case Happened(result):
             return result
         case DidNotHappen():
@@ -254,6 +252,11 @@ def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError)
     raise EffectUnknown(
         f"effect {call.name!r}: a repeated call was refused ({refusal.code}), which says nothing about the first one"
     ) from refusal
+
+
+def _refused(attempt: Attempt, error: PermanentError) -> dict[str, Any]:
+    refused = {"code": error.code, "message": storable(str(error)[:ERROR_LIMIT])}
+    return {"refused": refused, "generation": attempt.claim.generation}
 
 
 def _refusal(attempt: Attempt, entry: Mapping[str, Any]) -> PermanentError | None:

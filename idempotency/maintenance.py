@@ -228,7 +228,9 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
         last_error=concluded.end.error,
         service=settings.service,
     )
-    records.fail(connection, claim, concluded.end, retention=settings.retention_failed, lease=settings.lease)
+    retention = getattr(task, "retention_failed", None) or settings.retention_failed
+    records.fail(connection, claim, concluded.end, retention=retention, lease=settings.lease)
+    metrics.count_failed(id.operation, concluded.error.code)
 
 
 def _bounds(app: Celery, runtime: Runtime) -> dict[str, object]:

@@ -78,6 +78,7 @@ WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
 _ACCEPTED = """
 SELECT fingerprint, message, queue FROM idempotency.outbox
 WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+  AND settled_at IS NULL AND status <> 'failed'
 ORDER BY id LIMIT 1
 """
 
@@ -224,7 +225,7 @@ def resolve_effect(
         word: dict[str, Any] = {"state": "not_happened", "resolved": True}
         if isinstance(outcome, Happened):
             word |= {"state": "done", "result": _checked_result(app, runtime, row, name, outcome.result)}
-        resolved = entry | word
+        resolved, details = entry | word, dict(said)
         concluded_end = FailedEnd(row.error_code, row.error, changed={name: resolved})
         if end or row.error_code not in (EffectUnknown.default_code, Unfinished.default_code):
             entries = {**row.effects, name: resolved}
@@ -238,9 +239,10 @@ def resolve_effect(
                 error = PermanentError(change.reason, "cancelled")
             concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken, entries=entries)
             concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
+            dead_letters.say_again(connection, shown.id, row.generation, concluded_end, reason=concluded.reason)
+            details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
         fence = records.conclude(connection, shown.id, concluded_end, fence=row.fence)
-        dead_letters.say_again(connection, shown.id, row.generation, concluded_end)
-        details = said | {"state": word["state"], "ended_as": concluded_end.code}
+        details |= {"state": word["state"], "ended_as": concluded_end.code}
         audit(connection, change, "resolve", shown.id, row, fence=fence, details=details)
 
 

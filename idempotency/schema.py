@@ -42,6 +42,10 @@ def migrate(engine: Engine, revision: str = "head") -> str:
     with engine.connect() as connection:
         try:
             while not _is_ours(connection):
+                if time.monotonic() > deadline:
+                    raise SettingsError(
+                        f"database schema: another migration has been running for {MIGRATION_PATIENCE:g} s"
+                    )
                 time.sleep(LOCK_PAUSE)
             while True:
                 try:

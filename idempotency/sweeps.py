@@ -12,8 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from . import metrics
 from .logs import log
@@ -137,6 +139,8 @@ def one_by_one(
     for row in rows:
         try:
             done += handle(row)
+        except (PoolTimeout, SoftTimeLimitExceeded):
+            raise  # no row's fault
         except Exception as error:
             if isinstance(error, DBAPIError) and not is_of_a_row(error):
                 raise

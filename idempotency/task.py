@@ -28,7 +28,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
@@ -82,6 +82,8 @@ from .waiting import Unanswered, Waiting, is_stopping
 
 # A doubt is resolved by claiming again. Each round moves the fence, so five in a row mean something is broken.
 DOUBT_ROUNDS = 5
+# Until a last look that met a Postgres in trouble is taken again; `defer_budget` bounds how often.
+LOOK_PAUSE = 5.0
 # Seconds in the outbox for a delivery that got no answer though Postgres takes it there: somebody has to mend that.
 PUT_BACK = 60.0
 # Seconds for the confirm of a copy; the hard time limit may be near.
@@ -259,6 +261,9 @@ class IdempotentTask(Task):
             result = self.run(*self.request.args, **self.request.kwargs)
         except (LeaseLost, OutcomeInDoubt, Defer):
             raise
+        except (OperationalError, PoolTimeout) as error:
+            # Postgres is to blame: a look that could not be taken concludes nothing
+            raise Defer(LOOK_PAUSE, f"the last look met {describe(error)}") from error
         except Exception as error:
             raise end from error
         if attempt.stopped:

@@ -59,7 +59,7 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
     ).all()
     assert row.status == ends
     if ends == "failed":
-        assert [tuple(letter) for letter in letters] == [("attempts_exhausted", bound, op.MESSAGE, "{}", "open")]
+        assert [tuple(letter) for letter in letters] == [("on_failed_error", bound, op.MESSAGE, "{}", "open")]  # which was not run
         assert not records.release(connection, held, delay=0.0, error=None)  # its last process changes nothing any more
         assert op.outbox(connection, held.id) == []
     else:
@@ -358,7 +358,7 @@ def test_headers_that_postgres_cannot_read_stop_no_recovery(
     assert recover(bank) == 3
     assert [status(connection, id) for id in (bad, other, orphan.id)] == ["failed", "failed", "released"]
     (letter,) = op.dead_letters(connection, bad)
-    assert (letter.reason, letter.headers, letter.payload) == ("attempts_exhausted", kept, stored)
+    assert (letter.reason, letter.headers, letter.payload) == ("on_failed_error", kept, stored)
 
 
 RAISING = """
