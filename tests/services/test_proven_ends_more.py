@@ -50,7 +50,7 @@ def connection(engine: Engine) -> Any:
 # ---------------------------------------------------------------- letters
 
 
-def test_a_letter_follows_its_operation_to_the_code_that_a_person_ends_it_with(
+def test_a_letter_follows_the_code_that_a_person_ends_its_operation_with(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Record
 ) -> None:
     """So that a bulk replay of what is unknown does not take what a person has ended."""
@@ -98,7 +98,7 @@ def test_a_key_function_that_raises_refuses_its_replay_and_stops_no_other(
     assert [letter.status for letter in op.dead_letters(connection)] == ["open", "replayed"]
 
 
-def test_an_undo_that_cannot_be_imported_ends_as_unfinished_and_stops_nothing(
+def test_an_undo_that_cannot_be_imported_stops_no_other_dead_message(
     bank: Celery,
     deliveries: Deliveries,
     connection: Connection,
@@ -176,7 +176,7 @@ def test_deferrals_leave_at_most_a_few_outbox_rows(
     assert len(op.outbox(connection)) <= 3
 
 
-def test_a_dead_message_ends_its_operation_over_an_on_failed_that_cannot_commit(
+def test_a_dead_message_ends_over_an_on_failed_that_cannot_commit(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record
 ) -> None:
     connection.execute(text(DEFERRED))
