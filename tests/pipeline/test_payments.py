@@ -48,6 +48,13 @@ class Shop:
         from idempotency.runtime import Runtime
         from tasks import migrate, payments, refunds
 
+        # for a process in which another test has loaded the configuration
+        tasks.app.conf.update(
+            broker_url=addresses["BROKER_URL"],
+            idempotency_database_url=database,
+            idempotency_redis_url=addresses["REDIS_URL"],
+            idempotency_retry_base=0.1,
+        )
         self.app, self.payments, self.refunds = tasks.app, payments, refunds
         self.engine = create_engine(database)
         stack.callback(self.engine.dispose)
