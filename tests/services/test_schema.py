@@ -278,7 +278,7 @@ def test_a_downgrade_takes_everything_away_and_can_be_undone(empty: Engine) -> N
     schema.migrate(empty)
     config = Config()
     config.set_main_option("script_location", str(Path(idempotency.__file__).parent / "migrations"))
-    with empty.begin() as connection:
+    with empty.connect() as connection:  # each migration begins a transaction of its own
         config.attributes["connection"] = connection
         command.downgrade(config, "base")
     assert not TABLES & set(inspect(empty).get_table_names(schema.SCHEMA))
