@@ -274,13 +274,47 @@ def test_nothing_is_put_outside_our_schema(empty: Engine) -> None:
     assert set(inspect(empty).get_table_names("public")) == before
 
 
-def test_a_downgrade_takes_everything_away_and_can_be_undone(empty: Engine) -> None:
-    schema.migrate(empty)
+def downgrade(engine: Engine, revision: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(idempotency.__file__).parent / "migrations"))
-    with empty.begin() as connection:
+    with engine.connect() as connection:  # each migration begins a transaction of its own
         config.attributes["connection"] = connection
-        command.downgrade(config, "base")
+        command.downgrade(config, revision)
+
+
+# Of each key its rows in order, by their status; a failed one that a person has dealt with has no open letter.
+BEFORE_LANES = """
+INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, ordering_key, status,
+    published_at, last_error)
+SELECT k || n, 't', 'o', k || n, 'v1:f', '{}', 'enqueue', nullif(k, 'none'), s,
+       CASE s WHEN 'published' THEN clock_timestamp() END, CASE s WHEN 'failed' THEN 'refused' END
+FROM (VALUES ('free', 1, 'published'), ('free', 2, 'pending'), ('free', 3, 'pending'), ('blocked', 1, 'failed'),
+             ('blocked', 2, 'pending'), ('settled', 1, 'failed'), ('settled', 2, 'pending'), ('gone', 1, 'published'),
+             ('none', 1, 'pending')) row (k, n, s) ORDER BY n;
+INSERT INTO idempotency.dead_letters (source, outbox_id, reason, payload)
+SELECT 'relay', id, 'unpublishable', '' FROM idempotency.outbox WHERE key = 'blocked1'
+"""
+
+
+def test_rows_of_before_have_their_lanes_after_a_migration_and_after_a_way_back(empty: Engine) -> None:
+    schema.migrate(empty, "0005")
+    with empty.begin() as connection:
+        connection.exec_driver_sql(BEFORE_LANES)
+    for _ in range(2):
+        schema.migrate(empty)
+        with empty.connect() as connection:
+            lanes = connection.exec_driver_sql("SELECT ordering_key, blocked FROM idempotency.lanes ORDER BY 1").all()
+            places = (
+                connection.exec_driver_sql("SELECT key FROM idempotency.outbox WHERE place IS NULL").scalars().all()
+            )
+        assert [tuple(lane) for lane in lanes] == [("blocked", True), ("free", False), ("settled", False)]
+        assert places == ["settled1"]
+        downgrade(empty, "0005")
+
+
+def test_a_downgrade_takes_everything_away_and_can_be_undone(empty: Engine) -> None:
+    schema.migrate(empty)
+    downgrade(empty, "base")
     assert not TABLES & set(inspect(empty).get_table_names(schema.SCHEMA))
     with empty.connect() as connection, pytest.raises(SettingsError):
         schema.require_compatible(connection)
