@@ -501,7 +501,17 @@ class Machine(RuleBasedStateMachine):
         if record is not None:
             record.release(due=due, code=None if give_back else "flaky")
             record.attempts -= give_back
+            self._supersede(held.id, record.fingerprint)
             self.new_rows.append(Row(held.id, record.fingerprint, "retry", available=due, generation=record.generation))
+
+    def _supersede(self, id: OperationId, fingerprint: str) -> None:
+        """A release takes the place of the deliveries that earlier releases have sent."""
+        for number, row in list(self.rows.items()):
+            if (row.id, row.fingerprint, row.status) == (id, fingerprint, "published") and row.origin in (
+                "retry",
+                "recover",
+            ):
+                del self.rows[number]
 
     # ------------------------------------------------------------ what nobody holds
 
@@ -606,7 +616,8 @@ class Machine(RuleBasedStateMachine):
         if not rows:
             return False
         last, row = list(rows.items())[-1]
-        return last != number or (row.status == "pending" and not row.leased)
+        is_pending = any(other.status == "pending" for each, other in rows.items() if each != number)
+        return last != number or is_pending or (row.status == "pending" and not row.leased)
 
     def _settle_what_hides_a_later_generation(self, number: int | None) -> None:
         if number is None or (row := self.rows[number]).status != "published":
@@ -713,6 +724,7 @@ class Machine(RuleBasedStateMachine):
             operators.release(self.app, shown, Change("ana", "hangs"))
         if record is not None and may:
             record.release(due=True)
+            self._supersede(shown.id, record.fingerprint)
             self.new_rows.append(Row(shown.id, record.fingerprint, "retry", generation=record.generation))
 
     def _resolve_effect(self, shown: Shown) -> None:
@@ -762,6 +774,8 @@ class Machine(RuleBasedStateMachine):
             return
         if record is not None:
             record.release(due=True)
+            if record.revoked is None:  # what a worker remembers was revoked before
+                record.revoked = record.generation
             record.generation += 1
             record.attempts, record.code = 0, None
             record.expired = False
@@ -804,7 +818,8 @@ class Machine(RuleBasedStateMachine):
         self.discarded |= {(letter.id, letter.fingerprint), (letter.id, letter.fingerprint, letter.generation)}
         for row_number, row in self.rows.items():
             record = self.records.get(row.id)
-            named = row_number == letter.row or (row.id, row.fingerprint) == (letter.id, letter.fingerprint)
+            without_row = letter.row is None and (row.id, row.fingerprint) == (letter.id, letter.fingerprint)
+            named = row_number == letter.row or without_row
             if named and row.status == "published" and (record is None or record.fingerprint != row.fingerprint):
                 row.settled = True
 
