@@ -59,7 +59,9 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
     ).all()
     assert row.status == ends
     if ends == "failed":
-        assert [tuple(letter) for letter in letters] == [("on_failed_error", bound, op.MESSAGE, "{}", "open")]  # which was not run
+        assert [tuple(letter) for letter in letters] == [
+            ("on_failed_error", bound, op.MESSAGE, "{}", "open")
+        ]  # which was not run
         assert not records.release(connection, held, delay=0.0, error=None)  # its last process changes nothing any more
         assert op.outbox(connection, held.id) == []
     else:

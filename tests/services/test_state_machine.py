@@ -606,7 +606,8 @@ class Machine(RuleBasedStateMachine):
         if not rows:
             return False
         last, row = list(rows.items())[-1]
-        return last != number or (row.status == "pending" and not row.leased)
+        is_another = last != number or (row.status == "pending" and not row.leased)
+        return is_another or any(each != number and other.status == "pending" for each, other in rows.items())
 
     def _settle_what_hides_a_later_generation(self, number: int | None) -> None:
         if number is None or (row := self.rows[number]).status != "published":
@@ -762,6 +763,7 @@ class Machine(RuleBasedStateMachine):
             return
         if record is not None:
             record.release(due=True)
+            record.revoked = record.generation if record.revoked is None else record.revoked
             record.generation += 1
             record.attempts, record.code = 0, None
             record.expired = False
@@ -804,7 +806,8 @@ class Machine(RuleBasedStateMachine):
         self.discarded |= {(letter.id, letter.fingerprint), (letter.id, letter.fingerprint, letter.generation)}
         for row_number, row in self.rows.items():
             record = self.records.get(row.id)
-            named = row_number == letter.row or (row.id, row.fingerprint) == (letter.id, letter.fingerprint)
+            of_operation = letter.row is None and (row.id, row.fingerprint) == (letter.id, letter.fingerprint)
+            named = row_number == letter.row or of_operation
             if named and row.status == "published" and (record is None or record.fingerprint != row.fingerprint):
                 row.settled = True
 
@@ -911,7 +914,8 @@ class Machine(RuleBasedStateMachine):
         )
 
     def _newest(self) -> Iterable[Row]:
-        open_ = (row for row in self.rows.values() if not row.settled and row.status != "failed")
+        open_ = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
+        open_.sort(key=lambda row: row.generation)  # and by number, in which they are
         return {(row.id, row.fingerprint): row for row in open_}.values()
 
     def _waits(self, row: Row) -> bool:
@@ -1182,6 +1186,18 @@ def test_a_letter_that_was_replayed_does_not_swallow_the_next_failure_of_its_out
         lambda: machine.relay_leases(["confirmed"]),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
+    )
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_second_call_after_a_replay_hides_none_of_its_deliveries(machine: Machine, later: bool) -> None:
+    run(
+        machine,
+        lambda: machine.give_up(ACME, 1, None, unknown=False),
+        lambda: machine.replay(0, twice=False),
+        lambda: machine.enqueue(ACME, 1, later=later, sent=True),
+        lambda: machine.reconcile(empty=True, late=True),
+        lambda: machine.give_up(ACME, 1, 1, unknown=False),
     )
 
 
