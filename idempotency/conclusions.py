@@ -188,6 +188,7 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
         session.flush()
         # what would only be refused at COMMIT is refused here, where it undoes this part and not the end
         session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+        session.execute(text("SET CONSTRAINTS ALL DEFERRED"))
         session.end_with_commit()
     except (OperationalError, LeaseLost):
         raise  # Postgres is away or a lock timed out: not the application's fault
