@@ -92,6 +92,8 @@ class Record:
     attempts: int = 1
     duplicates: int = 0
     effects: dict[str, str] = field(default_factory=dict)
+    steps: set[str] = field(default_factory=set)  # those of them that are no effects
+    resolved: set[str] = field(default_factory=set)
     revoked: int | None = None
     result: str | None = None
     code: str | None = None
@@ -107,6 +109,16 @@ class Record:
     def release(self, *, due: bool, code: str | None = None) -> None:
         self.status, self.token, self.due, self.code = "released", None, due, code or self.code
         self.lease_over = self.holder_dead = False
+
+    def outside(self, state: str) -> bool:
+        """Whether an effect is in this state."""
+        return any(found == state for name, found in self.effects.items() if name not in self.steps)
+
+    def concluded(self, code: str) -> str:
+        """The code that an end has, as `conclusions` says and the table demands."""
+        if self.outside("begun"):
+            return "effect_unknown"
+        return "unfinished" if self.outside("done") and code != "effect_unknown" else code
 
     @property
     def is_busy(self) -> bool:
@@ -425,7 +437,15 @@ class Machine(RuleBasedStateMachine):
 
     def _begin_effect(self, held: Claimed, name: str) -> None:
         record = self._held(held)
-        entry = {"state": "begun", "key": "k", "number": 1, "args": "v1:a", "ended_at": None}
+        entry = {
+            "kind": "effect",
+            "state": "begun",
+            "key": "k",
+            "number": 1,
+            "args": "v1:a",
+            "position": 1,
+            "ended_at": None,
+        }
         begun_at = records.begin_effect(self.connection, held, name, entry)
         if record is not None and record.effects.get(name) in (None, "not_happened"):
             assert begun_at is not None
@@ -444,13 +464,14 @@ class Machine(RuleBasedStateMachine):
 
     def _step(self, held: Claimed, name: str) -> None:
         record = self._held(held)
-        entry = {"state": "done", "args": "v1:a", "number": 1, "key": "", "result": "1"}
+        entry = {"kind": "step", "state": "done", "args": "v1:a", "position": 1, "undo": None, "result": "1"}
         matches = record is not None and name not in record.effects
         with self.finishing(matches) as connection:
             connection.execute(INSERT, {"account": account(held.id), "amount": 1})
             records.record_step(connection, held, name, entry, lease=LEASE)
         if record is not None and matches:
             record.effects[name] = "done"
+            record.steps.add(name)
             self.entries[account(held.id)] += 1
 
     @precondition(lambda self: self.holders)
@@ -474,8 +495,7 @@ class Machine(RuleBasedStateMachine):
 
     def _fail(self, holder: Holder, code: str) -> None:
         held, record = holder.claim, self._held(holder.claim)
-        if record is not None and "begun" in record.effects.values():
-            code = "effect_unknown"  # as `conclusions` says, and the table demands
+        code = code if record is None else record.concluded(code)
         error = records.error_text(code, "no")
         with self.finishing(record is not None) as connection:
             connection.execute(FAILURE, {"account": held.id.key, "code": code})
@@ -577,10 +597,10 @@ class Machine(RuleBasedStateMachine):
             return
         if record is None:
             record = self.records[id] = Record("started", fingerprint(id, amount), attempts=0)
-        record.end("failed", code="rejected")
+        record.end("failed", code=record.concluded("rejected"))
         record.token = record.fence = None
         self.failures[id.key] += 1
-        letter = replace(letter, generation=record.generation)
+        letter = replace(letter, generation=record.generation, reason=record.code or "")
         assert stored is not None
         # one that was stored before the task was known
         unnamed = [
@@ -702,10 +722,11 @@ class Machine(RuleBasedStateMachine):
         record = self.records.get(shown.id)
         rows = [row for row in self.rows.values() if row.id == shown.id]
         if shown.status == "accepted":
-            may = record is None and bool(rows)
+            may = record is None and any(not row.settled and row.status != "failed" for row in rows)
         else:
             may = record is not None and (record.status, record.fence) == (shown.status, shown.fence)
             may = may and shown.status == "released"
+            may = may and record is not None and not (record.outside("begun") or record.outside("done"))
         with refused(not may, ChangeRefused):
             operators.cancel(self.app, shown, Change("ana", "no longer wanted"))
         if may:
@@ -732,12 +753,15 @@ class Machine(RuleBasedStateMachine):
         may = (
             record is not None
             and (shown.status, record.status, record.fence) == ("failed", "failed", shown.fence)
-            and (record.code, record.effects.get("charge")) == ("effect_unknown", "begun")
+            and "charge" not in record.steps
+            and (record.effects.get("charge") == "begun" or "charge" in record.resolved)
         )
         with refused(not may, ChangeRefused):
             operators.resolve_effect(self.app, shown, "charge", Happened(1), Change("ana", "looked"))
         if record is not None and may:
             record.effects["charge"] = "done"
+            record.resolved.add("charge")
+            record.fence = None
 
     @rule(id=some_id, amount=some_amount, remembered=st.booleans())
     def revoke(self, id: OperationId, amount: int, remembered: bool) -> None:
@@ -926,7 +950,8 @@ class Machine(RuleBasedStateMachine):
         )
 
     def _newest(self) -> Iterable[Row]:
-        open_ = (row for row in self.rows.values() if not row.settled and row.status != "failed")
+        open_ = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
+        open_.sort(key=lambda row: row.generation)  # and by number, in which they are
         return {(row.id, row.fingerprint): row for row in open_}.values()
 
     def _waits(self, row: Row) -> bool:
@@ -1197,6 +1222,18 @@ def test_a_letter_that_was_replayed_does_not_swallow_the_next_failure_of_its_out
         lambda: machine.relay_leases(["confirmed"]),
         lambda: machine.give_up(ACME, 1, 0, unknown=False),
         lambda: machine.replay(0, twice=True),
+    )
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_second_call_after_a_replay_hides_none_of_its_deliveries(machine: Machine, later: bool) -> None:
+    run(
+        machine,
+        lambda: machine.give_up(ACME, 1, None, unknown=False),
+        lambda: machine.replay(0, twice=False),
+        lambda: machine.enqueue(ACME, 1, later=later, sent=True),
+        lambda: machine.reconcile(empty=True, late=True),
+        lambda: machine.give_up(ACME, 1, 1, unknown=False),
     )
 
 
