@@ -183,7 +183,11 @@ class Books:
             return "claim"
         if new["status"] == "started" and (new["fence"], new["token"]) != (old["fence"], old["token"]):
             return "doubt" if new["token"] == old["token"] else "takeover"
-        if new["status"] == "released" and new["revoked_generation"] != old["revoked_generation"]:
+        if (
+            old["status"] != "failed"
+            and new["status"] == "released"
+            and new["revoked_generation"] != old["revoked_generation"]
+        ):
             return "revoke"  # of a terminated attempt: claimed and let go, in the name of its holder that is gone
         moved = new["fence"] != old["fence"]
         match old["status"], new["status"]:

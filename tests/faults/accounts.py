@@ -71,7 +71,7 @@ class Books:
 
 def _steps(record: Mapping[str, Any]) -> int:
     """How many steps are recorded: a step has no key of a provider."""
-    return sum(1 for effect in record["effects"].values() if effect["state"] == "done" and not effect["key"])
+    return sum(1 for effect in record["effects"].values() if effect["state"] == "done" and effect["kind"] == "step")
 
 
 def _provider_keys(record: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -80,7 +80,7 @@ def _provider_keys(record: Mapping[str, Any]) -> dict[str, set[str]]:
     return {
         name: {effect["key"], *(effects.provider_key(id, name, number) for number in range(1, effect["number"] + 1))}
         for name, effect in record["effects"].items()
-        if effect["key"]
+        if effect["kind"] == "effect"
     }
 
 

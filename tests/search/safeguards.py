@@ -25,6 +25,8 @@ def own_ending(removal: Removal) -> None:
 def verdict(removal: Removal) -> None:
     """An operation ends with the error that ended it, whatever has happened outside."""
     removal.set(conclusions, "_verdict", lambda entries, error: (error, []))
+    for code in ("effect_unknown", "unfinished"):
+        removal.edit(records, f"THEN '{code}'", "THEN excluded.error_code", only="_GIVE_UP")
 
 
 def refused_repeat(removal: Removal) -> None:

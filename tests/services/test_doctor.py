@@ -176,7 +176,7 @@ def test_a_right_that_is_missing_is_refused_by_its_name(sound: Celery, database:
             connection.execute(
                 text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA idempotency TO {role}")
             )
-            connection.execute(text(f"GRANT USAGE ON SEQUENCE idempotency.fence TO {role}"))
+            connection.execute(text(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA idempotency TO {role}"))
             url = make_url(database).set(username=role, password="p").render_as_string(hide_password=False)
             sound.conf.idempotency_database_url = url
             assert refusals(sound) == []
