@@ -23,7 +23,7 @@ def account(**changes: Any) -> Account:
 
 
 def test_books_in_order_show_no_violation():
-    step = {"state": "done", "key": ""}
+    step = {"kind": "step", "state": "done"}
     assert account().violations() == []
     assert account(record=DONE | {"effects": {"one": step}}, step_rows=1).violations() == []
     assert account(record=None, rows=0, in_outbox=1).violations() == []
@@ -41,7 +41,7 @@ def test_books_in_order_show_no_violation():
         ("I3", {"record": DONE | {"status": "started"}, "in_outbox": 1}),
         ("I3", {"record": None, "in_queues": 1}),
         ("I3", {"step_rows": 1}),
-        ("I3", {"record": DONE | {"effects": {"one": {"state": "done", "key": ""}}}}),
+        ("I3", {"record": DONE | {"effects": {"one": {"kind": "step", "state": "done"}}}}),
         ("I3", {"failure_rows": 1}),
         ("I12", {"acts": {"call": 2}}),
         ("I13", {"record": DONE | {"status": "failed"}, "rows": 0}),
