@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from celery import Celery
 from sqlalchemy.exc import DBAPIError
@@ -47,6 +48,14 @@ SELECT name FROM idempotency.alarms
 JOIN unnest(%(names)s::text[], %(patience)s::float8[]) AS lasting(name, patience) USING (name)
 WHERE service = %(service)s AND since <= clock_timestamp() - make_interval(secs => patience)
   AND (sent_at IS NULL OR sent_at <= clock_timestamp() - make_interval(secs => %(repeat)s))
+"""
+
+# The log has its own pace: a webhook that is down must not write a line with every look.
+_LOG = """
+UPDATE idempotency.alarms SET logged_at = clock_timestamp()
+WHERE service = %(service)s AND name = ANY(%(due)s::text[])
+  AND (logged_at IS NULL OR logged_at <= clock_timestamp() - make_interval(secs => %(repeat)s))
+RETURNING name
 """
 
 _SENT = """
@@ -130,16 +139,24 @@ def run_once(app: Celery) -> int:
         due = [alarms[name] for name in connection.exec_driver_sql(_DUE, fields).scalars()]
         if not due and not ended:
             return 0
-        for alarm in due:
-            metrics.alerts.labels(settings.service, alarm.name.partition("/")[0]).inc()
-            log.error("alarm", service=settings.service, subject=alarm.subject, found=alarm.found)
-        for name in ended:
-            log.info("alarm_over", service=settings.service, alarm=name)
+        _log(runtime, due, fields)
         if not post(settings, _text(settings.service, due, ended)):
             connection.rollback()  # sent again with the next look
             return 0
+        for name in ended:
+            log.info("alarm_over", service=settings.service, alarm=name)
         connection.exec_driver_sql(_SENT, service | {"names": [alarm.name for alarm in due]})
     return len(due) + len(ended)
+
+
+def _log(runtime: Runtime, due: Iterable[Alarm], fields: dict[str, Any]) -> None:
+    alarms = {alarm.name: alarm for alarm in due}
+    with runtime.autocommit() as connection:
+        names = connection.exec_driver_sql(_LOG, fields | {"due": list(alarms)}).scalars().all()
+    service = runtime.settings.service
+    for name in names:
+        metrics.alerts.labels(service, name.partition("/")[0]).inc()
+        log.error("alarm", service=service, subject=alarms[name].subject, found=alarms[name].found)
 
 
 def _text(service: str, due: Iterable[Alarm], ended: Iterable[str]) -> str:

@@ -61,6 +61,10 @@ LOCK_PATIENCE = "3s"
 # A letter that could not be stored although Postgres answers (a lock, say) is left unacknowledged while others go on.
 # It is tried again in the next pass, then after so many seconds, and after twice as many each further time.
 HELD_PAUSE = 5.0
+# Held letters tried in one pass, each for as long as LOCK_PATIENCE: new letters come in between.
+HELD_TRIES = 5
+# Beyond so many, kept in memory, no new ones are taken until some are stored.
+HELD_LIMIT = 2_000
 # How often a letter's `on_failed` may fail for lack of a lock, or end its process: with the pauses above, five minutes.
 ON_FAILED_TRIES = 8
 # What no worker took comes back after so many seconds, doubling up to the second number: within a minute of a deploy.
@@ -143,13 +147,14 @@ class DeadLetterConsumer:
         channel, taken = self._connect(), 0
         accept = prepare_accept_content(["json"])
         now = time.monotonic()
-        due, self._held = [h for h in self._held if h[0] <= now], [h for h in self._held if h[0] > now]
-        for _, times, message in due:
-            self._settle(message, times)
+        due = [held for held in self._held if held[0] <= now][:HELD_TRIES]
+        for held in due:
+            self._held.remove(held)
+            self._settle(held[2], held[1])
         for queue in dead_letter_queues(self._app.amqp.queues.values()):
             while (
                 taken < limit
-                and len(self._held) < BATCH
+                and len(self._held) < HELD_LIMIT
                 and (raw := channel.basic_get(queue.name, no_ack=False)) is not None
             ):
                 message = channel.message_to_python(raw)

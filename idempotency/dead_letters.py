@@ -143,9 +143,10 @@ WITH again AS (
 SELECT operation, ordering_key FROM again WHERE ordering_key IS NOT NULL
 """
 
-_STATUS = (
-    "SELECT status FROM idempotency.records WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
-)
+_STATUS = """
+SELECT status, generation FROM idempotency.records
+WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s FOR UPDATE
+"""
 
 _REPORT = """
 SELECT coalesce(consumer_service, '-') AS service,
@@ -383,9 +384,14 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
         fields |= {"tenant": id.tenant, "operation": id.operation, "key": id.key, "fingerprint": fingerprint}
     opened: int | None = connection.exec_driver_sql(_REOPEN, fields).scalar_one_or_none()
     if opened is None:
-        status = connection.exec_driver_sql(_STATUS, fields).scalar_one_or_none()
-        if status is not None:
-            raise ReplayRefused(f"dead letter {letter}: the operation is {status}, not failed in this generation")
+        record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
+        if record is not None:
+            # A released operation that waits for a delivery that could not be published has not failed.
+            if record.status != "released" or row.reason != "unpublishable":
+                raise ReplayRefused(
+                    f"dead letter {letter}: the operation is {record.status}, not failed in this generation"
+                )
+            opened = record.generation
     again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
     refresh_lanes(connection, [(row.operation, row.ordering_key) for row in again])
     return OperationId(fields["tenant"], fields["operation"], fields["key"])

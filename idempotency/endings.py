@@ -80,8 +80,8 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
         case _ if isinstance(error, policy.permanent_errors):
             return Fail(PermanentError(describe(error), type(error).__name__), error)
     cause = (error.exc or error) if isinstance(error, Retry) else error
-    if attempts == policy.max_attempts and conclusions.is_open(attempt.claim.effects):
-        # The next claim finds the attempts used up and has a last look at what was begun.
+    if attempts == policy.max_attempts and conclusions.has_acted(attempt.claim.effects):
+        # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.
         return Release(0.0, cause, Retry(exc=cause, when=0.0))
     if attempts >= policy.max_attempts:
         last = f"attempt {attempts} of {policy.max_attempts}: {describe(cause)}"

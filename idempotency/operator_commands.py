@@ -52,6 +52,9 @@ FenceOption = Annotated[int | None, typer.Option(help="Only if the record still 
 RequestOption = Annotated[
     str | None, typer.Option(help="A name for this change: repeated under the same one, it is made once.")
 ]
+WithoutTaskOption = Annotated[
+    bool, typer.Option("--without-task", help="Also when the application has no such task: no undo, no on_failed.")
+]
 
 
 @commands.command("status")
@@ -204,6 +207,7 @@ def cancel(
     may_have_happened: Annotated[
         bool, typer.Option("--may-have-happened", help="Also when an effect has happened or may have.")
     ] = False,
+    without_task: WithoutTaskOption = False,
     request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -211,7 +215,7 @@ def cancel(
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
     change = Change(actor, reason, request_id)
-    error = operators.cancel(celery, shown, change, may_have_happened=may_have_happened)
+    error = operators.cancel(celery, shown, change, may_have_happened=may_have_happened, without_task=without_task)
     _print_change("cancelled", shown, as_json, ended_as=error.code)
 
 
@@ -257,6 +261,7 @@ def resolve(
     operation: OperationOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
+    without_task: WithoutTaskOption = False,
     request_id: RequestOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -271,7 +276,8 @@ def resolve(
             raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
-    operators.resolve_effect(celery, shown, name, outcome, Change(actor, reason, request_id), end=end)
+    change = Change(actor, reason, request_id)
+    operators.resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
     _print_change("resolved", shown, as_json, effect=name)
 
 

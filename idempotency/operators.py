@@ -156,12 +156,15 @@ def release(app: Celery, shown: Shown, change: Change) -> None:
         audit(connection, change, "release", shown.id, row, details={"holder": row.locked_by})
 
 
-def cancel(app: Celery, shown: Shown, change: Change, *, may_have_happened: bool = False) -> PermanentError:
+def cancel(
+    app: Celery, shown: Shown, change: Change, *, may_have_happened: bool = False, without_task: bool = False
+) -> PermanentError:
     """End an operation that has not begun, or waits for its next attempt, as failed with the code `cancelled`.
 
     The record, the dead letter, undos, the rows of the task's `on_failed` and the audit row are one commit; a delivery
     that is still on its way finds the failure. Returns the error it has ended with. Raises `ChangeRefused`, also when an
-    effect has happened or may have, unless `may_have_happened`: then it ends as `effect_unknown` or `unfinished`.
+    effect has happened or may have, unless `may_have_happened`: then it ends as `effect_unknown` or `unfinished`; and
+    when the application has no such task, unless `without_task`: then neither undos nor `on_failed` run.
     """
     runtime = Runtime.of(app)
     error = PermanentError(change.reason, "cancelled")
@@ -180,7 +183,7 @@ def cancel(app: Celery, shown: Shown, change: Change, *, may_have_happened: bool
                 f"{_called(shown.id)}: effect {', '.join(acted)} has happened or may have; let it finish, "
                 "or cancel it with --may-have-happened"
             )
-        policy, arguments, broken = _task_of(app, runtime, row)
+        policy, arguments, broken = _task_of(app, runtime, row, without_task=without_task)
         concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken)
         dead_letters.store_failure(
             connection,
@@ -200,14 +203,22 @@ def cancel(app: Celery, shown: Shown, change: Change, *, may_have_happened: bool
 
 
 def resolve_effect(
-    app: Celery, shown: Shown, name: str, outcome: Happened | DidNotHappen, change: Change, *, end: bool = False
+    app: Celery,
+    shown: Shown,
+    name: str,
+    outcome: Happened | DidNotHappen,
+    change: Change,
+    *,
+    end: bool = False,
+    without_task: bool = False,
 ) -> None:
     """Record what a person found out about an effect whose outcome was not known. Replay its dead letter to go on.
 
     Happened: the next attempt gets the result and calls nothing. DidNotHappen: it calls, under the effect's next key.
     With `end` the operation is not to go on: what its end had to leave undone is undone, and `on_failed` is told the
-    cause (`cancelled` where nothing but the unknown effect had ended it). A person's word can be corrected for as long as the operation is failed. The result is checked against the
-    task's `effect_types`. Raises `ChangeRefused`, and `InvalidResult`.
+    cause (`cancelled` where nothing but the unknown effect had ended it). A person's word can be corrected for as long
+    as the operation is failed. The result is checked against the task's `effect_types`; an application without the
+    task is refused, unless `without_task`. Raises `ChangeRefused`, and `InvalidResult`.
     """
     runtime = Runtime.of(app)
     said = {"effect": name, "outcome": _digest(outcome), "end": end}
@@ -224,7 +235,7 @@ def resolve_effect(
             raise ChangeRefused(f"{_called(shown.id)}: effect {name!r} is {entry['state']}, so its outcome is known")
         word: dict[str, Any] = {"state": "not_happened", "resolved": True}
         if isinstance(outcome, Happened):
-            word |= {"state": "done", "result": _checked_result(app, runtime, row, name, outcome.result)}
+            word |= {"state": "done", "result": _checked_result(app, runtime, row, name, outcome.result, without_task)}
         resolved, details = entry | word, dict(said)
         concluded_end = FailedEnd(row.error_code, row.error, changed={name: resolved})
         if end or row.error_code not in (EffectUnknown.default_code, Unfinished.default_code):
@@ -233,7 +244,7 @@ def resolve_effect(
                 raise ChangeRefused(f"{_called(shown.id)}: another effect is still open; resolve it first")
             fields = json.loads(row.error)
             cause = fields.get("cause") or fields
-            policy, arguments, broken = _task_of(app, runtime, row)
+            policy, arguments, broken = _task_of(app, runtime, row, without_task=without_task)
             error = PermanentError(cause["message"], cause["code"])
             if error.code == EffectUnknown.default_code:  # nothing else had ended it: now this person does
                 error = PermanentError(change.reason, "cancelled")
@@ -368,11 +379,26 @@ def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -
     records.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
 
 
-def _task_of(app: Celery, runtime: Runtime, row: Row[Any]) -> tuple[Policy, dict[str, Any], str | None]:
-    """How the operation's task wants to end, its arguments by name, and why they could not be read."""
+def _known_task(app: Celery, operation: str, without_task: bool) -> Any:
+    """The operation's task. Raises `ChangeRefused` where the application has none, and nobody has said that this is right."""
     app.loader.import_default_modules()
-    task = app.tasks.get(row.operation)
-    if task is None or not hasattr(task, "retention_failed"):
+    task = app.tasks.get(operation)
+    if hasattr(task, "retention_failed"):
+        return task
+    if not without_task:
+        raise ChangeRefused(
+            f"{operation}: this application has no such task; name the one that has it with -A, or give --without-task: "
+            "then neither its undos nor its on_failed run"
+        )
+    return None
+
+
+def _task_of(
+    app: Celery, runtime: Runtime, row: Row[Any], *, without_task: bool
+) -> tuple[Policy, dict[str, Any], str | None]:
+    """How the operation's task wants to end, its arguments by name, and why they could not be read."""
+    task = _known_task(app, row.operation, without_task)
+    if task is None:
         settings = runtime.settings
         unknown = Policy(
             settings.max_attempts,
@@ -417,11 +443,10 @@ def _conclude(
     return replace(concluded, reason="on_failed_error", broken=broken)
 
 
-def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, result: Any) -> str:
+def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, result: Any, without_task: bool) -> str:
     """A person's result as text, if it is what the task says that this effect returns. Raises `InvalidResult`."""
     text = results.to_text(result, limit=runtime.settings.result_limit, what=f"result of {name!r}")
-    app.loader.import_default_modules()
-    types = getattr(app.tasks.get(row.operation), "effect_types", {})
+    types = getattr(_known_task(app, row.operation, without_task), "effect_types", {})
     if name in types:
         try:
             TypeAdapter(types[name]).validate_python(result)

@@ -25,7 +25,7 @@ INSERT INTO idempotency.outbox
      generation)
 VALUES (%(event_id)s, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
         %(origin)s,
-        coalesce(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
+        greatest(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
         CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s)
 """
 
@@ -54,7 +54,7 @@ def insert(
 ) -> str:
     """Write the row in the caller's transaction; it leaves with its commit. Returns the event id.
 
-    Rows of one operation and `ordering_key` are published in the order of their commits: the database gives each its
+    Due at `eta`, and not before `countdown` seconds. Rows of one operation and `ordering_key` are published in the order of their commits: the database gives each its
     place while it commits. With `settled` there is no operation whose end to wait for; the row is done once published.
     """
     connection = session if isinstance(session, Connection) else session.connection()

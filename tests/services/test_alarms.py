@@ -47,7 +47,8 @@ def look(app: Celery, connection: Connection, *, later: float = 0.0) -> int:
     """The next look, so many seconds after the one before."""
     connection.execute(text("UPDATE idempotency.alerts SET sent_at = sent_at - interval '1 min'"))
     change = """UPDATE idempotency.alarms SET since = since - make_interval(secs => :later),
-                sent_at = sent_at - make_interval(secs => :later)"""
+                sent_at = sent_at - make_interval(secs => :later),
+                logged_at = logged_at - make_interval(secs => :later)"""
     connection.execute(text(change), {"later": later})
     return alarms.run_once(app)
 
@@ -210,6 +211,19 @@ def test_an_alarm_that_its_receiver_did_not_take_is_sent_again(
     assert look(bank, connection, later=61) == 0
     assert look(bank, connection) == 1
     assert look(bank, connection) == 0
+
+
+def test_an_alarm_that_its_receiver_does_not_take_is_logged_once(
+    bank: Celery, queue: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue(connection, 1)
+    monkeypatch.setattr(alarms, "post", lambda *_: False)
+    counter = metrics.alerts.labels("bank", "no_consumers")._value
+    before = counter.get()
+    look(bank, connection)
+    for later in (61, 15, 15, 15):
+        assert look(bank, connection, later=later) == 0
+    assert counter.get() == before + 1
 
 
 def test_processes_at_once_look_and_send_once(

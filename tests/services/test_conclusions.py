@@ -242,6 +242,25 @@ def test_a_last_look_that_finds_the_effect_completes_the_operation(
     assert (record("k").status, entries("paid"), told) == ("completed", 1, [])
 
 
+def test_an_effect_that_happened_in_the_last_attempt_gets_a_last_look(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, entries: Entries
+) -> None:
+    provider, failures = Provider(), [ValueError("a deadlock, say")]
+
+    def body(self: Any) -> Any:
+        charge = self.effect("call", provider)
+        if failures:
+            raise failures.pop()
+        write(self.session, "paid")
+        return charge
+
+    task = make_task(bank, body, max_attempts=1, on_failed=on_failed)
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    age(engine, "k")
+    assert deliveries.deliver(task, key="k").value == {"charge": "ch_1"}
+    assert (record("k").status, entries("paid"), told, len(provider.keys)) == ("completed", 1, [], 1)
+
+
 def test_a_last_look_that_learns_of_nothing_ends_plainly(
     bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
 ) -> None:

@@ -277,11 +277,12 @@ def test_a_broken_on_failed_does_not_keep_an_operation_from_being_cancelled(
     assert audits(connection)[0].details["on_failed_error"] == "ValueError: a bug"
 
 
-def test_an_operation_of_a_task_that_this_application_does_not_have_is_cancelled(
-    bank: Celery, connection: Connection
-) -> None:
+def test_what_another_application_runs_is_cancelled_only_when_told_so(bank: Celery, connection: Connection) -> None:
     held = op.early(connection, OperationId("t", "elsewhere.task", "a"))
-    cancel(bank, read(connection, held.id), ANN)
+    with pytest.raises(ChangeRefused, match="this application has no such task"):
+        cancel(bank, read(connection, held.id), ANN)
+    assert op.record(connection, held.id).status == "released"
+    cancel(bank, read(connection, held.id), ANN, without_task=True)
     assert op.record(connection, held.id).status == "failed"
     assert len(op.dead_letters(connection)) == len(audits(connection)) == 1
 

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import Connection, Engine, make_url, text
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, outbox
+from idempotency import crash_points, dead_letters, outbox
 from idempotency import relay as relaying
 from idempotency.keys import OperationId
 from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
@@ -464,6 +464,26 @@ def test_headers_that_fill_more_than_a_frame_are_refused_before_they_break_the_c
     (letter,) = op.dead_letters(connection)
     assert (letter.key, letter.reason, letter.attempts) == ("too large", "unpublishable", 5)
     assert letter.last_error.startswith("ValueError: headers: at most 126976 bytes, got 140")
+
+
+def test_a_released_operation_whose_delivery_could_not_be_published_is_sent_by_a_replay(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    held = op.early(connection, OperationId("default", b.deposit.name, "k"))
+    headers = {KEY_HEADER: "k", "padding": "é" * 70_000}
+    message = Message.composed(b.app, b.deposit.name, ("k",), {}, task_id="t", headers=headers)
+    outbox.insert(connection, held.id, "v1:f", message, origin="retry")
+    connection.execute(
+        text("UPDATE idempotency.outbox SET attempts = 4, fingerprint = (SELECT fingerprint FROM idempotency.records)")
+    )
+    relay = relays()
+    assert relay.run_once() == Relayed(0, 1)
+    (letter,) = op.dead_letters(connection)
+    smaller = Message.composed(b.app, b.deposit.name, ("k",), {}, task_id="t", headers={KEY_HEADER: "k"})
+    connection.execute(text("UPDATE idempotency.outbox SET message = :message"), {"message": smaller.to_text()})
+    assert dead_letters.replay(connection, letter.id) == held.id
+    assert relay.run_once() == Relayed(1, 0)
+    assert op.record(connection, held.id).status == "released"
 
 
 def test_a_refused_login_is_a_broker_that_is_away_and_blames_no_row(

@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency import dead_letter_queue
-from idempotency.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
+from idempotency.dead_letter_queue import HELD_TRIES, ON_FAILED_TRIES, DeadLetterConsumer
 from idempotency.keys import OperationId
 from idempotency.queues import dead_letter_queues
 from tests import bank as b
@@ -91,6 +91,19 @@ def test_a_letter_that_waits_for_a_lock_lets_the_others_go_on(
     assert tries(connection) == []
     failures = connection.execute(text("SELECT account FROM failures WHERE code = 'rejected' ORDER BY 1"))
     assert failures.scalars().all() == ["a1", "stuck"]
+
+
+def test_letters_that_wait_take_turns_with_new_ones(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, locked: Connection, impatient: None
+) -> None:
+    for _ in range(HELD_TRIES + 2):
+        die(bank, consumer, body("stuck"))
+    consumer.run_once()
+    before = tries(connection)
+    reject(bank, body("a1"), dead=1)
+    consumer.run_once()
+    assert keys_of_letters(connection) == [("a1", "rejected")]
+    assert sum(tries(connection)) - sum(before) <= HELD_TRIES
 
 
 def test_after_its_tries_a_letter_is_stored_without_on_failed(

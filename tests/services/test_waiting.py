@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
 from idempotency import dead_letters, metrics, outbox, statements, waiting
-from idempotency.message import ORIGIN_HEADER
+from idempotency.message import ETA_HEADER, ORIGIN_HEADER
 from idempotency.runtime import Runtime
 from idempotency.waiting import Unanswered, Waiting
 from tests import bank as app_module
@@ -168,6 +168,16 @@ def test_what_has_waited_long_enough_is_parked_where_postgres_takes_it(
         )
     assert (row.key, row.origin) == ("a", "retry")
     assert timedelta(seconds=50) < row.delay <= timedelta(seconds=60)
+
+
+def test_what_has_waited_past_its_eta_is_parked_for_as_long_as_any_other(
+    poor: str, deliveries: Deliveries, engine: Engine, impatient: None
+) -> None:
+    past = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+    assert deliveries.deliver(app_module.deposit, "a", headers={ETA_HEADER: past}).state == "IGNORED"
+    with engine.connect() as connection:
+        delay = connection.execute(text("SELECT available_at - clock_timestamp() FROM idempotency.outbox")).scalar_one()
+    assert timedelta(seconds=50) < delay <= timedelta(seconds=60)
 
 
 def test_what_has_waited_long_enough_is_copied_while_postgres_is_away(

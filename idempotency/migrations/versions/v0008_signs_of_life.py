@@ -26,8 +26,9 @@ CREATE TABLE IF NOT EXISTS idempotency.processes (
 CREATE TABLE IF NOT EXISTS idempotency.alarms (
     service text        NOT NULL,
     name    text        NOT NULL,
-    since   timestamptz NOT NULL,
-    sent_at timestamptz,
+    since     timestamptz NOT NULL,
+    logged_at timestamptz,
+    sent_at   timestamptz,
     PRIMARY KEY (service, name)
 );
 
