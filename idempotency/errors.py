@@ -142,7 +142,7 @@ class UnsupportedControl(PermanentError):
 class Defer(IdempotencyError):
     """Raise it when it is not the operation's fault: the next attempt comes after `seconds`, and none is used.
 
-    Bounded by `defer_budget` from the first claim of the operation; after that it counts as an ordinary error.
+    Bounded by `defer_budget` from the first claim since the operation was accepted or replayed; after that it counts as an ordinary error.
     """
 
     def __init__(self, seconds: float, reason: str) -> None:

@@ -1,8 +1,9 @@
 """What a person may change about an operation: release, cancel, and say what became of an effect.
 
-Every change is one transaction, made only while the record has the status and the fence that the person was shown,
-and its row in the audit table is part of it. Two operators at once, or an operator and a worker, make one change;
-the other is refused. A refusal changes nothing and leaves no row.
+Every change is one transaction with its row in the audit table. It is made only while the record has the status and
+the fence that the person was shown; a replay, while its letter is open and the operation failed in that generation. Two
+operators at once, or an operator and a worker, make one change; the other is refused. A refusal changes nothing and
+leaves no row.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def quorum_queue(
     """A task queue on which an accepted message is never dropped.
 
     `limit` is how often the broker delivers one message before it goes to the dead-letter queue; at least 20.
-    The dead-letter queue is declared by the relay; until it exists RabbitMQ keeps dead letters where they are.
+    The dead-letter queue is declared by relays and workers; until it exists RabbitMQ keeps dead letters where they are.
     """
     return Queue(
         name,

@@ -47,7 +47,7 @@ class Claimed:
     effects: dict[str, dict[str, Any]]
     first_claim: bool
     taken_over: bool = False  # from another holder, whose lease was over
-    revoked: bool = False  # Celery was told to revoke this generation: it ends without its body
+    revoked: bool = False  # Celery was told to revoke this generation: it ends, with a last look at most
     fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
 
     def resumes(self, earlier: Claimed) -> bool:
@@ -547,7 +547,7 @@ def read_locked(connection: Connection, id: OperationId) -> Any | None:
 def revoke(
     connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool, also: Sequence[str] = ()
 ) -> bool:
-    """Mark this generation as revoked: the next claim ends it without its body. False: it has ended, or is unknown.
+    """Mark this generation as revoked: the next claim ends it, with a last look at most. False: it has ended, or is unknown.
 
     `remembered`: a worker's memory of a task id, which does not revoke a generation after the one it did revoke.
     """

@@ -73,7 +73,7 @@ class Settings(BaseModel):
     heartbeat: float = Field(20.0, gt=0)
     # The longest one attempt is renewed: a hung body must not hold for ever. Default: 10 leases.
     max_run: float | None = Field(None, gt=0)
-    # How often orphaned operations are looked for.
+    # How often a relay looks for messages that the broker has lost; it looks for orphaned operations every 2 s.
     sweep: float = Field(15.0, gt=0)
     # How long after its publish an operation without a trace may be sent again; doubles each time, up to an hour.
     # Only what its queue lacks is sent, so this is about patience, not about load.

@@ -251,7 +251,7 @@ class IdempotentTask(Task):
     def _look_once_more(self, attempt: Attempt, end: PermanentError) -> Any:
         """Finish what has happened outside, if asking the provider allows it; begin nothing. Else raise `end`.
 
-        Once only: a body that kills its process must not do so for ever.
+        One attempt beyond the last, however often that is given back: a body that kills its process ends with it.
         """
         claim, most = attempt.claim, attempt.policy.max_attempts
         if not conclusions.has_acted(claim.effects) or claim.attempts > most + 1:
