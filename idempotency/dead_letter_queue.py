@@ -284,10 +284,27 @@ def _give_up(
     letter: BrokerLetter,
     interrupted: set[str] | None,
 ) -> int | None:
-    runtime = Runtime.of(app)
-    settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
     letter = replace(letter, fingerprint=dead.fingerprint)
     end = FailedEnd(letter.reason, letter.last_error)
+    try:
+        return _end(app, task, dead, arguments, letter, end, interrupted)
+    except conclusions.PartBroken as broken:
+        return _end(app, task, dead, arguments, letter, end, interrupted, skip=str(broken))
+
+
+def _end(
+    app: Celery,
+    task: Any,
+    dead: Dead,
+    arguments: Mapping[str, Any],
+    letter: BrokerLetter,
+    end: FailedEnd,
+    interrupted: set[str] | None,
+    *,
+    skip: str | None = None,
+) -> int | None:
+    runtime = Runtime.of(app)
+    settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
     while True:
         with _noting_outages(runtime, letter, interrupted) as session:
             connection = session.connection()
@@ -304,7 +321,8 @@ def _give_up(
             match answer:
                 case GivenUp() as ended:
                     has_part = policy.on_failed is not None or conclusions.has_undo(ended.effects)
-                    may_run = not has_part or _may_try(runtime, letter, interrupted)
+                    if skip is None and has_part and not _may_try(runtime, letter, interrupted):
+                        skip = "it has ended its process too often"
                     concluded = conclusions.conclude(
                         connection,
                         id,
@@ -313,13 +331,13 @@ def _give_up(
                         arguments=arguments,
                         attempts=ended.attempts,
                         on_failed=policy.on_failed,
-                        may_run=may_run,
+                        skip=skip,
                     )
                     if concluded.end != end:
                         records.conclude(connection, id, concluded.end, fence=ended.fence)
                     letter = replace(
                         letter,
-                        reason=concluded.reason if may_run else "on_failed_error",
+                        reason=concluded.reason if skip is None else "on_failed_error",
                         last_error=concluded.end.error,
                         generation=ended.generation,
                         fingerprint=ended.fingerprint,

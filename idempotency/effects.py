@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from .errors import (
     Unfinished,
 )
 from .keys import OperationId, fingerprint
-from .statements import ERROR_LIMIT, storable
+from .statements import ERROR_LIMIT
 
 if TYPE_CHECKING:
     from .attempt import Attempt
@@ -209,7 +210,8 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
     with attempt.runtime.autocommit() as connection:
         now = records.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
-    if age > attempt.policy.provider_key_retention:
+    # A call may take as long as an attempt: its key must not expire on the way.
+    if age > attempt.policy.provider_key_retention - attempt.runtime.settings.longest_run:
         raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and the provider's key has expired")
     if begun["ended_at"] is not None:
         _check_askable(call)
@@ -255,7 +257,14 @@ def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError)
 
 
 def _refused(attempt: Attempt, error: PermanentError) -> dict[str, Any]:
-    refused = {"code": error.code, "message": storable(str(error)[:ERROR_LIMIT])}
+    kind = type(error)
+    refused = {
+        "code": error.code,
+        "message": str(error)[:ERROR_LIMIT],
+        # so that a body which handles the refusal does so in its next attempt, too
+        "type": f"{kind.__module__}:{kind.__qualname__}",
+        "is_stored": isinstance(error, StoredRefusal),
+    }
     return {"refused": refused, "generation": attempt.claim.generation}
 
 
@@ -264,7 +273,19 @@ def _refusal(attempt: Attempt, entry: Mapping[str, Any]) -> PermanentError | Non
     refused = entry.get("refused")
     if entry["state"] != "not_happened" or refused is None or entry["generation"] != attempt.claim.generation:
         return None
-    return PermanentError(refused["message"], refused["code"])
+    kind = _error_type(refused["type"]) or (StoredRefusal if refused["is_stored"] else PermanentError)
+    error = kind.__new__(kind, refused["message"], refused["code"])
+    PermanentError.__init__(error, refused["message"], refused["code"])
+    return error
+
+
+def _error_type(name: str) -> type[PermanentError] | None:
+    """The class that an error was raised as; None where it cannot be found any more, or by its name at all."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception:  # the module's own code
+        return None
+    return found if isinstance(found, type) and issubclass(found, PermanentError) else None
 
 
 def _recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -184,6 +185,7 @@ class IdempotentTask(Task):
         ending: Ending | None = None
         decided: Claimed | None = None  # the claim under which the ending was decided
         for _ in range(DOUBT_ROUNDS):
+            since = time.monotonic()
             with metrics.phase(self.name, "claim"):
                 answer = self._claim(runtime, delivery, token)
             match answer:
@@ -194,7 +196,7 @@ class IdempotentTask(Task):
                     if claim.fingerprint != delivery.fingerprint:  # stored by an older rule: letters name it so
                         delivery = replace(delivery, fingerprint=claim.fingerprint)
                     self.request.retries = max(claim.attempts - 1, 0)
-                    self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
+                    self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy, since=since)
                     try:
                         if ending is None:
                             try:
@@ -242,6 +244,8 @@ class IdempotentTask(Task):
 
     def _end_without_body(self, attempt: Attempt) -> PermanentError | None:
         """Why this claim ends the operation instead of running its body, if it does."""
+        if attempt.claim.attempts > attempt.policy.max_attempts:
+            attempt.note_spent()
         if self._is_revoked(attempt):
             return PermanentError("revoked through Celery before it had ended", "revoked")
         if attempt.claim.attempts > attempt.policy.max_attempts:
@@ -253,8 +257,8 @@ class IdempotentTask(Task):
 
         One attempt beyond the last, however often that is given back: a body that kills its process ends with it.
         """
-        claim, most = attempt.claim, attempt.policy.max_attempts
-        if not conclusions.has_acted(claim.effects) or claim.attempts > most + 1:
+        claim = attempt.claim
+        if not conclusions.has_acted(claim.effects) or (claim.spent_at is not None and claim.attempts > claim.spent_at):
             raise end
         attempt.ends_as = end
         try:
@@ -266,8 +270,8 @@ class IdempotentTask(Task):
             raise Defer(LOOK_PAUSE, f"the last look met {describe(error)}") from error
         except Exception as error:
             raise end from error
-        if attempt.stopped:
-            raise end  # the body has caught it and gone on without what it was refused
+        if attempt.stopped or attempt.passed_over:
+            raise end  # the body has gone on without what it was refused, or did not come to what is unknown
         attempt.complete(result)
         return result
 
@@ -481,11 +485,15 @@ class IdempotentTask(Task):
                 self.app, self.name, request.args or (), request.kwargs or {}
             )  # should this process die, a worker goes on with it
         # by the rule of the message, so that the record agrees with the outbox row it came from
-        fingerprint = keys.fingerprint(arguments, like=headers.get(FINGERPRINT_HEADER))
+        given = headers.get(FINGERPRINT_HEADER)
+        fingerprint = keys.fingerprint(arguments, like=given)
+        also = keys.other_fingerprints(arguments, fingerprint)
+        if given is not None and keys.fingerprint_version(given) in keys.FINGERPRINT_RULES and given != fingerprint:
+            also = [*also, given]  # of the same message, by parameter names that a deploy has changed since
         return Delivery(
             id=id,
             fingerprint=fingerprint,
-            also=keys.other_fingerprints(arguments, fingerprint),
+            also=also,
             arguments=arguments,
             task_id=request.id,
             message=message.to_text(),
