@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, Row, create_engine, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency import FingerprintMismatch, IdempotentTask, OperationFailed, OperationId, maintenance, operators
@@ -175,3 +175,21 @@ def test_the_relay_of_another_service_delays_rows_it_cannot_route(
     finally:
         relay.close()
         Runtime.discard(other)
+
+
+def test_an_eager_call_inside_a_transaction_over_another_name_of_the_host_is_not_refused(
+    bank: Celery, database: str, entries: Entries
+) -> None:
+    """The caller's engine says "localhost", the library's "127.0.0.1" (or a socket, a pooler, a second address): the same
+    database, compared by its spelling. The eager call runs inside the caller's transaction and stays committed when the
+    caller rolls back. Breaks: inside an open transaction of the same thread and database the call is refused.
+    """
+    url = make_url(database)
+    names = {"127.0.0.1": "localhost", "localhost": "127.0.0.1"}
+    theirs = create_engine(url.set(host=names[str(url.host)]))
+    with Session(theirs) as session:
+        session.execute(text("INSERT INTO entries (account, amount) VALUES ('theirs', 1)"))
+        assert b.deposit.apply(("a",)).get() == {"account": "a", "amount": 1}
+        session.rollback()
+    theirs.dispose()
+    assert (entries("theirs"), entries("a")) == (0, 1)

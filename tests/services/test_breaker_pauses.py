@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
 
-from idempotency import DidNotHappen, Operation, OperationId, PermanentError, StillUnknown, operators, records
+from idempotency import DidNotHappen, Operation, OperationId, PermanentError, StillUnknown, maintenance, operators, records
 from idempotency.operators import Change
 from idempotency.providers import ProviderContract
 from idempotency.runtime import Runtime
@@ -20,7 +21,7 @@ from tests.deliveries import Deliveries
 from tests.services.test_conclusions import Provider, code, lost
 from tests.services.test_core import age, make_task
 from tests.services.test_operators import deliver_row
-from tests.services.test_proven_ends import replay, shown
+from tests.services.test_proven_ends import recover_now, replay, shown
 
 ANN = Change("ann", "ticket 42")
 Record = Callable[[str], Row[Any]]
@@ -149,3 +150,65 @@ def test_an_operation_completes_over_a_call_that_its_second_attempt_never_asked_
     assert (len(provider.keys), asked, told, op.dead_letters(connection)) == (1, [], [], [])
     with pytest.raises(operators.ChangeRefused, match="can only resolve"):
         operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
+
+
+def test_a_frozen_attempt_keeps_its_row_locks_until_the_operation_has_failed(
+    bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record
+) -> None:
+    """Attempt 1 has locked its payment's row (SELECT ... FOR UPDATE, as tasks/ do) and is frozen. Its lease ends after 1, but
+    its transaction lives for max_run, ten leases; every later attempt waits for the lock for one lease and uses itself up:
+    five of them, and the operation has failed as attempts_exhausted after about six leases, with on_failed (which wants the
+    same row) never through. Breaks: a paused process costs a takeover, not the operation.
+    """
+    lease = 1.0
+    bank.conf.update(idempotency_lease=lease, idempotency_heartbeat=lease / 4, idempotency_max_run=10 * lease)
+    connection.execute(text("INSERT INTO entries (account, amount) VALUES ('payment', 100)"))
+    frozen, thaw, runs = threading.Event(), threading.Event(), []
+
+    def body(self: Any) -> str:
+        self.session.execute(text("SELECT * FROM entries WHERE account = 'payment' FOR UPDATE"))
+        runs.append(1)
+        if len(runs) == 1:
+            Runtime.of(bank).heartbeat.drop(self.request.attempt._holding)  # no thread of a frozen process runs
+            frozen.set()
+            thaw.wait(60)
+        return "paid"
+
+    task = make_task(bank, body)
+    first = threading.Thread(target=lambda: deliveries.deliver(task, key="k"))
+    first.start()
+    try:
+        assert frozen.wait(20)
+        began = time.monotonic()
+        time.sleep(1.1 * lease)
+        while record("k").status != "failed":
+            maintenance.recover(bank)
+            age(engine, "k")
+            deliveries.deliver(task, key="k", origin="recover")
+        assert time.monotonic() - began < 10 * lease  # the first one still holds its lock
+        assert code(record("k"))[0] == "attempts_exhausted"
+        assert (record("k").attempts, len(runs)) == (5, 1)
+    finally:
+        thaw.set()
+        first.join(30)
+        bank.conf.update(idempotency_lease=60.0, idempotency_heartbeat=15.0, idempotency_max_run=600.0)
+
+
+def test_a_retry_beyond_the_calendar_is_rejected_and_runs_again_each_lease(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record
+) -> None:
+    """self.retry(countdown=...) and Retry have no bound (enqueue has ten years): Postgres refuses the interval in five
+    rounds, the message is rejected, the operation stays `started` for a lease, and its body runs again.
+    """
+    runs: list[int] = []
+
+    def body(self: Any) -> None:
+        runs.append(1)
+        self.retry(countdown=2.0**60)
+
+    task = make_task(bank, body, max_attempts=3)
+    for _ in range(2):
+        assert deliveries.deliver(task, key="k", origin="recover").state == "REJECTED"
+        assert record("k").status == "started"
+        recover_now(bank, connection)
+    assert len(runs) == 2
