@@ -16,6 +16,7 @@ from idempotency import (
     Operation,
     OperationId,
     PermanentError,
+    StillUnknown,
     StoredRefusal,
     effects,
     operators,
@@ -222,3 +223,33 @@ def test_a_refusal_with_a_nul_in_its_code_stays_open(
         age(engine, "k")
         recover_now(bank, connection)
     assert (record("k").effects["call"]["state"], code(record("k"))[0]) == ("begun", "effect_unknown")
+
+
+def test_retries_used_up_by_max_retries_end_as_unfinished_without_a_last_look(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    """`self.retry(exc=..., max_retries=1)`: beyond it AttemptsExhausted is raised, a PermanentError, so there is no last look
+    as after max_attempts. reconcile is asked while it ends and says "happened": `unfinished`, a person, although the body
+    had nothing left to do but to finish. With max_attempts=2 the same task completes. Breaks: ends.md, "a last look".
+    """
+
+    def run(key: str, **options: Any) -> str:
+        provider, answers = Provider(lost(), lost()), [False]
+
+        def find(*, doubt: Any) -> Any:
+            return Happened({"charge": "ch_1"}) if len(provider.keys) == 2 else StillUnknown()
+
+        def body(self: Any) -> Any:
+            try:
+                return self.effect("call", provider, reconcile=find)
+            except ConnectionError as error:
+                raise self.retry(exc=error, countdown=0, max_retries=options.get("max_retries")) from None
+
+        task = make_task(bank, body, max_attempts=options.get("max_attempts"), on_failed=on_failed)
+        for _ in range(4):
+            deliveries.deliver(task, key=key, origin="retry")
+            age(engine, key)
+        return str(record(key).error_code or record(key).status)
+
+    assert run("k1", max_attempts=2) == "completed"
+    assert run("k2", max_retries=1) == "unfinished"
