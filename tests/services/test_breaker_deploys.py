@@ -20,7 +20,7 @@ from idempotency.relay import Relay
 from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
-from tests.dead_messages import die, headers, publish
+from tests.dead_messages import die, headers
 from tests.deliveries import Deliveries
 from tests.services.test_conclusions import deaths, unwrite, write
 from tests.services.test_core import age, make_task

@@ -7,28 +7,22 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, Row
 from sqlalchemy.orm import Session
 
 from idempotency import (
-    DidNotHappen,
     Happened,
     Operation,
-    OperationId,
     PermanentError,
     StillUnknown,
     StoredRefusal,
-    effects,
-    operators,
-    records,
 )
 from idempotency.operators import Change
 from tests import operations as op
 from tests.deliveries import Deliveries
-from tests.services.test_conclusions import Provider, code, deaths, lost, unwrite, write
+from tests.services.test_conclusions import Provider, code, lost, unwrite, write
 from tests.services.test_core import age, make_task
-from tests.services.test_operators import deliver_row
-from tests.services.test_proven_ends import recover_now, replay, shown
+from tests.services.test_proven_ends import recover_now
 
 ANN = Change("ann", "ticket 42")
 Record = Callable[[str], Row[Any]]

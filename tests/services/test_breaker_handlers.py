@@ -20,7 +20,7 @@ from tests import operations as op
 from tests.dead_messages import headers, reject
 from tests.deliveries import Deliveries
 from tests.services.test_conclusions import code, unwrite, write
-from tests.services.test_core import age, make_task
+from tests.services.test_core import make_task
 from tests.services.test_proven_ends import recover_now, shown
 
 ANN = Change("ann", "ticket 42")

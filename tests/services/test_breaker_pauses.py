@@ -12,7 +12,15 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
 
-from idempotency import DidNotHappen, Operation, OperationId, PermanentError, StillUnknown, maintenance, operators, records
+from idempotency import (
+    DidNotHappen,
+    Operation,
+    PermanentError,
+    StillUnknown,
+    maintenance,
+    operators,
+    records,
+)
 from idempotency.operators import Change
 from idempotency.providers import ProviderContract
 from idempotency.runtime import Runtime
@@ -20,7 +28,6 @@ from tests import operations as op
 from tests.deliveries import Deliveries
 from tests.services.test_conclusions import Provider, code, lost
 from tests.services.test_core import age, make_task
-from tests.services.test_operators import deliver_row
 from tests.services.test_proven_ends import recover_now, replay, shown
 
 ANN = Change("ann", "ticket 42")
