@@ -228,7 +228,7 @@ def test_retries_used_up_by_max_retries_end_as_unfinished_without_a_last_look(
     """
 
     def run(key: str, **options: Any) -> str:
-        provider, answers = Provider(lost(), lost()), [False]
+        provider = Provider(lost(), lost())
 
         def find(*, doubt: Any) -> Any:
             return Happened({"charge": "ch_1"}) if len(provider.keys) == 2 else StillUnknown()

@@ -54,7 +54,7 @@ def test_rows_of_a_queue_that_is_gone_come_before_everybody_elses(
         assert (relayed.published, relayed.failed) == (0, BATCH)
     rate = 10 * BATCH / (time.monotonic() - began)
     assert op.outbox(connection, OperationId("default", b.deposit.name, "healthy"))[0].status == "pending"
-    print(f"RESULT refused_per_second={rate:.0f} starved_from_rows={60 * rate:.0f}")
+    print(f"RESULT refused_per_second={rate:.0f} starved_from_rows={60 * rate:.0f}")  # noqa: T201
     assert relay.run_once().published == 1
     relay.close()
     assert Message.from_text(message).route == {"queue": "gone"}
