@@ -42,7 +42,7 @@ _MOST = """coalesce(
            WHERE bound.operation = r.operation), %(otherwise)s)"""
 
 # So many claims have found the attempts used up, or have died before they could: counted from the first one.
-_SPENT = f"r.attempts > {_MOST} AND r.attempts >= coalesce(r.spent_at + %(spare)s, r.attempts + 1)"
+_SPENT = f"r.attempts > {_MOST} AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, r.attempts + 1)"
 
 # The index of what is held is found by the first condition alone.
 _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'

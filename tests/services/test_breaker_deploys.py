@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, Row, create_engine, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency import FingerprintMismatch, IdempotentTask, OperationFailed, OperationId, maintenance, operators
@@ -175,3 +175,49 @@ def test_the_relay_of_another_service_delays_rows_it_cannot_route(
     finally:
         relay.close()
         Runtime.discard(other)
+
+
+def test_an_eager_call_inside_a_transaction_over_another_name_of_the_host_is_not_refused(
+    bank: Celery, database: str, entries: Entries
+) -> None:
+    """The caller's engine says "localhost", the library's "127.0.0.1" (or a socket, a pooler, a second address): the same
+    database, compared by its spelling. The eager call runs inside the caller's transaction and stays committed when the
+    caller rolls back. Breaks: inside an open transaction of the same thread and database the call is refused.
+    """
+    url = make_url(database)
+    names = {"127.0.0.1": "localhost", "localhost": "127.0.0.1"}
+    theirs = create_engine(url.set(host=names[str(url.host)]))
+    with Session(theirs) as session:
+        session.execute(text("INSERT INTO entries (account, amount) VALUES ('theirs', 1)"))
+        assert b.deposit.apply(("a",)).get() == {"account": "a", "amount": 1}
+        session.rollback()
+    theirs.dispose()
+    assert (entries("theirs"), entries("a")) == (0, 1)
+
+
+def test_a_cancel_by_another_application_ends_it_and_never_tells_the_business(
+    bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record, entries: Entries
+) -> None:
+    """`idempotency cancel KEY -A other`: the task is not known there, and it is cancelled all the same: `unfinished` although
+    nothing has happened outside, the step not undone, on_failed not run; and no later command with the right application
+    runs them (cancel: "is failed"; resolve: no effect). Only a replay, which does the work that was to be cancelled.
+    Breaks: undos and the rows of the task's on_failed are one commit with the cancel.
+    """
+
+    def body(self: Any) -> None:
+        self.step("reserve", write, "reserved", undo=unwrite)
+        raise ValueError("again")
+
+    task = make_task(bank, body, on_failed=b.record_failure)
+    deliveries.deliver(task, key="k")
+    shown = operators.read(connection, OperationId("default", task.name, "k"))
+    other = other_application(bank)
+    try:
+        operators.cancel(other, shown, ANN)
+    finally:
+        Runtime.discard(other)
+    assert (record("k").status, record("k").error_code) == ("failed", "unfinished")
+    assert (entries("reserved"), entries("undone reserved")) == (1, 0)
+    with pytest.raises(operators.ChangeRefused):
+        operators.cancel(bank, operators.read(connection, shown.id), ANN)
+    assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 0

@@ -11,19 +11,21 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
 
-from idempotency import OperationId, discards, maintenance
+from idempotency import Happened, OperationId, discards, maintenance, operators
 from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.discards import Person
+from idempotency.operators import Change
 from idempotency.reconcile import reconcile
 from idempotency.relay import Relay
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import die, headers
 from tests.deliveries import Deliveries
-from tests.services.test_conclusions import unwrite, write
+from tests.services.test_conclusions import Provider, lost, unwrite, write
 from tests.services.test_core import age, make_task
 from tests.services.test_operators import deliver_row
 
+ANN = Change("ann", "ticket 42")
 Record = Callable[[str], Row[Any]]
 Entries = Callable[[str], int]
 
@@ -150,3 +152,28 @@ def test_one_malformed_row_keeps_the_relay_from_publishing_anything(
     with bank.connection_for_read() as broker:
         waiting = broker.channel().queue_declare(bank.conf.task_default_queue, passive=True).message_count
     assert waiting == 8  # "before", eight times
+
+
+def test_a_charge_that_a_person_has_just_confirmed_is_forgotten_within_the_hour(
+    bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record
+) -> None:
+    """effect_unknown for 31 days. A person finds the charge (`resolve --happened`), settles it by hand and discards the
+    letter. The retention counts from the first end and is not renewed by the word, so the next purge deletes the record; a
+    client's repeat under the same key charges again, under a key that the provider has forgotten. Breaks: what has ended
+    is remembered for its retention.
+    """
+    provider = Provider(lost())
+    task = make_task(bank, lambda self: self.effect("call", provider), max_attempts=1)
+    deliveries.deliver(task, key="k")
+    id = OperationId("default", task.name, "k")
+    operators.cancel(bank, operators.read(connection, id), ANN, may_have_happened=True)
+    connection.execute(text("UPDATE idempotency.records SET expires_at = clock_timestamp() - interval '1 day'"))
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
+    operators.resolve_effect(bank, operators.read(connection, id), "call", Happened({"charge": "ch_1"}), ANN)
+    assert record("k").error_code == "effect_unknown"
+    (letter,) = op.dead_letters(connection)
+    discard(engine, letter.id)
+    assert maintenance.purge(bank) == 1
+    assert record("k") is None
+    assert deliveries.deliver(task, key="k").value == {"charge": "ch_1"}
+    assert len(provider.keys) == 2  # charged twice, if the provider keeps keys for less than a month
