@@ -24,7 +24,7 @@ from .records import Claimed
 from .runtime import Runtime
 from .session import AttemptSession
 from .settings import Settings
-from .statements import describe
+from .statements import describe, where
 
 # psycopg's class for the division by zero with which a finishing statement says "not the holder"
 DIVISION_BY_ZERO = "22012"
@@ -120,11 +120,11 @@ class Attempt:
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
         return effects.step(self, name, fn, args, kwargs, undo)
 
-    def note_spent(self) -> None:
-        """Note on the record that this claim found the attempts used up, if none has before."""
+    def note_spent(self, *, within: int = 0) -> None:
+        """Note on the record that this claim found the attempts used up, or that the next one does (`within` 1)."""
         if self.claim.spent_at is None:
             with self.runtime.autocommit() as connection:
-                spent_at = records.note_spent(connection, self.claim)
+                spent_at = records.note_spent(connection, self.claim, within=within)
             if spent_at is None:
                 self.fenced()
             self.claim = replace(self.claim, spent_at=spent_at)
@@ -181,7 +181,8 @@ class Attempt:
             concluded = self._fail(error, described, skip=str(broken))
         crash_point("finish.committed")
         metrics.count_failed(self.claim.id.operation, concluded.error.code)
-        log.warning("failed", code=concluded.error.code, cause=error.code, **self._names())
+        at = where(cause or error)
+        log.warning("failed", code=concluded.error.code, cause=error.code, at=at, **self._names())
         return concluded.error
 
     def _fail(self, error: PermanentError, described: str, *, skip: str | None) -> Concluded:
@@ -247,7 +248,8 @@ class Attempt:
             self.fenced()
         counter = metrics.deferrals if give_back else metrics.retries
         counter.labels(self.claim.id.operation).inc()
-        log.info("released", delay=round(delay, 3), given_back=give_back, error=described, **self._names())
+        at = None if error is None else where(error)
+        log.info("released", delay=round(delay, 3), given_back=give_back, error=described, at=at, **self._names())
 
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis, return the connection. Safe to call at any end."""

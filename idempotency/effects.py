@@ -13,6 +13,7 @@ key (`StoredRefusal`) or `reconcile` closes an effect that was begun earlier.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from .errors import (
     EffectMismatch,
     EffectNameReused,
     EffectUnknown,
+    InvalidArguments,
     OpenTransaction,
     PermanentError,
     StoredFailure,
@@ -97,6 +99,16 @@ class Call:
         return fingerprint({"args": self.args, "kwargs": self.kwargs})
 
 
+def check_call(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise `InvalidArguments` if a function does not take these arguments; one without a signature is believed."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidArguments(f"{what} cannot be called as it will be: {error}") from None
+    except ValueError:
+        return
+
+
 def provider_key(id: OperationId, name: str, number: int) -> str:
     """The idempotency key for the outside world; the same for every attempt, generation and worker."""
     text = json.dumps([id.tenant, id.operation, id.key, name, number])
@@ -104,7 +116,13 @@ def provider_key(id: OperationId, name: str, number: int) -> str:
 
 
 def effect(attempt: Attempt, call: Call) -> Any:
-    """Call the outside world under a key, unless its result is recorded already."""
+    """Call the outside world under a key, unless its result is recorded already.
+
+    Raises `InvalidArguments` for functions that cannot be called so, before anything is begun.
+    """
+    check_call(f"effect {call.name!r}: the function", call.fn, *call.args, **call.kwargs, idempotency_key="")
+    if call.reconcile is not None:
+        check_call(f"effect {call.name!r}: reconcile", call.reconcile, *call.args, **call.kwargs, doubt=None)
     entry = _recorded(attempt, call.name, "effect", call.fingerprint)
     attempt.calls[call.name] = call
     return _perform(attempt, call, entry)
@@ -164,7 +182,7 @@ def step(
         "state": "done",
         "args": arguments,
         "position": _next_position(attempt),
-        "undo": None if undo is None else conclusions.reference(undo),
+        "undo": None if undo is None else _undo_named(name, undo),
     }
     session = attempt.session
     try:
@@ -181,6 +199,14 @@ def step(
     attempt.claim.effects[name] = entry
     crash_point("step.committed")
     return results.from_text(entry["result"])
+
+
+def _undo_named(name: str, undo: conclusions.Undo) -> str:
+    if "effects" in inspect.signature(undo).parameters:
+        check_call(f"step {name!r}: undo", undo, None, None, effects={})
+    else:
+        check_call(f"step {name!r}: undo", undo, None, None)
+    return conclusions.reference(undo)
 
 
 def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) -> Answer:

@@ -201,5 +201,13 @@ class UnknownVersion(IdempotencyError):
     """A message or a record was made by newer code than this; its message waits for a process that knows it."""
 
 
+def permanent_error(message: str, code: str) -> PermanentError:
+    """The error of a stored code: of the library's own class for its codes, so that `on_failed` is told one type for each."""
+    for kind in PermanentError.__subclasses__():
+        if kind.__module__ == __name__ and kind.default_code == code:
+            return kind(message, code)
+    return PermanentError(message, code)
+
+
 def _storable(value: object) -> str:
     return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()

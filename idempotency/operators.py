@@ -33,6 +33,7 @@ from .errors import (
     OperationNotFound,
     PermanentError,
     Unfinished,
+    permanent_error,
 )
 from .keys import OperationId
 from .logs import log
@@ -272,7 +273,7 @@ def _resolve(
             fields = json.loads(row.error)
             cause = fields.get("cause") or fields
             policy, arguments, broken = _task_of(app, runtime, row, without_task=without_task)
-            error = PermanentError(cause["message"], cause["code"])
+            error = permanent_error(cause["message"], cause["code"])
             if error.code == EffectUnknown.default_code:  # nothing else had ended it: now this person does
                 error = PermanentError(change.reason, "cancelled")
             concluded = _conclude(connection, shown.id, row, error, policy, arguments, skip or broken, entries=entries)

@@ -207,7 +207,8 @@ RETURNING 1
 
 # What is used up is counted from here, and not from `max_attempts`, which the next deploy may lower.
 _NOTE_SPENT = f"""
-UPDATE idempotency.records SET spent_at = coalesce(spent_at, attempts), updated_at = clock_timestamp()
+UPDATE idempotency.records
+SET spent_at = coalesce(spent_at, attempts + %(in)s), updated_at = clock_timestamp()
 WHERE {_MINE} RETURNING spent_at
 """
 
@@ -405,9 +406,9 @@ def change_effect(connection: Connection, claim: Claimed, name: str, change: Par
     return row is not None
 
 
-def note_spent(connection: Connection, claim: Claimed) -> int | None:
-    """Note that the attempts are used up. Returns the attempt that first found it so; None: not the holder."""
-    row = execute(connection, _NOTE_SPENT, _guard(claim)).fetchone()
+def note_spent(connection: Connection, claim: Claimed, *, within: int) -> int | None:
+    """Note that this attempt (`within` 0) or the next one (1) has none left. Returns the first such; None: not the holder."""
+    row = execute(connection, _NOTE_SPENT, _guard(claim) | {"in": within}).fetchone()
     return None if row is None else int(row.spent_at)
 
 
@@ -547,7 +548,9 @@ RETURNING fence
 # A person's word about an effect, and what the end may conclude now. The fence moves: who was shown the record before
 # is told to look again.
 _CONCLUDE = f"""
-UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp()
+UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp(),
+    -- remembered for as long from this word as it was to be from its end
+    expires_at = greatest(expires_at, clock_timestamp() + (expires_at - completed_at))
 WHERE {_ROW} AND status = 'failed' AND fence = %(fence)s
 RETURNING fence
 """

@@ -39,7 +39,7 @@ from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
 from .effects import Reconcile
-from .endings import Ending, Raised, Release, Returned, end_for
+from .endings import MAX_DELAY, Ending, Raised, Release, Returned, end_for
 from .errors import (
     AttemptsExhausted,
     Defer,
@@ -94,9 +94,6 @@ ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempote
 
 # Those of them, and of the task's own options, that shape its message.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
-# Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
-MAX_DELAY = 10 * 365 * 86400.0
-
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -245,11 +242,11 @@ class IdempotentTask(Task):
     def _end_without_body(self, attempt: Attempt) -> PermanentError | None:
         """Why this claim ends the operation instead of running its body, if it does."""
         if attempt.claim.attempts > attempt.policy.max_attempts:
-            attempt.note_spent()
+            attempt.note_spent()  # from here on counted by the record: the next deploy may change the limit
         if self._is_revoked(attempt):
             return PermanentError("revoked through Celery before it had ended", "revoked")
-        if attempt.claim.attempts > attempt.policy.max_attempts:
-            return AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts")
+        if attempt.claim.spent_at is not None:
+            return AttemptsExhausted(f"no result after {attempt.claim.spent_at - 1} attempts")
         return None
 
     def _look_once_more(self, attempt: Attempt, end: PermanentError) -> Any:
@@ -565,6 +562,8 @@ class IdempotentTask(Task):
             raise AttemptsExhausted(f"no result after {max_retries} retries") from exc
         if eta is not None:
             countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
+        if countdown is not None and countdown > MAX_DELAY:
+            raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown:g}")
         retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
         if throw:
             raise retry
@@ -637,7 +636,7 @@ class IdempotentTask(Task):
 
         Raises `CallRefused` inside an open transaction of this thread: the task commits on a connection of its own.
         """
-        eager.check_no_transaction(Runtime.of(self.app).engine.url)
+        eager.check_no_transaction(Runtime.of(self.app))
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         given = options.pop("headers", None) or {}
         _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)

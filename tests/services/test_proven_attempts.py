@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, Row, create_engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import (
+    AttemptsExhausted,
     DidNotHappen,
+    EffectUnknown,
     Happened,
     IdempotentTask,
     Operation,
+    OperationFailed,
     PermanentError,
     StillUnknown,
     StoredRefusal,
@@ -184,16 +188,89 @@ def test_a_lower_max_attempts_leaves_the_end_to_a_worker(
     task = make_task(bank, body, max_attempts=50)
     deliveries.deliver(task, key="k")
     type(task).max_attempts = 2
-    for died_in in range(20, 20 + SPARE_CLAIMS):
+    for died_in in range(20, 19 + SPARE_CLAIMS):
         deaths(engine, "k", died_in)
         maintenance.recover(bank)
         assert (record("k").status, record("k").spent_at) == ("released", 20)
-    deaths(engine, "k", 20 + SPARE_CLAIMS)
+    deaths(engine, "k", 19 + SPARE_CLAIMS)
     maintenance.recover(bank)
     assert code(record("k"))[0] == "attempts_exhausted"
 
 
+@pytest.mark.parametrize("limit", ["max_retries", "max_attempts"])
+def test_retries_used_up_get_a_last_look_like_attempts(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, limit: str
+) -> None:
+    provider = Provider(lost(), lost())
+
+    def find(*, doubt: Any) -> Any:
+        return Happened({"charge": "ch_1"}) if len(provider.keys) == 2 else StillUnknown()
+
+    def body(self: Any) -> Any:
+        try:
+            return self.effect("call", provider, reconcile=find)
+        except ConnectionError as error:
+            raise self.retry(exc=error, countdown=0, max_retries=1 if limit == "max_retries" else None) from None
+
+    task = make_task(bank, body, max_attempts=2 if limit == "max_attempts" else None, on_failed=on_failed)
+    for _ in range(3):
+        outcome = deliveries.deliver(task, key="k", origin="retry")
+        age(engine, "k")
+    assert (outcome.value, record("k").status, told) == ({"charge": "ch_1"}, "completed", [])
+
+
+def test_a_lock_that_somebody_holds_uses_no_attempt(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    """A frozen attempt keeps the locks of its transaction for several leases."""
+
+    def body(self: Any) -> str:
+        self.session.execute(text("SET LOCAL lock_timeout = '20ms'"))
+        self.session.execute(text("SELECT * FROM entries WHERE account = 'payment' FOR UPDATE"))
+        return "paid"
+
+    task = make_task(bank, body, max_attempts=2)
+    with engine.connect() as frozen:
+        frozen.execute(text("INSERT INTO entries (account, amount) VALUES ('payment', 100)"))
+        with create_engine(engine.url).connect() as holder:
+            holder.execute(text("SELECT * FROM entries FOR UPDATE"))
+            for _ in range(4):
+                assert deliveries.deliver(task, key="k", origin="recover").state == "RETRY"
+                assert record("k").attempts == 0
+                age(engine, "k")
+    assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
+
+
+def test_a_retry_beyond_the_calendar_ends_the_operation(bank: Celery, deliveries: Deliveries, record: Record) -> None:
+    task = make_task(bank, lambda self: self.retry(countdown=2.0**60))
+    assert deliveries.deliver(task, key="k").state == "FAILURE"
+    assert code(record("k"))[0] == "call_refused"
+
+
 # ---------------------------------------------------------------- calls
+
+
+def undo_without_result(session: Session) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda self: self.effect("call", lambda: calls.append("called")),
+        lambda self: self.effect("call", lambda *, idempotency_key: calls.append("called"), reconcile=lambda: None),
+        lambda self: self.step("step", lambda session: calls.append("called"), undo=undo_without_result),
+    ],
+    ids=["no idempotency_key", "no doubt", "no result"],
+)
+def test_a_function_that_cannot_be_called_so_is_refused_before_anything_is_begun(
+    bank: Celery, deliveries: Deliveries, record: Record, body: Any
+) -> None:
+    calls.clear()
+    assert deliveries.deliver(make_task(bank, body), key="k").state == "FAILURE"
+    assert (code(record("k"))[0], record("k").effects, calls) == ("call_refused", {}, [])
+
+
+calls: list[str] = []
 
 
 def test_an_attempt_that_resumes_after_its_lease_calls_nothing(
@@ -268,6 +345,41 @@ def test_an_operation_does_not_complete_over_a_call_that_it_passed_over(
     assert (told, len(op.dead_letters(connection))) == (["effect_unknown"], 1)
     operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
     assert replay(bank, connection, deliveries, task).value == {"status": "cancelled, nothing charged"}
+
+
+def test_what_a_person_has_said_is_remembered_for_its_retention(
+    bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record
+) -> None:
+    provider = Provider(lost())
+    task = make_task(bank, lambda self: self.effect("call", provider), max_attempts=1, on_failed=on_failed)
+    deliveries.deliver(task, key="k")
+    operators.cancel(bank, shown(connection, task), ANN, may_have_happened=True)
+    ago = "UPDATE idempotency.records SET expires_at = expires_at - :ago, completed_at = completed_at - :ago"
+    connection.execute(text(ago), {"ago": timedelta(days=31)})
+    operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN)
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()"))
+    connection.execute(text("DELETE FROM idempotency.outbox"))
+    assert maintenance.purge(bank) == 0
+    assert isinstance(deliveries.deliver(task, key="k").value, OperationFailed)
+    assert len(provider.keys) == 1
+
+
+def test_on_failed_is_told_one_type_for_each_code(
+    bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection
+) -> None:
+    heard: list[PermanentError] = []
+    provider = Provider(lost())
+    task = make_task(
+        bank, lambda self: self.effect("call", provider), max_attempts=1, on_failed=lambda *told: heard.append(told[2])
+    )
+    deliveries.deliver(task, key="k")
+    age(engine, "k")
+    deliveries.deliver(task, key="k", origin="retry")
+    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    assert [(type(error), error.code) for error in heard] == [
+        (EffectUnknown, "effect_unknown"),
+        (AttemptsExhausted, "attempts_exhausted"),
+    ]
 
 
 def test_a_renamed_parameter_does_not_strand_what_is_between_attempts(
