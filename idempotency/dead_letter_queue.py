@@ -269,9 +269,9 @@ def store(
 
     Returns the dead letter's id; None when there was nothing to store: it is stored already, or a duplicate of an
     operation that has ended, that is started, or that something else will deliver; or it was put back, since nothing
-    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted` collects the
-    digests of letters that an outage of Postgres interrupted; `patience` is how long each lock is waited for, as
-    Postgres reads it. Raises `OperationalError`: later.
+    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted`
+    collects the digests of letters that an outage of Postgres interrupted; `patience` is how long each lock is waited
+    for, as Postgres reads it. Raises `OperationalError`: later.
     """
     if MARKER_HEADER in message.headers:
         return None  # of reconcile's: it brings nothing, and another one follows

@@ -306,7 +306,9 @@ def test_a_header_that_holds_anything_keeps_no_letter_from_its_row(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     consumer.run_once()
-    sent = {f"{header}: {value!r}": {header: value} for header in HEADERS for value in STRANGE}
+    sent = {
+        f"{header}: {value!r}": {"x-first-death-queue": None, header: value} for header in HEADERS for value in STRANGE
+    }
     bury(bank, sent, sent.values())
     while consumer.run_once():
         pass
