@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from idempotency import Operation, PermanentError, operators
-from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.operators import Change
 from tests import operations as op
-from tests.dead_messages import headers, reject
 from tests.deliveries import Deliveries
 from tests.services.test_conclusions import code, unwrite, write
 from tests.services.test_core import make_task
@@ -33,26 +30,6 @@ NOTE = text("INSERT INTO failures (account, code) VALUES ('note', 'x')")
 def connection(engine: Engine) -> Any:
     with engine.connect() as connection:
         yield connection
-
-
-def test_one_dead_message_with_a_strange_x_death_stops_the_dead_letter_queue(
-    bank: Celery, connection: Connection
-) -> None:
-    """A producer (a shovel, a retry library of another language) sends its own x-death; RabbitMQ passes it on. `_route` takes
-    "routing-keys" for a list: TypeError, outside of every bound, the connection is closed, the message comes first again.
-    So in each pass, for ever, and nothing behind it is stored. Breaks: one letter keeps none of the others waiting.
-    """
-    consumer = DeadLetterConsumer(bank)
-    consumer.run_once()
-    reject(bank, json.dumps([["strange"], {}, {}]), headers=headers() | {"x-death": [{"routing-keys": 5}]})
-    reject(bank, json.dumps([["healthy"], {}, {}]), dead=2)
-    for _ in range(30):
-        with pytest.raises(TypeError):
-            consumer.run_once()
-        consumer.close()  # as DeadLetterConsumer.run does
-    assert op.dead_letters(connection) == []
-    with bank.connection_for_write() as broker:
-        broker.channel().queue_purge(f"{bank.conf.task_default_queue}-dead")
 
 
 def commit_the_connection(session: Session, operation: Operation, error: PermanentError) -> None:
