@@ -279,11 +279,10 @@ def store(
         log.info("expired", task=_text(message.headers.get("task")))
         return None
     examined = examine(app, message)
-    like, fingerprints = message.headers.get(FINGERPRINT_HEADER), []
+    fingerprints: list[str] = []
     if examined.id is not None:
         try:
-            fingerprint = keys.fingerprint(examined.arguments, like=like)
-            fingerprints = [fingerprint, *keys.other_fingerprints(examined.arguments, fingerprint)]
+            fingerprints = keys.fingerprints(examined.arguments, message.headers.get(FINGERPRINT_HEADER))
         except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
             examined = Examined("invalid_arguments", examined.task)
     letter = _letter(app, message, message.headers, _reason(message, examined), examined.id)
@@ -363,9 +362,9 @@ def _give_up(
     letter = replace(letter, fingerprint=dead.fingerprint)
     end = FailedEnd(letter.reason, letter.last_error)
     try:
-        return _end(app, task, dead, arguments, letter, end, interrupted)
+        return _end(app, task, dead, arguments, letter, end, interrupted, patience)
     except conclusions.PartBroken as broken:
-        return _end(app, task, dead, arguments, letter, end, interrupted, skip=str(broken))
+        return _end(app, task, dead, arguments, letter, end, interrupted, patience, skip=str(broken))
 
 
 def _end(
@@ -376,6 +375,7 @@ def _end(
     letter: BrokerLetter,
     end: FailedEnd,
     interrupted: set[str] | None,
+    patience: str,
     *,
     skip: str | None = None,
 ) -> int | None:

@@ -482,11 +482,7 @@ class IdempotentTask(Task):
                 self.app, self.name, request.args or (), request.kwargs or {}
             )  # should this process die, a worker goes on with it
         # by the rule of the message, so that the record agrees with the outbox row it came from
-        given = headers.get(FINGERPRINT_HEADER)
-        fingerprint = keys.fingerprint(arguments, like=given)
-        also = keys.other_fingerprints(arguments, fingerprint)
-        if given is not None and keys.fingerprint_version(given) in keys.FINGERPRINT_RULES and given != fingerprint:
-            also = [*also, given]  # of the same message, by parameter names that a deploy has changed since
+        fingerprint, *also = keys.fingerprints(arguments, headers.get(FINGERPRINT_HEADER))
         return Delivery(
             id=id,
             fingerprint=fingerprint,
