@@ -261,17 +261,17 @@ def _store(
             "reason": reason,
             "last_error": last_error,
             "attempts": attempts,
-            "headers": headers_text({**_headers(delivery.message), **delivery.headers}),
+            "headers": headers_text({**headers_of(delivery.message), **delivery.headers}),
             "message": delivery.message,
         },
     )
 
 
-def _headers(message: str) -> Mapping[str, Any]:
+def headers_of(message: str) -> dict[str, Any]:
     """The headers of a stored message; none of one that cannot be read, which is no reason to keep it from its letter."""
     try:
-        return dict(Message.from_text(message).headers)
-    except (ValueError, LookupError, TypeError, RecursionError):
+        return Message.from_text(message).headers
+    except ValueError:
         return {}
 
 

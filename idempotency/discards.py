@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Row
 
-from . import dead_letters, operators, records
+from . import dead_letters, keys, operators, records
 from .errors import IdempotencyError, OperationNotFound
 from .keys import OperationId
 from .operators import REASON_LIMIT, Change
@@ -63,22 +63,33 @@ RETURNING reason
 
 _REQUESTED = "SELECT requested_by, approved_by FROM idempotency.discards WHERE letter = %(letter)s"
 
-# The outbox must not send again what a person has given up; with a record, the record's end says so already.
+_LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
+
+# What would still bring an operation to its end: its published rows, which this discard gives back, and those to come.
+_WILL_BE_DELIVERED = """
+SELECT EXISTS (SELECT FROM idempotency.outbox
+               WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+                 AND fingerprint = %(fingerprint)s AND settled_at IS NULL AND status <> 'failed')
+"""
+
+# The outbox must not send again what a person has given up; with a record, the record's end says so already. All other
+# rows of the operation are given back to reconcile, `taken` or not: it may be about to mark one for this very letter.
 _DISCARD = """
 WITH discarded AS (
     UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()
     WHERE id = %(letter)s AND status = 'open'
     RETURNING outbox_id, tenant, operation, key, fingerprint
-), settled AS (
-    UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM discarded d
-    WHERE o.status = 'published' AND o.settled_at IS NULL
-      AND (o.id = d.outbox_id
+), given_back AS (
+    UPDATE idempotency.outbox o SET taken = false, settled_at = CASE
+        WHEN EXISTS (SELECT FROM idempotency.records r
+                     WHERE (r.tenant, r.operation, r.key, r.fingerprint)
+                         = (o.tenant, o.operation, o.key, o.fingerprint)) THEN NULL
         -- a message without a row of its own: whatever would deliver the operation was given up with it
-        OR d.outbox_id IS NULL
-           AND (o.tenant, o.operation, o.key, o.fingerprint) = (d.tenant, d.operation, d.key, d.fingerprint))
-      AND NOT EXISTS (SELECT FROM idempotency.records r
-                      WHERE (r.tenant, r.operation, r.key, r.fingerprint)
-                          = (o.tenant, o.operation, o.key, o.fingerprint))
+        WHEN o.id = d.outbox_id OR d.outbox_id IS NULL AND o.fingerprint = d.fingerprint THEN clock_timestamp()
+    END
+    FROM discarded d
+    WHERE o.status = 'published' AND o.settled_at IS NULL
+      AND (o.id = d.outbox_id OR (o.tenant, o.operation, o.key) = (d.tenant, d.operation, d.key))
 ), unblocked AS (
     -- without a place the row holds back nothing of its ordering key
     UPDATE idempotency.outbox o SET place = NULL FROM discarded d
@@ -188,7 +199,8 @@ def request(connection: Connection, person: Person, letter: int, reason: str) ->
 def approve(connection: Connection, person: Person, letter: int) -> None:
     """Discard a dead letter that somebody else has asked to discard; its operation can be purged from now on.
 
-    One transaction, which the caller commits. Raises `OperationNotFound` and `DiscardRefused`.
+    One transaction, which the caller commits. Raises `OperationNotFound` and `DiscardRefused`, also while the operation
+    is running, or has not ended and nothing but a replay would deliver it.
     """
     if person.role != "admin":
         raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
@@ -202,17 +214,44 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
         if asked is None:
             raise DiscardRefused(f"dead letter {letter}: nobody has asked to discard it")
         raise DiscardRefused(f"dead letter {letter}: {person.name!r} asked for it, so somebody else has to approve")
-    lane = connection.exec_driver_sql(_DISCARD, fields).one_or_none()
-    if lane is None:
-        raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
+    _check_nothing_is_left_undelivered(connection, letter)
+    lane = connection.exec_driver_sql(_DISCARD, fields).one()
     if lane.ordering_key is not None:
         refresh_lanes(connection, [(lane.operation, lane.ordering_key)])
     _audit(connection, Change(person.name, approved.reason), "discard_approved", letter)
 
 
+def _check_nothing_is_left_undelivered(connection: Connection, letter: int) -> None:
+    """Lock the letter and its record. Raises `DiscardRefused` where the operation would be left without an end."""
+    row = connection.exec_driver_sql(_LOCK, {"letter": letter}).one_or_none()
+    if row is None:
+        raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
+    _, record = _operation(connection, row)
+    if record is None or record.status in ("completed", "failed") or not _is_its_request(row, record):
+        return
+    if record.status == "started":
+        raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
+    if not connection.exec_driver_sql(_WILL_BE_DELIVERED, record._asdict()).scalar_one():
+        raise DiscardRefused(
+            f"dead letter {letter}: the operation has not ended and nothing else will deliver it; replay the letter, "
+            "or cancel the operation first"
+        )
+
+
+def _is_its_request(letter: Row[Any], record: Any) -> bool:
+    """Whether a record is of the letter's own request, as far as fingerprints tell: those of two rules tell nothing."""
+    mine, its = letter.fingerprint, record.fingerprint
+    return mine in (None, its) or keys.fingerprint_version(mine) != keys.fingerprint_version(its)
+
+
+def _operation(connection: Connection, letter: Row[Any]) -> tuple[OperationId | None, Any]:
+    """The operation that a letter names, and its record, locked."""
+    if None in (letter.tenant, letter.operation, letter.key):
+        return None, None
+    id = OperationId(letter.tenant, letter.operation, letter.key)
+    return id, records.read_locked(connection, id)
+
+
 def _audit(connection: Connection, change: Change, action: str, letter: int) -> None:
-    row = dead_letters.show(connection, letter)
-    named = None not in (row.tenant, row.operation, row.key)
-    id = OperationId(row.tenant, row.operation, row.key) if named else None
-    record = None if id is None else records.read_locked(connection, id)
+    id, record = _operation(connection, dead_letters.show(connection, letter))
     operators.audit(connection, change, action, id, record, details={"dead_letter": letter})

@@ -41,8 +41,13 @@ _MOST = """coalesce(
           (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(operation, attempts)
            WHERE bound.operation = r.operation), %(otherwise)s)"""
 
+# Whether this application knows the task: another service on this database does not know how many attempts it has.
+_KNOWN = """coalesce(
+          (SELECT true FROM unnest(%(known)s::text[]) known(operation) WHERE known.operation = r.operation), false)"""
+
 # So many claims have found the attempts used up, or have died before they could: counted from the first one.
-_SPENT = f"r.attempts > {_MOST} AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, r.attempts + 1)"
+_SPENT = f"""{_KNOWN} AND r.attempts > {_MOST}
+      AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, r.attempts + 1)"""
 
 # The index of what is held is found by the first condition alone.
 _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
@@ -52,7 +57,7 @@ _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
 RECOVER = Sweep(
     "recover",
     table="records",
-    columns=f"r.attempts > {_MOST} AS is_spent",
+    columns=f"{_KNOWN} AND r.attempts > {_MOST} AS is_spent",
     due=f"{_ORPHANED} AND NOT ({_SPENT})",
     order="r.locked_until",
     one=THIS_RECORD,
@@ -86,32 +91,37 @@ EXHAUST = Sweep(
 )
 
 # The outbox rows go with their record: a row that outlived it would be sent again and run a second time. A row that
-# is not published, or not settled and another request's, keeps the record, and so does an open dead letter.
+# is not published, or not settled and another request's, keeps the record, and so does an open dead letter. A row that
+# was published may still be delivered for as long as the redelivery horizon says, whatever it is settled by: the record
+# is what keeps that delivery from running.
 OPERATIONS = Sweep(
     "purge",
     table="records",
-    columns="""coalesce(
-        (SELECT true FROM idempotency.outbox o
+    columns="""greatest(
+        (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.outbox o
          WHERE o.tenant = r.tenant AND o.operation = r.operation AND o.key = r.key
            AND (o.status = 'pending' OR o.settled_at IS NULL AND (o.status <> 'published' OR o.fingerprint <> r.fingerprint))
          LIMIT 1),
-        (SELECT true FROM idempotency.dead_letters d
+        (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.dead_letters d
          WHERE d.tenant = r.tenant AND d.operation = r.operation AND d.key = r.key AND d.status = 'open' LIMIT 1),
-        false) AS stays""",
+        (SELECT max(o.published_at) + make_interval(secs => %(horizon)s) FROM idempotency.outbox o
+         WHERE o.tenant = r.tenant AND o.operation = r.operation AND o.key = r.key)) AS stays_until""",
     due="r.status IN ('completed', 'failed') AND greatest(r.expires_at, r.kept_until) < (SELECT clock_timestamp())",
     order="greatest(r.expires_at, r.kept_until)",
     one=THIS_RECORD,
     id=RECORD_ID,
     then="""
-, kept AS (
-    UPDATE idempotency.records r SET kept_until = clock_timestamp() + make_interval(secs => %(keep)s)
-    FROM due WHERE due.stays AND (r.tenant, r.operation, r.key) = (due.tenant, due.operation, due.key)
+, judged AS MATERIALIZED (
+    SELECT tenant, operation, key, stays_until, coalesce(stays_until > clock_timestamp(), false) AS stays FROM due
+), kept AS (
+    UPDATE idempotency.records r SET kept_until = j.stays_until
+    FROM judged j WHERE j.stays AND (r.tenant, r.operation, r.key) = (j.tenant, j.operation, j.key)
 ), rows AS (
-    DELETE FROM idempotency.outbox o USING due
-    WHERE NOT due.stays AND (o.tenant, o.operation, o.key) = (due.tenant, due.operation, due.key)
+    DELETE FROM idempotency.outbox o USING judged j
+    WHERE NOT j.stays AND (o.tenant, o.operation, o.key) = (j.tenant, j.operation, j.key)
 ), purged AS (
-    DELETE FROM idempotency.records r USING due
-    WHERE NOT due.stays AND (r.tenant, r.operation, r.key) = (due.tenant, due.operation, due.key)
+    DELETE FROM idempotency.records r USING judged j
+    WHERE NOT j.stays AND (r.tenant, r.operation, r.key) = (j.tenant, j.operation, j.key)
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM purged)""",
@@ -238,12 +248,10 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
 
 
 def _bounds(app: Celery, runtime: Runtime) -> dict[str, object]:
-    own = {
-        name: task.max_attempts
-        for name, task in app.tasks.items()
-        if isinstance(task, IdempotentTask) and task.max_attempts
-    }
+    known = {name: task for name, task in app.tasks.items() if isinstance(task, IdempotentTask)}
+    own = {name: task.max_attempts for name, task in known.items() if task.max_attempts}
     return {
+        "known": list(known),
         "spare": SPARE_CLAIMS,
         "operations": list(own),
         "attempts": list(own.values()),
@@ -271,7 +279,8 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     """Delete ended operations past their retention with their outbox rows, settled rows without one, settled letters.
 
     At most about `limit` of each kind. Never an operation that has not ended, is younger than its retention, has an
-    unpublished outbox row or an open dead letter; never a row that is not published or not settled. The audit stays.
+    open dead letter, or an outbox row that is not published or was within the `redelivery_horizon`; never a row that is
+    not published or not settled. The audit stays.
     """
     runtime = Runtime.of(app)
     settings = runtime.settings
@@ -279,7 +288,8 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     with runtime.autocommit() as connection:
         # first, because an open letter keeps its operation and a settled one does not
         letters, more = sweeps.run(connection, LETTERS, {"retention": letters_kept}, limit=limit)
-        operations, more_operations = sweeps.run(connection, OPERATIONS, {"keep": KEEP}, limit=limit)
+        kept = {"keep": KEEP, "horizon": settings.redelivery_horizon}
+        operations, more_operations = sweeps.run(connection, OPERATIONS, kept, limit=limit)
         more, rows = more or more_operations, 0
         for status, retention in (
             ("published", settings.retention_completed),

@@ -58,6 +58,13 @@ _PROTOCOL_HEADERS = (
 )
 # What the relay writes onto one delivery; the message that is kept has none of it.
 MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER)
+# The fields of a message's text, and what Python reads them as.
+_FIELDS = {
+    "headers": (dict, "an object"),
+    "body": (str, "text"),
+    "route": (dict, "an object"),
+    "properties": (dict, "an object"),
+}
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 # A native delayed delivery arrives through this exchange, its delay spelled in bits before the real routing key.
 _DELAY_EXCHANGE = "celery_delayed_"
@@ -127,7 +134,19 @@ class Message:
 
     @classmethod
     def from_text(cls, text: str) -> Message:
-        fields = json.loads(text)
+        """The message that was stored as this text. Raises `ValueError`, naming the field that is not as it must be."""
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError("not JSON") from None
+        if not isinstance(fields, dict):
+            raise ValueError("not an object")
+        for name, (kind, called) in _FIELDS.items():
+            if not isinstance(fields.get(name), kind):
+                raise ValueError(f"{name}: must be {called}")
+        for name, value in fields["route"].items():
+            if not isinstance(value, bool if name == "mandatory" else str):
+                raise ValueError(f"route.{name}: must be {'true or false' if name == 'mandatory' else 'text'}")
         return cls(fields["headers"], fields["body"], fields["route"], fields["properties"])
 
     @staticmethod
@@ -148,7 +167,7 @@ class Message:
         return replace(self, headers=self.headers | marks)
 
     def destination(self, app: Celery) -> tuple[str, str]:
-        """Exchange and routing key. Raises KeyError for a queue this application does not have."""
+        """Exchange and routing key. Raises KeyError for a queue this application does not have, ValueError for none at all."""
         if (queue := self.route.get("queue")) is not None:
             known = app.amqp.queues[queue]
             return known.exchange.name, known.routing_key
@@ -157,6 +176,8 @@ class Message:
                 if delayed in (known.routing_key, known.name):
                     return known.exchange.name, known.routing_key
             raise KeyError(delayed)
+        if not {"exchange", "routing_key"} <= self.route.keys():
+            raise ValueError("route: names neither a queue nor an exchange and a routing key")
         return self.route["exchange"], self.route["routing_key"]
 
     def queue(self, app: Celery) -> str:
@@ -177,4 +198,4 @@ def _route(app: Celery, name: str, args: Any, kwargs: Any, queue: str | None = N
     target = routed.get("queue")
     if target is not None:
         return {"queue": getattr(target, "name", target)}
-    return {"exchange": routed.get("exchange", ""), "routing_key": routed.get("routing_key", "")}
+    return {"exchange": routed.get("exchange") or "", "routing_key": routed.get("routing_key") or ""}

@@ -483,7 +483,7 @@ def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, res
 
 
 def _delivery(id: OperationId, row: Row[Any], arguments: dict[str, Any]) -> Delivery:
-    headers = Message.from_text(row.message).headers
+    headers = dead_letters.headers_of(row.message)
     return Delivery(id, row.fingerprint, arguments, str(headers.get("id", "")), row.message, headers, row.queue)
 
 

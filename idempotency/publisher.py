@@ -18,6 +18,7 @@ from typing import Any
 from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed
 from amqp.serialization import dumps as amqp_dumps
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection as BrokerConnection
 from kombu.exceptions import KombuError
 
@@ -111,10 +112,13 @@ class Publisher:
             self._connect()  # apart: a refused login blames none of the messages
             try:
                 self._pipelined(batch, result)
-            except ChannelError as error:
+            except Exception as error:
+                if isinstance(error, _OF_NO_MESSAGE) and not isinstance(error, ChannelError):
+                    raise
                 self.close()
                 if len(batch) == 1:
-                    own = isinstance(error, PreconditionFailed)  # too large: what RabbitMQ answers
+                    # too large: what RabbitMQ answers; or no error of the broker's at all
+                    own = isinstance(error, PreconditionFailed) or not isinstance(error, ChannelError)
                     result.refuse(batch[0][0], Refusal(f"{type(error).__name__}: {error}"[:300], own))
                     return
                 # One of them broke the channel. Alone, each shows whether it was the one.
@@ -219,11 +223,19 @@ class Publisher:
                 if result.waits(id):
                     continue
                 try:
-                    self._send(channel, message)
-                except _NOT_ENCODED as error:
-                    # py-amqp encodes a message before it writes the first byte of it: the channel is as it was
+                    prepared, options = self._put_together(channel, message)
+                except SoftTimeLimitExceeded:
+                    raise
+                except Exception as error:
+                    # a KeyError: a queue that this application does not have, and another deployment of it may
                     own = not isinstance(error, KeyError)
                     result.refuse(id, Refusal(f"{type(error).__name__}: {error}"[:300], own))
+                    continue
+                try:
+                    channel.basic_publish(prepared, **options)
+                except _NOT_ENCODED as error:
+                    # py-amqp encodes a message before it writes the first byte of it: the channel is as it was
+                    result.refuse(id, Refusal(f"{type(error).__name__}: {error}"[:300], own=True))
                     continue
                 self._tag += 1
                 sent[self._tag] = id
@@ -239,7 +251,8 @@ class Publisher:
         finally:
             self._note(sent, result)
 
-    def _send(self, channel: Any, message: Message) -> None:
+    def _put_together(self, channel: Any, message: Message) -> tuple[Any, dict[str, Any]]:
+        """What `basic_publish` is given for a message. Whatever this raises is of this message alone."""
         exchange, routing_key = message.destination(self._app)
         properties = {name: value for name, value in message.properties.items() if name != "priority"}
         prepared = channel.prepare_message(
@@ -250,13 +263,12 @@ class Publisher:
             message.headers,
             {**properties, "delivery_mode": 2},
         )
+        options = {"exchange": exchange, "routing_key": routing_key}
+        # without confirms (Redis) a command that was answered has been carried out
         if self._confirms:
             self._check_frame(message)
-            mandatory = message.route.get("mandatory", True)
-            channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key, mandatory=mandatory)
-        else:
-            # no confirms on this transport (Redis): a command that was answered has been carried out
-            channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key)
+            options["mandatory"] = message.route.get("mandatory", True)
+        return prepared, options
 
     def _check_frame(self, message: Message) -> None:
         """All headers share one frame, and for one too large the broker ends the connection: of every message."""
@@ -325,6 +337,6 @@ class Publisher:
 
 
 _BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)
-# What py-amqp raises for a message it cannot encode, and a KeyError for a queue that this application does not have:
-# another deployment of it may.
+_OF_NO_MESSAGE = (SoftTimeLimitExceeded, *_BROKER_ERRORS)
+# What py-amqp raises for a message it cannot encode, as far as it is known; after any other error the channel is new.
 _NOT_ENCODED = (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, struct.error)

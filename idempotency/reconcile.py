@@ -104,13 +104,13 @@ SELECT clock_timestamp() - make_interval(secs => %(after)s) AS overdue,
        ) marked HAVING count(*) = %(classes)s) AS marked
 """
 
-# `taken`: answered by a record, a newer row of the operation or a dead letter, and so never looked for again.
-# `started` is recover's business; a released operation that is due has its next delivery in the newest row of its newest
-# generation.
+# `taken`: answered by a record, a newer row of the operation or its own dead letter, and so not looked for again, until
+# a discard gives the rows of the operation back. `started` is recover's business; a released operation that is due has
+# its next delivery in the newest row of its newest generation.
 LOOK = Sweep(
     "reconcile",
     table="outbox",
-    columns="r.id, r.fingerprint, r.generation, r.message, r.published_at, r.resends",
+    columns="r.id, r.fingerprint, r.generation, r.message, r.published_at, r.resends, r.ctid AS version",
     due="""r.queue = %(queue)s AND r.settled_at IS NULL AND NOT r.taken AND r.status = 'published'
       AND r.published_at < %(until)s AND r.published_at >= %(past)s
       AND (r.published_at, r.id) > (%(past)s, %(past_id)s)""",
@@ -128,15 +128,16 @@ LOOK = Sweep(
                          = (r.tenant, r.operation, r.key, r.fingerprint)
                        AND (newer.generation, newer.id) > (r.generation, r.id)
                        AND newer.settled_at IS NULL AND newer.status <> 'failed')
-          OR EXISTS (SELECT FROM idempotency.dead_letters d
-                     WHERE (d.tenant, d.operation, d.key, d.fingerprint)
-                         = (r.tenant, r.operation, r.key, r.fingerprint) AND d.status = 'open') THEN 'taken'
+          OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
         WHEN p.available_at > clock_timestamp()
           OR r.published_at >= clock_timestamp()
              - make_interval(secs => least(%(after)s * power(2, least(r.resends, 20)), %(cap)s)) THEN 'early'
         ELSE 'lost'
     END AS verdict
-    FROM due r LEFT JOIN idempotency.records p ON {_ITS_RECORD}
+    -- A row that was given back since this statement's snapshot is judged by the next one: this one still sees why it
+    -- was taken.
+    FROM due r JOIN idempotency.outbox seen ON (seen.id, seen.ctid) = (r.id, r.version)
+    LEFT JOIN idempotency.records p ON {_ITS_RECORD}
 ), settled AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp()
     FROM judged j WHERE o.id = j.id AND j.verdict = 'ended'
@@ -224,8 +225,7 @@ FROM newest n LEFT JOIN idempotency.records r ON (r.tenant, r.operation, r.key) 
 WHERE n.status = 'published'
   AND (r.status IS NULL OR r.status = 'released' AND r.available_at <= clock_timestamp())
   AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
-                  WHERE (d.tenant, d.operation, d.key, d.fingerprint) = (n.tenant, n.operation, n.key, n.fingerprint)
-                    AND d.status = 'open')
+                  WHERE d.outbox_id = n.id AND d.status = 'open')
 ORDER BY n.published_at
 """
 
@@ -398,7 +398,7 @@ def _not_held(publisher: Publisher, queue: str, seen: Seen, lost: list[Row[Any]]
 def _task_id(message: str) -> str:
     try:
         return str(Message.from_text(message).headers.get("id"))
-    except (ValueError, LookupError, TypeError):
+    except ValueError:
         return ""  # no worker holds what is no message
 
 

@@ -203,8 +203,9 @@ class Relay:
                     origin=row.origin, outbox_id=row.event_id, generation=row.generation
                 )
                 batch.append((row.event_id, message))
-            except (ValueError, LookupError, TypeError) as error:
-                result.refuse(row.event_id, Refusal(f"not a message: {type(error).__name__}", own=True))
+            except Exception as error:  # whatever it is, it is of this row alone
+                why = str(error) if isinstance(error, ValueError) else type(error).__name__
+                result.refuse(row.event_id, Refusal(f"not a message: {why}"[:300], own=True))
         away = False
         try:
             self.publisher.publish(batch, result)

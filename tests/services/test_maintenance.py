@@ -497,7 +497,9 @@ def test_a_row_that_someone_else_has_locked_holds_up_no_other(
     bad, good = states(bank, connection, "purge", "bad"), states(bank, connection, "purge", "good")
     for id in (bad, good):
         outbox.insert(connection, id, op.FINGERPRINT, Message.from_text(op.MESSAGE))
-    connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = now()"))
+    connection.execute(
+        text("UPDATE idempotency.outbox SET status = 'published', published_at = now() - interval '25 hours'")
+    )
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
         other.execute(text("SELECT FROM idempotency.outbox WHERE key = 'bad' FOR UPDATE"))
         assert purge(bank) == 1

@@ -54,7 +54,8 @@ def deliver_again(
         connection.execute(text(f"UPDATE idempotency.outbox SET {changes} WHERE event_id = :id"), {"id": event_id})
 
 
-PUBLISHED = {"status": "'published'", "published_at": "clock_timestamp()"}
+# Longer ago than it may still be delivered.
+PUBLISHED = {"status": "'published'", "published_at": "clock_timestamp() - interval '25 hours'"}
 
 
 def an_hour_later(connection: Connection) -> None:
@@ -133,6 +134,31 @@ def test_an_operation_with_an_open_dead_letter_is_kept_until_it_is_settled(
     assert purge(bank) == 1
     # the letter itself is a person's business
     assert len(op.dead_letters(connection, id)) == 1
+
+
+@pytest.mark.parametrize("settled_at", ["NULL", "clock_timestamp()"], ids=["not settled", "settled"])
+@pytest.mark.parametrize("state", [completed, failed])
+def test_a_record_outlives_every_message_that_may_still_be_delivered(
+    bank: Celery, connection: Connection, state: Callable[..., Any], settled_at: str
+) -> None:
+    id = past_its_time(connection, state)
+    deliver_again(connection, id, **PUBLISHED, settled_at="clock_timestamp()")
+    deliver_again(connection, id, **PUBLISHED | {"published_at": "clock_timestamp()"}, settled_at=settled_at)
+    before = record(connection, id)
+    assert purge(bank) == 0
+    kept = record(connection, id)
+    assert kept is not None
+    assert before is not None
+    assert (kept.status, len(op.outbox(connection, id))) == (before.status, 2)
+    # not every hour: until the last of them has become too old, by the setting
+    (published_at,) = {row.published_at for row in op.outbox(connection, id)[1:]}
+    assert (kept.kept_until - published_at).total_seconds() == pytest.approx(DAY)
+    connection.execute(
+        text("""UPDATE idempotency.outbox SET published_at = published_at - interval '1 day';
+                UPDATE idempotency.records SET kept_until = kept_until - interval '1 day'""")
+    )
+    assert purge(bank) == 1
+    assert (record(connection, id), op.outbox(connection, id)) == (None, [])
 
 
 @pytest.mark.parametrize("state", [completed, failed])
@@ -354,13 +380,14 @@ SELECT 'default', 'o', kind || n, CASE kind WHEN 'letter' THEN 'failed' ELSE 'co
        CASE kind WHEN 'letter' THEN 'no' END, clock_timestamp(),
        clock_timestamp() + CASE kind WHEN 'young' THEN interval '1 day' WHEN 'gone' THEN interval '-1 hour'
                                      ELSE interval '-2 days' END
-FROM unnest(ARRAY['young', 'letter', 'unsent', 'gone']) kind,
+FROM unnest(ARRAY['young', 'letter', 'unsent', 'sent', 'gone']) kind,
      generate_series(1, CASE kind WHEN 'gone' THEN {GO} ELSE {STAY} END) n;
 
 INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, status, published_at,
                                 settled_at)
 SELECT 'r' || key, tenant, operation, key, fingerprint, message, 'enqueue',
-       CASE WHEN starts_with(key, 'unsent') THEN 'pending' ELSE 'published' END, clock_timestamp(),
+       CASE WHEN starts_with(key, 'unsent') THEN 'pending' ELSE 'published' END,
+       clock_timestamp() - CASE WHEN starts_with(key, 'sent') THEN interval '0' ELSE interval '40 days' END,
        CASE WHEN NOT starts_with(key, 'unsent') THEN clock_timestamp() - interval '40 days' END
 FROM idempotency.records;
 INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, status, published_at,
@@ -383,7 +410,7 @@ ANALYZE
 """
 SWEEPS = {
     "letters": (maintenance.LETTERS, {"retention": 30 * DAY}, "dead_letters_settled"),
-    "operations": (maintenance.OPERATIONS, {"keep": 3600.0}, "records_purgeable"),
+    "operations": (maintenance.OPERATIONS, {"keep": 3600.0, "horizon": DAY}, "records_purgeable"),
     "published rows": (maintenance.ROWS, {"status": "published", "retention": 3 * DAY}, "outbox_settled"),
     "failed rows": (maintenance.ROWS, {"status": "failed", "retention": 30 * DAY}, "outbox_settled"),
 }
@@ -398,7 +425,7 @@ def many(bank: Celery, connection: Connection) -> Celery:
 def test_the_purge_deletes_what_is_to_go_among_much_that_stays(many: Celery, connection: Connection) -> None:
     rows, letters = len(op.outbox(connection)), len(op.dead_letters(connection))
     assert purge_once(many, limit=100_000) == Purged(operations=GO, rows=GO, letters=GO, more=False)
-    assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 3 * STAY
+    assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 4 * STAY
     assert len(op.outbox(connection)) == rows - 2 * GO
     assert len(op.dead_letters(connection)) == letters - GO
 

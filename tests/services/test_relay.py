@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from idempotency.keys import OperationId
 from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
 from idempotency.publisher import BrokerAway
 from idempotency.queues import quorum_queue
-from idempotency.relay import BACKOFF_CAP, Relay, Relayed
+from idempotency.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed
 from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
@@ -299,28 +300,38 @@ def test_a_row_whose_queue_comes_back_is_published(
     [
         {"properties": {"priority": 1000}},
         {"properties": {"correlation_id": "t" * 300}},
+        {"properties": {"correlation_id": 7}},
         {"route": {"exchange": "x" * 300, "routing_key": "y"}},
-        {"message": "{"},
+        {"route": {}},
+        {"route": None},
+        {"properties": None},
+        {"headers": "text"},
+        "{",
+        "[" * 10_000,
     ],
-    ids=["priority out of range", "task id too long", "exchange name too long", "not a message"],
+    ids=lambda broken: str(broken)[:50],
 )
 def test_a_row_that_can_never_be_published_does_not_stop_the_others(
-    bank: Celery, relays: Callable[..., Relay], connection: Connection, broken: dict[str, Any]
+    bank: Celery, relays: Callable[..., Relay], connection: Connection, broken: dict[str, Any] | str
 ) -> None:
-    event_id = write(connection, "broken", route=broken.get("route"), **broken.get("properties", {}))
-    if "message" in broken:
-        connection.execute(
-            text("UPDATE idempotency.outbox SET message = :message WHERE event_id = :id"),
-            {"message": broken["message"], "id": event_id},
-        )
+    write(connection, "before")
+    event_id = write(connection, "broken")
     write(connection, "after")
+    (good,) = [row.message for row in op.outbox(connection) if row.event_id == event_id]
+    message = broken if isinstance(broken, str) else json.dumps(json.loads(good) | broken)
+    connection.execute(
+        text("UPDATE idempotency.outbox SET message = :message WHERE event_id = :id"),
+        {"message": message, "id": event_id},
+    )
     relay = relays()
-    assert relay.run_once() == Relayed(1, 1)
-    assert keys(drained(bank)) == ["after"]
-    first, second = op.outbox(connection)
-    assert first.status != "published"
-    assert first.last_error
-    assert second.status == "published"
+    assert relay.run_once() == Relayed(2, 1)
+    for _ in range(OWN_ERRORS - 1):
+        make_due(connection)
+        assert relay.run_once() == Relayed(0, 1)
+    # each of the others once, but for one that was on its way when the bad one broke the channel
+    assert list(dict.fromkeys(keys(drained(bank)))) == ["before", "after"]
+    assert states(connection) == ["published", "failed", "published"]
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["unpublishable"]
 
 
 # ---------------------------------------------------------------- a broker that goes away

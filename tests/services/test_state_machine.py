@@ -157,6 +157,7 @@ class Row:
     available: bool = True
     leased: bool = False
     overdue: bool = False
+    recent: bool = False  # published within the redelivery horizon
     settled: bool = False
     attempts: int = 0
     resends: int = 0
@@ -684,10 +685,9 @@ class Machine(RuleBasedStateMachine):
             and record.expired
             and not any(letter.id == id and letter.status == "open" for letter in self.letters.values())
             and not any(
-                row.id == id
-                and not row.settled
-                and (row.status != "published" or row.fingerprint != record.fingerprint)
+                row.recent or (not row.settled and (row.status != "published" or row.fingerprint != record.fingerprint))
                 for row in self.rows.values()
+                if row.id == id
             )
         )
 
@@ -833,7 +833,7 @@ class Machine(RuleBasedStateMachine):
 
     def _discard(self, number: int, person: str) -> None:
         letter = self.letters[number]
-        may = letter.status == "open" and letter.asked_by not in (None, person)
+        may = letter.status == "open" and letter.asked_by not in (None, person) and not self._is_the_last_way_on(letter)
         with refused(not may, DiscardRefused), self.transaction() as connection:
             discards.approve(connection, Person(person, "admin"), number)
         if not may:
@@ -846,6 +846,15 @@ class Machine(RuleBasedStateMachine):
             named = row_number == letter.row or without_row
             if named and row.status == "published" and (record is None or record.fingerprint != row.fingerprint):
                 row.settled = True
+
+    def _is_the_last_way_on(self, letter: Letter) -> bool:
+        """Of its own request, which is running, or which no row will deliver."""
+        record = None if letter.id is None else self.records.get(letter.id)
+        if record is None or record.has_ended or letter.fingerprint not in (None, record.fingerprint):
+            return False
+        request = (letter.id, record.fingerprint)
+        waiting = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
+        return record.status == "started" or request not in [(row.id, row.fingerprint) for row in waiting]
 
     # ------------------------------------------------------------ the outbox
 
@@ -902,7 +911,7 @@ class Machine(RuleBasedStateMachine):
                 continue
             row.leased = False
             if answer == "confirmed":
-                row.status, row.overdue = "published", False
+                row.status, row.overdue, row.recent = "published", False, True
             elif own and leased.attempts + 1 >= relaying.OWN_ERRORS:
                 row.status, row.settled, row.attempts = "failed", True, row.attempts + 1
                 self._store(Letter(row.id, row.fingerprint, "unpublishable", "relay", None, row=leased.id))
@@ -932,7 +941,7 @@ class Machine(RuleBasedStateMachine):
                 row.settled = True
                 reason = "fingerprint_mismatch"
                 self._store(Letter(row.id, row.fingerprint, reason, "relay", record.generation, row=number))
-        lacking = [row for row in self._newest() if self._waits(row) and row.overdue] if empty else []
+        lacking = [row for number, row in self._newest() if self._waits(number, row) and row.overdue] if empty else []
         done = reconcile(self.app, lambda queue: 0 if empty else 1000)
         assert (done.settled, done.resent) == (len(settled), len(lacking))
         for row in lacking:
@@ -949,20 +958,17 @@ class Machine(RuleBasedStateMachine):
             and record.fingerprint == row.fingerprint
         )
 
-    def _newest(self) -> Iterable[Row]:
-        open_ = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
-        open_.sort(key=lambda row: row.generation)  # and by number, in which they are
-        return {(row.id, row.fingerprint): row for row in open_}.values()
+    def _newest(self) -> Iterable[tuple[int, Row]]:
+        open_ = [(number, row) for number, row in self.rows.items() if not row.settled and row.status != "failed"]
+        open_.sort(key=lambda each: each[1].generation)  # and by number, in which they are
+        return {(row.id, row.fingerprint): (number, row) for number, row in open_}.values()
 
-    def _waits(self, row: Row) -> bool:
+    def _waits(self, number: int, row: Row) -> bool:
         record = self.records.get(row.id)
         return (
             row.status == "published"
             and (record is None or (record.status == "released" and record.due))
-            and not any(
-                (letter.status, letter.id, letter.fingerprint) == ("open", row.id, row.fingerprint)
-                for letter in [*self.letters.values(), *self.new_letters]
-            )
+            and not any((letter.status, letter.row) == ("open", number) for letter in self.letters.values())
         )
 
     # ------------------------------------------------------------ time
@@ -993,9 +999,13 @@ class Machine(RuleBasedStateMachine):
             if record.has_ended:
                 age(self.connection, id, expires_at=-3600)
                 record.expired = True
-        self.connection.exec_driver_sql("UPDATE idempotency.outbox SET settled_at = settled_at - interval '90 days'")
+        self.connection.exec_driver_sql(
+            "UPDATE idempotency.outbox SET settled_at = settled_at - interval '90 days', "
+            "published_at = published_at - interval '2 days'"
+        )
         for row in self.rows.values():
             row.old = row.settled and row.status != "pending"
+            row.recent, row.overdue = False, row.overdue or row.status == "published"
 
     @precondition(lambda self: self.rows)
     @rule(failed_before=st.sampled_from([False, False, True]))

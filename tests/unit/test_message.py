@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -81,7 +83,10 @@ JSON = st.recursive(
 FIELDS = st.dictionaries(st.text(), JSON, max_size=4)
 
 
-@given(FIELDS, st.text(), FIELDS, FIELDS)
+ROUTES = st.dictionaries(st.text(), st.text(), max_size=4) | st.just({"exchange": "e", "mandatory": False})
+
+
+@given(FIELDS, st.text(), ROUTES, FIELDS)
 def test_a_message_comes_back_from_its_text(
     headers: dict[str, Any], body: str, route: dict[str, Any], properties: dict[str, Any]
 ) -> None:
@@ -90,6 +95,34 @@ def test_a_message_comes_back_from_its_text(
     assert Message.from_text(text) == message
     assert Message.from_text(text).to_text() == text
     assert "\0" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not an object"),
+        ({"headers": None}, "headers: must be an object"),
+        ({"body": {}}, "body: must be text"),
+        ({"route": []}, "route: must be an object"),
+        ({"properties": 1}, "properties: must be an object"),
+        ({"route": {"queue": 7}}, "route.queue: must be text"),
+        ({"route": {"exchange": "e", "routing_key": None}}, "route.routing_key: must be text"),
+        ({"route": {"mandatory": "no"}}, "route.mandatory: must be true or false"),
+    ],
+    ids=str,
+)
+def test_a_text_that_is_no_message_is_refused_by_the_name_of_its_field(text: str | dict[str, Any], why: str) -> None:
+    if isinstance(text, dict):
+        text = json.dumps(json.loads(Message({}, "", {}, {}).to_text()) | text)
+    with pytest.raises(ValueError, match=f"^{re.escape(why)}$"):
+        Message.from_text(text)
+
+
+def test_a_field_that_is_missing_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"^body: must be text$"):
+        Message.from_text('{"headers": {}}')
 
 
 def test_the_arguments_stay_the_text_that_was_sent(app: Celery) -> None:
@@ -248,6 +281,11 @@ def test_a_queue_that_the_application_does_not_have_is_a_key_error(app: Celery) 
     for route in ({"queue": "nowhere"}, {"delayed": "nowhere"}):
         with pytest.raises(KeyError, match="nowhere"):
             Message({}, "", route, {}).destination(app)
+
+
+def test_a_route_that_names_nothing_is_the_fault_of_the_message(app: Celery) -> None:
+    with pytest.raises(ValueError, match="route: names neither a queue nor an exchange"):
+        Message({}, "", {}, {}).destination(app)
 
 
 def test_a_route_without_a_queue_is_taken_as_it_is(app: Celery) -> None:
