@@ -39,6 +39,7 @@ def main(
     pairs: Annotated[str, typer.Option(help="attempt+cancel,…; one kind: all its pairs; none: only seeds.")] = "",
     scenarios: Annotated[str, typer.Option(help=f"Some of {', '.join(SCENARIOS)}.")] = "",
     preemptions: Annotated[int, typer.Option(min=0, max=4, help="Preemptions and kills per schedule, at most.")] = 2,
+    faults: Annotated[int, typer.Option(min=0, max=4, help="Of these, kills and lost answers, at most.")] = 1,
     seeds: Annotated[str, typer.Option(help="Crowds of actors under these seeds, such as 1-500.")] = "",
     most: Annotated[int | None, typer.Option(min=1, help="Schedules per pair and scenario, at most.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, each with a database.")] = 1,
@@ -67,12 +68,8 @@ def main(
     if pairs != "none":
         for case in _cases(pairs, chosen):
             if not fitting or case.scenario.name == _fitting(case.kinds):
-                work[f"{case} preemptions={preemptions} most={most}"] = (
-                    exploring.explore_case,
-                    case,
-                    preemptions,
-                    most,
-                )
+                bounds = preemptions, faults, most
+                work[f"{case} {','.join(map(str, bounds))}"] = (exploring.explore_case, case, *bounds)
     numbers = _numbers(seeds)
     for start in range(0, len(numbers), SEEDS_AT_ONCE):
         some = numbers[start : start + SEEDS_AT_ONCE]

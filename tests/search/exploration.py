@@ -21,7 +21,7 @@ from idempotency import operators
 from tests.search import application
 from tests.search.actors import KINDS, RUNNERS
 from tests.search.checker import check
-from tests.search.footprints import independent, is_lasting
+from tests.search.footprints import committed, independent, is_lasting
 from tests.search.scheduler import Actor, Event, Scheduler
 from tests.search.world import PERSON, Scenario, Violation, World
 
@@ -239,25 +239,39 @@ def _rest(world: World, done: Run) -> None:
 # ---------------------------------------------------------------- which schedules
 
 
+@dataclass(frozen=True)
+class Segment:
+    """What an actor did that took over, until the preempted one went on."""
+
+    footprint: frozenset[str]
+    lasting: Sequence[int]  # which of its steps last and may lose their answer
+
+
 @dataclass
 class Parent:
     """A schedule that was carried out, and what its continuations have shown so far."""
 
     done: Run
-    # What an actor did that took over before a step, until the preempted one went on; by step and actor.
-    segments: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+    segments: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by step and actor
 
 
 def exhaustive(
-    world: World, case: Case, *, preemptions: int, most: int | None = None, reduced: bool = True
+    world: World,
+    case: Case,
+    *,
+    preemptions: int,
+    faults: int = 1,
+    most: int | None = None,
+    reduced: bool = True,
 ) -> Iterator[Run]:
-    """Every schedule with so many preemptions and faults at most, those with fewer first.
+    """Every schedule with so many preemptions and faults at most, of them so many faults; those with fewer first.
 
     Of schedules that cannot differ in what they lead to, `reduced` explores one (y is what the current actor does next):
-    - to take over after y is the same as before y, if y is independent of all that is done until the actor goes on, and
-      no further departure may come in between: only where this one is the last;
-    - to be killed after y is the same as before y, if nothing of y lasts: what is not committed dies with its process.
-    And one bound beyond that of preemptions: a second departure is the loss of an answer only to what lasts.
+    - to take over after y is the same as before y, if y is independent of all that is done until the actor goes on. Only
+      where an answer is lost meanwhile something else may be done, and so that is explored with both;
+    - to be killed after y is the same as before y, if nothing of y lasts: what is not committed dies with its process;
+    - a state that the actors have left once is not brought to rest again.
+    And one bound of its own: the lost answer to what does not last, a broken connection, comes alone.
     """
     # a heartbeat shares memory with the attempt, of which footprints know nothing
     reduced = reduced and "renew" not in case.kinds
@@ -267,13 +281,25 @@ def exhaustive(
     while waiting and (most is None or count < most):
         parent, schedule, cost = waiting.popleft()
         last = schedule[-1] if schedule else None
-        if reduced and parent is not None and last is not None and cost == preemptions and _is_same(parent, last):
+        struck = sum(bool(choice.fault) for choice in schedule)
+        if reduced and parent is not None and last is not None and (same := _same(parent, last)) is not None:
+            if cost < preemptions and struck < faults:
+                losses = (Choice(last.step + n, last.actor, LOSE) for n in same.lasting)
+                waiting.extend((None, (*schedule, loss), cost + 1) for loss in losses)
             continue
         done = run(world, case, schedule, rested=rested)
         count += 1
         yield done
         if parent is not None and last is not None and not last.fault:
             parent.segments[last.step, last.actor] = _segment(parent, done, last)
+        if (
+            reduced
+            and parent is not None
+            and last is not None
+            and last.fault == LOSE
+            and not is_lasting(parent.done.trace[last.step].footprint)
+        ):
+            continue
         this = Parent(done)
         first = last.step + 1 if last is not None else 0
         for step, moment in enumerate(done.moments[first:], start=first):
@@ -281,36 +307,41 @@ def exhaustive(
             price = cost + (moment.current is not None)
             if price <= preemptions:
                 waiting.extend((this, (*schedule, Choice(step, n)), price) for n in moment.enabled if n != chosen)
-            if cost < preemptions:
+            if cost < preemptions and struck < faults:
                 waiting.extend(
                     (this, (*schedule, Choice(step, n, fault)), cost + 1)
-                    for n, faults in moment.faults.items()
-                    for fault in faults
+                    for n, those in moment.faults.items()
+                    for fault in those
                     if not (reduced and _is_needless(done, step, n, fault, cost))
                 )
 
 
-def _is_same(parent: Parent, last: Choice) -> bool:
-    """Whether taking over one step earlier has led, or would have led, to the same."""
+def _same(parent: Parent, last: Choice) -> Segment | None:
+    """What was done after taking over one step earlier, if that has led, or would have led, to the same."""
     step, preempted = last.step - 1, parent.done.moments[last.step].current
     if last.fault or preempted is None or (earlier := parent.segments.get((step, last.actor))) is None:
-        return False
-    before = parent.done.moments[step]
+        return None
     y = parent.done.trace[step]
-    if before.current != preempted or "waits" in y.outcome or not independent(y.footprint, earlier):
-        return False
+    if parent.done.moments[step].current != preempted or "waits" in y.outcome:
+        return None
+    # who took over may be killed or preempted on the way: what it holds is let go of
+    if not independent(y.footprint, earlier.footprint | committed(earlier.footprint)):
+        return None
     parent.segments[last.step, last.actor] = earlier
-    return True
+    return earlier
 
 
-def _segment(parent: Parent, done: Run, last: Choice) -> set[str]:
+def _segment(parent: Parent, done: Run, last: Choice) -> Segment:
     preempted = parent.done.moments[last.step].current
-    segment: set[str] = set()
-    for event in done.trace[last.step : len(done.moments)]:
+    footprint: set[str] = set()
+    lasting = []
+    for n, event in enumerate(done.trace[last.step : len(done.moments)]):
         if preempted is not None and event.actor.startswith(LETTERS[preempted]):
             break
-        segment |= event.footprint
-    return segment
+        footprint |= event.footprint
+        if LOSE in done.moments[last.step + n].faults.get(last.actor, ""):
+            lasting += [n] * is_lasting(event.footprint)
+    return Segment(frozenset(footprint), lasting)
 
 
 def _is_needless(done: Run, step: int, actor: int, fault: str, cost: int) -> bool:

@@ -23,9 +23,9 @@ def open_world(urls: Any) -> None:
     _worlds.append(_open_ends.enter_context(opened(urls.get())))
 
 
-def explore_case(case: Case, preemptions: int, most: int | None) -> Tally:
+def explore_case(case: Case, preemptions: int, faults: int, most: int | None) -> Tally:
     tally, started = Tally(), time.monotonic()
-    for done in exhaustive(_worlds[0], case, preemptions=preemptions, most=most):
+    for done in exhaustive(_worlds[0], case, preemptions=preemptions, faults=faults, most=most):
         tally.add(done)
     tally.seconds = time.monotonic() - started
     return tally
