@@ -46,7 +46,10 @@ def main(
     fitting: Annotated[
         bool, typer.Option(help="Each pair in the scenario only that gives both something to do.")
     ] = False,
-    log: Annotated[Path | None, typer.Option(help="A line for each case; what it holds is not explored again.")] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="A line for each case; what it holds is not explored again, so remove it after a change."),
+    ] = None,
     replay: Annotated[str, typer.Option(help="One schedule, as a violation prints it.")] = "",
 ) -> None:
     """Search; print each kind of violation once, with its shortest schedule and the command that runs it again."""
@@ -66,7 +69,7 @@ def main(
         tally.merge(Tally.of(line))
     work: dict[str, tuple[Any, ...]] = {}
     if pairs != "none":
-        for case in _cases(pairs, chosen):
+        for case in sorted(_cases(pairs, chosen), key=_rank):
             if not fitting or case.scenario.name == _fitting(case.kinds):
                 bounds = preemptions, faults, most
                 work[f"{case} {','.join(map(str, bounds))}"] = (exploring.explore_case, case, *bounds)
@@ -127,6 +130,11 @@ def _cases(pairs: str, scenarios: Iterable[str]) -> Iterator[Case]:
                 continue
             if not scenario.plan or scenario.before or RUNNERS & set(pair):
                 yield Case(scenario, pair)
+
+
+def _rank(case: Case) -> int:
+    """Those with an attempt first; last those in which the body runs in another way."""
+    return 0 if "attempt" in case.kinds else 2 if RUNNERS & set(case.kinds) else 1
 
 
 def _known(names: Iterable[str], known: Iterable[str]) -> list[str]:

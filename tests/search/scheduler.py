@@ -194,8 +194,9 @@ class Scheduler:
                 connection.die()
         actor.blocked = False
         actor.resume()
-        if not actor.wait(STUCK) or not actor.ended:
-            raise Stuck(f"{actor.name} goes on after it was killed")
+        while not actor.ended:  # a wait that timed out had come to its next action
+            if not actor.wait(STUCK):
+                raise Stuck(f"{actor.name} goes on after it was killed")
         self._unblock()
 
     def evict(self, but: Actor | None) -> None:

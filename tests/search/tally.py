@@ -65,13 +65,16 @@ class Tally:
 
     def as_dict(self) -> dict[str, Any]:
         """For a line of a log."""
-        return asdict(self)
+        return {**vars(self), "first": {violation: asdict(first) for violation, first in self.first.items()}}
 
     @classmethod
     def of(cls, logged: dict[str, Any]) -> Self:
         """The opposite of `as_dict`."""
         counters = {name: Counter(logged.pop(name)) for name in ("schedules", "void", "wrong", "met")}
-        first = {violation: First(**each) for violation, each in logged.pop("first").items()}
+        first = {
+            violation: First(each["name"], each["after"], tuple(each["lines"]))
+            for violation, each in logged.pop("first").items()
+        }
         return cls(**counters, first=first, **logged)
 
     def show(self, console: Console) -> None:

@@ -119,12 +119,14 @@ _EVERYTHING = "SELECT clock_timestamp() AS now, concat_ws('\n', {}) AS tables".f
 _KEEP_CLOCK = """
 CREATE TABLE {0}.clock AS SELECT last_value AS seconds, pg_catalog.clock_timestamp() AS at FROM virtual.seconds
 """
+# A second and a bit later than it was, so that what was due is.
 _TURN_BACK = """
-SELECT setval('virtual.seconds', seconds - extract(epoch FROM pg_catalog.clock_timestamp() - at)::bigint) FROM {0}.clock
+SELECT setval('virtual.seconds', seconds + 2 - extract(epoch FROM pg_catalog.clock_timestamp() - at)::bigint)
+FROM {0}.clock
 """
 _IDENTITY = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32,}")
 # A row's number is its place among the others; what refers to one is a discard, to its letter.
-_NUMBER = re.compile(r'"(?P<what>id|letter|fence)(?:_before|_after)?": (?P<number>\d+)')
+_NUMBER = re.compile(r'"(?P<what>id|(?:dead_)?letter|fence)(?:_before|_after)?": (?P<number>\d+)')
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[+-]\d\d:\d\d|Z)?|\b\d{10}\.\d+")
 # Seconds that count as no difference: schedules take less, and nothing waits for less than a lease when all is at rest.
 SAME_TIME = 100
