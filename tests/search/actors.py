@@ -16,7 +16,7 @@ from idempotency.errors import OperationNotFound
 from idempotency.operators import Change, ChangeRefused
 from idempotency.runtime import Runtime
 from tests.search import application
-from tests.search.scheduler import current, note, stop_before
+from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 from tests.search.world import REFUND, World
 
 
@@ -66,6 +66,7 @@ def _reconcile(world: World) -> None:
 
 def _dead_letter(world: World) -> None:
     stop_before("dead message taken")
+    touched("w:queues")
     if world.broker.dead:
         world.bury()
 
@@ -73,6 +74,7 @@ def _dead_letter(world: World) -> None:
 def _message_dies(world: World) -> None:
     """The broker gives up its first message, and the consumer takes it."""
     stop_before("the first message dies")
+    touched("w:queues")
     if world.broker.ready:
         world.broker.dead.append((world.broker.ready.popleft(), "delivery_limit"))
         world.bury()
@@ -81,6 +83,7 @@ def _message_dies(world: World) -> None:
 def _rejected(world: World) -> None:
     """A worker of another version refuses the first message, and the consumer takes it."""
     stop_before("the first message is rejected")
+    touched("w:queues")
     if world.broker.ready:
         world.broker.dead.append((world.broker.ready.popleft(), "rejected"))
         world.bury()
@@ -89,6 +92,7 @@ def _rejected(world: World) -> None:
 def _renew(world: World) -> None:
     """The heartbeat of the first actor's process."""
     stop_before("renews")
+    touched(EVERYTHING)
     assert world.scheduler is not None
     process = world.scheduler.actors[0].process
     if process.holder not in world.dead:

@@ -28,7 +28,7 @@ OPEN_CODES = (EffectUnknown.default_code, Unfinished.default_code)
 TABLES = """
 CREATE TABLE payments (id text PRIMARY KEY, captured bigint, reserved bigint, refunded bigint);
 CREATE TABLE refunds (id text PRIMARY KEY, payment_id text, amount bigint, status text, failure text, charge text);
-CREATE TABLE failures (id bigserial PRIMARY KEY, refund_id text, code text);
+CREATE TABLE failures (id bigserial PRIMARY KEY, refund_id text, code text, generation int);
 """
 
 app = Celery("search", set_as_current=False)
@@ -85,7 +85,8 @@ FROM refund r WHERE p.id = r.payment_id
 _FAILED = text("""
 WITH refund AS (UPDATE refunds SET status = CASE WHEN :open THEN 'unknown' ELSE 'refused' END, failure = :code
                 WHERE id = :id)
-INSERT INTO failures (refund_id, code) VALUES (:id, :code)
+INSERT INTO failures (refund_id, code, generation)
+SELECT :id, :code, generation FROM idempotency.records WHERE key = :id
 """)
 
 

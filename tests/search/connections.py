@@ -6,7 +6,9 @@ whatever they use later are all seen without a word in their code.
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -20,7 +22,8 @@ from sqlalchemy.pool import Pool
 import idempotency
 from idempotency import runtime
 from idempotency.statements import Wire
-from tests.search.scheduler import current, note, stop_before
+from tests.search import footprints
+from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 
 # What the finishing statements set, so that nobody waits for long behind a frozen holder.
 EVICTION = "idle_in_transaction_session_timeout"
@@ -36,7 +39,13 @@ class Cursor(psycopg.Cursor[Any]):
         stop_before(named(query), pid)
         if EVICTION in str(query):
             self.connection.is_finishing = True
+        footprint = footprints.of_statement(str(query))
+        touched(*footprint)
         result = super().execute(query, params, **options)
+        if self.connection.info.transaction_status == TransactionStatus.IDLE:
+            touched(*footprints.committed(footprint))
+        else:
+            self.connection.written.update(footprint)
         note(f"{self.rowcount} row{'' if self.rowcount == 1 else 's'}")
         _lose_answer(self.connection)
         return result
@@ -44,6 +53,7 @@ class Cursor(psycopg.Cursor[Any]):
 
 class Connection(Wire):
     is_taken = False  # out of its pool, its set-up done
+    written: set[str]  # what its transaction has to do with others
     is_finishing = False  # behind a statement that has the server end a transaction which idles
 
     def die(self) -> None:
@@ -51,9 +61,19 @@ class Connection(Wire):
         with suppress(psycopg.OperationalError):  # which has ended its session before
             super().rollback()
 
+    def leave(self) -> None:
+        """The process at this end is gone, and the server has not looked yet: a statement of ours waits for a lock."""
+        with socket.socket(fileno=os.dup(self.pgconn.socket)) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
+
+    def _touch_what_was_written(self) -> None:
+        touched(*footprints.committed(self.written))
+        self.written = set()
+
     def commit(self) -> None:
         if self._in_transaction():
             stop_before("COMMIT", self.info.backend_pid)
+        self._touch_what_was_written()
         self.is_finishing = False
         super().commit()
         _lose_answer(self)
@@ -62,6 +82,7 @@ class Connection(Wire):
         # A dead process sends nothing: its connection is closed already, and psycopg says so itself.
         if self._in_transaction() and (actor := current()) is not None and not actor.doomed:
             stop_before("ROLLBACK")
+        self._touch_what_was_written()
         self.is_finishing = False
         super().rollback()
 
@@ -74,6 +95,7 @@ def _lose_answer(connection: Any) -> None:
     if (actor := current()) is not None and actor.loses_answer:
         actor.loses_answer = False
         note("the answer is lost")
+        touched(EVERYTHING)
         connection.die()
         connection.close()
         raise psycopg.OperationalError("server closed the connection unexpectedly")
@@ -102,7 +124,7 @@ def _connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Conne
     # so that the database's own witness can tell whose write it was
     writer = opening if (actor := current()) is None else actor.process.holder
     connection = Connection.connect(*arguments, **options | {"application_name": writer})
-    connection.cursor_factory = Cursor
+    connection.cursor_factory, connection.written = Cursor, set()
     connection.add_notice_handler(connection.doubt)
     return connection
 

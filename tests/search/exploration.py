@@ -21,6 +21,7 @@ from idempotency import operators
 from tests.search import application
 from tests.search.actors import KINDS, RUNNERS
 from tests.search.checker import check
+from tests.search.footprints import committed, independent, is_lasting
 from tests.search.scheduler import Actor, Event, Scheduler
 from tests.search.world import PERSON, Scenario, Violation, World
 
@@ -34,6 +35,8 @@ SCENARIOS = {
         Scenario("lost_refused", plan=("lost", "refused")),
         Scenario("always_lost", plan=("lost", "lost", "lost")),
         Scenario("declined", plan=("declined",)),
+        # and its replay, too
+        Scenario("declined_twice", plan=("declined", "declined")),
         Scenario("later", sent="direct", plan=("later",)),
         Scenario("down_closed", task="closed", plan=("down",)),
         Scenario("lost_closed", task="closed", plan=("lost",)),
@@ -102,7 +105,7 @@ class Moment:
 
     current: int | None  # who could go on
     enabled: list[int]
-    faults: str  # what could strike the current one
+    faults: dict[int, str]  # what could strike whom
 
 
 @dataclass
@@ -115,6 +118,7 @@ class Run:
     moments: list[Moment] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
     void: str = ""  # why it has proved nothing
+    state: str = ""  # when the actors had ended
 
     @property
     def name(self) -> str:
@@ -122,9 +126,17 @@ class Run:
 
 
 def run(
-    world: World, case: Case, schedule: Schedule, pick: Callable[[int, Moment], Choice | None] | None = None
+    world: World,
+    case: Case,
+    schedule: Schedule,
+    pick: Callable[[int, Moment], Choice | None] | None = None,
+    rested: dict[str, Run] | None = None,
 ) -> Run:
-    """Carry out one schedule, let everything come to rest, and check the books. `pick` makes it up as it goes."""
+    """Carry out one schedule, let everything come to rest, and check the books. `pick` makes it up as it goes.
+
+    What comes after the actors depends on the state they leave and on nothing else: a state in `rested` is not brought
+    to rest again.
+    """
     done = Run(case, schedule)
     kinds = [KINDS[name] for name in case.kinds]
     world.reset(case.scenario, sum(kind.copies for kind in kinds), sum(kind.dead_copies for kind in kinds))
@@ -150,10 +162,14 @@ def run(
                 break
             running = current if current in enabled else None
             asks = running is not None and actors[running].pid is not None
-            moment = Moment(running, enabled, "" if running is None else KILL + LOSE * asks)
+            # who was preempted dies there only where another choice is free: earlier it is the same, or its turn
+            mortal = [n for n in enabled if actors[n].has_begun] if running is None else [running]
+            moment = Moment(running, enabled, dict.fromkeys([*mortal, *scheduler.blocked()], KILL))
+            if running is not None and asks:
+                moment.faults[running] += LOSE
             done.moments.append(moment)
             choice = planned.get(step) if pick is None else pick(step, moment)
-            if choice is not None and choice.actor in enabled:
+            if choice is not None and (choice.actor in enabled or choice.fault in moment.faults.get(choice.actor, "")):
                 taken.append(choice)
                 if choice.fault == KILL:
                     world.dead.add(actors[choice.actor].process.holder)
@@ -181,11 +197,21 @@ def run(
             )
     runners = [actor.process for actor, name in zip(actors, case.kinds, strict=True) if name in RUNNERS]
     done.violations += world.trespasses(runners)
-    _rest(world, done)
+    done.state = world.state()
+    if rested is not None and not world.seen and (alike := rested.get(done.state)) is not None:
+        done.violations += alike.violations
+        done.void = alike.void
+    else:
+        rest = Run(case, schedule, trace=done.trace)
+        _rest(world, rest)
+        if not rest.violations and (missed := len(case.scenario.plan) - len(application.provider.struck)):
+            rest.void = f"{missed} of the provider's faults met no call"
+        done.violations += rest.violations
+        done.void = rest.void
+        if rested is not None and not world.seen:
+            rested[done.state] = rest
     if pick is None and len(taken) < len(schedule):
         done.void = "a choice of the schedule was never met"
-    elif not done.violations and (missed := len(case.scenario.plan) - len(application.provider.struck)):
-        done.void = f"{missed} of the provider's faults met no call"
     return done
 
 
@@ -213,23 +239,121 @@ def _rest(world: World, done: Run) -> None:
 # ---------------------------------------------------------------- which schedules
 
 
-def exhaustive(world: World, case: Case, *, preemptions: int, most: int | None = None) -> Iterator[Run]:
-    """Every schedule with so many preemptions and faults at most, those with fewer first."""
-    waiting: deque[tuple[Schedule, int]] = deque([((), 0)])
+@dataclass(frozen=True)
+class Segment:
+    """What an actor did that took over, until the preempted one went on."""
+
+    footprint: frozenset[str]
+    lasting: Sequence[int]  # which of its steps last and may lose their answer
+
+
+@dataclass
+class Parent:
+    """A schedule that was carried out, and what its continuations have shown so far."""
+
+    done: Run
+    segments: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by step and actor
+
+
+def exhaustive(
+    world: World,
+    case: Case,
+    *,
+    preemptions: int,
+    faults: int = 1,
+    most: int | None = None,
+    reduced: bool = True,
+) -> Iterator[Run]:
+    """Every schedule with so many preemptions and faults at most, of them so many faults; those with fewer first.
+
+    Of schedules that cannot differ in what they lead to, `reduced` explores one (y is what the current actor does next):
+    - to take over after y is the same as before y, if y is independent of all that is done until the actor goes on. Only
+      where an answer is lost meanwhile something else may be done, and so that is explored with both;
+    - to be killed after y is the same as before y, if nothing of y lasts: what is not committed dies with its process;
+    - a state that the actors have left once is not brought to rest again.
+    And one bound of its own: the lost answer to what does not last, a broken connection, comes alone.
+    """
+    # a heartbeat shares memory with the attempt, of which footprints know nothing
+    reduced = reduced and "renew" not in case.kinds
+    waiting: deque[tuple[Parent | None, Schedule, int]] = deque([(None, (), 0)])
+    rested: dict[str, Run] | None = {} if reduced else None
     count = 0
     while waiting and (most is None or count < most):
-        schedule, cost = waiting.popleft()
-        done = run(world, case, schedule)
+        parent, schedule, cost = waiting.popleft()
+        last = schedule[-1] if schedule else None
+        struck = sum(bool(choice.fault) for choice in schedule)
+        if reduced and parent is not None and last is not None and (same := _same(parent, last)) is not None:
+            if cost < preemptions and struck < faults:
+                losses = (Choice(last.step + n, last.actor, LOSE) for n in same.lasting)
+                waiting.extend((None, (*schedule, loss), cost + 1) for loss in losses)
+            continue
+        done = run(world, case, schedule, rested=rested)
         count += 1
         yield done
-        first = schedule[-1].step + 1 if schedule else 0
+        if parent is not None and last is not None and not last.fault:
+            parent.segments[last.step, last.actor] = _segment(parent, done, last)
+        if (
+            reduced
+            and parent is not None
+            and last is not None
+            and last.fault == LOSE
+            and not is_lasting(parent.done.trace[last.step].footprint)
+        ):
+            continue
+        this = Parent(done)
+        first = last.step + 1 if last is not None else 0
         for step, moment in enumerate(done.moments[first:], start=first):
             chosen = moment.current if moment.current is not None else moment.enabled[0]
             price = cost + (moment.current is not None)
             if price <= preemptions:
-                waiting.extend(((*schedule, Choice(step, n)), price) for n in moment.enabled if n != chosen)
-            if cost < preemptions and moment.current is not None:
-                waiting.extend(((*schedule, Choice(step, moment.current, fault)), cost + 1) for fault in moment.faults)
+                waiting.extend((this, (*schedule, Choice(step, n)), price) for n in moment.enabled if n != chosen)
+            if cost < preemptions and struck < faults:
+                waiting.extend(
+                    (this, (*schedule, Choice(step, n, fault)), cost + 1)
+                    for n, those in moment.faults.items()
+                    for fault in those
+                    if not (reduced and _is_needless(done, step, n, fault, cost))
+                )
+
+
+def _same(parent: Parent, last: Choice) -> Segment | None:
+    """What was done after taking over one step earlier, if that has led, or would have led, to the same."""
+    step, preempted = last.step - 1, parent.done.moments[last.step].current
+    if last.fault or preempted is None or (earlier := parent.segments.get((step, last.actor))) is None:
+        return None
+    y = parent.done.trace[step]
+    if parent.done.moments[step].current != preempted or "waits" in y.outcome:
+        return None
+    # who took over may be killed or preempted on the way: what it holds is let go of
+    if not independent(y.footprint, earlier.footprint | committed(earlier.footprint)):
+        return None
+    parent.segments[last.step, last.actor] = earlier
+    return earlier
+
+
+def _segment(parent: Parent, done: Run, last: Choice) -> Segment:
+    preempted = parent.done.moments[last.step].current
+    footprint: set[str] = set()
+    lasting = []
+    for n, event in enumerate(done.trace[last.step : len(done.moments)]):
+        if preempted is not None and event.actor.startswith(LETTERS[preempted]):
+            break
+        footprint |= event.footprint
+        if LOSE in done.moments[last.step + n].faults.get(last.actor, ""):
+            lasting += [n] * is_lasting(event.footprint)
+    return Segment(frozenset(footprint), lasting)
+
+
+def _is_needless(done: Run, step: int, actor: int, fault: str, cost: int) -> bool:
+    """Whether a fault is the same as one that is explored, or beyond the bound."""
+    moment = done.moments[step]
+    if moment.current != actor:
+        return False
+    if fault == LOSE:
+        return cost > 0 and not is_lasting(done.trace[step].footprint)
+    before = done.moments[step - 1] if step else None
+    y = done.trace[step - 1]
+    return before is not None and before.current == actor and "waits" not in y.outcome and not is_lasting(y.footprint)
 
 
 def under_seed(world: World, scenarios: Sequence[str], seed: int, crowd: int) -> Run:
@@ -244,7 +368,8 @@ def under_seed(world: World, scenarios: Sequence[str], seed: int, crowd: int) ->
         if moment.current is None:
             return Choice(step, chance.choice(moment.enabled))
         if chance.random() < fault:
-            return Choice(step, moment.current, chance.choice(moment.faults))
+            struck = chance.choice(list(moment.faults))
+            return Choice(step, struck, chance.choice(moment.faults[struck]))
         others = [n for n in moment.enabled if n != moment.current]
         if others and chance.random() < switch:
             return Choice(step, chance.choice(others))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,15 +23,17 @@ def open_world(urls: Any) -> None:
     _worlds.append(_open_ends.enter_context(opened(urls.get())))
 
 
-def explore_case(case: Case, preemptions: int, most: int | None) -> Tally:
-    tally = Tally()
-    for done in exhaustive(_worlds[0], case, preemptions=preemptions, most=most):
+def explore_case(case: Case, preemptions: int, faults: int, most: int | None) -> Tally:
+    tally, started = Tally(), time.monotonic()
+    for done in exhaustive(_worlds[0], case, preemptions=preemptions, faults=faults, most=most):
         tally.add(done)
+    tally.seconds = time.monotonic() - started
     return tally
 
 
 def explore_seeds(seeds: Sequence[int], scenarios: Sequence[str]) -> Tally:
-    tally = Tally()
+    tally, started = Tally(), time.monotonic()
     for seed in seeds:
         tally.add(under_seed(_worlds[0], scenarios, seed, CROWD))
+    tally.seconds = time.monotonic() - started
     return tally

@@ -81,6 +81,14 @@ FINDINGS = (
         "outbox row (reconcile)",
         ("elsewhere",),
     ),
+    Finding(
+        "a replay's failure is told to nobody",
+        "declined_twice/attempt+relay",
+        0,
+        "I3",
+        "in generation 2, and on_failed was told declined of generation 1",
+        ("told_again",),
+    ),
     Finding("acknowledged against a dead eager call", "direct/attempt+eager", 1, "I2", "NO_ROUTE", ("eager_route",)),
     Finding(
         "acknowledged against a deferred eager call",

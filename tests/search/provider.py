@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from idempotency import Defer, PermanentError, StoredRefusal
-from tests.search.scheduler import note, stop_before
+from tests.search.scheduler import note, stop_before, touched
 
 # What a call may meet, in the order of a scenario's plan:
 #   ok        it acts, and answers
@@ -46,6 +46,7 @@ class Provider:
     def call(self, operation: str, amount: int, key: str) -> dict[str, str]:
         """Act, once per key. Raises ConnectionError, `PermanentError`, `StoredRefusal` or `Defer` where the plan says so."""
         stop_before(f"provider.call({amount}, key {self._number(key)})")
+        touched("w:provider")
         fault = self.plan.pop(0) if self.plan else "ok"
         if fault != "ok":
             self.struck.append(fault)
@@ -78,6 +79,7 @@ class Provider:
     def close(self, key: str) -> Charge | None:
         """What happened under the key; if nothing has, nothing will."""
         stop_before(f"provider.close(key {self._number(key)})")
+        touched("w:provider")
         charge = self.find(key)
         if charge is None:
             self._declined.add(key)
@@ -91,4 +93,5 @@ class Provider:
 
     def find(self, key: str) -> Charge | None:
         """The truth."""
+        touched("r:provider")
         return next((charge for charge in self.charges if charge.key == key), None)

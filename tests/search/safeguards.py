@@ -74,6 +74,17 @@ def eager_delivery(removal: Removal) -> None:
     )
 
 
+def told_again(removal: Removal) -> None:
+    """`on_failed` is told of an operation's first failure only, not of a replay's."""
+    conclude = conclusions.conclude
+
+    def once(connection: Any, *args: Any, on_failed: Any, **options: Any) -> Any:
+        (generation,) = connection.exec_driver_sql("SELECT generation FROM idempotency.records").one()
+        return conclude(connection, *args, on_failed=on_failed if generation == 1 else None, **options)
+
+    removal.set(conclusions, "conclude", once)
+
+
 SAFEGUARDS: dict[str, Callable[[Removal], None]] = {
     removal.__name__: removal
     for removal in (
@@ -87,6 +98,7 @@ SAFEGUARDS: dict[str, Callable[[Removal], None]] = {
         generation,
         eager_route,
         eager_delivery,
+        told_again,
     )
 }
 

@@ -5,7 +5,9 @@ publish and acknowledgement, and goes on when it is resumed. A crash point is no
 from outside between it and the next action, so that stopping or dying there is the same as doing so at that action.
 The crash points that were passed are kept in the trace.
 
-An actor that waits for a row lock in Postgres is seen in pg_locks and counts as blocked until the lock is granted.
+An actor that waits for a row lock in Postgres is seen in pg_locks and counts as blocked until the lock is granted. If
+its process dies meanwhile, its session goes on waiting, as Postgres has it: the statement is carried out when the lock
+is granted, and only then does the session find that it has been left alone.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from typing import Any
 
 import psycopg
 
-# A statement takes well under a millisecond; only one that takes longer is looked up among the waiting locks.
-PATIENCE = 0.005
+# A statement takes well under a millisecond, and on a busy machine a dozen; only one that takes longer is looked up
+# among the waiting locks.
+PATIENCE = 0.02
+# What everything depends on: a footprint that is not known.
+EVERYTHING = "*"
 # A step that takes longer than this is a defect of the search, not a slow machine.
 STUCK = 30.0
 
@@ -42,6 +47,7 @@ class Event:
     action: str
     outcome: str = ""
     passed: list[str] = field(default_factory=list)  # crash points behind it
+    footprint: set[str] = field(default_factory=set)  # see `footprints`
 
     def __str__(self) -> str:
         text = f"{self.actor:<12} {self.action}"
@@ -62,6 +68,7 @@ class Actor:
         self.killed_at: str | None = None
         self.error: BaseException | None = None
         self.connections: dict[int, Any] = {}  # in use, by backend pid
+        self.has_begun = False
         self.doing: Event | None = None
         self.pid: int | None = None  # the backend that the next action is sent to, if it is
         self.loses_answer = False  # of the action under way
@@ -129,8 +136,14 @@ def stop_before(action: str, pid: int | None = None) -> None:
 
 def note(outcome: str) -> None:
     """Say in the trace what came of the action under way."""
-    if (actor := current()) is not None and actor.doing is not None:
+    if (actor := current()) is not None and actor.doing is not None and not actor.doomed:
         actor.doing.outcome = f"{actor.doing.outcome}, {outcome}" if actor.doing.outcome else outcome
+
+
+def touched(*footprint: str) -> None:
+    """Say what the action under way has to do with what others do."""
+    if (actor := current()) is not None and actor.doing is not None and not actor.doomed:
+        actor.doing.footprint.update(footprint)
 
 
 def passed(crash_point: str) -> None:
@@ -146,6 +159,7 @@ class Scheduler:
         self._admin = admin
         self.actors = actors
         self.trace: list[Event] = []
+        self._left: set[int] = set()  # backends that wait for a lock, and whose process has died
         for actor in actors:
             actor.start()
 
@@ -153,10 +167,14 @@ class Scheduler:
         """Who could act now."""
         return [n for n, actor in enumerate(self.actors) if not actor.ended and not actor.blocked]
 
+    def blocked(self) -> list[int]:
+        """Who waits for a lock."""
+        return [n for n, actor in enumerate(self.actors) if actor.blocked]
+
     def step(self, n: int) -> None:
         """Let an actor do its next action and run up to the one after it, or until it waits for a lock."""
         actor = self.actors[n]
-        actor.doing = Event(actor.name, actor.next_action)
+        actor.doing, actor.has_begun = Event(actor.name, actor.next_action), True
         self.trace.append(actor.doing)
         actor.resume()
         self._await(actor)
@@ -165,13 +183,20 @@ class Scheduler:
     def kill(self, n: int) -> None:
         """End an actor's process: the server ends its transactions, and none of its code goes on."""
         actor = self.actors[n]
-        self.trace.append(Event(actor.name, f"KILLED before: {actor.next_action}"))
+        when = "while it waits for a lock" if actor.blocked else "before"
+        self.trace.append(Event(actor.name, f"KILLED {when}: {actor.next_action}", footprint={EVERYTHING}))
         actor.doom()
-        for connection in list(actor.connections.values()):
-            connection.die()
+        for pid, connection in list(actor.connections.items()):
+            if actor.blocked and pid == actor.pid:
+                connection.leave()
+                self._left.add(pid)
+            else:
+                connection.die()
+        actor.blocked = False
         actor.resume()
-        if not actor.wait(STUCK) or not actor.ended:
-            raise Stuck(f"{actor.name} goes on after it was killed")
+        while not actor.ended:  # a wait that timed out had come to its next action
+            if not actor.wait(STUCK):
+                raise Stuck(f"{actor.name} goes on after it was killed")
         self._unblock()
 
     def evict(self, but: Actor | None) -> None:
@@ -180,8 +205,7 @@ class Scheduler:
             for pid, connection in list(actor.connections.items()):
                 if actor is not but and not actor.ended and connection.is_finishing:
                     self._admin.execute("SELECT pg_terminate_backend(%s)", [pid])
-                    while self._admin.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pid]).rowcount:
-                        time.sleep(0.001)
+                    self._await_end(pid)
 
     def wait_for_deadlock(self) -> None:
         """Everybody waits: the server resolves it."""
@@ -195,7 +219,7 @@ class Scheduler:
     def _await(self, actor: Actor) -> None:
         deadline = time.monotonic() + STUCK
         while not actor.wait(PATIENCE):
-            if self._waits_for_lock(actor):
+            if self._is_waiting(actor.pid):
                 actor.blocked = True
                 if actor.doing is not None:
                     actor.doing.outcome = "waits for a lock"
@@ -203,17 +227,32 @@ class Scheduler:
             if time.monotonic() > deadline:
                 raise Stuck(f"{actor.name}: {actor.next_action}")
 
-    def _unblock(self) -> None:
-        for actor in self.actors:
-            if not actor.blocked:
-                continue
-            if actor.wait(0):
-                actor.blocked = False
-            elif not self._waits_for_lock(actor):
-                actor.blocked = False
-                self._await(actor)
+    def _await_end(self, pid: int) -> None:
+        while self._admin.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pid]).rowcount:
+            time.sleep(0.001)
 
-    def _waits_for_lock(self, actor: Actor) -> bool:
+    def _settle(self) -> None:
+        """Let the sessions go on that were left alone and have been granted their lock: each ends after its statement."""
+        for pid in list(self._left):
+            if not self._is_waiting(pid):
+                self._await_end(pid)
+                self._left.remove(pid)
+
+    def _unblock(self) -> None:
+        """Let those go on whose lock was granted, until nobody is left whom another one's end lets go on."""
+        waiting = None
+        while waiting != (waiting := (len(self.blocked()), len(self._left))) and any(waiting):
+            self._settle()
+            for actor in self.actors:
+                if not actor.blocked:
+                    continue
+                if actor.wait(0):
+                    actor.blocked = False
+                elif not self._is_waiting(actor.pid):
+                    actor.blocked = False
+                    self._await(actor)
+
+    def _is_waiting(self, pid: int | None) -> bool:
         query = "SELECT EXISTS (SELECT FROM pg_locks WHERE pid = %s AND NOT granted)"
-        row = self._admin.execute(query, [actor.pid]).fetchone()
+        row = self._admin.execute(query, [pid]).fetchone()
         return bool(row and row[0])

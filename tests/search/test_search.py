@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
 
-from tests.search import application
-from tests.search.actors import KINDS
+from tests.search import application, footprints
 from tests.search.exploration import (
     KILL,
     LOSE,
     SCENARIOS,
-    Case,
     Choice,
     Run,
     exhaustive,
@@ -24,7 +23,8 @@ from tests.search.exploration import (
 )
 from tests.search.findings import FINDINGS, Finding
 from tests.search.safeguards import SAFEGUARDS, without
-from tests.search.world import World, opened
+from tests.search.tally import Tally
+from tests.search.world import Violation, World, opened
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,46 @@ def test_every_schedule_is_explored_once_those_with_fewer_choices_first(world):
     assert [len(schedule) for schedule in runs] == sorted(len(schedule) for schedule in runs)
 
 
+def test_what_is_left_out_leads_to_nothing_that_is_not_explored(world):
+    case = parse_case("open/relay+cancel")
+    every, reduced = (
+        {done.state: done.name for done in exhaustive(world, case, preemptions=1, reduced=each)}
+        for each in (False, True)
+    )
+
+    assert set(every) == set(reduced)
+    assert len(every) > 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({"l:records"}, {"r:records"}, True),
+        ({"w:records"}, {"r:records"}, False),
+        ({"l:records"}, {"l:records"}, False),
+        ({"w:records", "r:outbox"}, {"w:business", "r:outbox"}, True),
+        (set(), {"*"}, True),
+        ({"r:records"}, {"*"}, False),
+    ],
+)
+def test_two_actions_are_independent_unless_one_changes_what_is_shared(one, other, expected):
+    assert footprints.independent(one, other) is footprints.independent(other, one) is expected
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("SET LOCAL lock_timeout = '3s'", set()),
+        ("SELECT 1 FROM idempotency.records r JOIN idempotency.outbox o USING (key)", {"r:records", "r:outbox"}),
+        ("SELECT 1 FROM payments FOR UPDATE", {"l:business"}),
+        ("DELETE FROM idempotency.a_new_table", {"*"}),
+        ("SELECT pg_notify('a', 'b')", {"*"}),
+    ],
+)
+def test_a_statement_that_is_not_understood_depends_on_everything(statement, expected):
+    assert footprints.of_statement(statement) == expected
+
+
 def test_a_choice_is_read_as_it_is_written():
     schedule = (Choice(0, 1), Choice(17, 0, KILL), Choice(20, 1, LOSE))
     assert parse_schedule(",".join(map(str, schedule))) == schedule
@@ -85,6 +125,29 @@ def test_a_killed_process_leaves_nothing_of_its_open_transaction(world):
     assert any("reserved" in action for action in actions(done, "b"))  # the step is done again
     assert not done.violations
     assert not done.void
+
+
+@pytest.mark.parametrize(
+    ("text", "duplicates"),
+    [
+        ("plain/attempt+attempt@2b,4!b", 0),  # before it counts itself
+        ("plain/attempt+attempt@2b,4a,7b,8!b", 1),  # while its count waits for the first one's step
+    ],
+)
+def test_a_process_killed_while_it_waits_leaves_its_statement_behind(world, text, duplicates):
+    done = carried_out(world, text)
+
+    assert done.trace[8].action.startswith("KILLED while it waits for a lock") is bool(duplicates)
+    assert world.record().duplicates == duplicates
+    assert not done.violations
+    assert not done.void
+
+
+def test_a_process_that_waits_for_a_lock_may_be_killed_meanwhile(world):
+    done = carried_out(world, "plain/attempt+attempt@5b")
+
+    assert done.trace[6].outcome.startswith("waits for a lock")
+    assert done.moments[7].faults == {0: KILL, 1: KILL}
 
 
 def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world):
@@ -126,17 +189,40 @@ def test_a_run_whose_faults_have_not_struck_is_void(world, text, why):
     assert carried_out(world, text).void == why
 
 
+def test_a_run_that_left_the_state_of_a_void_one_is_void_too(world):
+    runs = list(exhaustive(world, parse_case("declined/cancel+discard"), preemptions=1, most=8))
+
+    void = [done.state for done in runs if done.void == "1 of the provider's faults met no call"]
+    assert len(set(void)) < len(void)
+    assert not any(done.state in void for done in runs if not done.void)
+
+
 # ---------------------------------------------------------------- what is found
 
 
-# Of all pairs those that deliver, and of the others each beside itself: the rest is `make search`.
-PAIRS = [("attempt", kind) for kind in KINDS] + [(kind, kind) for kind in KINDS if kind != "attempt"]
-
-
-@pytest.mark.parametrize("kinds", PAIRS, ids="+".join)
-def test_no_two_actors_break_a_rule_one_after_the_other(world, kinds):
-    for done in exhaustive(world, Case(SCENARIOS["lost_asked"], kinds), preemptions=0):
+# Where most was found. All pairs, and all schedules: `make search`.
+@pytest.mark.parametrize("case", ["lost/attempt+takeover", "open/attempt+dead_letter"])
+def test_no_schedule_of_the_most_telling_pairs_breaks_a_rule(world, case):
+    for done in exhaustive(world, parse_case(case), preemptions=1, most=25):
         assert not done.violations, done.name
+        assert not done.void, done.name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_crowd_breaks_a_rule(world, seed):
+    done = under_seed(world, list(SCENARIOS), seed, 4)
+
+    assert not done.violations, done.name
+
+
+def test_a_log_holds_all_that_was_counted(world):
+    tally = Tally()
+    for done in exhaustive(world, parse_case("plain/relay+release"), preemptions=1):
+        done.violations = [Violation("I0", "made up")]
+        tally.add(done)
+
+    assert Tally.of(json.loads(json.dumps(tally.as_dict()))) == tally
+    assert tally.kills > 0
 
 
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)

@@ -6,12 +6,15 @@ once. Time is a sequence in the database, and passes when an actor says so.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -39,7 +42,7 @@ from idempotency.runtime import Runtime
 from tests.deliveries import Deliveries, Outcome
 from tests.search import application, connections
 from tests.search.connections import stopping
-from tests.search.scheduler import Actor, Scheduler, current, note, passed, stop_before
+from tests.search.scheduler import EVERYTHING, Actor, Scheduler, current, note, passed, stop_before, touched
 
 PAYMENT, REFUND = "p1", "r1"
 CAPTURED = 1000
@@ -59,7 +62,8 @@ _give_up = records.give_up
 _EMPTY = """
 WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbox),
      c AS (DELETE FROM idempotency.discards), h AS (DELETE FROM idempotency.audit),
-     i AS (DELETE FROM idempotency.dead_letter_tries), j AS (DELETE FROM idempotency.set_aside), d AS (DELETE FROM payments), e AS (DELETE FROM refunds),
+     i AS (DELETE FROM idempotency.dead_letter_tries), j AS (DELETE FROM idempotency.set_aside),
+     k AS (DELETE FROM idempotency.markers), l AS (UPDATE idempotency.settled SET until = 'epoch'), d AS (DELETE FROM payments), e AS (DELETE FROM refunds),
      f AS (DELETE FROM failures), g AS (DELETE FROM virtual.trespasses)
 DELETE FROM idempotency.dead_letters
 """
@@ -68,7 +72,7 @@ _VACUUM = "VACUUM idempotency.records, idempotency.outbox, idempotency.dead_lett
 # is outside any transaction, so that time passes for everybody at once, also for who holds a row.
 CLOCK = """
 CREATE SCHEMA virtual;
-CREATE SEQUENCE virtual.seconds MINVALUE 0 START 0;
+CREATE SEQUENCE virtual.seconds START 100000000;
 CREATE FUNCTION virtual.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS
     'SELECT pg_catalog.clock_timestamp() + make_interval(secs => last_value) FROM virtual.seconds';
 """
@@ -90,6 +94,42 @@ _PASS = "SELECT setval('virtual.seconds', last_value + %s) FROM virtual.seconds"
 # Longer than a lease and any delay, and short enough for a dozen of them within the day that a provider keeps a key.
 A_WHILE = application.LEASE + 100
 A_DAY = 25 * 3600
+# What the next schedule of a scenario begins with, and what two schedules have to have in common to go on alike.
+_TABLES = {
+    "idempotency.records": "key",
+    "idempotency.outbox": "created_at",
+    "idempotency.dead_letters": "id",
+    "idempotency.discards": "letter",
+    "idempotency.audit": "id",
+    "idempotency.dead_letter_tries": "1",
+    "idempotency.set_aside": "1",
+    "idempotency.markers": "sent_at",
+    "idempotency.settled": "1",
+    "payments": "id",
+    "refunds": "id",
+    "failures": "id",
+}
+_ROWS = "(SELECT jsonb_agg(to_jsonb(t) || jsonb_build_object({0}) ORDER BY {1}) FROM {2} t)"
+_EVERYTHING = "SELECT clock_timestamp() AS now, concat_ws('\n', {}) AS tables".format(
+    ", ".join(
+        _ROWS.format("'letter', id" if table == "idempotency.dead_letters" else "", order, table)
+        for table, order in _TABLES.items()
+    )
+)
+_KEEP_CLOCK = """
+CREATE TABLE {0}.clock AS SELECT last_value AS seconds, pg_catalog.clock_timestamp() AS at FROM virtual.seconds
+"""
+# A second and a bit later than it was, so that what was due is.
+_TURN_BACK = """
+SELECT setval('virtual.seconds', seconds + 2 - extract(epoch FROM pg_catalog.clock_timestamp() - at)::bigint)
+FROM {0}.clock
+"""
+_IDENTITY = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32,}")
+# A row's number is its place among the others; what refers to one is a discard, to its letter.
+_NUMBER = re.compile(r'"(?P<what>id|(?:dead_)?letter|fence)(?:_before|_after)?": (?P<number>\d+)')
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[+-]\d\d:\d\d|Z)?|\b\d{10}\.\d+")
+# Seconds that count as no difference: schedules take less, and nothing waits for less than a lease when all is at rest.
+SAME_TIME = 100
 _STATE = """
 SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 'released')) AS open,
        (SELECT count(*) FROM idempotency.records) AS records,
@@ -134,11 +174,13 @@ class Broker:
         self._numbers = count(1)
 
     def put(self, message: Message) -> Envelope:
+        touched("w:queues")
         envelope = Envelope(message, next(self._numbers))
         self.ready.append(envelope)
         return envelope
 
     def settle(self, envelope: Envelope, outcome: Outcome) -> None:
+        touched("w:queues")
         if outcome.state == "REJECTED":
             self.dead.append((envelope, "rejected"))
 
@@ -187,6 +229,18 @@ class Violation:
 
 
 @dataclass
+class _Kept:
+    """What a scenario begins with, to be put back in one statement."""
+
+    put_back: str
+    first: Envelope
+    ready: deque[Envelope]
+    numbers: count[int]
+    provider: dict[str, Any]
+    bodies: set[tuple[str, int, int]]
+
+
+@dataclass
 class World:
     """Use `opened(...)`."""
 
@@ -201,6 +255,7 @@ class World:
     first: Envelope = field(init=False)
     _processes: list[Runtime] = field(default_factory=list)
     _resets: int = 0
+    _kept: dict[Any, _Kept] = field(default_factory=dict)
 
     @property
     def task(self) -> Any:
@@ -216,21 +271,73 @@ class World:
         """Empty everything, accept one refund, and bring it where the scenario begins."""
         self.scenario, self.broker, self.seen, self.dead = scenario, Broker(), [], set()
         self.elsewhere.clear()
-        application.provider.reset(scenario.plan)
-        application.bodies.clear()
         application.broken = set(scenario.broken)
-        self.admin.execute(_EMPTY)
+        self.is_accepted = scenario.sent == "outbox" or copies > 0
         self._resets += 1
         if self._resets % VACUUM_EVERY == 0:
             self.admin.execute(_VACUUM)
+        if (kept := self._kept.get((scenario, copies))) is None:
+            self._begin(scenario, copies)
+            kept = self._kept[scenario, copies] = self._keep()
+        self.admin.execute(kept.put_back)
+        self.first = kept.first
+        self.broker.ready, self.broker._numbers = deque(kept.ready), copy.copy(kept.numbers)
+        application.provider.__dict__.update(copy.deepcopy(kept.provider))
+        application.bodies.clear()
+        application.bodies.update(kept.bodies)
+        self.broker.dead.extend([(self.first, "delivery_limit")] * dead_copies)
+
+    def _begin(self, scenario: Scenario, copies: int) -> None:
+        application.provider.reset(scenario.plan)
+        application.bodies.clear()
+        self.admin.execute(_EMPTY)
         self.admin.execute("INSERT INTO payments VALUES (%s, %s, 0, 0)", [PAYMENT, CAPTURED])
         self.admin.execute("INSERT INTO refunds VALUES (%s, %s, %s, 'pending')", [REFUND, PAYMENT, CAPTURED])
         self.first = first = self._accept()
-        self.is_accepted = scenario.sent == "outbox" or copies > 0
         self.broker.ready.extend([first] * (copies + scenario.before.count("attempt")))
-        self.broker.dead.extend([(first, "delivery_limit")] * dead_copies)
         for step in scenario.before:
             getattr(self, step)()
+
+    def _keep(self) -> _Kept:
+        kept = f"kept_{len(self._kept)}"
+        self.admin.execute(f"CREATE SCHEMA {kept}")
+        self.admin.execute(_KEEP_CLOCK.format(kept))
+        put_back = [_EMPTY, _TURN_BACK.format(kept)]
+        for table in _TABLES:
+            copied = f"{kept}.{table.rpartition('.')[2]}"
+            if table != "idempotency.settled" and self.admin.execute(f"SELECT FROM {table}").rowcount:
+                self.admin.execute(f"CREATE TABLE {copied} AS TABLE {table}")
+                put_back.append(f"INSERT INTO {table} OVERRIDING SYSTEM VALUE TABLE {copied}")
+        return _Kept(
+            ";".join(put_back),
+            self.first,
+            deque(self.broker.ready),
+            copy.copy(self.broker._numbers),
+            copy.deepcopy(application.provider.__dict__),
+            set(application.bodies),
+        )
+
+    def state(self) -> str:
+        """All that what follows depends on, without the names and the times that differ from run to run."""
+        row = self.admin.execute(_EVERYTHING).fetchone()
+        assert row is not None
+        messages = [(e.message.headers, e.message.body) for e in self.broker.ready]
+        dead = [(e.message.headers, e.message.body, why) for e, why in self.broker.dead]
+        text = "\n".join(map(str, [row.tables, messages, dead]))
+        names: dict[str, str] = {}
+        named = _IDENTITY.sub(lambda found: names.setdefault(found[0], f"#{len(names)}"), text)
+        numbers: dict[tuple[str, str], int] = {}
+        for what, number in _NUMBER.findall(named):
+            numbers.setdefault((what, number), sum(each[0] == what for each in numbers))
+        named = _NUMBER.sub(
+            lambda found: (
+                found["what"] + ("" if found["what"] == "id" else f"#{numbers[found['what'], found['number']]}")
+            ),
+            named,
+        )
+        ages = _TIME.sub(lambda found: _age(found[0], row.now), named)
+        gone = sorted(names[each] for holder in self.dead if (each := holder.rpartition("|")[2]) in names)
+        return f"{ages}\n{gone}\n{application.provider.__dict__}\n{sorted(application.bodies)}\n{application.broken}"
 
     def _accept(self) -> Envelope:
         if self.scenario.sent == "outbox":
@@ -259,6 +366,7 @@ class World:
     def attempt(self) -> Outcome | None:
         """A worker takes the next message, runs it, and settles it."""
         stop_before("message delivered")
+        touched("w:queues")
         if not self.broker.ready:
             note("the queue is empty")
             return None
@@ -268,6 +376,7 @@ class World:
             outcome = self.run(envelope)
             stop_before(f"acknowledge: {outcome.state}")
         except BaseException:
+            touched("w:queues")
             self.broker.ready.appendleft(envelope)  # its worker is gone: redelivered
             raise
         self.broker.settle(envelope, outcome)
@@ -289,7 +398,11 @@ class World:
         maintenance.recover(application.app)
 
     def reconcile(self) -> None:
-        reconcile(application.app, depth=lambda _: len(self.broker.ready))
+        def depth(_: object) -> int:
+            touched("r:queues")
+            return len(self.broker.ready)
+
+        reconcile(application.app, depth=depth)
 
     def a_while(self) -> None:
         """So much time passes that no lease holds, and what was to be later is due."""
@@ -300,12 +413,14 @@ class World:
         self._pass(A_DAY)
 
     def _pass(self, seconds: float) -> None:
+        touched(EVERYTHING)
         if self.scheduler is not None:
             self.scheduler.evict(current())
         self.admin.execute(_PASS, [int(seconds)])
 
     def bury(self) -> int | None:
         """The dead-letter consumer takes one message."""
+        touched("w:queues")
         envelope, why = self.broker.dead.popleft()
         self.elsewhere[current()] = ""
         try:
@@ -327,6 +442,7 @@ class World:
                 self.seen.append(Violation("I29", f"a dead copy ended what is to be delivered by {others}"))
             stop_before("acknowledge the dead letter")
         except BaseException:
+            touched("w:queues")
             self.broker.dead.appendleft((envelope, why))
             raise
         return letter
@@ -338,6 +454,7 @@ class World:
         """
         answer = _give_up(connection, dead, **options)
         if isinstance(answer, records.GivenUp):
+            touched("r:outbox", "r:queues")
             pending = self.admin.execute(_PENDING, [dead.event_id]).fetchall()
             others = [f"an outbox row ({row.origin})" for row in pending]
             others += [f"{each} in the queue" for each in self.broker.ready if each.outbox_id != dead.event_id]
@@ -351,6 +468,7 @@ class World:
             return operators.read(connection, self.id)
 
     def letters(self) -> list[int]:
+        touched("r:dead_letters")
         rows = self.admin.execute("SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id DESC")
         return [row.id for row in rows]
 
@@ -360,6 +478,7 @@ class World:
         return DidNotHappen() if charge is None else Happened({"id": charge.id})
 
     def resolve(self, shown: Shown, change: Change, *, end: bool = False) -> None:
+        touched("r:records")
         record = self.record()
         effect = {} if record is None else record.effects.get("refund", {})
         if effect.get("state") == "begun" or effect.get("resolved"):
@@ -400,6 +519,14 @@ class World:
                 self.reconcile()
             for _ in range(len(self.broker.ready)):
                 self.attempt()
+
+
+def _age(time: str, now: datetime) -> str:
+    when = datetime.fromtimestamp(float(time), UTC) if "-" not in time else datetime.fromisoformat(time)
+    if when.year < now.year - 1:
+        return "never"
+    age = now - (when if when.tzinfo else when.replace(tzinfo=UTC))
+    return f"@{round(age.total_seconds() / SAME_TIME)}"
 
 
 def _plain(database_url: str) -> str:
@@ -450,8 +577,13 @@ def opened(database_url: str) -> Iterator[World]:
         stack.enter_context(mock.patch.object(waiting, "time", Sleep()))
         admin = stack.enter_context(psycopg.connect(_plain(database_url), autocommit=True, row_factory=namedtuple_row))
         world = World(admin)
-        # the host knows who has died
-        stack.enter_context(mock.patch.object(maintenance, "is_provably_dead", lambda holder: holder in world.dead))
+
+        def is_dead(holder: str) -> bool:
+            """The host knows who has died."""
+            touched(EVERYTHING)
+            return holder in world.dead
+
+        stack.enter_context(mock.patch.object(maintenance, "is_provably_dead", is_dead))
         stack.enter_context(mock.patch.object(records, "give_up", world.give_up))
         crash_points.install(passed)
         stack.callback(crash_points.install, None)
