@@ -49,8 +49,8 @@ chaos-many: .venv/ready ## chaos with random seeds, one run after another, and a
 controls: .venv/ready ## every safeguard removed once: its test must turn red
 	@$(VENV)/python -m tests.controls $(ARGS)
 
-search: .venv/ready ## schedules of every pair of actors, one by one; PREEMPTIONS=2 PAIRS=attempt+cancel SEEDS=1-500 JOBS=2
-	@$(VENV)/python -m tests.search --preemptions $(or $(PREEMPTIONS),2) --jobs $(or $(JOBS),2) \
+search: .venv/ready ## schedules of every pair of actors, one by one; PREEMPTIONS=2 PAIRS=attempt+cancel SEEDS=1-500 JOBS=2; ALL=1: in every scenario
+	@$(VENV)/python -m tests.search --preemptions $(or $(PREEMPTIONS),2) --jobs $(or $(JOBS),2) $(if $(ALL),,--fitting) \
 		$(if $(PAIRS),--pairs $(PAIRS)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
 faults: .venv/ready ## the fault matrix, kept in docs/faults.md; some of it with ARGS='-k F1-P2'
