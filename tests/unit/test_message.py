@@ -101,7 +101,7 @@ def test_a_message_comes_back_from_its_text(
     ("text", "why"),
     [
         ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        pytest.param("[" * 100_000, "not JSON", id="too deep"),
         ("[]", "not an object"),
         ({"headers": None}, "headers: must be an object"),
         ({"body": {}}, "body: must be text"),
@@ -111,7 +111,7 @@ def test_a_message_comes_back_from_its_text(
         ({"route": {"exchange": "e", "routing_key": None}}, "route.routing_key: must be text"),
         ({"route": {"mandatory": "no"}}, "route.mandatory: must be true or false"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:30],
 )
 def test_a_text_that_is_no_message_is_refused_by_the_name_of_its_field(text: str | dict[str, Any], why: str) -> None:
     if isinstance(text, dict):
