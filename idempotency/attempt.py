@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from sqlalchemy.exc import DataError, DBAPIError
 
 from . import conclusions, dead_letters, effects, metrics, records, results
-from .conclusions import OnFailed, Undo
+from .conclusions import Concluded, OnFailed, PartBroken, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
 from .errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError
@@ -24,13 +24,13 @@ from .records import Claimed
 from .runtime import Runtime
 from .session import AttemptSession
 from .settings import Settings
-from .statements import describe
+from .statements import describe, where
 
 # psycopg's class for the division by zero with which a finishing statement says "not the holder"
 DIVISION_BY_ZERO = "22012"
 
 
-# An `on_failed` that kills its process must not do so for ever: after this many tries beyond the last attempt the
+# An `on_failed` that kills its process must not do so for ever: after this many attempts beyond the last one the
 # operation fails without it.
 ON_FAILED_TRIES = 5
 
@@ -63,7 +63,9 @@ class Policy:
 class Attempt:
     """What `self.session`, `self.effect` and `self.step` work on. Belongs to the request, never to the task object."""
 
-    def __init__(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> None:
+    def __init__(
+        self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, *, since: float | None = None
+    ) -> None:
         self.runtime = runtime
         self.claim = claim
         self.delivery = delivery
@@ -76,7 +78,9 @@ class Attempt:
         self.ends_as: PermanentError | None = None
         self.stopped = False
         self._session: AttemptSession | None = None
-        self._holding = Holding(claim, delivery.fingerprint)
+        self._holding = Holding(
+            claim, delivery.fingerprint, runtime.settings.lease, time.monotonic() if since is None else since
+        )
         runtime.heartbeat.hold(self._holding)
 
     # ------------------------------------------------------------ while the body runs
@@ -104,17 +108,38 @@ class Attempt:
             self.stopped = True
             raise self.ends_as
 
+    @property
+    def passed_over(self) -> str:
+        """The effects of unknown outcome that this run of the body has not come to, as a list of names."""
+        opened = (name for name, entry in self.claim.effects.items() if entry["state"] == "begun")
+        return ", ".join(sorted(repr(name) for name in opened if name not in self.calls))
+
     def effect(self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Any = None, **kwargs: Any) -> Any:
         return effects.effect(self, effects.Call(name, fn, args, kwargs, reconcile))
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
         return effects.step(self, name, fn, args, kwargs, undo)
 
+    def note_spent(self, *, within: int = 0) -> None:
+        """Note on the record that this claim found the attempts used up, or that the next one does (`within` 1)."""
+        if self.claim.spent_at is None:
+            with self.runtime.autocommit() as connection:
+                spent_at = records.note_spent(connection, self.claim, within=within)
+            if spent_at is None:
+                self.fenced()
+            self.claim = replace(self.claim, spent_at=spent_at)
+
     # ------------------------------------------------------------ its ends
 
     def complete(self, result: Any) -> None:
-        """Commit the session's work together with the result. Raises `LeaseLost` or `OutcomeInDoubt`."""
+        """Commit the session's work together with the result.
+
+        Raises `LeaseLost` or `OutcomeInDoubt`, and `EffectUnknown` over an effect that an earlier attempt has begun and
+        that the body did not come to this time. What it came to and went on from is its own decision.
+        """
         self.check_lease()
+        if passed_over := self.passed_over:
+            raise EffectUnknown(f"effect {passed_over}: begun by an earlier attempt, and this one did not come to it")
         settings = self.runtime.settings
         text = results.to_text(result, limit=settings.result_limit)
         retention = self.policy.retention_completed
@@ -144,18 +169,34 @@ class Attempt:
         self.check_lease()
         if not isinstance(error, EffectUnknown):
             self._ask_once_more()
-        settings = self.runtime.settings
-        session = self.session
+        spent_at = self.claim.spent_at
+        is_too_often = spent_at is not None and self.claim.attempts >= spent_at + ON_FAILED_TRIES
+        described = str(error) if cause in (None, error) else describe(cause)
+        try:
+            concluded = self._fail(
+                error, described, skip="it has ended its process too often" if is_too_often else None
+            )
+        except PartBroken as broken:
+            self._roll_back()
+            concluded = self._fail(error, described, skip=str(broken))
+        crash_point("finish.committed")
+        metrics.count_failed(self.claim.id.operation, concluded.error.code)
+        at = where(cause or error)
+        log.warning("failed", code=concluded.error.code, cause=error.code, at=at, **self._names())
+        return concluded.error
+
+    def _fail(self, error: PermanentError, described: str, *, skip: str | None) -> Concluded:
+        settings, session = self.runtime.settings, self.session
         concluded = conclusions.conclude(
             session.connection(),
             self.claim.id,
             error,
-            described=str(error) if cause in (None, error) else describe(cause),
+            described=described,
             entries=self.claim.effects,
             arguments=self.delivery.arguments,
             attempts=self.claim.attempts,
             on_failed=self.policy.on_failed,
-            may_run=self.claim.attempts <= self.policy.max_attempts + ON_FAILED_TRIES,
+            skip=skip,
         )
         dead_letters.store_failure(
             session.connection(),
@@ -174,10 +215,7 @@ class Attempt:
         )
         crash_point("finish.written")
         self.commit()
-        crash_point("finish.committed")
-        metrics.count_failed(self.claim.id.operation, concluded.error.code)
-        log.warning("failed", code=concluded.error.code, cause=error.code, **self._names())
-        return concluded.error
+        return concluded
 
     def _ask_once_more(self) -> None:
         """Before an end over an open effect, ask the provider about it, if the body has come as far as its call."""
@@ -210,7 +248,8 @@ class Attempt:
             self.fenced()
         counter = metrics.deferrals if give_back else metrics.retries
         counter.labels(self.claim.id.operation).inc()
-        log.info("released", delay=round(delay, 3), given_back=give_back, error=described, **self._names())
+        at = None if error is None else where(error)
+        log.info("released", delay=round(delay, 3), given_back=give_back, error=described, at=at, **self._names())
 
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis, return the connection. Safe to call at any end."""
@@ -272,7 +311,7 @@ class Attempt:
             self.fenced()
 
     def _doubt(self, error: BaseException | None) -> NoReturn:
-        self._holding.lost = True
+        self._holding.taken = True
         if self._session is not None:
             self._session.invalidate()
         metrics.in_doubt.labels(self.claim.id.operation).inc()
@@ -284,7 +323,7 @@ class Attempt:
 
     def fenced(self) -> NoReturn:
         """Note that a write of this attempt matched nothing, because it is not the holder any more."""
-        self._holding.lost = True
+        self._holding.taken = True
         metrics.fenced.labels(self.claim.id.operation).inc()
         log.warning("fenced", **self._names())
         raise LeaseLost(f"{self.claim.id.operation}: the write of a former holder matched nothing")

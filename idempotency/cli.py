@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -41,6 +43,8 @@ cli.add_typer(operator_commands)
 cli.add_typer(letters, name="dead-letters")
 cli.add_typer(people, name="operators")
 
+# How often the upkeep looks whether anything of it is due.
+UPKEEP_PAUSE = 1.0
 # The relay looks for dead holders this often: a killed worker's operations go on within 5 s on the same host.
 DEATH_WATCH = 2.0
 # How often it looks for something to alert about; each service and reason keeps to alert_interval besides.
@@ -75,17 +79,23 @@ def relay(app: AppOption = "tasks") -> None:
         signal.signal(name, lambda *_: stop.set())
     configuration.require_broker_address(celery)
     _wait_for_postgres(celery, stop, unanswered)
+    log.info("relay_started")
+    run_relay(celery, stop)
+    log.info("relay_stopped")
+
+
+def run_relay(celery: Celery, stop: threading.Event) -> None:
+    """Run the relay's three loops until `stop` is set: publishing, dead letters, upkeep.
+
+    Each has its own thread: a slow receiver of alerts, an `on_failed` that waits, or a long purge delays no message, and
+    none of these delays another. When any of them hangs, the relay falls silent, which the others notice.
+    """
     sweep = Runtime.of(celery).settings.sweep
     running, life = Relay(celery), SignOfLife(celery, "relay")
-    due = {
-        "recover": time.monotonic(),
-        "reconcile": time.monotonic() + sweep,
-        "alerts": time.monotonic(),
-        "purge": time.monotonic(),
-    }
+    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep}
 
-    def periodic() -> None:
-        life.progressed()
+    def between_passes() -> None:
+        life.progressed(loop="publishing")
         now = time.monotonic()
         if now >= due["recover"]:
             due["recover"] = now + DEATH_WATCH
@@ -95,26 +105,41 @@ def relay(app: AppOption = "tasks") -> None:
             due["reconcile"] = now + sweep
             reconcile(celery, publisher=running.publisher)
 
-    def tell() -> None:
-        now = time.monotonic()
-        if now >= due["alerts"]:
-            due["alerts"] = now + ALERT_WATCH
-            alerts.run_once(celery)
-            alarms.run_once(celery)
-        if now >= due["purge"]:
-            due["purge"] = now + PURGE_WATCH
-            if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
-                due["purge"] = now
-
-    # Its own thread: a slow receiver of alerts, a lock that a dead letter waits for, or a long purge delays no message.
-    letters = threading.Thread(target=DeadLetterConsumer(celery).run, args=(stop, tell), daemon=True)
-    letters.start()
-    log.info("relay_started")
+    letters, progressed = DeadLetterConsumer(celery), partial(life.progressed, loop="letters")
+    threads = [
+        threading.Thread(target=letters.run, args=(stop, progressed), daemon=True),
+        threading.Thread(target=_upkeep, args=(celery, stop, partial(life.progressed, loop="upkeep")), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
     life.start()
-    running.run(stop, periodic)
-    letters.join(10)
+    running.run(stop, between_passes)
+    patience = time.monotonic() + 10
+    for thread in threads:
+        thread.join(max(patience - time.monotonic(), 0))
     life.end()
-    log.info("relay_stopped")
+
+
+def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
+    """Look for alerts and alarms, and purge, until `stop` is set."""
+    alert_at = purge_at = time.monotonic()
+    while not stop.is_set():
+        progressed()
+        now = time.monotonic()
+        try:
+            if now >= alert_at:
+                alert_at = now + ALERT_WATCH
+                alerts.run_once(celery)
+                alarms.run_once(celery)
+            if now >= purge_at:
+                purge_at = now + PURGE_WATCH
+                if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
+                    purge_at = now
+        except OperationalError as error:
+            log.warning("postgres_unavailable", error=type(error.orig).__name__)
+        except Exception:  # one surprise must not end the thread
+            log.exception("upkeep_failed")
+        stop.wait(UPKEEP_PAUSE)
 
 
 def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | None) -> None:

@@ -13,14 +13,16 @@ module can say "failed" over a charge that went through.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from . import records, results
@@ -50,6 +52,10 @@ class Concluded:
     broken: str | None = None  # what the application's part raised, in one line
 
 
+class PartBroken(Exception):
+    """An undo or `on_failed` has ended the transaction that its operation was to end in."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Undo:
     step: str
@@ -68,19 +74,20 @@ def conclude(
     arguments: Mapping[str, Any],
     attempts: int,
     on_failed: OnFailed | None,
-    may_run: bool = True,
+    skip: str | None = None,
 ) -> Concluded:
     """Say how an operation ends, and run the application's part of it in the connection's transaction.
 
-    `described` is the error in one line, as it is stored; by default its message. Without `may_run` neither an undo nor `on_failed` runs: they
-    have ended their process too often. One that raises leaves no rows; the dead letter says so. `OperationalError` and
-    `LeaseLost` are raised: the database is to blame, and the end is tried again.
+    `described` is the error in one line, as it is stored; by default its message. `skip` says why neither an undo nor
+    `on_failed` may run. One that raises leaves no rows; the dead letter says so. `OperationalError`, `LeaseLost` and
+    `SoftTimeLimitExceeded` are raised: not the application's fault, and the end is tried again. So is `PartBroken`: the
+    caller's transaction is gone, and the end begins anew with that error as `skip`.
     """
     described = (error.message if described is None else described)[:ERROR_LIMIT]
     cause = _cause(error, described)
     ended, undos = _verdict(entries, error)
-    if undos and not may_run:
-        ended, undos = _unfinished("its steps were not undone: the application's part was not run"), []
+    if undos and skip is not None:
+        ended, undos = _unfinished(f"its steps were not undone: {skip}"), []
     broken: str | None = None
     if undos:
         broken = _run(connection, lambda session: _undo_all(session, undos))
@@ -91,9 +98,10 @@ def conclude(
         id.tenant, id.operation, id.key, arguments, attempts, steps=_steps(entries), effects=_effects(entries)
     )
     reason = ended.code
-    if on_failed is not None and not may_run:
-        reason, broken = "on_failed_error", broken or "not run: it has ended its process too often"
-    if on_failed is not None and may_run:
+    if on_failed is not None and skip is not None:
+        reason, broken = "on_failed_error", broken or skip
+        log.error("on_failed_error", error=skip, operation=id.operation, key=id.key)
+    if on_failed is not None and skip is None:
         unheard = _run(connection, lambda session: on_failed(session, operation, ended))
         if unheard is not None:
             reason, broken = "on_failed_error", unheard
@@ -182,6 +190,7 @@ def _undo_all(session: Session, undos: list[_Undo]) -> None:
 
 def _run(connection: Connection, part: Callable[[Session], object]) -> str | None:
     """Run the application's part behind a savepoint. Returns what was wrong with it, in one line."""
+    transaction = connection.exec_driver_sql(_BEGIN_PART).scalar_one()
     session = AttemptSession.within(connection)
     try:
         part(session)
@@ -189,15 +198,45 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
         # what would only be refused at COMMIT is refused here, where it undoes this part and not the end
         session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
         session.execute(text("SET CONSTRAINTS ALL DEFERRED"))
+        _check_transaction(connection, transaction, None)
         session.end_with_commit()
-    except (OperationalError, LeaseLost):
+    except (LeaseLost, PartBroken, SoftTimeLimitExceeded):
+        raise
+    except OperationalError as error:
+        if not connection.invalidated:
+            _check_transaction(connection, transaction, error)
         raise  # Postgres is away or a lock timed out: not the application's fault
     except Exception as error:
-        session.rollback()
+        with contextlib.suppress(Exception):  # the check says whether that worked
+            session.rollback()
+        _check_transaction(connection, transaction, error)
         return describe(error)
     finally:
-        session.end()
+        with contextlib.suppress(Exception):
+            session.end()
     return None
+
+
+# A setting that ends with its transaction, and a number that names this one.
+_BEGIN_PART = "SELECT set_config('idempotency.part', gen_random_uuid()::text, true)"
+_THIS_PART = "SELECT current_setting('idempotency.part', true)"
+
+
+def _check_transaction(connection: Connection, expected: str, error: Exception | None) -> None:
+    """Raise `PartBroken` unless the connection is still in the transaction that the part was given."""
+    described = "it has ended the transaction it was given" + ("" if error is None else f": {describe(error)}")
+    try:
+        found = connection.exec_driver_sql(_THIS_PART).scalar_one()
+    except OperationalError as unanswered:
+        if getattr(unanswered.orig, "sqlstate", None) is None and error is None:
+            raise  # Postgres is away
+        raise PartBroken(described) from error
+    except SQLAlchemyError:
+        if isinstance(error, OperationalError):
+            return  # the statement was refused, and its transaction waits for a rollback
+        raise PartBroken(described) from error
+    if found != expected:
+        raise PartBroken(described) from error
 
 
 def _found(name: str) -> Undo | None:

@@ -4,6 +4,9 @@ The letter and the failed record are one commit, and only after it the message i
 hands the message out again, which makes no second row. An operation that a living holder has, or that has ended, needs
 no letter: the message was a duplicate. What was rejected without a visible defect (a worker from before a deploy, say)
 comes back for a while before its operation ends. Any number of consumers at once; they run inside the relay.
+
+A message comes from anywhere, so its headers may hold anything. Whatever goes wrong with one message, it is held
+unacknowledged for another try while others go on.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import json
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from amqp.exceptions import AMQPError
@@ -25,14 +29,16 @@ from kombu import Connection as BrokerConnection
 from kombu import Message as BrokerMessage
 from kombu.exceptions import KombuError
 from kombu.serialization import prepare_accept_content
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from . import conclusions, dead_letters, keys, metrics, records
 from .attempt import Policy
 from .crash_points import crash_point
 from .dead_letters import BrokerLetter
-from .errors import CallRefused, PermanentError, UnknownVersion
+from .errors import CallRefused, PermanentError, SettingsError, UnknownVersion
 from .guard import Examined, examine
 from .keys import OperationId
 from .logs import log
@@ -56,16 +62,26 @@ from .task import IdempotentTask
 POLL = 1.0
 # Messages per pass.
 BATCH = 200
-# No letter waits longer for one lock: those behind it wait too.
+# Seconds after which a pass begins no further letter, so that the relay's sign of life and stop are looked at. Letters
+# that are tried again get half of it, and at least one of each kind has its turn.
+PASS = 5.0
+# How long a letter waits for one lock: those behind it wait too, and most meet no lock that lasts.
+FIRST_PATIENCE = "500ms"
 LOCK_PATIENCE = "3s"
 # A letter that could not be stored although Postgres answers (a lock, say) is left unacknowledged while others go on.
-# It is tried again in the next pass, then after so many seconds, and after twice as many each further time.
+# It is tried again in the next pass, then after so many seconds, and after twice as many each further time, up to the
+# second number: a lock that was held for a day costs minutes more.
 HELD_PAUSE = 5.0
-# Held letters tried in one pass, each for as long as LOCK_PATIENCE: new letters come in between.
-HELD_TRIES = 5
-# Beyond so many, kept in memory, no new ones are taken until some are stored.
+HELD_CAP = 600.0
+# So many are kept in memory. Beyond them the one held longest is parked: it stays unacknowledged too, but only its number
+# is kept. Returned to the queue it would come first again (RabbitMQ 3), and no letter behind it would be looked at. What
+# is parked returns once the queue is empty: a batch at a time, or this few while as many are held as may be.
 HELD_LIMIT = 2_000
-# How often a letter's `on_failed` may fail for lack of a lock, or end its process: with the pauses above, five minutes.
+PARKED_TRIES = 20
+# Beyond so many unacknowledged letters no new ones are taken; the broker keeps an entry for each.
+PARKED_LIMIT = 100_000
+# How often a letter's `on_failed` may fail for lack of a lock, or end its process, and how often the handling of a letter
+# may fail for a reason that is not known here: with the pauses above, five minutes.
 ON_FAILED_TRIES = 8
 # What no worker took comes back after so many seconds, doubling up to the second number: within a minute of a deploy.
 PUT_BACK_PAUSE = 1.0
@@ -90,6 +106,7 @@ _EXPLANATIONS = {
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
     "maxlen": "the queue was full",
     "rejected": "rejected by the worker",
+    "unhandled": "the relay could not handle it; its operation was not touched",
     "fingerprint_mismatch": "this idempotency key was used with other arguments",
 }
 # Bodies that are not text are stored as base64; their headers say so.
@@ -98,6 +115,16 @@ BODY_HEADER = "idempotency-body"
 _NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
 # As long as a name may be in a table and on a screen.
 TEXT_LIMIT = 255
+
+
+@dataclass(slots=True, eq=False)
+class _Taken:
+    """A message that is not acknowledged yet."""
+
+    message: BrokerMessage
+    due: float = 0.0  # by time.monotonic()
+    tries: int = 0
+    surprises: int = 0  # of these tries, those that neither Postgres nor a lock can be blamed for
 
 
 class DeadLetterConsumer:
@@ -109,8 +136,9 @@ class DeadLetterConsumer:
         self._app = app
         self._broker: BrokerConnection | None = None
         self._channel: Any = None
-        # unacknowledged, for another try: when, how often held, the message
-        self._held: list[tuple[float, int, BrokerMessage]] = []
+        self._held: list[_Taken] = []
+        # delivery tags
+        self._parked: list[Any] = []
         # what the last outage of Postgres interrupted: not a try that counts
         self._interrupted: set[str] = set()
 
@@ -130,54 +158,85 @@ class DeadLetterConsumer:
             except Exception:  # one surprise must not end the thread
                 self.close()
                 log.exception("dead_letter_pass_failed")
-            if taken < BATCH:
+            if not taken:
                 stop.wait(POLL)
         self.close()
 
     def run_once(self, *, limit: int = BATCH) -> int:
-        """Take messages until the queues are empty; returns how many. Brokers other than AMQP keep no dead letters.
+        """Take messages until the queues are empty or `PASS` is over; returns how many.
 
-        A letter that has to wait for a lock keeps none of the others waiting: it stays unacknowledged until its next try.
+        Brokers other than AMQP keep no dead letters. A letter that cannot be stored now keeps none of the others
+        waiting: it stays unacknowledged until its next try.
         """
         if self._app.connection_for_read().transport.driver_type != "amqp":
             return 0
         with Runtime.of(self._app).autocommit() as connection:
             # Nothing is taken while Postgres is away: each return to the queue counts towards a delivery limit.
             connection.exec_driver_sql("SELECT 1")
-        channel, taken = self._connect(), 0
+        channel, taken, began = self._connect(), 0, time.monotonic()
         accept = prepare_accept_content(["json"])
-        now = time.monotonic()
-        due = [held for held in self._held if held[0] <= now][:HELD_TRIES]
-        for held in due:
-            self._held.remove(held)
-            self._settle(held[2], held[1])
-        for queue in dead_letter_queues(self._app.amqp.queues.values()):
-            while (
-                taken < limit
-                and len(self._held) < HELD_LIMIT
-                and (raw := channel.basic_get(queue.name, no_ack=False)) is not None
-            ):
+        for again in sorted((held for held in self._held if held.due <= began), key=lambda held: held.due):
+            self._held.remove(again)
+            self._settle(again)
+            if time.monotonic() - began >= PASS / 2:
+                break
+        queues = dead_letter_queues(self._app.amqp.queues.values())
+        while queues and taken < limit and len(self._parked) < PARKED_LIMIT:
+            if taken and time.monotonic() - began >= PASS:
+                break
+            for queue in list(queues):  # in turns: a long one does not keep the next one waiting
+                if (raw := channel.basic_get(queue.name, no_ack=False)) is None:
+                    queues.remove(queue)
+                    continue
                 message = channel.message_to_python(raw)
                 message.accept = accept
                 taken += 1
-                self._settle(message)
+                self._settle(_Taken(message))
+        if not taken:
+            self._unpark()
         return taken
 
-    def _settle(self, message: BrokerMessage, times: int = 0) -> None:
+    def _settle(self, taken: _Taken) -> None:
         try:
-            store(self._app, message, self._interrupted)
-        except OperationalError as error:
+            if taken.surprises < ON_FAILED_TRIES:
+                patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
+                store(self._app, taken.message, self._interrupted, patience=patience)
+            else:
+                _store_unhandled(self._app, taken.message)
+        except Exception as error:
             with Runtime.of(self._app).autocommit() as connection:
                 connection.exec_driver_sql("SELECT 1")  # raises when Postgres is away: no letter is to blame
-            self._held.append((time.monotonic() + HELD_PAUSE * (2 ** min(times, 20) - 1), times + 1, message))
-            log.warning("dead_letter_waits", error=describe(error), times=times + 1)
+            taken.surprises += not isinstance(error, _NOT_THE_LETTERS)
+            self._hold(taken, error)
         else:
             crash_point("dead_letter.stored")
-            message.ack()
+            taken.message.ack()
+
+    def _hold(self, taken: _Taken, error: Exception) -> None:
+        pause = HELD_PAUSE * 2 ** min(taken.tries - 1, 20) if taken.tries else 0.0
+        taken.due = time.monotonic() + min(pause, HELD_CAP)
+        taken.tries += 1
+        self._held.append(taken)
+        if len(self._held) > HELD_LIMIT:
+            self._parked.append(self._held.pop(0).message.delivery_tag)
+        if isinstance(error, _NOT_THE_LETTERS):
+            log.warning("dead_letter_waits", error=describe(error), times=taken.tries)
+        else:
+            # not the error's text, which may quote the message
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+            log.error("dead_letter_not_handled", error=type(error).__name__, at=at, times=taken.tries)
+
+    def _unpark(self) -> None:
+        returning = self._parked[: BATCH if len(self._held) < HELD_LIMIT else PARKED_TRIES]
+        for tag in returning:
+            self._channel.basic_reject(tag, requeue=True)
+        del self._parked[: len(returning)]
 
     def close(self) -> None:
         """Drop the connection; what was taken and not acknowledged goes back to its queue."""
-        broker, self._broker, self._channel, self._held = self._broker, None, None, []
+        broker, self._broker, self._channel = self._broker, None, None
+        self._held, self._parked = [], []
         if broker is not None:
             broker.collect()
 
@@ -203,13 +262,16 @@ def consume_once(app: Celery) -> int:
     return total
 
 
-def store(app: Celery, message: BrokerMessage, interrupted: set[str] | None = None) -> int | None:
+def store(
+    app: Celery, message: BrokerMessage, interrupted: set[str] | None = None, *, patience: str = LOCK_PATIENCE
+) -> int | None:
     """Store a message that no worker will run, and end its operation, in one transaction.
 
     Returns the dead letter's id; None when there was nothing to store: it is stored already, or a duplicate of an
     operation that has ended, that is started, or that something else will deliver; or it was put back, since nothing
-    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted` collects the
-    digests of letters that an outage of Postgres interrupted. Raises `OperationalError`: later.
+    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted`
+    collects the digests of letters that an outage of Postgres interrupted; `patience` is how long each lock is waited
+    for, as Postgres reads it. Raises `OperationalError`: later.
     """
     if MARKER_HEADER in message.headers:
         return None  # of reconcile's: it brings nothing, and another one follows
@@ -217,30 +279,29 @@ def store(app: Celery, message: BrokerMessage, interrupted: set[str] | None = No
         log.info("expired", task=_text(message.headers.get("task")))
         return None
     examined = examine(app, message)
-    like, fingerprints = message.headers.get(FINGERPRINT_HEADER), []
+    fingerprints: list[str] = []
     if examined.id is not None:
         try:
-            fingerprint = keys.fingerprint(examined.arguments, like=like)
-            fingerprints = [fingerprint, *keys.other_fingerprints(examined.arguments, fingerprint)]
+            fingerprints = keys.fingerprints(examined.arguments, message.headers.get(FINGERPRINT_HEADER))
         except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
             examined = Examined("invalid_arguments", examined.task)
-    letter = _letter(app, message, examined)
+    letter = _letter(app, message, message.headers, _reason(message, examined), examined.id)
     dead = _dead(app, message, examined, fingerprints, letter)
     try:
-        if dead is not None and letter.reason in _PERHAPS_A_DEPLOY and _came_back(app, dead, letter):
+        if dead is not None and letter.reason in _PERHAPS_A_DEPLOY and _came_back(app, dead, letter, patience):
             return None
         if dead is None or examined.task is None:
-            stored = _store_alone(app, letter)
+            stored = _store_alone(app, letter, patience)
         else:
-            stored = _give_up(app, examined.task, dead, examined.arguments, letter, interrupted)
+            stored = _give_up(app, examined.task, dead, examined.arguments, letter, interrupted, patience)
     except OperationalError:
         raise  # Postgres is away, or a lock timed out: later
     except UnknownVersion:
-        stored = _store_alone(app, letter)
+        stored = _store_alone(app, letter, patience)
     except DBAPIError as error:
         # The record cannot take it; the letter must not be lost for that.
         log.error("give_up_failed", reason=letter.reason, task=letter.task, error=describe(error))
-        stored = _store_alone(app, letter)
+        stored = _store_alone(app, letter, patience)
     log.warning(
         "dead_letter" if stored is not None else "dead_letter_duplicate",
         letter=stored,
@@ -252,12 +313,25 @@ def store(app: Celery, message: BrokerMessage, interrupted: set[str] | None = No
     return stored
 
 
-def _store_alone(app: Celery, letter: BrokerLetter) -> int | None:
+def _store_unhandled(app: Celery, message: BrokerMessage) -> None:
+    """Store a message raw, without a look at its operation: its body, and of its headers what is text or a number."""
+    plain = {name: value for name, value in message.headers.items() if isinstance(value, str | int)}
+    letter = _letter(app, message, plain, "unhandled", None)
+    stored = _store_alone(app, letter, LOCK_PATIENCE)
+    log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.task, queue=letter.queue)
+
+
+def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None:
     with Runtime.of(app).engine.begin() as connection:
+        _wait_at_most(connection, patience)
         return dead_letters.store_message(connection, letter)
 
 
-def _came_back(app: Celery, dead: Dead, letter: BrokerLetter) -> bool:
+def _wait_at_most(connection: Connection, patience: str) -> None:
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{patience}'")
+
+
+def _came_back(app: Celery, dead: Dead, letter: BrokerLetter, patience: str) -> bool:
     """Put a message back that a worker of another version may have refused; or count it as a duplicate.
 
     False: it has come back for the time of grace, and is to be stored.
@@ -266,7 +340,7 @@ def _came_back(app: Celery, dead: Dead, letter: BrokerLetter) -> bool:
     if runtime.settings.unknown_task_grace == 0:
         return False
     with runtime.engine.begin() as connection:
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE}'")
+        _wait_at_most(connection, patience)
         answer = records.put_back(
             connection, dead, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=runtime.settings.unknown_task_grace
         )
@@ -283,15 +357,34 @@ def _give_up(
     arguments: Mapping[str, Any],
     letter: BrokerLetter,
     interrupted: set[str] | None,
+    patience: str,
+) -> int | None:
+    letter = replace(letter, fingerprint=dead.fingerprint)
+    end = FailedEnd(letter.reason, letter.last_error)
+    try:
+        return _end(app, task, dead, arguments, letter, end, interrupted, patience)
+    except conclusions.PartBroken as broken:
+        return _end(app, task, dead, arguments, letter, end, interrupted, patience, skip=str(broken))
+
+
+def _end(
+    app: Celery,
+    task: Any,
+    dead: Dead,
+    arguments: Mapping[str, Any],
+    letter: BrokerLetter,
+    end: FailedEnd,
+    interrupted: set[str] | None,
+    patience: str,
+    *,
+    skip: str | None = None,
 ) -> int | None:
     runtime = Runtime.of(app)
     settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
-    letter = replace(letter, fingerprint=dead.fingerprint)
-    end = FailedEnd(letter.reason, letter.last_error)
     while True:
         with _noting_outages(runtime, letter, interrupted) as session:
             connection = session.connection()
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE}'")
+            _wait_at_most(connection, patience)
             answer = records.give_up(
                 connection,
                 dead,
@@ -304,7 +397,8 @@ def _give_up(
             match answer:
                 case GivenUp() as ended:
                     has_part = policy.on_failed is not None or conclusions.has_undo(ended.effects)
-                    may_run = not has_part or _may_try(runtime, letter, interrupted)
+                    if skip is None and has_part and not _may_try(runtime, letter, interrupted):
+                        skip = "it has ended its process too often"
                     concluded = conclusions.conclude(
                         connection,
                         id,
@@ -313,13 +407,13 @@ def _give_up(
                         arguments=arguments,
                         attempts=ended.attempts,
                         on_failed=policy.on_failed,
-                        may_run=may_run,
+                        skip=skip,
                     )
                     if concluded.end != end:
                         records.conclude(connection, id, concluded.end, fence=ended.fence)
                     letter = replace(
                         letter,
-                        reason=concluded.reason if may_run else "on_failed_error",
+                        reason=concluded.reason if skip is None else "on_failed_error",
                         last_error=concluded.end.error,
                         generation=ended.generation,
                         fingerprint=ended.fingerprint,
@@ -410,11 +504,13 @@ def _dead(
     )
 
 
-def _letter(app: Celery, message: BrokerMessage, examined: Examined) -> BrokerLetter:
-    headers = message.headers
+def _letter(
+    app: Celery, message: BrokerMessage, headers: Mapping[str, Any], reason: str, id: OperationId | None
+) -> BrokerLetter:
     delivery = message.delivery_info or {}
-    queue = headers.get("x-first-death-queue") or delivery.get("routing_key")
-    reason = _reason(message, examined)
+    queue = headers.get("x-first-death-queue")
+    if not isinstance(queue, str) or not queue:
+        queue = delivery.get("routing_key")
     own = {name: value for name, value in headers.items() if not name.startswith("x-") and name not in _NOT_REPLAYED}
     body, is_text = _body(message.body)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
@@ -422,7 +518,6 @@ def _letter(app: Celery, message: BrokerMessage, examined: Examined) -> BrokerLe
     shown = dict(headers) | {"content-type": message.content_type, "content-encoding": message.content_encoding}
     if not is_text:
         shown[BODY_HEADER] = "base64"
-    id = examined.id
     return BrokerLetter(
         event_id=_text(headers.get(OUTBOX_HEADER)),
         tenant=id.tenant if id else _text(headers.get(TENANT_HEADER)),
@@ -467,13 +562,11 @@ def _route(app: Celery, headers: Mapping[str, Any], delivery: Mapping[str, Any])
     queue = headers.get("x-first-death-queue")
     if isinstance(queue, str) and queue in app.amqp.queues:
         return {"queue": queue}
-    deaths = headers.get("x-death")
-    first = deaths[-1] if isinstance(deaths, list) and deaths and isinstance(deaths[-1], dict) else {}
-    routing_keys = first.get("routing-keys") or [delivery.get("routing_key")]
-    return {
-        "exchange": _text(first.get("exchange", delivery.get("exchange"))) or "",
-        "routing_key": _text(routing_keys[0]) or "",
-    }
+    exchange, routing_key = delivery.get("exchange"), delivery.get("routing_key")
+    match headers.get("x-death"):
+        case [*_, {"exchange": str(first_exchange), "routing-keys": [str(first_key), *_]}]:
+            exchange, routing_key = first_exchange, first_key
+    return {"exchange": _text(exchange) or "", "routing_key": _text(routing_key) or ""}
 
 
 def _body(body: Any) -> tuple[str, bool]:
@@ -507,4 +600,6 @@ def _refused(letter: BrokerLetter, generation: int) -> BrokerLetter:
     return replace(letter, reason=reason, generation=generation, last_error=error)
 
 
+# What may be wrong with the database or with the set-up, but never with one letter.
+_NOT_THE_LETTERS = (OperationalError, PoolTimeout, SettingsError)
 _BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)

@@ -119,7 +119,7 @@ RETURNING outbox_id, tenant, operation, key, generation, fingerprint, queue, rea
 # failed → released: the generation is the proof that a person asked for another run. Effects and steps are kept.
 _REOPEN = """
 UPDATE idempotency.records
-SET status = 'released', generation = generation + 1, attempts = 0, token = NULL, locked_by = NULL,
+SET status = 'released', generation = generation + 1, attempts = 0, spent_at = NULL, token = NULL, locked_by = NULL,
     available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_code = NULL,
     error = NULL, error_code = NULL, first_error = NULL,
     -- what a worker remembers to have been revoked was revoked before this replay

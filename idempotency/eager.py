@@ -12,33 +12,43 @@ from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import URL, event
+from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from .errors import CallRefused
+from .runtime import Runtime
 
 # Connections in use, of any engine, and the thread that took them.
 _in_use: WeakKeyDictionary[psycopg.Connection[Any], int] = WeakKeyDictionary()
 
 
-def check_no_transaction(url: URL) -> None:
-    """Raise `CallRefused` when this thread has a transaction open on the database of this address.
+# By another name of the host, a socket or a second address it is the same server if that has this very session.
+_IS_HERE = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %(pid)s AND datname = current_database())"
 
-    Sees the connections of SQLAlchemy's engines, whoever made them; not those opened past SQLAlchemy.
+
+def check_no_transaction(runtime: Runtime) -> None:
+    """Raise `CallRefused` when this thread has a transaction open on the library's database.
+
+    Sees the connections of SQLAlchemy's engines, whoever made them; not those opened past SQLAlchemy, nor one through
+    a pooler under another name than the library's.
     """
+    url = runtime.engine.url
     for reference in _in_use.keyrefs():  # a list, made in one go: other threads take and return connections meanwhile
         connection = reference()
         if connection is None or connection.closed or _in_use.get(connection) != threading.get_ident():
             continue
         info = connection.info
-        if info.transaction_status != TransactionStatus.IDLE and (info.host, info.port, info.dbname) == (
-            url.host,
-            url.port or 5432,
-            url.database,
-        ):
+        if info.transaction_status == TransactionStatus.IDLE or info.dbname != url.database:
+            continue
+        if (info.host, info.port) == (url.host, url.port or 5432) or _is_here(runtime, info.backend_pid):
             raise CallRefused(
                 "eager call: this thread has a transaction open on the same database; commit it first, or use enqueue()"
             )
+
+
+def _is_here(runtime: Runtime, pid: int) -> bool:
+    with runtime.autocommit() as connection:
+        return bool(connection.exec_driver_sql(_IS_HERE, {"pid": pid}).scalar_one())
 
 
 def _taken(connection: Any, _record: Any, _proxy: Any) -> None:

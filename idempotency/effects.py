@@ -13,7 +13,9 @@ key (`StoredRefusal`) or `reconcile` closes an effect that was begun earlier.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from .errors import (
     EffectMismatch,
     EffectNameReused,
     EffectUnknown,
+    InvalidArguments,
     OpenTransaction,
     PermanentError,
     StoredFailure,
@@ -32,7 +35,7 @@ from .errors import (
     Unfinished,
 )
 from .keys import OperationId, fingerprint
-from .statements import ERROR_LIMIT, storable
+from .statements import ERROR_LIMIT
 
 if TYPE_CHECKING:
     from .attempt import Attempt
@@ -96,6 +99,16 @@ class Call:
         return fingerprint({"args": self.args, "kwargs": self.kwargs})
 
 
+def check_call(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise `InvalidArguments` if a function does not take these arguments; one without a signature is believed."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidArguments(f"{what} cannot be called as it will be: {error}") from None
+    except ValueError:
+        return
+
+
 def provider_key(id: OperationId, name: str, number: int) -> str:
     """The idempotency key for the outside world; the same for every attempt, generation and worker."""
     text = json.dumps([id.tenant, id.operation, id.key, name, number])
@@ -103,7 +116,13 @@ def provider_key(id: OperationId, name: str, number: int) -> str:
 
 
 def effect(attempt: Attempt, call: Call) -> Any:
-    """Call the outside world under a key, unless its result is recorded already."""
+    """Call the outside world under a key, unless its result is recorded already.
+
+    Raises `InvalidArguments` for functions that cannot be called so, before anything is begun.
+    """
+    check_call(f"effect {call.name!r}: the function", call.fn, *call.args, **call.kwargs, idempotency_key="")
+    if call.reconcile is not None:
+        check_call(f"effect {call.name!r}: reconcile", call.reconcile, *call.args, **call.kwargs, doubt=None)
     entry = _recorded(attempt, call.name, "effect", call.fingerprint)
     attempt.calls[call.name] = call
     return _perform(attempt, call, entry)
@@ -163,7 +182,7 @@ def step(
         "state": "done",
         "args": arguments,
         "position": _next_position(attempt),
-        "undo": None if undo is None else conclusions.reference(undo),
+        "undo": None if undo is None else _undo_named(name, undo),
     }
     session = attempt.session
     try:
@@ -180,6 +199,14 @@ def step(
     attempt.claim.effects[name] = entry
     crash_point("step.committed")
     return results.from_text(entry["result"])
+
+
+def _undo_named(name: str, undo: conclusions.Undo) -> str:
+    if "effects" in inspect.signature(undo).parameters:
+        check_call(f"step {name!r}: undo", undo, None, None, effects={})
+    else:
+        check_call(f"step {name!r}: undo", undo, None, None)
+    return conclusions.reference(undo)
 
 
 def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) -> Answer:
@@ -209,7 +236,8 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
     with attempt.runtime.autocommit() as connection:
         now = records.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
-    if age > attempt.policy.provider_key_retention:
+    # A call may take as long as an attempt: its key must not expire on the way.
+    if age > attempt.policy.provider_key_retention - attempt.runtime.settings.longest_run:
         raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and the provider's key has expired")
     if begun["ended_at"] is not None:
         _check_askable(call)
@@ -255,7 +283,14 @@ def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError)
 
 
 def _refused(attempt: Attempt, error: PermanentError) -> dict[str, Any]:
-    refused = {"code": error.code, "message": storable(str(error)[:ERROR_LIMIT])}
+    kind = type(error)
+    refused = {
+        "code": error.code,
+        "message": str(error)[:ERROR_LIMIT],
+        # so that a body which handles the refusal does so in its next attempt, too
+        "type": f"{kind.__module__}:{kind.__qualname__}",
+        "is_stored": isinstance(error, StoredRefusal),
+    }
     return {"refused": refused, "generation": attempt.claim.generation}
 
 
@@ -264,7 +299,19 @@ def _refusal(attempt: Attempt, entry: Mapping[str, Any]) -> PermanentError | Non
     refused = entry.get("refused")
     if entry["state"] != "not_happened" or refused is None or entry["generation"] != attempt.claim.generation:
         return None
-    return PermanentError(refused["message"], refused["code"])
+    kind = _error_type(refused["type"]) or (StoredRefusal if refused["is_stored"] else PermanentError)
+    error = kind.__new__(kind, refused["message"], refused["code"])
+    PermanentError.__init__(error, refused["message"], refused["code"])
+    return error
+
+
+def _error_type(name: str) -> type[PermanentError] | None:
+    """The class that an error was raised as; None where it cannot be found any more, or by its name at all."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception:  # the module's own code
+        return None
+    return found if isinstance(found, type) and issubclass(found, PermanentError) else None
 
 
 def _recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str, Any] | None:

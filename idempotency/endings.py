@@ -11,11 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
+from sqlalchemy.exc import DBAPIError
 
 from . import conclusions
 from .attempt import Attempt
 from .errors import AttemptsExhausted, CallRefused, Defer, PermanentError, UnsupportedControl
 from .statements import describe
+
+# lock_not_available: a statement waited for a lock for longer than lock_timeout
+LOCK_NOT_AVAILABLE = "55P03"
+# Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
+MAX_DELAY = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,10 @@ class Fail:
     def apply(self, attempt: Attempt) -> BaseException:
         """Returns what Celery is told."""
         ended = attempt.fail(self.failure, cause=self.outcome)
-        return self.outcome if ended is self.failure else ended
+        if ended is self.failure:
+            return self.outcome
+        ended.__cause__ = ended.__cause__ or self.outcome  # Celery's log shows both
+        return ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +58,21 @@ class Release:
     cause: BaseException | None
     outcome: BaseException
     give_back: bool = False
+    is_spent: bool = False  # the next claim has a last look, whatever `max_attempts` says
 
     def apply(self, attempt: Attempt) -> BaseException:
         """Returns what Celery is told."""
+        if self.is_spent:
+            attempt.note_spent(within=1)
         attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back)
         return self.outcome
 
 
 Ending = Fail | Release
+
+
+def _is_lock_timeout(error: DBAPIError) -> bool:
+    return getattr(error.orig, "sqlstate", None) == LOCK_NOT_AVAILABLE
 
 
 def end_for(error: BaseException, attempt: Attempt) -> Ending:
@@ -67,6 +83,9 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
             # The worker shuts down: due at once, elsewhere, and no attempt used. A hard time limit begins with the
             # same SIGTERM, so it is not for free for ever.
             return Release(0.0, None, error, give_back=attempt.claim.age <= settings.longest_run)
+        case AttemptsExhausted() if attempt.claim.spent_at is None and conclusions.has_acted(attempt.claim.effects):
+            # retry() was called once too often: a last look, as when the attempts are used up
+            return Release(0.0, error, Retry(exc=error, when=0.0), is_spent=True)
         case PermanentError():
             return Fail(error, error)
         case CallRefused():
@@ -79,6 +98,10 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
             return Release(seconds, error, Retry(exc=error, when=seconds), give_back=True)
         case _ if isinstance(error, policy.permanent_errors):
             return Fail(PermanentError(describe(error), type(error).__name__), error)
+        case DBAPIError() if _is_lock_timeout(error) and attempt.claim.age + settings.lease <= settings.defer_budget:
+            # A lock that somebody holds is not this operation's fault: of a frozen holder it outlives several leases.
+            delay = random.uniform(0.0, settings.lease)
+            return Release(delay, error, Retry(exc=error, when=delay), give_back=True)
     cause = (error.exc or error) if isinstance(error, Retry) else error
     if attempts == policy.max_attempts and conclusions.has_acted(attempt.claim.effects):
         # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.
@@ -87,7 +110,7 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
         last = f"attempt {attempts} of {policy.max_attempts}: {describe(cause)}"
         return Fail(AttemptsExhausted(last), cause)
     if isinstance(error, Retry) and isinstance(error.when, int | float):
-        return Release(float(error.when), cause, error)
+        return Release(min(float(error.when), MAX_DELAY), cause, error)
     # full jitter: a burst that failed together does not come back together
     delay = random.uniform(0.0, min(settings.retry_cap, settings.retry_base * 2 ** (attempts - 1)))
     return Release(delay, cause, Retry(exc=cause, when=delay))

@@ -33,6 +33,9 @@ its constructor takes.
 
 from __future__ import annotations
 
+# As long as a name may be in a table and on a screen.
+CODE_LIMIT = 255
+
 
 class IdempotencyError(Exception):
     """Base of everything this library raises."""
@@ -68,8 +71,9 @@ class PermanentError(IdempotencyError):
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message, code)
-        self.message = message
-        self.code = code or self.default_code
+        # both are stored, whatever they were made from: Postgres takes no NUL, and no half of a surrogate pair
+        self.message = _storable(message)
+        self.code = _storable(code or self.default_code)[:CODE_LIMIT]
 
     def __str__(self) -> str:
         return self.message
@@ -195,3 +199,15 @@ class OperationNotFound(IdempotencyError):
 
 class UnknownVersion(IdempotencyError):
     """A message or a record was made by newer code than this; its message waits for a process that knows it."""
+
+
+def permanent_error(message: str, code: str) -> PermanentError:
+    """The error of a stored code: of the library's own class for its codes, so that `on_failed` is told one type for each."""
+    for kind in PermanentError.__subclasses__():
+        if kind.__module__ == __name__ and kind.default_code == code:
+            return kind(message, code)
+    return PermanentError(message, code)
+
+
+def _storable(value: object) -> str:
+    return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()

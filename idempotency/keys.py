@@ -92,6 +92,19 @@ def fingerprint(arguments: Mapping[str, Any], *, like: object = None) -> str:
     return FINGERPRINT_RULES[version if version in FINGERPRINT_RULES else next(reversed(FINGERPRINT_RULES))](arguments)
 
 
+def fingerprints(arguments: Mapping[str, Any], given: object) -> list[str]:
+    """Everything that the request of a message may be stored under; `given` is the fingerprint it carries.
+
+    First by the rule of the one it carries, then by the other rules, then as it is: a deploy may have changed the names
+    of the parameters since.
+    """
+    first = fingerprint(arguments, like=given)
+    found = [first, *other_fingerprints(arguments, first)]
+    if isinstance(given, str) and fingerprint_version(given) in FINGERPRINT_RULES:
+        found.append(given)
+    return list(dict.fromkeys(found))
+
+
 def other_fingerprints(arguments: Mapping[str, Any], fingerprint: str) -> list[str]:
     """Make the fingerprints of bound arguments by the other known rules: a stored one is compared by its own."""
     made_by = fingerprint_version(fingerprint)

@@ -160,9 +160,22 @@ class Holding:
 
     claim: Claimed
     fingerprint: str
-    renewed_at: float = field(default_factory=time.monotonic)
+    lease: float
+    # From before the claim was sent: its answer may have been read long after.
     since: float = field(default_factory=time.monotonic)
-    lost: bool = False
+    renewed_at: float = field(init=False)
+    taken: bool = False
+
+    def __post_init__(self) -> None:
+        self.renewed_at = self.since
+
+    @property
+    def lost(self) -> bool:
+        """Whether another attempt may hold the operation: one has it, or the lease is over by this process's clock.
+
+        The clock is read because a process that was paused runs on before its heartbeat does.
+        """
+        return self.taken or time.monotonic() - self.renewed_at > self.lease
 
 
 class Heartbeat:
@@ -227,7 +240,7 @@ class Heartbeat:
         for holding in holdings:
             if now - holding.since < self._longest_run:
                 renewable.append(holding)
-            elif not holding.lost:
+            elif not holding.taken:
                 self._lose(holding, "max_run")
         if not renewable:
             return
@@ -254,7 +267,7 @@ class Heartbeat:
         with self._lock:
             if self._holdings.get(holding.claim.token) is not holding:
                 return  # finished meanwhile
-            holding.lost = True
+            holding.taken = True
         metrics.leases_lost.labels(holding.claim.id.operation).inc()
         log.warning("lease_lost", why=why, operation=holding.claim.id.operation, key=holding.claim.id.key)
 

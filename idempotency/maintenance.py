@@ -36,10 +36,13 @@ _HOLDERS = (
     "SELECT DISTINCT locked_by FROM idempotency.records WHERE status = 'started' AND locked_until >= clock_timestamp()"
 )
 
-# More attempts than a claim would have ended: the attempts of the task's own, or those of the settings, and the spare ones.
-_BOUND = """%(spare)s + coalesce(
+# The attempts of the task's own, or those of the settings.
+_MOST = """coalesce(
           (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(operation, attempts)
            WHERE bound.operation = r.operation), %(otherwise)s)"""
+
+# So many claims have found the attempts used up, or have died before they could: counted from the first one.
+_SPENT = f"r.attempts > {_MOST} AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, r.attempts + 1)"
 
 # The index of what is held is found by the first condition alone.
 _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
@@ -49,8 +52,8 @@ _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
 RECOVER = Sweep(
     "recover",
     table="records",
-    columns="r.attempts",
-    due=f"{_ORPHANED} AND r.attempts < {_BOUND}",
+    columns=f"r.attempts > {_MOST} AS is_spent",
+    due=f"{_ORPHANED} AND NOT ({_SPENT})",
     order="r.locked_until",
     one=THIS_RECORD,
     id=RECORD_ID,
@@ -58,6 +61,7 @@ RECOVER = Sweep(
 , released AS (
     UPDATE idempotency.records r
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
+        spent_at = coalesce(r.spent_at, CASE WHEN o.is_spent THEN r.attempts END),
         available_at = clock_timestamp(), updated_at = clock_timestamp()
     FROM due o WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
     RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue, r.generation
@@ -74,7 +78,7 @@ EXHAUST = Sweep(
     "exhaust",
     table="records",
     columns="r.message, r.fingerprint, r.queue, r.fence, r.token, r.attempts, r.generation, r.effects",
-    due=f"{_ORPHANED} AND r.attempts >= {_BOUND}",
+    due=f"{_ORPHANED} AND {_SPENT}",
     order="r.locked_until",
     one=THIS_RECORD,
     id=RECORD_ID,
@@ -216,7 +220,7 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
         arguments={},
         attempts=record.attempts,
         on_failed=getattr(task, "on_failed", None),
-        may_run=False,
+        skip="its process died in every attempt, and in what would end it",
     )
     delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
     dead_letters.store_failure(

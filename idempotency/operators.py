@@ -23,7 +23,7 @@ from sqlalchemy import Connection, Row
 
 from . import conclusions, dead_letters, keys, metrics, records, results
 from .attempt import Policy
-from .conclusions import Concluded, Entry
+from .conclusions import Concluded, Entry, PartBroken
 from .delivery import Delivery
 from .effects import DidNotHappen, Happened
 from .errors import (
@@ -33,6 +33,7 @@ from .errors import (
     OperationNotFound,
     PermanentError,
     Unfinished,
+    permanent_error,
 )
 from .keys import OperationId
 from .logs import log
@@ -172,6 +173,15 @@ def cancel(
     effect has happened or may have, unless `may_have_happened`: then it ends as `effect_unknown` or `unfinished`; and
     when the application has no such task, unless `without_task`: then neither undos nor `on_failed` run.
     """
+    try:
+        return _cancel(app, shown, change, may_have_happened, without_task)
+    except PartBroken as broken:
+        return _cancel(app, shown, change, may_have_happened, without_task, skip=str(broken))
+
+
+def _cancel(
+    app: Celery, shown: Shown, change: Change, may_have_happened: bool, without_task: bool, *, skip: str | None = None
+) -> PermanentError:
     runtime = Runtime.of(app)
     error = PermanentError(change.reason, "cancelled")
     with runtime.engine.begin() as connection:
@@ -190,7 +200,7 @@ def cancel(
                 "or cancel it with --may-have-happened"
             )
         policy, arguments, broken = _task_of(app, runtime, row, without_task=without_task)
-        concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken)
+        concluded = _conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
         dead_letters.store_failure(
             connection,
             shown.id,
@@ -227,6 +237,23 @@ def resolve_effect(
     task is refused, unless `without_task`. Returns the code that the operation has ended with now. Raises
     `ChangeRefused`, and `InvalidResult`.
     """
+    try:
+        _resolve(app, shown, name, outcome, change, end, without_task)
+    except PartBroken as broken:
+        _resolve(app, shown, name, outcome, change, end, without_task, skip=str(broken))
+
+
+def _resolve(
+    app: Celery,
+    shown: Shown,
+    name: str,
+    outcome: Happened | DidNotHappen,
+    change: Change,
+    end: bool,
+    without_task: bool,
+    *,
+    skip: str | None = None,
+) -> None:
     runtime = Runtime.of(app)
     said = {"effect": name, "outcome": _digest(outcome), "end": end}
     with runtime.engine.begin() as connection:
@@ -252,10 +279,10 @@ def resolve_effect(
             fields = json.loads(row.error)
             cause = fields.get("cause") or fields
             policy, arguments, broken = _task_of(app, runtime, row, without_task=without_task)
-            error = PermanentError(cause["message"], cause["code"])
+            error = permanent_error(cause["message"], cause["code"])
             if error.code == EffectUnknown.default_code:  # nothing else had ended it: now this person does
                 error = PermanentError(change.reason, "cancelled")
-            concluded = _conclude(connection, shown.id, row, error, policy, arguments, broken, entries=entries)
+            concluded = _conclude(connection, shown.id, row, error, policy, arguments, skip or broken, entries=entries)
             concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
             dead_letters.say_again(connection, shown.id, row.generation, concluded_end, reason=concluded.reason)
             details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
@@ -443,12 +470,9 @@ def _conclude(
         arguments=arguments,
         attempts=row.attempts,
         on_failed=policy.on_failed,
-        may_run=broken is None,
+        skip=broken,
     )
-    if broken is None:
-        return concluded
-    log.error("on_failed_error", error=broken, operation=id.operation, key=id.key)
-    return replace(concluded, reason="on_failed_error", broken=broken)
+    return concluded if broken is None else replace(concluded, reason="on_failed_error", broken=broken)
 
 
 def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, result: Any, without_task: bool) -> str:

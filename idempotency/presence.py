@@ -10,7 +10,6 @@ Importing the library installs the hooks; applications without an idempotent tas
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
@@ -76,7 +75,7 @@ RETURNING kind, host, pid
 
 
 class SignOfLife:
-    """The sign of life of this process: `start()`, `progressed()` in each turn of its loop, and `end()`."""
+    """The sign of life of this process: `start()`, `progressed()` in each turn of each of its loops, and `end()`."""
 
     def __init__(
         self, app: Celery, kind: str, name: str | None = None, *, queues: Callable[[], Sequence[str]] = tuple
@@ -106,7 +105,8 @@ class SignOfLife:
             },
         )
         self._began = time.monotonic()
-        self._expected_until = math.inf
+        self._expected_until: dict[str, float] = {}
+        self._hung: list[str] = []
         self._is_known = self._is_ended = False
         # Held until the end. A native lock, as in the heartbeat: under gevent it asks no hub.
         self._running = native("allocate_lock")()
@@ -118,12 +118,17 @@ class SignOfLife:
         self._ended.acquire()
         native("start_new_thread")(self._run, ())
 
-    def progressed(self, pause: float = 0.0) -> None:
-        """Say that the process's loop works and that its next turn begins in `pause` seconds.
+    def progressed(self, pause: float = 0.0, *, loop: str = "main") -> None:
+        """Say that a loop of the process works and that its next turn begins in `pause` seconds.
 
-        A process that calls this falls silent when its loop hangs; one that never does, when the process stops.
+        A process that calls this falls silent when any of its loops hangs; one that never does, when the process stops.
         """
-        self._expected_until = time.monotonic() + pause + LONGEST_TURN
+        self._expected_until[loop] = time.monotonic() + pause + LONGEST_TURN
+
+    def hanging(self) -> list[str]:
+        """The loops whose last turn is longer ago than any takes."""
+        now = time.monotonic()
+        return sorted(loop for loop, until in list(self._expected_until.items()) if now > until)
 
     def end(self) -> None:
         """Remove the row: the process ends in order. Takes `PATIENCE` seconds or two when Postgres is away."""
@@ -139,8 +144,12 @@ class SignOfLife:
             log.warning("sign_of_life_not_removed", error=type(error).__name__)
 
     def sign(self) -> bool:
-        """Write the row once; whether it was written. A process whose loop hangs does not sign."""
-        if time.monotonic() > self._expected_until:
+        """Write the row once; whether it was written. A process of which a loop hangs does not sign."""
+        hanging = self.hanging()
+        if hanging and hanging != self._hung:  # once, not with every sign that is left out
+            log.error("loop_hangs", kind=self._fields["kind"], loops=hanging)
+        self._hung = hanging
+        if hanging:
             return False
         try:
             if not self._is_known:

@@ -49,6 +49,7 @@ class Claimed:
     taken_over: bool = False  # from another holder, whose lease was over
     revoked: bool = False  # Celery was told to revoke this generation: it ends, with a last look at most
     fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
+    spent_at: int | None = None  # the attempt that first found the attempts used up
 
     def resumes(self, earlier: Claimed) -> bool:
         """Whether this is the same attempt as an earlier claim of the same token.
@@ -130,13 +131,13 @@ WITH claimed AS (
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
     RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, fingerprint,
-        taken_over,
+        taken_over, spent_at,
         -- xmax is 0 in a row that was inserted
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
-       revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over, spent_at
 FROM claimed
 UNION ALL
 SELECT CASE
@@ -145,7 +146,7 @@ SELECT CASE
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL, NULL
 FROM idempotency.records
 WHERE {_ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -202,6 +203,13 @@ SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(cha
     updated_at = clock_timestamp()
 WHERE {_MINE} AND effects -> %(name)s ->> 'state' = 'begun'
 RETURNING 1
+"""
+
+# What is used up is counted from here, and not from `max_attempts`, which the next deploy may lower.
+_NOTE_SPENT = f"""
+UPDATE idempotency.records
+SET spent_at = coalesce(spent_at, attempts + %(in)s), updated_at = clock_timestamp()
+WHERE {_MINE} RETURNING spent_at
 """
 
 _DATABASE_TIME = "SELECT extract(epoch FROM clock_timestamp())::float8"
@@ -332,6 +340,7 @@ def claim(
             taken_over=row.taken_over,
             revoked=row.revoked,
             fingerprint=row.fingerprint,
+            spent_at=row.spent_at,
         )
     return _explained(row)
 
@@ -395,6 +404,12 @@ def change_effect(connection: Connection, claim: Claimed, name: str, change: Par
     """Record what became of an effect that was begun. False: not the holder, or no longer open."""
     row = execute(connection, _CHANGE_EFFECT, _guard(claim) | {"name": name, "change": json.dumps(change)}).fetchone()
     return row is not None
+
+
+def note_spent(connection: Connection, claim: Claimed, *, within: int) -> int | None:
+    """Note that this attempt (`within` 0) or the next one (1) has none left. Returns the first such; None: not the holder."""
+    row = execute(connection, _NOTE_SPENT, _guard(claim) | {"in": within}).fetchone()
+    return None if row is None else int(row.spent_at)
 
 
 def database_time(connection: Connection) -> float:
@@ -533,7 +548,9 @@ RETURNING fence
 # A person's word about an effect, and what the end may conclude now. The fence moves: who was shown the record before
 # is told to look again.
 _CONCLUDE = f"""
-UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp()
+UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp(),
+    -- remembered for as long from this word as it was to be from its end
+    expires_at = greatest(expires_at, clock_timestamp() + (expires_at - completed_at))
 WHERE {_ROW} AND status = 'failed' AND fence = %(fence)s
 RETURNING fence
 """

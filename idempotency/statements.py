@@ -8,7 +8,9 @@ An attempt runs two statements of ours; SQLAlchemy's cursor results cost more th
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -21,6 +23,8 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 READ_ONLY = "25006"
 # Under this name a connection keeps the cursor of our statements.
 _CURSOR = "idempotency.cursor"
+# Enough to find the line of the application's code, below a client library's own.
+PLACES = 6
 # Enough for a sentence; a record is not a log file.
 ERROR_LIMIT = 500
 
@@ -117,6 +121,12 @@ def describe(error: BaseException) -> str:
         primary = getattr(diagnosis, "message_primary", None)
         return f"{type(error.orig).__name__}: {primary or 'no answer from the database'}"
     return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
+
+
+def where(error: BaseException) -> str | None:
+    """The last calls that led to an error, innermost first, without any value: `gateway.py:17 < tasks.py:42`."""
+    frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)) or None
 
 
 def storable(value: Any) -> Any:

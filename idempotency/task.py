@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -38,7 +39,7 @@ from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
 from .effects import Reconcile
-from .endings import Ending, Raised, Release, Returned, end_for
+from .endings import MAX_DELAY, Ending, Raised, Release, Returned, end_for
 from .errors import (
     AttemptsExhausted,
     Defer,
@@ -93,9 +94,6 @@ ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempote
 
 # Those of them, and of the task's own options, that shape its message.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
-# Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
-MAX_DELAY = 10 * 365 * 86400.0
-
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -184,6 +182,7 @@ class IdempotentTask(Task):
         ending: Ending | None = None
         decided: Claimed | None = None  # the claim under which the ending was decided
         for _ in range(DOUBT_ROUNDS):
+            since = time.monotonic()
             with metrics.phase(self.name, "claim"):
                 answer = self._claim(runtime, delivery, token)
             match answer:
@@ -194,7 +193,7 @@ class IdempotentTask(Task):
                     if claim.fingerprint != delivery.fingerprint:  # stored by an older rule: letters name it so
                         delivery = replace(delivery, fingerprint=claim.fingerprint)
                     self.request.retries = max(claim.attempts - 1, 0)
-                    self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
+                    self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy, since=since)
                     try:
                         if ending is None:
                             try:
@@ -242,10 +241,12 @@ class IdempotentTask(Task):
 
     def _end_without_body(self, attempt: Attempt) -> PermanentError | None:
         """Why this claim ends the operation instead of running its body, if it does."""
+        if attempt.claim.attempts > attempt.policy.max_attempts:
+            attempt.note_spent()  # from here on counted by the record: the next deploy may change the limit
         if self._is_revoked(attempt):
             return PermanentError("revoked through Celery before it had ended", "revoked")
-        if attempt.claim.attempts > attempt.policy.max_attempts:
-            return AttemptsExhausted(f"no result after {attempt.policy.max_attempts} attempts")
+        if attempt.claim.spent_at is not None:
+            return AttemptsExhausted(f"no result after {attempt.claim.spent_at - 1} attempts")
         return None
 
     def _look_once_more(self, attempt: Attempt, end: PermanentError) -> Any:
@@ -253,8 +254,8 @@ class IdempotentTask(Task):
 
         One attempt beyond the last, however often that is given back: a body that kills its process ends with it.
         """
-        claim, most = attempt.claim, attempt.policy.max_attempts
-        if not conclusions.has_acted(claim.effects) or claim.attempts > most + 1:
+        claim = attempt.claim
+        if not conclusions.has_acted(claim.effects) or (claim.spent_at is not None and claim.attempts > claim.spent_at):
             raise end
         attempt.ends_as = end
         try:
@@ -266,8 +267,8 @@ class IdempotentTask(Task):
             raise Defer(LOOK_PAUSE, f"the last look met {describe(error)}") from error
         except Exception as error:
             raise end from error
-        if attempt.stopped:
-            raise end  # the body has caught it and gone on without what it was refused
+        if attempt.stopped or attempt.passed_over:
+            raise end  # the body has gone on without what it was refused, or did not come to what is unknown
         attempt.complete(result)
         return result
 
@@ -481,11 +482,11 @@ class IdempotentTask(Task):
                 self.app, self.name, request.args or (), request.kwargs or {}
             )  # should this process die, a worker goes on with it
         # by the rule of the message, so that the record agrees with the outbox row it came from
-        fingerprint = keys.fingerprint(arguments, like=headers.get(FINGERPRINT_HEADER))
+        fingerprint, *also = keys.fingerprints(arguments, headers.get(FINGERPRINT_HEADER))
         return Delivery(
             id=id,
             fingerprint=fingerprint,
-            also=keys.other_fingerprints(arguments, fingerprint),
+            also=also,
             arguments=arguments,
             task_id=request.id,
             message=message.to_text(),
@@ -557,6 +558,8 @@ class IdempotentTask(Task):
             raise AttemptsExhausted(f"no result after {max_retries} retries") from exc
         if eta is not None:
             countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
+        if countdown is not None and countdown > MAX_DELAY:
+            raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown:g}")
         retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
         if throw:
             raise retry
@@ -629,7 +632,7 @@ class IdempotentTask(Task):
 
         Raises `CallRefused` inside an open transaction of this thread: the task commits on a connection of its own.
         """
-        eager.check_no_transaction(Runtime.of(self.app).engine.url)
+        eager.check_no_transaction(Runtime.of(self.app))
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         given = options.pop("headers", None) or {}
         _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)

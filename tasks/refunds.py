@@ -51,8 +51,9 @@ def reserve(session: Session, refund_id: str) -> dict[str, Any]:
     payment = session.get(Payment, refund.payment_id, with_for_update=True)
     if payment is None:
         raise PermanentError("the payment does not exist", "payment_unknown")
-    if payment.status == "pending":
-        raise Defer(PENDING_PAUSE, f"payment {payment.id}: still pending")
+    if payment.status in ("pending", "unknown"):
+        # a person may still find the charge: a final refusal needs a fact
+        raise Defer(PENDING_PAUSE, f"payment {payment.id}: still {payment.status}")
     if payment.status != "captured":
         raise PermanentError(f"payment {payment.id}: {payment.status}, nothing to refund", f"payment_{payment.status}")
     left = payment.amount - payment.refunded

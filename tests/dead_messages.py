@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
+from itertools import repeat
 from typing import Any
 from uuid import uuid4
 
@@ -50,3 +52,29 @@ def reject(app: Celery, body: str = BODY, *, dead: int = 1, **options: Any) -> N
         message = eventually(lambda: channel.basic_get(name, no_ack=False))
         channel.basic_reject(message.delivery_tag, requeue=False)
         eventually(lambda: channel.queue_declare(f"{name}-dead", passive=True).message_count >= dead)
+
+
+def bury(app: Celery, accounts: Collection[str], changes: Iterable[dict[str, Any]] = repeat({})) -> None:
+    """Put messages into the dead-letter queue itself, as if a worker had rejected them; `changes` are their headers."""
+    home = app.conf.task_default_queue
+    death = {"x-first-death-queue": home, "x-first-death-reason": "rejected"}
+    with app.connection_for_write() as broker:
+        channel = broker.channel()
+        before = channel.queue_declare(f"{home}-dead", passive=True).message_count
+        producer = broker.Producer(channel)
+        for account, changed in zip(accounts, changes, strict=False):
+            producer.publish(
+                json.dumps([[account], {}, {}]),
+                exchange="",
+                routing_key=f"{home}-dead",
+                content_type="application/json",
+                content_encoding="utf-8",
+                headers=headers() | death | changed,
+            )
+        eventually(lambda: waiting(app) >= before + len(accounts))
+
+
+def waiting(app: Celery) -> int:
+    """How many messages are ready in the dead-letter queue."""
+    with app.connection_for_write() as broker:
+        return int(broker.channel().queue_declare(f"{app.conf.task_default_queue}-dead", passive=True).message_count)

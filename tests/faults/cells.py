@@ -36,6 +36,7 @@ LEGEND = {
     "finish": "the interrupted process ends what it has begun",
     "retry": "released, and another attempt with back-off",
     "failed": "failed at once, with a dead letter",
+    "unknown": "failed at once as effect_unknown, with a dead letter: a call had been begun",
     "1 runs": "of all copies one runs; the others wait, or find the stored result",
     "1 wins": "of all copies one commits",
     "1 relay": "of all relays one publishes the row",
@@ -123,7 +124,7 @@ _ROWS = {
     "F15": ("–",) * 10,
     "F16": ("1 runs, 7 W or D", "–", "–", "G", "1 wins", "–", "D", "1 relay", "–", "K"),
     "F17": ("Q", "Q", "Q", "Q", *("–",) * 6),
-    "F18": ("–", "–", "retry with backoff / failed + dead letter", "G / failed", *("–",) * 6),
+    "F18": ("–", "–", "retry with backoff / failed + dead letter", "G / unknown", *("–",) * 6),
     "F19": ("no double commit, no storm", "S", "S", "S", *("–",) * 6),
     "F20": ("–", "–", "–", "G", *("–",) * 6),
     "F21": (

@@ -288,3 +288,23 @@ def test_a_support_case_says_what_became_of_its_payment_in_either_order(shop: Sh
     row = shop.row("payments", "p-case")
     assert (row.status, row.failure) == ("failed", "cancelled")
     assert shop.row("support_cases", "p-case", "payment_id").code == "cancelled"
+
+
+def test_a_refund_of_a_payment_in_doubt_waits_for_the_fact(shop: Shop) -> None:
+    payment = shop.buy("p-doubt")
+    shop.faults("p-doubt", "timeout_after")
+    shop.deliver(payment)
+    shop.cancel(payment)
+    assert shop.row("payments", "p-doubt").status == "unknown"
+    refund = shop.give_back("r-doubt", "p-doubt", 400)
+    assert shop.deliver(refund).state == "RETRY"
+
+    (charge,) = shop.charges("p-doubt")
+    found = {"id": charge.id, "amount": charge.amount, "currency": charge.currency, "status": "succeeded"}
+    shop.resolve(payment, "capture", Happened(found))
+    assert shop.replay(payment).state == "SUCCESS"
+    with shop.engine.connect() as connection:
+        op.age(connection, refund, available_at=-1)
+        connection.commit()
+    assert shop.deliver(refund).state == "SUCCESS"
+    assert [given.amount for given in shop.refunds_of("p-doubt")] == [400]

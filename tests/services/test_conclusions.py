@@ -109,12 +109,12 @@ def code(row: Row[Any]) -> tuple[str, str | None]:
     return error["code"], error.get("cause", {}).get("code")
 
 
-def deaths(engine: Engine, key: str, attempts: int) -> None:
-    """So many attempts have been used, and the process of the last one has died."""
+def deaths(engine: Engine, key: str, attempts: int, *, spent_at: int | None = None) -> None:
+    """So many attempts have been used, and the process of the last one has died; `spent_at` found them used up."""
     with engine.connect() as connection:
-        statement = """UPDATE idempotency.records SET attempts = :attempts, status = 'started', available_at = NULL,
+        statement = """UPDATE idempotency.records SET attempts = :attempts, spent_at = coalesce(:spent_at, spent_at), status = 'started', available_at = NULL,
             token = 't', locked_by = 'h', locked_until = clock_timestamp() - interval '1s' WHERE key = :key"""
-        connection.execute(text(statement), {"attempts": attempts, "key": key})
+        connection.execute(text(statement), {"attempts": attempts, "spent_at": spent_at, "key": key})
 
 
 # ---------------------------------------------------------------- an ending belongs to its attempt
@@ -327,7 +327,7 @@ def test_a_last_look_happens_once_when_it_kills_its_process(
 
     task = make_task(bank, body, max_attempts=1)
     deliveries.deliver(task, key="k")
-    deaths(engine, "k", 2)
+    deaths(engine, "k", 2, spent_at=2)
     assert isinstance(deliveries.deliver(task, key="k", origin="recover").value, EffectUnknown)
     assert len(runs) == 1
 
@@ -387,7 +387,7 @@ def test_the_sweep_ends_an_open_effect_as_unknown(
 ) -> None:
     task = make_task(bank, lambda self: self.effect("call", Provider(lost())))
     deliveries.deliver(task, key="k")
-    deaths(engine, "k", 100)
+    deaths(engine, "k", 100, spent_at=6)
     assert maintenance.recover(bank) == 1
     assert record("k").error_code == "effect_unknown"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, OperationBusy, OperationFailed, PermanentError
@@ -98,6 +98,17 @@ def test_an_eager_call_inside_an_open_transaction_on_the_same_database_is_refuse
         session.commit()
         assert app_module.deposit.apply(("a",)).get() == {"account": "a", "amount": 1}
     theirs.dispose()
+
+
+def test_an_eager_call_in_a_transaction_over_another_name_of_the_host_is_refused(bank, database, record):
+    url = make_url(database)
+    theirs = create_engine(url.set(host={"127.0.0.1": "localhost", "localhost": "127.0.0.1"}[str(url.host)]))
+    with Session(theirs) as session:
+        session.execute(text("SELECT 1"))
+        with pytest.raises(CallRefused, match="transaction open on the same database"):
+            app_module.deposit.apply(("a",))
+    theirs.dispose()
+    assert record("a") is None
 
 
 def test_an_eager_call_beside_another_threads_transaction_or_another_database_is_accepted(bank, database, servers):

@@ -19,6 +19,7 @@ from idempotency.keys import OperationId
 from idempotency.maintenance import BATCH, SPARE_CLAIMS, purge, recover
 from idempotency.message import Message
 from idempotency.runtime import Runtime, is_provably_dead, process_identity
+from idempotency.settings import Settings
 from tests import operations as op
 from tests.operations import age, at_once, completed, due, early, expired, failed, record, started
 from tests.processes import eventually
@@ -36,9 +37,10 @@ def status(connection: Connection, id: OperationId) -> str | None:
 
 
 def used(connection: Connection, id: OperationId, attempts: int) -> None:
-    """Let so many attempts have been used."""
-    statement = "UPDATE idempotency.records SET attempts = :attempts WHERE key = :key"
-    connection.execute(text(statement), {"attempts": attempts, "key": id.key})
+    """Let so many attempts have been used, and the settings' own number have been found used up by the next one."""
+    statement = "UPDATE idempotency.records SET attempts = :attempts, spent_at = :spent_at WHERE key = :key"
+    most = Settings.model_fields["max_attempts"].default
+    connection.execute(text(statement), {"attempts": attempts, "spent_at": most + 1, "key": id.key})
 
 
 # ---------------------------------------------------------------- what recovery takes

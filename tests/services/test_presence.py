@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,12 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, make_url, text
 
-from idempotency import presence
+from idempotency import alarms, cli, presence
+from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.presence import LONGEST_TURN, SignOfLife, WorkerSign, sign_as_worker
+from tests import bank as b
+from tests import operations as op
+from tests.dead_messages import die
 from tests.processes import Processes, eventually
 
 
@@ -98,6 +103,79 @@ def test_a_process_whose_loop_hangs_falls_silent(bank: Celery, connection: Conne
     life.progressed()
     assert life.sign()
     assert seen(connection, "relay")[0].silent_seconds < 50
+
+
+def test_a_process_of_which_one_loop_hangs_falls_silent(bank: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    life = SignOfLife(bank, "relay")
+    life.progressed(loop="letters")
+    life.progressed(loop="upkeep")
+    assert life.sign()
+    life.progressed(-LONGEST_TURN - 1, loop="letters")
+    life.progressed(loop="upkeep")
+    assert (life.sign(), life.sign(), life.hanging()) == (False, False, ["letters"])
+    assert caplog.text.count("loop_hangs") == 1
+    life.progressed(loop="letters")
+    assert life.sign()
+
+
+@pytest.fixture
+def lives(monkeypatch: pytest.MonkeyPatch) -> list[SignOfLife]:
+    """The signs of life of the relays that run in this process."""
+    made = []
+
+    class Kept(SignOfLife):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(cli, "SignOfLife", Kept)
+    return made
+
+
+def test_a_hung_on_failed_stops_no_upkeep_and_silences_its_relay(
+    bank: Celery, connection: Connection, lives: list[SignOfLife], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "PURGE_WATCH", 0.0)
+    monkeypatch.setattr(cli, "ALERT_WATCH", 0.0)
+    monkeypatch.setattr(alarms, "WATCH", 0.0)
+    monkeypatch.setattr(presence, "LONGEST_TURN", 2.0)
+    hung, released, stop = threading.Event(), threading.Event(), threading.Event()
+
+    def on_failed(*_: Any) -> None:
+        hung.set()
+        released.wait(60)
+
+    monkeypatch.setattr(bank.tasks[b.deposit.name], "on_failed", on_failed)
+    consumer = DeadLetterConsumer(bank)
+    die(bank, consumer)
+    consumer.close()
+    relay = threading.Thread(target=cli.run_relay, args=(bank, stop))
+    relay.start()
+    try:
+        assert hung.wait(30)
+        old = op.new_id()
+        op.completed(connection, old)
+        op.age(connection, old, expires_at=-1e6, completed_at=-1e6)
+        connection.execute(text("UPDATE idempotency.outbox SET settled_at = clock_timestamp() - interval '1 year'"))
+        SignOfLife(bank, "worker", "gone@host").sign()
+        connection.execute(
+            text("UPDATE idempotency.processes SET seen_at = seen_at - interval '2 min' WHERE name = 'gone@host'")
+        )
+        eventually(lambda: op.record(connection, old) is None, what="the purge")
+        eventually(
+            lambda: connection.execute(
+                text("SELECT FROM idempotency.alarms WHERE name LIKE 'silent/worker/gone%'")
+            ).all()
+        )
+        eventually(lambda: lives[0].hanging() == ["letters"] and not lives[0].sign(), what="the relay's silence")
+        assert op.dead_letters(connection) == []
+        released.set()
+        eventually(lambda: op.dead_letters(connection))
+        eventually(lives[0].sign, what="the relay's sign")
+    finally:
+        released.set()
+        stop.set()
+        relay.join(30)
 
 
 def test_a_postgres_that_is_away_costs_a_sign_and_nothing_else(bank: Celery, connection: Connection) -> None:

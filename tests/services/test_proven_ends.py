@@ -433,7 +433,7 @@ def test_an_end_that_skips_on_failed_says_so_in_its_letter(
 
     task = make_task(bank, body, max_attempts=2, on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    deaths(engine, "k", 2 + attempt.ON_FAILED_TRIES)
+    deaths(engine, "k", 2 + attempt.ON_FAILED_TRIES, spent_at=3)
     deliveries.deliver(task, key="k", origin="recover")
     assert (code(record("k"))[0], told) == ("attempts_exhausted", [])
     assert [letter.reason for letter in op.dead_letters(connection)] == ["on_failed_error"]

@@ -1,4 +1,4 @@
-"""A letter whose `on_failed` cannot go on keeps no other letter waiting, and is stored in the end."""
+"""A letter that cannot be stored now keeps no other letter waiting, and is stored in the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,30 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency import dead_letter_queue
-from idempotency.dead_letter_queue import HELD_TRIES, ON_FAILED_TRIES, DeadLetterConsumer
+from idempotency.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
 from idempotency.keys import OperationId
+from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
 from idempotency.queues import dead_letter_queues
 from tests import bank as b
 from tests import operations as op
-from tests.dead_messages import die, reject
+from tests.dead_messages import bury, die, reject, waiting
 
+# Those that are looked at; what Celery sends besides is only copied.
+HEADERS = [
+    "x-death",
+    "x-first-death-queue",
+    "x-first-death-reason",
+    "task",
+    "id",
+    "eta",
+    "expires",
+    "timelimit",
+    "compression",
+    *MARKS,
+    KEY_HEADER,
+    TENANT_HEADER,
+]
+HEADERS += [FINGERPRINT_HEADER, VERSION_HEADER]
 STUCK = OperationId("default", b.deposit.name, "stuck")
 
 
@@ -94,16 +111,22 @@ def test_a_letter_that_waits_for_a_lock_lets_the_others_go_on(
 
 
 def test_letters_that_wait_take_turns_with_new_ones(
-    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, locked: Connection, impatient: None
+    bank: Celery,
+    consumer: DeadLetterConsumer,
+    connection: Connection,
+    locked: Connection,
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for _ in range(HELD_TRIES + 2):
-        die(bank, consumer, body("stuck"))
     consumer.run_once()
-    before = tries(connection)
-    reject(bank, body("a1"), dead=1)
+    bury(bank, ["stuck"] * 7)
     consumer.run_once()
+    assert tries(connection) == [1] * 7
+    monkeypatch.setattr(dead_letter_queue, "PASS", 0.0)  # over as soon as it has begun
+    bury(bank, ["a1", "a2"])
+    assert consumer.run_once() == 1
     assert keys_of_letters(connection) == [("a1", "rejected")]
-    assert sum(tries(connection)) - sum(before) <= HELD_TRIES
+    assert sorted(tries(connection)) == [1] * 6 + [2]
 
 
 def test_after_its_tries_a_letter_is_stored_without_on_failed(
@@ -216,6 +239,125 @@ def test_a_record_that_is_locked_keeps_no_other_letter_waiting(
     own.dispose()
     consumer.run_once()
     assert keys_of_letters(connection) == [("a1", "rejected"), ("stuck", "fingerprint_mismatch")]
+
+
+def test_the_first_try_waits_less_for_a_lock_than_later_ones(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = []
+
+    def note(session: Session, *_: Any) -> None:
+        patience.append(session.execute(text("SHOW lock_timeout")).scalar_one())
+        if len(patience) < 3:
+            raise OperationalError("LOCK", None, Exception("canceling statement due to lock timeout"))
+
+    monkeypatch.setattr(bank.tasks[b.deposit.name], "on_failed", note)
+    die(bank, consumer)
+    for _ in range(3):
+        consumer.run_once()
+    assert patience == ["500ms", "3s", "3s"]
+    assert keys_of_letters(connection) == [("a1", "rejected")]
+
+
+def test_more_letters_than_may_be_held_wait_and_others_go_on(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letter_queue, "FIRST_PATIENCE", "1ms")
+    monkeypatch.setattr(dead_letter_queue, "HELD_LIMIT", 3)
+    monkeypatch.setattr(dead_letter_queue, "HELD_PAUSE", 1e9)
+    monkeypatch.setattr(dead_letter_queue, "HELD_CAP", 1e9)
+    accounts = [f"locked-{number}" for number in range(8)]
+    for account in accounts:
+        op.failed(connection, OperationId("default", b.deposit.name, account), fingerprint="v1:other")
+    consumer.run_once()
+    bury(bank, accounts)
+    own = create_engine(engine.url)
+    with own.connect() as holder:
+        holder.execute(text("SELECT * FROM idempotency.records FOR UPDATE"))
+        assert consumer.run_once() == 8
+        bury(bank, ["free"])
+        consumer.run_once()
+        assert keys_of_letters(connection) == [("free", "rejected")]
+        assert waiting(bank) == 0  # all unacknowledged: what is returned would come first again
+    own.dispose()
+    for _ in range(6):
+        consumer.run_once()
+    stored = {key for key, _ in keys_of_letters(connection)}
+    assert {"free", *accounts[:5]} <= stored  # the oldest were parked, and have come back
+    consumer.close()  # the others are tried much later: they return
+    op.eventually(consumer.run_once)
+    assert {key for key, _ in keys_of_letters(connection)} == {"free", *accounts}
+
+
+STRANGE = [
+    5,
+    "\0",
+    b"\xff",
+    [],
+    [5],
+    [{"routing-keys": 5}],
+    [{"exchange": 5, "routing-keys": [None]}],
+    {"a": [{}]},
+    True,
+]
+
+
+def test_a_header_that_holds_anything_keeps_no_letter_from_its_row(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    consumer.run_once()
+    sent = {
+        f"{header}: {value!r}": {"x-first-death-queue": None, header: value} for header in HEADERS for value in STRANGE
+    }
+    bury(bank, sent, sent.values())
+    while consumer.run_once():
+        pass
+    assert {json.loads(json.loads(letter.payload)["body"])[0][0] for letter in op.dead_letters(connection)} == set(sent)
+
+
+@pytest.fixture
+def refused(connection: Connection) -> Iterator[None]:
+    """Postgres refuses the letter of the stuck one, for a reason that is neither a lock nor an outage."""
+    connection.execute(
+        text("""
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'refused'; END $$;
+        CREATE TRIGGER refuse BEFORE INSERT ON idempotency.dead_letters FOR EACH ROW
+        WHEN (NEW.payload LIKE '%stuck%' AND NEW.reason <> 'unhandled') EXECUTE FUNCTION refuse()""")
+    )
+    yield
+    connection.execute(text("DROP FUNCTION refuse() CASCADE"))
+
+
+def test_a_letter_that_surprises_is_stored_raw_in_the_end(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, refused: None
+) -> None:
+    op.early(connection, STUCK)
+    connection.execute(text("DELETE FROM idempotency.outbox"))
+    untouched = op.record(connection, STUCK)
+    die(bank, consumer, body("stuck"))
+    reject(bank, body("a1"), dead=2)
+    for _ in range(ON_FAILED_TRIES):
+        consumer.run_once()
+        assert keys_of_letters(connection) == [("a1", "rejected")]
+    consumer.run_once()
+    (_, letter) = op.dead_letters(connection)
+    assert (letter.key, letter.reason, letter.task) == (None, "unhandled", b.deposit.name)
+    assert json.loads(letter.payload)["body"] == body("stuck")
+    assert op.record(connection, STUCK) == untouched
+    assert (consumer.run_once(), waiting(bank)) == (0, 0)
+
+
+def test_a_letter_that_cannot_even_be_stored_raw_stays_held(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, refused: None
+) -> None:
+    connection.execute(text("ALTER TABLE idempotency.dead_letters ADD CONSTRAINT none CHECK (reason <> 'unhandled')"))
+    die(bank, consumer, body("stuck"))
+    for _ in range(ON_FAILED_TRIES + 2):
+        consumer.run_once()
+    assert keys_of_letters(connection) == []
+    connection.execute(text("ALTER TABLE idempotency.dead_letters DROP CONSTRAINT none"))
+    consumer.run_once()
+    assert [reason for _, reason in keys_of_letters(connection)] == ["unhandled"]
 
 
 def test_the_dead_letter_queue_drops_nothing_that_comes_back_25_times(

@@ -12,6 +12,9 @@ ALTER TABLE idempotency.outbox
     ADD COLUMN refusals         int NOT NULL DEFAULT 0,
     ADD COLUMN first_refused_at timestamptz;
 
+-- The attempt that first found the attempts used up: later ones are counted from it.
+ALTER TABLE idempotency.records ADD COLUMN spent_at int;
+
 -- How often on_failed was tried for a message of the dead-letter queue that is not stored yet.
 CREATE TABLE idempotency.dead_letter_tries (
     digest text PRIMARY KEY,
@@ -32,6 +35,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.execute("ALTER TABLE idempotency.records DROP COLUMN spent_at")
     op.execute("DROP TABLE idempotency.dead_letter_tries, idempotency.compatibility")
     op.execute(
         "ALTER TABLE idempotency.outbox DROP COLUMN generation, DROP COLUMN refusals, DROP COLUMN first_refused_at"
