@@ -238,9 +238,9 @@ def resolve_effect(
     `ChangeRefused`, and `InvalidResult`.
     """
     try:
-        _resolve(app, shown, name, outcome, change, end, without_task)
+        return _resolve(app, shown, name, outcome, change, end, without_task)
     except PartBroken as broken:
-        _resolve(app, shown, name, outcome, change, end, without_task, skip=str(broken))
+        return _resolve(app, shown, name, outcome, change, end, without_task, skip=str(broken))
 
 
 def _resolve(
@@ -253,7 +253,7 @@ def _resolve(
     without_task: bool,
     *,
     skip: str | None = None,
-) -> None:
+) -> str:
     runtime = Runtime.of(app)
     said = {"effect": name, "outcome": _digest(outcome), "end": end}
     with runtime.engine.begin() as connection:
