@@ -86,6 +86,13 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
         for process in found.processes
         if process.silent_seconds > settings.alarm_silence
     ]
+    if found.outbox.unpublished and not found.has_relay(settings.alarm_silence):
+        waiting = f"none is running; {found.outbox.unpublished:,} rows due for {max(found.outbox.oldest, 0.0):.0f} s"
+        alarms.append(
+            Alarm(
+                "no_relay", "relay", waiting, "start `idempotency relay`: it publishes them", settings.alarm_unconsumed
+            )
+        )
     for name, queue in sorted(found.queues.items()):
         work = f"{_number(queue, 'accepted')} accepted, {_number(queue, 'released')} released, {queue.ready} ready"
         if queue.consumers == 0 and queue.has_work:

@@ -18,7 +18,7 @@ from celery import Celery
 from prometheus_client import start_http_server
 from rich.markup import escape
 from rich.table import Column, Table
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from . import alarms, alerts, configuration, maintenance, metrics, schema, settings
 from .backlog import Backlog
@@ -52,6 +52,8 @@ ALERT_WATCH = 5.0
 # How often it looks for something to purge, and how much it deletes at once; it goes on at once while there is more.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
+# undefined_table, undefined_column, invalid_schema_name
+NOT_MIGRATED = ("42P01", "42703", "3F000")
 
 
 @cli.command()
@@ -222,6 +224,12 @@ def main() -> None:
     except OperationalError as error:
         # SQLAlchemy's own text would show the address
         raise SystemExit(f"idempotency: the database did not answer: {describe(error)}") from None
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", None) not in NOT_MIGRATED:
+            raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
+        raise SystemExit(
+            f"idempotency: the database does not have the tables of this version ({describe(error)}); run `idempotency migrate`"
+        ) from None
     except DBAPIError as error:
         raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
 

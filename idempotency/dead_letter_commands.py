@@ -26,7 +26,7 @@ from .keys import OperationId
 from .operator_commands import ActorOption, RequestOption, this_user
 from .operators import Change
 from .runtime import Runtime
-from .terminal import AppOption, JsonOption, application, console, print_json, print_table
+from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
 
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
 people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
@@ -289,7 +289,14 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
     if selection == Selection("open"):
         raise typer.BadParameter("name dead letters, or choose by --operation, --error, --service or --tenant")
     with Runtime.of(app).autocommit() as connection:
-        return dead_letters.select_ids(connection, selection, limit=limit)
+        chosen = dead_letters.select_ids(connection, selection, limit=limit)
+    if not chosen and (name := selection.operation) is not None:
+        app.loader.import_default_modules()
+        if name not in app.tasks:
+            raise IdempotencyError(
+                f"--operation {name}: no open dead letter matches, and the application has no such task"
+            )
+    return chosen
 
 
 def _single(ids: list[int] | None) -> int | None:
@@ -314,14 +321,18 @@ def _each(
         if as_json:
             print_json({"dry_run": True, done: chosen})
         else:
-            console.print(f"would be {done}: {len(chosen)}", *chosen)
+            named = f" (dead letters {', '.join(map(str, chosen))})" if chosen else ""
+            console.print(f"would be {done}: {len(chosen)}{named}", soft_wrap=True)
         return
     if single is not None:
         document = work(single)
         if as_json:
             print_json(document)
         else:
-            console.print(f"dead letter {single} {done}", *document.values() if len(document) > 1 else ())
+            named = " ".join(str(document[name]) for name in ("operation", "key") if name in document)
+            console.print(
+                plain(f"dead letter {single} {done} {named}".rstrip()), markup=False, highlight=False, soft_wrap=True
+            )
         return
     succeeded: list[int] = []
     refused: list[dict[str, Any]] = []

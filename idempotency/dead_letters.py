@@ -105,6 +105,11 @@ LIMIT %(limit)s
 
 _SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
 
+_OPEN_LETTER = """
+SELECT max(id) FROM idempotency.dead_letters
+WHERE (tenant, operation, key) = (%(tenant)s, %(operation)s, %(key)s) AND status = 'open'
+"""
+
 _MARK_REPLAYED = """
 UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp()
 WHERE id = %(id)s AND status = 'open'
@@ -359,6 +364,13 @@ def show(connection: Connection, letter: int) -> Row[Any]:
     return row
 
 
+def open_letter(connection: Connection, id: OperationId) -> int | None:
+    """The newest dead letter of an operation that is open."""
+    names = {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+    letter: int | None = connection.exec_driver_sql(_OPEN_LETTER, names).scalar_one()
+    return letter
+
+
 def report(connection: Connection, *, days: int = 7) -> Sequence[Row[Any]]:
     """Per service: dead letters new, replayed and discarded within so many days, and what is open now and why."""
     return connection.exec_driver_sql(_REPORT, {"days": days}).all()
@@ -376,8 +388,10 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
     """
     row = connection.exec_driver_sql(_MARK_REPLAYED, {"id": letter}).one_or_none()
     if row is None:
-        status = show(connection, letter).status
-        raise ReplayRefused(f"dead letter {letter}: already {status}")
+        settled = show(connection, letter)
+        newer = open_letter(connection, OperationId(settled.tenant, settled.operation, settled.key))
+        other = "" if newer is None else f"; dead letter {newer} of this operation is open"
+        raise ReplayRefused(f"dead letter {letter}: already {settled.status}{other}")
     fields = row._asdict()
     if row.fingerprint is None:
         id, fingerprint = _named(app, letter, row)
@@ -387,6 +401,10 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:
             # A released operation that waits for a delivery that could not be published has not failed.
+            if row.reason == "fingerprint_mismatch":
+                raise ReplayRefused(
+                    f"dead letter {letter}: its key belongs to a call with other arguments, so it can never run; discard it"
+                )
             if record.status != "released" or row.reason != "unpublishable":
                 raise ReplayRefused(
                     f"dead letter {letter}: the operation is {record.status}, not failed in this generation"

@@ -158,7 +158,11 @@ def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str
     with runtime.autocommit() as connection:
         row = connection.exec_driver_sql(_WHO, {"hash": _hash(token or "")}).one_or_none()
         if row is None:
-            why = f"{TOKEN_VARIABLE}: not set" if not token else f"{TOKEN_VARIABLE}: no operator has this token"
+            why = (
+                f"{TOKEN_VARIABLE}: not set; `idempotency operators add` prints one"
+                if not token
+                else f"{TOKEN_VARIABLE}: no operator has this token"
+            )
         elif row.expired:
             why = f"{TOKEN_VARIABLE}: the token of {row.name!r} has expired"
         elif role == "admin" and row.role != "admin":

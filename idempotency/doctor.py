@@ -45,8 +45,9 @@ PATIENCE = 5
 CLOCK_TOLERANCE = 1.0
 
 # Foreign error texts are never shown: some repeat the address. These are the ones worth telling apart.
-_PASSWORD, _NAME = "wrong password", "no such database or user"
+_PASSWORD, _NO_PASSWORD, _NAME = "wrong password", "the address has no password", "no such database or user"
 _REASONS = (
+    (r"no password supplied", _NO_PASSWORD),
     (
         r"password authentication failed|access_refused|wrongpass|invalid username-password|noauth|authentication",
         _PASSWORD,
@@ -57,7 +58,7 @@ _REASONS = (
     (r"does not exist", _NAME),
 )
 # Of these, what waiting does not heal.
-WRONG_ADDRESS = (_PASSWORD, _NAME)
+WRONG_ADDRESS = (_PASSWORD, _NO_PASSWORD, _NAME)
 
 _DATABASE = text("""
 SELECT current_setting('server_version_num')::int / 10000 AS version,

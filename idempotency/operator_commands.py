@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.bar import Bar
 
-from . import operators, overview, presence, settings
+from . import dead_letters, operators, overview, presence, settings
 from .effects import DidNotHappen, Happened
 from .operators import Change, ChangeRefused, Shown
 from .runtime import Runtime
@@ -44,7 +44,9 @@ def this_user() -> str:
 
 
 KeyArgument = Annotated[str, typer.Argument(help="The idempotency key.")]
-OperationOption = Annotated[str | None, typer.Option(help="The task's name, where several have the key.")]
+OperationOption = Annotated[
+    str | None, typer.Option(help="The task's name or its end after a dot, where several have the key.")
+]
 TenantOption = Annotated[str | None, typer.Option(help="The tenant, where several have the key.")]
 ReasonOption = Annotated[str, typer.Option(help="Why; kept in the audit table.")]
 ActorOption = Annotated[str, typer.Option("--as", help="Who does it.", default_factory=this_user, show_default="you")]
@@ -73,6 +75,9 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     )  # fmt: skip
     if not seen["broker_answered"]:
         console.print("the broker does not answer: ready and consumers are unknown")
+    if seen["outbox"]["due"] and not seen["relay_is_running"]:
+        waiting = f"{seen['outbox']['due']:,} rows due for {_age(seen['outbox']['oldest_due_seconds'])}"
+        console.print(f"no relay is running, {waiting}: start `idempotency relay`", soft_wrap=True)
     if seen["processes"]:
         print_table(
             "process", "name", "host", "last sign", "queues", "version",
@@ -134,7 +139,7 @@ def list_operations(
         "operation", "key", "status", "attempts", "created", "error",
         rows=[
             (row.operation, row.key, row.status, row.attempts, row.created_at,
-             row.error and json.loads(row.error)["code"])
+             _refused(row.refusals, row.first_refused_at) or (row.error and json.loads(row.error)["code"]))
             for row in rows
         ],
     )  # fmt: skip
@@ -159,19 +164,32 @@ def show_operation(
     console.print(f"{plain(id.operation)} {plain(id.key)} (tenant {plain(id.tenant)})", markup=False, highlight=False)
     record = shown["record"]
     if record is None:
-        console.print("no record: it has not begun, or is purged")
+        waiting = [row for row in shown["outbox"] if row["settled_at"] is None and row["status"] != "failed"]
+        refused = [row for row in waiting if row["refusals"]]
+        console.print("accepted: it has not begun" if waiting else "no record: it has not begun, or is purged")
+        if refused:
+            last = max(refused, key=lambda row: row["refusals"])
+            console.print(
+                f"{_refused(last['refusals'], last['first_refused_at'])}: no worker that got its message knows its task, or "
+                "the version of the message",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
     else:
         fields = [name for name, value in record.items() if value is not None and name not in shown]
         print_table("record", "", rows=[(name, record[name]) for name in fields])
     if shown["effects"]:
         print_table(
-            "name", "kind", "state", "key number", *(["result"] if with_payload else []),
+            "name", "kind", "state", "key number", "idempotency key", *(["result"] if with_payload else []),
             rows=[
-                (name, effect["kind"], effect["state"], effect.get("number", ""), *([effect.get("result")] if with_payload else []))
+                (name, effect["kind"], effect["state"], effect.get("number", ""), effect.get("key", ""),
+                 *([effect.get("result")] if with_payload else []))
                 for name, effect in shown["effects"].items()
             ],
         )  # fmt: skip
-    _print_rows("outbox", shown["outbox"], "id", "origin", "status", "attempts", "available_at", "message")
+    _print_rows(
+        "outbox", shown["outbox"],
+        "id", "origin", "status", "attempts", "refusals", "first_refused_at", "available_at", "message",
+    )  # fmt: skip
     _print_rows("dead letters", shown["dead_letters"], "id", "generation", "reason", "status", "failed_at", "payload")
     _print_rows("audit", shown["audit"], "at", "actor", "action", "fence_before", "fence_after", "reason", "details")
 
@@ -216,7 +234,7 @@ def cancel(
     shown = _shown(app, key, operation, tenant, fence)
     change = Change(actor, reason, request_id)
     error = operators.cancel(celery, shown, change, may_have_happened=may_have_happened, without_task=without_task)
-    _print_change("cancelled", shown, as_json, ended_as=error.code)
+    _print_change("cancelled" if error.code == "cancelled" else "ended", shown, as_json, ended_as=error.code)
 
 
 @commands.command("forget")
@@ -277,8 +295,15 @@ def resolve(
     celery = application(app)
     shown = _shown(app, key, operation, tenant, fence)
     change = Change(actor, reason, request_id)
-    operators.resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
-    _print_change("resolved", shown, as_json, effect=name)
+    code = operators.resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
+    with Runtime.of(celery).autocommit() as connection:
+        letter = dead_letters.open_letter(connection, shown.id)
+    if as_json:
+        _print_change("resolved", shown, as_json, effect=name, ended_as=code, dead_letter=letter)
+        return
+    _print_change("resolved", shown, as_json, effect=f"{name}; the operation ended as {code}")
+    if letter is not None and not end:
+        console.print(f"to go on: idempotency dead-letters replay {letter}", highlight=False)
 
 
 def _shown(app: str, key: str, operation: str | None, tenant: str | None, fence: int | None) -> Shown:
@@ -301,6 +326,10 @@ def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
     if rows:
         columns = tuple(column for column in columns if column in rows[0])
         print_table(*columns, rows=[[row[column] for column in columns] for row in rows], title=title)
+
+
+def _refused(refusals: int, since: Any) -> str:
+    return f"refused {refusals} times since {plain(since)}" if refusals else ""
 
 
 def _queue_cells(queue: dict[str, Any]) -> Iterator[str]:

@@ -61,15 +61,16 @@ SELECT action, tenant, operation, key, details FROM idempotency.audit WHERE requ
 
 # Everywhere that an accepted operation can be known from.
 _FIND = """
-SELECT DISTINCT tenant, operation, key FROM (
+SELECT tenant, operation, key FROM (
     SELECT tenant, operation, key FROM idempotency.records
     UNION ALL SELECT tenant, operation, key FROM idempotency.outbox
     UNION ALL SELECT tenant, operation, key FROM idempotency.dead_letters
     UNION ALL SELECT tenant, operation, key FROM idempotency.audit
 ) known
-WHERE key = %(key)s AND (%(operation)s::text IS NULL OR operation = %(operation)s)
+WHERE key = %(key)s AND (%(operation)s::text IS NULL OR right('.' || operation, length(%(operation)s::text) + 1) = '.' || %(operation)s::text)
   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-ORDER BY tenant, operation LIMIT 20
+GROUP BY tenant, operation, key
+ORDER BY operation <> coalesce(%(operation)s::text, ''), tenant, operation LIMIT 20
 """
 
 _READ = """
@@ -119,9 +120,13 @@ class Change:
 
 
 def find(connection: Connection, key: str, *, operation: str | None = None, tenant: str | None = None) -> OperationId:
-    """Find the one operation of a key. Raises `OperationNotFound`, and `ChangeRefused` listing the choices."""
+    """Find the one operation of a key. `operation` is the task's name, or its end after a dot.
+
+    Raises `OperationNotFound`, and `ChangeRefused` listing the choices.
+    """
     rows = connection.exec_driver_sql(_FIND, {"key": key, "operation": operation, "tenant": tenant})
     found = records.keys_of(rows.all())
+    found = [id for id in found if id.operation == operation] or found  # a whole name means itself alone
     if not found:
         raise OperationNotFound(f"key {key!r}: no operation has it")
     if len(found) > 1:
@@ -222,19 +227,20 @@ def resolve_effect(
     *,
     end: bool = False,
     without_task: bool = False,
-) -> None:
+) -> str:
     """Record what a person found out about an effect whose outcome was not known. Replay its dead letter to go on.
 
     Happened: the next attempt gets the result and calls nothing. DidNotHappen: it calls, under the effect's next key.
     With `end` the operation is not to go on: what its end had to leave undone is undone, and `on_failed` is told the
     cause (`cancelled` where nothing but the unknown effect had ended it). A person's word can be corrected for as long
     as the operation is failed. The result is checked against the task's `effect_types`; an application without the
-    task is refused, unless `without_task`. Raises `ChangeRefused`, and `InvalidResult`.
+    task is refused, unless `without_task`. Returns the code that the operation has ended with now. Raises
+    `ChangeRefused`, and `InvalidResult`.
     """
     try:
-        _resolve(app, shown, name, outcome, change, end, without_task)
+        return _resolve(app, shown, name, outcome, change, end, without_task)
     except PartBroken as broken:
-        _resolve(app, shown, name, outcome, change, end, without_task, skip=str(broken))
+        return _resolve(app, shown, name, outcome, change, end, without_task, skip=str(broken))
 
 
 def _resolve(
@@ -247,12 +253,12 @@ def _resolve(
     without_task: bool,
     *,
     skip: str | None = None,
-) -> None:
+) -> str:
     runtime = Runtime.of(app)
     said = {"effect": name, "outcome": _digest(outcome), "end": end}
     with runtime.engine.begin() as connection:
-        if _repeated(connection, change, "resolve", shown.id, said=said) is not None:
-            return
+        if (done := _repeated(connection, change, "resolve", shown.id, said=said)) is not None:
+            return str(done.details["ended_as"])
         row = _locked(connection, shown, "resolve an effect of", "failed")
         entry = row.effects.get(name)
         if entry is None or entry["kind"] != "effect":
@@ -283,6 +289,7 @@ def _resolve(
         fence = records.conclude(connection, shown.id, concluded_end, fence=row.fence)
         details |= {"state": word["state"], "ended_as": concluded_end.code}
         audit(connection, change, "resolve", shown.id, row, fence=fence, details=details)
+    return concluded_end.code
 
 
 def replay(app: Celery, letter: int, change: Change) -> OperationId:

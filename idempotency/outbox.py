@@ -16,6 +16,7 @@ from uuid import uuid4
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
+from .errors import InvalidArguments
 from .keys import OperationId
 from .message import Message
 
@@ -56,7 +57,11 @@ def insert(
 
     Due at `eta`, and not before `countdown` seconds. Rows of one operation and `ordering_key` are published in the order of their commits: the database gives each its
     place while it commits. With `settled` there is no operation whose end to wait for; the row is done once published.
+    Raises `InvalidArguments` for a session that is none.
     """
+    if not hasattr(session, "connection"):
+        got = type(session).__name__  # a sessionmaker, most often
+        raise InvalidArguments(f"session: must be a SQLAlchemy Session or Connection, got {got}")
     connection = session if isinstance(session, Connection) else session.connection()
     event_id = str(uuid4())
     connection.exec_driver_sql(

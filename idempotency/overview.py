@@ -38,8 +38,8 @@ PATIENCE = 2.0
 # take longer than running.
 _BY_INDEX = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off -c jit=off"
 
-# As in the index outbox_waiting.
-_WAITING = "o.settled_at IS NULL AND o.origin IN ('enqueue', 'reconcile')"
+# As in the index outbox_waiting. Of any origin: what was put back, parked or replayed may have no record yet either.
+_WAITING = "o.settled_at IS NULL"
 
 # A row of the outbox whose operation has no record yet, and no dead letter either: its message was refused for good.
 # LATERAL with LIMIT, so that each row costs two looks into an index.
@@ -52,8 +52,10 @@ _BEGUN = """
 """
 _ACCEPTED_ONLY = "begun.yes IS NULL AND refused.yes IS NULL AND o.status <> 'failed'"
 
-# A failed publish and a send again move available_at; then the row counts from its beginning.
-_DUE_AT = "CASE WHEN o.attempts = 0 AND o.resends = 0 THEN o.available_at ELSE o.created_at END"
+# A failed publish and a send again move available_at; then the row counts from its beginning. So does a refusal: it was
+# due when it was first refused.
+_DUE_AT = """CASE WHEN o.refusals > 0 THEN o.first_refused_at
+    WHEN o.attempts = 0 AND o.resends = 0 THEN o.available_at ELSE o.created_at END"""
 
 # Each queue has a window of the same size, so that the backlog of one hides no other; their names are found by skipping
 # from one to the next in the index.
@@ -151,7 +153,7 @@ GROUP BY operation, service, reason ORDER BY operation, service, reason
 
 _LIST = """
 SELECT tenant, operation, key, status, generation, fence, attempts, duplicates, locked_until, available_at,
-       created_at, updated_at, completed_at, error
+       created_at, updated_at, completed_at, error, 0 AS refusals, NULL AS first_refused_at
 FROM idempotency.records
 WHERE {condition}
   AND (%(operation)s::text IS NULL OR operation = %(operation)s)
@@ -168,9 +170,11 @@ _LIST_ACCEPTED = f"""
 {_WAITING_QUEUES}
 SELECT tenant, operation, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
        NULL AS locked_until, min(available_at) AS available_at, min(created_at) AS created_at,
-       max(updated_at) AS updated_at, NULL AS completed_at, NULL AS error
+       max(updated_at) AS updated_at, NULL AS completed_at, NULL AS error, max(refusals) AS refusals,
+       min(first_refused_at) AS first_refused_at
 FROM queues q CROSS JOIN LATERAL (
-    SELECT o.tenant, o.operation, o.key, o.available_at, o.created_at, coalesce(o.published_at, o.created_at) AS updated_at
+    SELECT o.tenant, o.operation, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at,
+           coalesce(o.published_at, o.created_at) AS updated_at
     FROM ({_WINDOW}) o {_BEGUN}
     WHERE {_ACCEPTED_ONLY}
       AND (%(operation)s::text IS NULL OR o.operation = %(operation)s)
@@ -235,6 +239,10 @@ class Look:
     def unknown_effects(self) -> int:
         """Operations that ended as effect_unknown and whose dead letter is open."""
         return sum(row.unknown for row in self.letters)
+
+    def has_relay(self, silence: float) -> bool:
+        """Whether a relay was seen within the last `silence` seconds."""
+        return any(process.kind == "relay" and process.silent_seconds <= silence for process in self.processes)
 
     def queue(self, name: str) -> QueueState:
         return self.queues.setdefault(name, QueueState())
@@ -351,6 +359,7 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
     return {
         "queues": {name: asdict(state) for name, state in sorted(found.queues.items())},
         "broker_answered": found.broker_answered,
+        "relay_is_running": found.has_relay(settings.alarm_silence),
         "processes": [
             row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence} for row in found.processes
         ],
@@ -361,6 +370,7 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
         "unknown_effects": found.unknown_effects,
         "outbox": {
             "pending": found.outbox.pending,
+            "due": found.outbox.unpublished,
             "oldest_due_seconds": found.outbox.oldest,
             "failed": found.outbox.failed,
         },
@@ -409,6 +419,7 @@ def operation(connection: Connection, id: OperationId, *, with_payload: bool = F
     record = connection.exec_driver_sql(_RECORD, names).one_or_none()
     fields = None if record is None else _visible(record, with_payload)
     effects = {} if fields is None else fields.pop("effects")
+    effects = dict(sorted(effects.items(), key=lambda entry: entry[1]["position"]))  # jsonb keeps no order
     if not with_payload:
         effects = {
             name: {field: value for field, value in effect.items() if field not in ("result", "args")}

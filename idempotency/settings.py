@@ -6,6 +6,7 @@ They live in Celery's configuration under `idempotency_`, so that an application
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated, Any, Self
 
 import redis
@@ -191,5 +192,9 @@ def from_app(app: Celery) -> Settings:
         lines = []
         for problem in error.errors(include_url=False, include_context=False, include_input=False):
             field = PREFIX + ".".join(map(str, problem["loc"])) if problem["loc"] else "settings"
-            lines.append(f"{field}: {problem['msg'].removeprefix('Value error, ')}")
+            said = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "extra_forbidden":
+                near = get_close_matches(str(problem["loc"][0]), Settings.model_fields, n=1)
+                said = "no such setting" + "".join(f"; did you mean {PREFIX}{name}?" for name in near)
+            lines.append(f"{field}: {said}")
         raise SettingsError("\n".join(lines)) from None

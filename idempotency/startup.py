@@ -8,6 +8,7 @@ for it.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -64,6 +65,8 @@ def refuse_to_lose(sender: Any, **_: Any) -> None:
 
 def refuse_to_start(app: Celery) -> str | None:
     """Raise `SystemExit` with one line per reason not to start. Returns why the database could not be asked, if so."""
+    # alembic logs the set-up of each of its plugins while it is imported
+    logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     # imported here, because only these processes need them
     from . import configuration, doctor
     from .findings import Level

@@ -28,7 +28,9 @@ def application(name: str) -> Celery:
     try:
         return find_app(name)
     except (ImportError, AttributeError) as error:
-        raise IdempotencyError(f"--app {name}: {error}") from None
+        raise IdempotencyError(
+            f"--app {name}: {error}; name your Celery application with -A, or in CELERY_APP"
+        ) from None
 
 
 def print_json(document: Any) -> None:
@@ -51,7 +53,7 @@ def plain(value: Any) -> str:
     if value is None:
         return ""
     if hasattr(value, "strftime"):
-        return f"{value:%F %T}"
+        return f"{value:%F %T%z}"
     if isinstance(value, dict):
         value = json.dumps(value, default=_as_text)
     return "".join(character if character.isprintable() else "\ufffd" for character in str(value))

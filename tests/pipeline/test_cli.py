@@ -216,6 +216,53 @@ def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, d
     assert "accepted" in run("list").out
 
 
+def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: Engine) -> None:
+    with Runtime.of(bank).engine.begin() as connection:
+        b.deposit.enqueue(connection, "a")
+        put_back = """UPDATE idempotency.outbox SET origin = 'retry', refusals = 3, published_at = clock_timestamp(),
+                      first_refused_at = clock_timestamp() - interval '90 s'"""
+        connection.execute(text(put_back))
+    (row,) = run("list", "--status", "accepted", "--json").document
+    assert (row["key"], row["status"], row["refusals"]) == ("a", "accepted", 3)
+    assert row["first_refused_at"] is not None
+    state = run("status", "--json").document["queues"][bank.conf.task_default_queue]
+    assert state["accepted"] == 1
+    assert 90 <= state["oldest_accepted_seconds"] < 150
+    words = run("list").out.replace("│", " ").split()  # cells are folded
+    assert {"accepted", "refused", "times"} <= set(words)
+    people = run("show", "a").out
+    assert "accepted: it has not begun" in people
+    assert "refused 3 times since " in people
+    assert "+0000: no worker that got its message knows its task" in people
+    with engine.connect() as connection:
+        connection.execute(text("UPDATE idempotency.outbox SET settled_at = clock_timestamp()"))
+    assert "no record" in run("show", "a").out
+
+
+def test_status_warns_of_due_rows_without_a_relay(run: Run, bank: Celery) -> None:
+    with Runtime.of(bank).engine.begin() as connection:
+        b.deposit.enqueue(connection, "a")
+        connection.execute(text("UPDATE idempotency.outbox SET available_at = available_at - interval '90 s'"))
+    assert "no relay is running, 1 rows due for 1 min 3" in run("status").out
+    document = run("status", "--json").document
+    assert (document["relay_is_running"], document["outbox"]["due"]) == (False, 1)
+    SignOfLife(bank, "relay").sign()
+    assert "no relay" not in run("status").out
+    assert run("status", "--json").document["relay_is_running"]
+
+
+def test_show_prints_effects_in_order_with_what_to_look_up(
+    run: Run, deliveries: Deliveries, outside: OutsideWorld
+) -> None:
+    deliveries.deliver(b.transfer, "a", outside.url)
+    effects = run("show", "a", "--json").document["effects"]
+    assert list(effects) == ["reserve", "call"]  # by name it would be the other way round
+    shown = run("show", "a").out
+    cells = "".join(shown.replace("│", " ").split())
+    assert effects["call"]["key"][:12] in cells  # cells are folded
+    assert shown.index("reserve") < shown.index("call")
+
+
 def test_show_has_everything_but_arguments_and_results_unless_asked(
     run: Run, bank: Celery, deliveries: Deliveries, outside: OutsideWorld
 ) -> None:
@@ -226,7 +273,8 @@ def test_show_has_everything_but_arguments_and_results_unless_asked(
     refused = run("cancel", "a", "--reason", "wrong card", "--as", "ann")
     assert (refused.status, "effect call has happened or may have" in refused.error) == (1, True)
     for _ in range(2):  # under one request id it is made once
-        run("cancel", "a", "--reason", "wrong card", "--as", "ann", "--may-have-happened", "--request-id", "r1")
+        ended = run("cancel", "a", "--reason", "wrong card", "--as", "ann", "--may-have-happened", "--request-id", "r1")
+        assert ended.out == f"ended: {b.transfer.name} a effect_unknown\n"
 
     shown = run("show", "a", "--json")
     document = shown.document
@@ -301,15 +349,25 @@ def test_an_unknown_effect_is_resolved_and_replayed_to_its_end(
     (letter,) = run("dead-letters", "list", "--json").document
     assert letter["reason"] == "effect_unknown"
 
-    assert (
-        run("effects", "resolve", "a", "call", "--happened", '{"amount": 3}', "--reason", "seen", "--json").status == 0
+    resolved = run("effects", "resolve", "a", "call", "--happened", '{"amount": 3}', "--reason", "seen")
+    assert resolved.status == 0
+    assert resolved.out == (
+        f"resolved: {b.transfer.name} a call; the operation ended as effect_unknown\n"
+        f"to go on: idempotency dead-letters replay {letter['id']}\n"
     )
     replayed = run("dead-letters", "replay", letter["id"], "--as", "ann", "--reason", "resolved", "--json")
     assert replayed.document == {"replayed": letter["id"], "operation": b.transfer.name, "key": "a"}
     audit = run("show", "a", "--json").document["audit"]
     assert [(row["action"], row["reason"]) for row in audit] == [("resolve", "seen"), ("replay", "resolved")]
     assert audit[1]["actor"] == "ann"
-    assert run("dead-letters", "replay", letter["id"]).status == 1
+    assert run("dead-letters", "replay", letter["id"]).error.endswith(f"dead letter {letter['id']}: already replayed\n")
+    with engine.connect() as connection:
+        again = """INSERT INTO idempotency.dead_letters (source, tenant, operation, key, reason, payload)
+                   VALUES ('operation', 'default', :operation, 'a', 'effect_unknown', '') RETURNING id"""
+        newer = connection.execute(text(again), {"operation": b.transfer.name}).scalar_one()
+        refused = run("dead-letters", "replay", letter["id"]).error
+        assert refused.endswith(f"already replayed; dead letter {newer} of this operation is open\n")
+        connection.execute(text("DELETE FROM idempotency.dead_letters WHERE id = :id"), {"id": newer})
 
     processes.worker("--concurrency", "1")
     eventually(lambda: run("show", "a", "--json").document["record"]["status"] == "completed")
@@ -329,6 +387,43 @@ def test_what_is_not_found_or_ambiguous_is_one_line_and_status_1(run: Run, engin
     assert (ambiguous.status, ambiguous.out, ambiguous.error.count("\n")) == (1, "", 1)
     assert "--tenant t1" in ambiguous.error
     assert run("show", "a", "--tenant", "t2").status == 0
+
+
+def test_the_end_of_a_name_after_a_dot_chooses_the_operation(run: Run, engine: Engine) -> None:
+    with engine.connect() as connection:
+        for name in ("shop.pay", "shop.tasks.pay", "shop.prepay", "pay.late"):
+            op.started(connection, OperationId("default", name, "a"))
+
+    def found(operation: str) -> Any:
+        return run("show", "a", "--operation", operation, "--json")
+
+    assert found("prepay").document["operation"] == "shop.prepay"
+    assert found("tasks.pay").document["operation"] == "shop.tasks.pay"
+    assert found("shop.pay").document["operation"] == "shop.pay"
+    assert "2 operations have it" in found("pay").error
+    assert "no operation has it" in found("hop.pay").error
+
+
+def test_a_bulk_command_for_a_task_that_is_not_there_says_so(run: Run, deliveries: Deliveries) -> None:
+    for key in ("a", "b"):
+        deliveries.deliver(b.failing, key, "permanent")
+    missing = run("dead-letters", "replay", "--operation", "failing", "--dry-run")
+    assert (missing.status, missing.error) == (
+        1,
+        "idempotency: --operation failing: no open dead letter matches, and the application has no such task\n",
+    )
+    assert run("dead-letters", "replay", "--operation", b.deposit.name, "--dry-run").out == "would be replayed: 0\n"
+    ids = sorted(row["id"] for row in run("dead-letters", "list", "--json").document)
+    named = run("dead-letters", "replay", "--operation", b.failing.name, "--dry-run").out
+    assert named == f"would be replayed: 2 (dead letters {ids[0]}, {ids[1]})\n"
+    one = run("dead-letters", "replay", ids[0]).out
+    assert one in {f"dead letter {ids[0]} replayed {b.failing.name} {key}\n" for key in "ab"}
+
+
+def test_an_application_that_is_not_there_names_what_names_one(run: Run) -> None:
+    assert run("status", "-A", "not_there").error.endswith(
+        "No module named 'not_there'; name your Celery application with -A, or in CELERY_APP\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,7 +449,8 @@ def test_a_database_without_the_tables_is_one_line(run: Run, engine: Engine) -> 
         connection.execute(text("DROP SCHEMA idempotency CASCADE"))
     answer = run("status", "--json")
     assert (answer.status, answer.out) == (1, "")
-    assert answer.error.startswith("idempotency: the database refused: UndefinedTable")
+    assert answer.error.startswith("idempotency: the database does not have the tables of this version (UndefinedTable")
+    assert answer.error.endswith("; run `idempotency migrate`\n")
     assert run("migrate", "--json").document["revision"]
     assert run("status", "--json").status == 0
 

@@ -11,13 +11,22 @@ from sqlalchemy import Connection, Engine, text
 
 from idempotency import alarms, metrics, overview, settings
 from idempotency.backlog import Backlog
+from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.doctor import doctor
 from idempotency.findings import Level
+from idempotency.message import Message
 from idempotency.presence import SignOfLife
 from idempotency.relay import Relay
 from tests import bank as b
 from tests import operations as op
+from tests.dead_messages import die
 from tests.processes import Processes, eventually
+
+
+@pytest.fixture
+def environment(environment: dict[str, str]) -> dict[str, str]:
+    """What no worker takes comes back, as by default."""
+    return environment | {"UNKNOWN_TASK_GRACE": "3600"}
 
 
 @pytest.fixture
@@ -53,9 +62,13 @@ def look(app: Celery, connection: Connection, *, later: float = 0.0) -> int:
     return alarms.run_once(app)
 
 
-def enqueue(connection: Connection, number: int, *, seconds_ago: float = 0.0, **options: Any) -> None:
+def enqueue(
+    connection: Connection, number: int, *, seconds_ago: float = 0.0, is_published: bool = True, **options: Any
+) -> None:
     for each in range(number):
         b.deposit.enqueue(connection, f"account {each}", **options)
+    if is_published:
+        connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     change = "UPDATE idempotency.outbox SET {0} = {0} - make_interval(secs => :ago)"
     for column in ("available_at", "created_at"):
         connection.execute(text(change.format(column)), {"ago": seconds_ago})
@@ -73,7 +86,7 @@ def now(app: Celery) -> list[str]:
 def test_payments_behind_a_stopped_worker_show_everywhere(
     bank: Celery, queue: str, relay: Relay, processes: Processes, connection: Connection, sent: list[str]
 ) -> None:
-    enqueue(connection, 25)
+    enqueue(connection, 25, is_published=False)
 
     def state() -> dict[str, Any]:
         given = settings.from_app(bank)
@@ -150,6 +163,48 @@ def test_neither_a_delay_that_was_asked_for_nor_a_begun_operation_is_old(
     assert f"accepted/{queue}" in now(bank)
     op.started(connection, op.OperationId("default", b.deposit.name, "account 0"), queue=queue)
     assert now(bank) == []
+
+
+def test_what_no_worker_knows_stays_accepted_while_it_comes_back(
+    bank: Celery, queue: str, connection: Connection
+) -> None:
+    enqueue(connection, 1)
+    id = op.OperationId("default", b.deposit.name, "account 0")
+    message = Message.from_text(op.outbox(connection, id)[0].message)
+    consumer = DeadLetterConsumer(bank)
+    die(bank, consumer, message.body, headers=message.headers | op.sent(connection, id))
+    assert consumer.run_once() == 1
+    consumer.close()
+    (row,) = op.outbox(connection, id)
+    assert (row.status, row.refusals) == ("pending", 1)
+
+    def seen() -> list[str]:
+        return [name for name in now(bank) if name.startswith("accepted/")]
+
+    assert seen() == []
+    connection.execute(text("UPDATE idempotency.outbox SET first_refused_at = first_refused_at - interval '301 s'"))
+    for status in ("pending", "published"):  # on its way again and again: the alarm does not come and go
+        connection.execute(text("UPDATE idempotency.outbox SET status = :status"), {"status": status})
+        assert seen() == [f"accepted/{queue}"]
+        accepted = [s for metric in Backlog(bank).collect() for s in metric.samples if s.name == "idempotency_accepted"]
+        assert [sample.value for sample in accepted if sample.labels["queue"] == queue] == [1]
+
+
+def test_rows_that_are_due_without_a_relay_are_an_alarm(
+    bank: Celery, queue: str, connection: Connection, sent: list[str]
+) -> None:
+    assert now(bank) == []  # nothing to publish
+    enqueue(connection, 3, seconds_ago=95, is_published=False)
+    (warned,) = [finding for finding in doctor(bank) if finding.subject == "relay"]
+    assert (warned.level, warned.found) == (Level.WARNING, "none is running; 3 rows due for 95 s")
+    look(bank, connection)
+    look(bank, connection, later=61)
+    assert any(line.startswith("bank: relay: none is running; 3 rows due for ") for line in sent)
+    life = SignOfLife(bank, "relay")
+    life.sign()
+    assert "no_relay" not in now(bank)
+    connection.execute(text("UPDATE idempotency.processes SET seen_at = seen_at - interval '61 s'"))
+    assert "no_relay" in now(bank)
 
 
 @pytest.mark.parametrize("kind", ["worker", "relay", "beat"])

@@ -37,7 +37,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError as BrokerError
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 import services
 from idempotency import (
@@ -233,6 +233,11 @@ def test_a_call_is_refused_where_it_is_made(
 def test_a_call_with_a_good_key_is_accepted(key: str, bank: Celery, connection: Connection) -> None:
     b.returning.enqueue(connection, SECRET, idempotency_key=key)
     assert [row.key for row in op.outbox(connection)] == [key]
+
+
+def test_what_is_no_session_is_refused_by_its_type(bank: Celery, engine: Engine) -> None:
+    with pytest.raises(InvalidArguments, match="must be a SQLAlchemy Session or Connection, got sessionmaker"):
+        b.deposit.enqueue(sessionmaker(engine), SECRET)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

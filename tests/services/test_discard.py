@@ -200,7 +200,7 @@ def test_only_a_valid_token_of_the_right_role_is_accepted_and_every_refusal_is_n
     assert discards.authenticate(runtime, tokens["admin"], role="admin", action="approve").role == "admin"
     noted = len(audits(connection))
     for token, why, who in [
-        (None, "not set", "unknown"),
+        (None, "not set; `idempotency operators add` prints one", "unknown"),
         (TENANTS_TOKEN, "no operator has this token", "unknown"),
         (tokens["late"], "has expired", "late"),
         (tokens["operator"], "needs the role admin", "operator"),

@@ -336,6 +336,13 @@ def test_an_address_that_does_not_work_is_told_without_its_password(
     assert done.returncode == 1
 
 
+def test_an_address_without_its_password_is_told_so(sound: Celery, environment: dict[str, str]) -> None:
+    url = make_url(environment["DATABASE_URL"])._replace(password=None)
+    sound.conf.idempotency_database_url = str(url)
+    (refused,) = [finding for finding in doctor(sound) if finding.subject == "database"]
+    assert (refused.level, refused.found) == (Level.REFUSAL, "unreachable: the address has no password")
+
+
 def spoil(address: str, fault: str) -> str:
     url = make_url(address)
     if fault == "host":

@@ -152,7 +152,8 @@ def test_a_duration_without_end_is_refused(name: str) -> None:
 
 
 def test_an_unknown_setting_is_refused_by_its_name() -> None:
-    assert "idempotency_leese" in refusal(leese=30)
+    assert refusal(leese=30) == "idempotency_leese: no such setting; did you mean idempotency_lease?"
+    assert refusal(zzz=30) == "idempotency_zzz: no such setting"
 
 
 def test_settings_of_others_are_left_alone() -> None:
