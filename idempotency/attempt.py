@@ -63,9 +63,7 @@ class Policy:
 class Attempt:
     """What `self.session`, `self.effect` and `self.step` work on. Belongs to the request, never to the task object."""
 
-    def __init__(
-        self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, *, since: float | None = None
-    ) -> None:
+    def __init__(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> None:
         self.runtime = runtime
         self.claim = claim
         self.delivery = delivery
@@ -78,9 +76,7 @@ class Attempt:
         self.ends_as: PermanentError | None = None
         self.stopped = False
         self._session: AttemptSession | None = None
-        self._holding = Holding(
-            claim, delivery.fingerprint, runtime.settings.lease, time.monotonic() if since is None else since
-        )
+        self._holding = Holding(claim, delivery.fingerprint, runtime.settings.lease)
         runtime.heartbeat.hold(self._holding)
 
     # ------------------------------------------------------------ while the body runs

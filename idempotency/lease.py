@@ -161,13 +161,12 @@ class Holding:
     claim: Claimed
     fingerprint: str
     lease: float
-    # From before the claim was sent: its answer may have been read long after.
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(init=False)
     renewed_at: float = field(init=False)
     taken: bool = False
 
     def __post_init__(self) -> None:
-        self.renewed_at = self.since
+        self.since = self.renewed_at = self.claim.asked_at
 
     @property
     def lost(self) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -50,6 +51,8 @@ class Claimed:
     revoked: bool = False  # Celery was told to revoke this generation: it ends, with a last look at most
     fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
     spent_at: int | None = None  # the attempt that first found the attempts used up
+    # By this process's clock, when the claim was sent: the lease is no older, however late its answer was read.
+    asked_at: float = field(default_factory=time.monotonic)
 
     def resumes(self, earlier: Claimed) -> bool:
         """Whether this is the same attempt as an earlier claim of the same token.
@@ -310,6 +313,7 @@ def claim(
     nothing on its strength. Every later write about it is flushed, and the claim, earlier in the log, with it. Should
     a crash of Postgres undo the claim before that, those writes match nothing and the holder claims again.
     """
+    asked_at = time.monotonic()
     row = execute(
         connection,
         _CLAIM,
@@ -341,6 +345,7 @@ def claim(
             revoked=row.revoked,
             fingerprint=row.fingerprint,
             spent_at=row.spent_at,
+            asked_at=asked_at,
         )
     return _explained(row)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -182,7 +181,6 @@ class IdempotentTask(Task):
         ending: Ending | None = None
         decided: Claimed | None = None  # the claim under which the ending was decided
         for _ in range(DOUBT_ROUNDS):
-            since = time.monotonic()
             with metrics.phase(self.name, "claim"):
                 answer = self._claim(runtime, delivery, token)
             match answer:
@@ -193,7 +191,7 @@ class IdempotentTask(Task):
                     if claim.fingerprint != delivery.fingerprint:  # stored by an older rule: letters name it so
                         delivery = replace(delivery, fingerprint=claim.fingerprint)
                     self.request.retries = max(claim.attempts - 1, 0)
-                    self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy, since=since)
+                    self.request.attempt = attempt = Attempt(runtime, claim, delivery, policy)
                     try:
                         if ending is None:
                             try:

@@ -223,7 +223,7 @@ def held(bank: Celery) -> Iterator[Holding]:
     """Held by this process, and renewed only when the test says so."""
     runtime = Runtime.of(bank)
     with runtime.autocommit() as connection:
-        holding = Holding(op.started(connection, lease=2.0), op.FINGERPRINT)
+        holding = Holding(op.started(connection, lease=2.0), op.FINGERPRINT, 2.0)
     runtime.heartbeat._holdings[holding.claim.token] = holding
     yield holding
     runtime.heartbeat.drop(holding)
