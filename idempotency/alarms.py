@@ -87,7 +87,7 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
         if process.silent_seconds > settings.alarm_silence
     ]
     if found.outbox.unpublished and not found.has_relay(settings.alarm_silence):
-        waiting = f"none is running; {found.outbox.unpublished:,} rows due for {max(found.outbox.oldest, 0.0):.0f} s"
+        waiting = f"none is running; rows due: {found.outbox.unpublished:,}, for {max(found.outbox.oldest, 0.0):.0f} s"
         alarms.append(
             Alarm(
                 "no_relay", "relay", waiting, "start `idempotency relay`: it publishes them", settings.alarm_unconsumed

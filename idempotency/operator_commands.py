@@ -76,8 +76,8 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     if not seen["broker_answered"]:
         console.print("the broker does not answer: ready and consumers are unknown")
     if seen["outbox"]["due"] and not seen["relay_is_running"]:
-        waiting = f"{seen['outbox']['due']:,} rows due for {_age(seen['outbox']['oldest_due_seconds'])}"
-        console.print(f"no relay is running, {waiting}: start `idempotency relay`", soft_wrap=True)
+        waiting = f"rows due: {seen['outbox']['due']:,}, for {_age(seen['outbox']['oldest_due_seconds'])}"
+        console.print(f"no relay is running; {waiting}; start `idempotency relay`", soft_wrap=True)
     if seen["processes"]:
         print_table(
             "process", "name", "host", "last sign", "queues", "version",

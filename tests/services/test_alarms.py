@@ -196,10 +196,10 @@ def test_rows_that_are_due_without_a_relay_are_an_alarm(
     assert now(bank) == []  # nothing to publish
     enqueue(connection, 3, seconds_ago=95, is_published=False)
     (warned,) = [finding for finding in doctor(bank) if finding.subject == "relay"]
-    assert (warned.level, warned.found) == (Level.WARNING, "none is running; 3 rows due for 95 s")
+    assert (warned.level, warned.found) == (Level.WARNING, "none is running; rows due: 3, for 95 s")
     look(bank, connection)
     look(bank, connection, later=61)
-    assert any(line.startswith("bank: relay: none is running; 3 rows due for ") for line in sent)
+    assert any(line.startswith("bank: relay: none is running; rows due: 3, for ") for line in sent)
     life = SignOfLife(bank, "relay")
     life.sign()
     assert "no_relay" not in now(bank)
