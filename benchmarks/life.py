@@ -136,16 +136,16 @@ def _through_sql(number: int) -> None:
         _relay(connection, unpublishable={id.key for id in ids[::UNPUBLISHABLE]})
         alive = [id for place, id in enumerate(ids) if place % UNPUBLISHABLE]
         claims = _claim(connection, alive, message)
-        _each(connection, records._RELEASE, claims[::RETRIED], delay=0.0, error=ERROR, given_back=0, deliver=True)
+        _each(connection, records._RELEASE, claims[::RETRIED], delay=0.0, after_due=0.0, error=ERROR, given_back=0, deliver=True)
         _relay(connection)
         _claim(connection, [claim.id for claim in claims[::RETRIED]], message)
         claims = _held(connection)
-        failing = claims[::FAILED]
+        failing, end = claims[::FAILED], records.FailedEnd("no_account", ERROR)
         completing = [claim for place, claim in enumerate(claims) if place % FAILED]
         _each(connection, records._COMPLETE, completing, result="1", retention=SHORT, idle_ms="30000")
         for claim in failing:
             dead_letters._store(connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, "life")
-        _each(connection, records._FAIL, failing, error=ERROR, response_code=422, retention=SHORT, idle_ms="30000")
+        _each(connection, records._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
         reconcile.reconcile(jobs.app, lambda _: 0)
         letters = dead_letters.list_letters(connection, limit=number)
         connection.exec_driver_sql(discards._DISCARD, [{"letter": letter.id} for letter in letters])
@@ -163,7 +163,7 @@ def _purge() -> int:
 
 def _accept(connection: Connection, ids: Sequence[OperationId], message: str, *, settled: bool) -> None:
     rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "origin": "enqueue", "settled": settled}
-    when = {"ordering_key": None, "eta": None, "countdown": 0.0}
+    when = {"ordering_key": None, "eta": None, "countdown": 0.0, "generation": 1}
     rows = [{**_row(id), "event_id": str(uuid4()), **rest, **when} for id in ids]
     connection.exec_driver_sql(outbox._INSERT, rows)
 
@@ -183,6 +183,7 @@ def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> Non
 
 def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[records.Claimed]:
     rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "holder": "life", "lease": 600.0}
+    rest["fingerprints"] = [FINGERPRINT]
     rows = [{**_row(id), "token": uuid4().hex, "synchronous": False, **rest} for id in ids]
     connection.exec_driver_sql(records._CLAIM, rows)
     return _held(connection)
