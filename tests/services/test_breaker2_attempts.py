@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 
-from idempotency import AttemptsExhausted, StoredRefusal, maintenance
+from idempotency import AttemptsExhausted, StillUnknown, StoredRefusal, maintenance
+from idempotency import task as task_module
 from idempotency.lease import Holding
 from idempotency.runtime import Runtime
 from tests.bank import INSERT
@@ -275,3 +277,40 @@ def test_a_body_that_holds_the_interpreter_longer_than_a_lease_never_completes(
         maintenance.recover(bank)
     assert (states, len(runs)) == (["REJECTED", "REJECTED", "FAILURE"], 10)
     assert (code(record("k"))[0], record("k").duplicates) == ("attempts_exhausted", 0)
+
+
+def test_after_an_outage_longer_than_a_lease_every_body_begins_twice(
+    bank: Celery, deliveries: Deliveries, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`since` is from before the wait for Postgres, which lasts up to five minutes: the new claim counts as lost."""
+    runs: list[str] = []
+    clock = iter([61.0])  # how long the first claim has waited for its answer
+
+    class Time:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() - next(clock, 0.0)
+
+    def body(self: Any) -> str:
+        runs.append("the client's mail is written")
+        self.session.execute(INSERT, {"account": "a", "amount": 1})
+        return "paid"
+
+    task = make_task(bank, body)
+    monkeypatch.setattr(task_module, "time", Time)
+    assert deliveries.deliver(task, key="k").value == "paid"
+    assert (len(runs), record("k").attempts) == (2, 1)
+
+
+def test_a_deploy_that_breaks_a_signature_ends_what_is_open_at_its_first_claim(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    """Four attempts are left, and the next release would repair it: checked before it looks at what was begun."""
+    provider = Provider(lost())
+    reconciles: list[Any] = [lambda doubt: StillUnknown()]
+    task = make_task(bank, lambda self: self.effect("call", provider, reconcile=reconciles[0]))
+    deliveries.deliver(task, key="k")
+    age(engine, "k")
+    reconciles[0] = lambda in_doubt: StillUnknown()  # the deploy
+    assert deliveries.deliver(task, key="k", origin="retry").state == "FAILURE"
+    assert (code(record("k")), record("k").attempts) == (("effect_unknown", "call_refused"), 2)

@@ -10,9 +10,9 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
 
-from idempotency import Operation, OperationId, PermanentError, operators
-from idempotency import dead_letters as letters
+from idempotency import Operation, OperationId, PermanentError, maintenance, operators, waiting
 from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.message import FINGERPRINT_HEADER
 from idempotency.operators import Change, ChangeRefused
 from tests import bank as b
 from tests import operations as op
@@ -106,4 +106,60 @@ def test_a_dead_message_fails_its_operation_without_a_letter(
     assert record("a1").status == "failed"
     assert op.dead_letters(connection) == []  # nobody is told, and nothing can be replayed
     id = OperationId("default", b.deposit.name, "a1")
-    assert letters.list_letters(connection, None) == [] and operators.read(connection, id).status == "failed"
+    assert operators.read(connection, id).status == "failed"
+
+
+@pytest.fixture
+def tenant_role(connection: Connection) -> Iterator[str]:
+    """A role of the application's own, with rights on its tables and none on the library's."""
+    name = "breaker2_tenant"
+    connection.execute(text(f"CREATE ROLE {name} NOLOGIN"))
+    connection.execute(text(f"GRANT ALL ON failures TO {name}"))
+    connection.execute(text(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {name}"))
+    yield name
+    connection.execute(text(f"DROP OWNED BY {name}"))
+    connection.execute(text(f"DROP ROLE {name}"))
+
+
+def test_an_on_failed_that_sets_its_role_keeps_the_operation_open_and_loses_the_cause(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, tenant_role: str
+) -> None:
+    """Row level security by `SET LOCAL ROLE`: it outlives the savepoint, so the letter and the record are refused."""
+    states: list[str] = []
+
+    def handler(session: Session, operation: Operation, error: PermanentError) -> None:
+        told.append(error.code)
+        session.execute(text(f"SET LOCAL ROLE {tenant_role}"))
+        session.execute(text("INSERT INTO failures (account, code) VALUES ('told', 'x')"))
+
+    def body(self: Any) -> None:
+        raise PermanentError("no", "declined")
+
+    task = make_task(bank, body, max_attempts=2, on_failed=handler)
+    for _ in range(9):
+        states.append(deliveries.deliver(task, key="k", origin="recover").state)
+        if record("k").status == "failed":
+            break
+        connection.execute(
+            text(
+                "UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s' WHERE status = 'started'"
+            )
+        )
+        maintenance.recover(bank)
+    assert states == ["REJECTED"] * 7 + ["FAILURE"]
+    assert (code(record("k")), len(told)) == (("attempts_exhausted", None), 35)
+    assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 0
+
+
+def test_an_unreadable_fingerprint_header_occupies_a_worker_for_ever(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a surrogate pair (AMQP carries it) is no error of Postgres': each delivery waits five minutes and comes back."""
+    monkeypatch.setattr(waiting, "PATIENCE", 0.1)
+    outcome = deliveries.deliver(b.deposit, "a", 5, headers={FINGERPRINT_HEADER: "v1:\ud800"})
+    for number in (1, 2, 3):
+        assert outcome.state == "IGNORED"
+        assert len(op.outbox(connection)) == number
+        outcome = deliver_row(deliveries, b.deposit, op.outbox(connection)[-1])
+    assert record("a") is None
+    assert op.dead_letters(connection) == []
