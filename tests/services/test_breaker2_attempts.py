@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 
-from idempotency import AttemptsExhausted, StillUnknown, StoredRefusal, maintenance
+from idempotency import AttemptsExhausted, PermanentError, StillUnknown, StoredRefusal, maintenance
 from idempotency import task as task_module
 from idempotency.lease import Holding
 from idempotency.runtime import Runtime
@@ -314,3 +314,57 @@ def test_a_deploy_that_breaks_a_signature_ends_what_is_open_at_its_first_claim(
     reconciles[0] = lambda in_doubt: StillUnknown()  # the deploy
     assert deliveries.deliver(task, key="k", origin="retry").state == "FAILURE"
     assert (code(record("k")), record("k").attempts) == (("effect_unknown", "call_refused"), 2)
+
+
+class Coded(PermanentError):
+    """As gateways' errors are often written: the code is the provider's, set after the base class has had its turn."""
+
+    def __init__(self, message: str, code: Any) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@pytest.mark.parametrize("value", [None, "declined\0"], ids=["none", "NUL"])
+def test_a_code_set_after_the_constructor_loses_the_refusal(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, value: Any
+) -> None:
+    """What is stored is cleaned in `PermanentError.__init__` only: the end is refused by Postgres, claim after claim."""
+    states: list[str] = []
+    told: list[str] = []
+
+    def body(self: Any) -> None:
+        raise Coded("the card was declined", value)
+
+    task = make_task(bank, body, max_attempts=2, on_failed=lambda *end: told.append(end[2].code))
+    for _ in range(4):
+        states.append(deliveries.deliver(task, key="k", origin="recover").state)
+        connection.execute(
+            text(
+                "UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s' WHERE status = 'started'"
+            )
+        )
+        maintenance.recover(bank)
+        if record("k").status == "failed":
+            break
+    assert states == ["REJECTED", "REJECTED", "FAILURE"]
+    assert (code(record("k"))[0], told[-1], len(told)) == ("attempts_exhausted", "attempts_exhausted", 11)
+
+
+def test_a_body_that_changes_its_provider_charges_at_both_before_it_is_stopped(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    """A failover, or an effect that a deploy has renamed: what was passed over is looked for at the end only."""
+    first, second, up = Provider(lost()), Provider(), [True]
+
+    def body(self: Any) -> Any:
+        if up.pop():
+            return self.effect("charge at the first", first, reconcile=lambda doubt: StillUnknown())
+        return self.effect("charge at the second", second)
+
+    task = make_task(bank, body)
+    deliveries.deliver(task, key="k")
+    up.append(False)
+    age(engine, "k")
+    assert deliveries.deliver(task, key="k", origin="retry").state == "FAILURE"
+    assert (len(first.keys), len(second.keys)) == (1, 1)
+    assert code(record("k")) == ("effect_unknown", None)
