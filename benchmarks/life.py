@@ -136,7 +136,16 @@ def _through_sql(number: int) -> None:
         _relay(connection, unpublishable={id.key for id in ids[::UNPUBLISHABLE]})
         alive = [id for place, id in enumerate(ids) if place % UNPUBLISHABLE]
         claims = _claim(connection, alive, message)
-        _each(connection, records._RELEASE, claims[::RETRIED], delay=0.0, after_due=0.0, error=ERROR, given_back=0, deliver=True)
+        _each(
+            connection,
+            records._RELEASE,
+            claims[::RETRIED],
+            delay=0.0,
+            after_due=0.0,
+            error=ERROR,
+            given_back=0,
+            deliver=True,
+        )
         _relay(connection)
         _claim(connection, [claim.id for claim in claims[::RETRIED]], message)
         claims = _held(connection)

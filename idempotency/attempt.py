@@ -20,7 +20,7 @@ from .delivery import Delivery
 from .errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError
 from .lease import Holding
 from .logs import log
-from .records import Claimed
+from .records import Claimed, Renewal
 from .runtime import Runtime
 from .session import AttemptSession
 from .settings import Settings
@@ -94,9 +94,21 @@ class Attempt:
         return self._session is not None and self._session.in_transaction()
 
     def check_lease(self) -> None:
-        """Raise `LeaseLost` when this attempt is known not to be the holder any more."""
-        if self._holding.lost:
+        """Raise `LeaseLost` when this attempt is known not to be the holder any more.
+
+        A lease that is over by this process's clock is asked about first: the process was paused, or its heartbeat was.
+        """
+        if self._holding.lost and (self._holding.taken or not self._renewed()):
             raise LeaseLost(f"{self.claim.id.operation}: another attempt may hold the operation")
+
+    def _renewed(self) -> bool:
+        asked_at, lease = time.monotonic(), self.runtime.settings.lease
+        with self.runtime.autocommit() as connection:
+            verdict = records.renew(connection, [self.claim], lease)[self.claim.token]
+        if verdict is not Renewal.HELD:
+            return False
+        self._holding.renewed_at = asked_at
+        return True
 
     def check_may_begin(self) -> None:
         """Raise the error that the operation ends with, if this run of the body may begin nothing new."""

@@ -199,6 +199,7 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
         session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
         session.execute(text("SET CONSTRAINTS ALL DEFERRED"))
         _check_transaction(connection, transaction, None)
+        session.execute(text("RESET ROLE"))  # SET LOCAL would last until the end of our own statements
         session.end_with_commit()
     except (LeaseLost, PartBroken, SoftTimeLimitExceeded):
         raise

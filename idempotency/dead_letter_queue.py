@@ -283,6 +283,7 @@ def store(
     if examined.id is not None:
         try:
             fingerprints = keys.fingerprints(examined.arguments, message.headers.get(FINGERPRINT_HEADER))
+            fingerprints = _as_accepted(app, message, examined.id, fingerprints)
         except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
             examined = Examined("invalid_arguments", examined.task)
     letter = _letter(app, message, message.headers, _reason(message, examined), examined.id)
@@ -319,6 +320,16 @@ def _store_unhandled(app: Celery, message: BrokerMessage) -> None:
     letter = _letter(app, message, plain, "unhandled", None)
     stored = _store_alone(app, letter, LOCK_PATIENCE)
     log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.task, queue=letter.queue)
+
+
+def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed: list[str]) -> list[str]:
+    """The fingerprints of a message, first the one it was accepted under: a deploy may have renamed parameters since."""
+    given = message.headers.get(FINGERPRINT_HEADER)
+    if given in computed or not keys.is_fingerprint(given):
+        return computed
+    with Runtime.of(app).autocommit() as connection:
+        accepted = records.is_accepted(connection, id, str(given), _body(message.body)[0])
+    return [str(given), *computed] if accepted else computed
 
 
 def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None:

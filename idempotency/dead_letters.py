@@ -23,6 +23,8 @@ from .message import KEY_HEADER, TENANT_HEADER, Message
 from .outbox import refresh_lanes
 from .records import Claimed, FailedEnd
 
+# Reasons of letters whose operation goes on, if only somebody delivers it.
+NOT_AN_END = ("unpublishable", "unhandled")
 # The most that one command may replay or discard: a mistaken filter should not send a million messages.
 BULK_LIMIT = 10_000
 
@@ -405,7 +407,7 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
                 raise ReplayRefused(
                     f"dead letter {letter}: its key belongs to a call with other arguments, so it can never run; discard it"
                 )
-            if record.status != "released" or row.reason != "unpublishable":
+            if record.status != "released" or row.reason not in NOT_AN_END:
                 raise ReplayRefused(
                     f"dead letter {letter}: the operation is {record.status}, not failed in this generation"
                 )

@@ -28,6 +28,7 @@ from .errors import (
     EffectNameReused,
     EffectUnknown,
     InvalidArguments,
+    InvalidResult,
     OpenTransaction,
     PermanentError,
     StoredFailure,
@@ -39,6 +40,10 @@ from .statements import ERROR_LIMIT
 
 if TYPE_CHECKING:
     from .attempt import Attempt
+
+
+# Bytes of JSON that an application's own error may keep beside code and message.
+ATTRIBUTES_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +104,11 @@ class Call:
         return fingerprint({"args": self.args, "kwargs": self.kwargs})
 
 
-def check_call(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Raise `InvalidArguments` if a function does not take these arguments; one without a signature is believed."""
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        # not that of the function which a decorator has wrapped: the decorator may call it otherwise
+        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError as error:
         raise InvalidArguments(f"{what} cannot be called as it will be: {error}") from None
     except ValueError:
@@ -120,10 +126,12 @@ def effect(attempt: Attempt, call: Call) -> Any:
 
     Raises `InvalidArguments` for functions that cannot be called so, before anything is begun.
     """
-    check_call(f"effect {call.name!r}: the function", call.fn, *call.args, **call.kwargs, idempotency_key="")
-    if call.reconcile is not None:
-        check_call(f"effect {call.name!r}: reconcile", call.reconcile, *call.args, **call.kwargs, doubt=None)
     entry = _recorded(attempt, call.name, "effect", call.fingerprint)
+    if entry is None or entry["state"] in ("not_happened", "compensated"):
+        # What was begun is another matter: there a deploy may repair the function before the next attempt.
+        check_call(f"effect {call.name!r}: the function", call.fn, *call.args, **call.kwargs, idempotency_key="")
+        if call.reconcile is not None:
+            check_call(f"effect {call.name!r}: reconcile", call.reconcile, *call.args, **call.kwargs, doubt=None)
     attempt.calls[call.name] = call
     return _perform(attempt, call, entry)
 
@@ -290,6 +298,7 @@ def _refused(attempt: Attempt, error: PermanentError) -> dict[str, Any]:
         # so that a body which handles the refusal does so in its next attempt, too
         "type": f"{kind.__module__}:{kind.__qualname__}",
         "is_stored": isinstance(error, StoredRefusal),
+        "attributes": _attributes(error),
     }
     return {"refused": refused, "generation": attempt.claim.generation}
 
@@ -299,10 +308,26 @@ def _refusal(attempt: Attempt, entry: Mapping[str, Any]) -> PermanentError | Non
     refused = entry.get("refused")
     if entry["state"] != "not_happened" or refused is None or entry["generation"] != attempt.claim.generation:
         return None
-    kind = _error_type(refused["type"]) or (StoredRefusal if refused["is_stored"] else PermanentError)
-    error = kind.__new__(kind, refused["message"], refused["code"])
-    PermanentError.__init__(error, refused["message"], refused["code"])
+    plain = (StoredRefusal if refused["is_stored"] else PermanentError)(refused["message"], refused["code"])
+    if (kind := _error_type(refused["type"])) is None or refused["attributes"] is None:
+        return plain
+    try:
+        error = kind.__new__(kind, refused["message"], refused["code"])
+        PermanentError.__init__(error, refused["message"], refused["code"])
+        error.__dict__.update(results.from_text(refused["attributes"]))
+        str(error)
+    except Exception:  # a class that is made otherwise
+        return plain
     return error
+
+
+def _attributes(error: PermanentError) -> str | None:
+    """What the application keeps on its own error, as JSON; None where that is none, or too long to be kept."""
+    own = {name: value for name, value in vars(error).items() if name not in ("message", "code", "__notes__")}
+    try:
+        return results.to_text(own, limit=ATTRIBUTES_LIMIT)
+    except InvalidResult:
+        return None
 
 
 def _error_type(name: str) -> type[PermanentError] | None:

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from . import conclusions
 from .attempt import Attempt
-from .errors import AttemptsExhausted, CallRefused, Defer, PermanentError, UnsupportedControl
+from .errors import AttemptsExhausted, CallRefused, Defer, PermanentError, RetriesExhausted, UnsupportedControl
 from .statements import describe
 
 # lock_not_available: a statement waited for a lock for longer than lock_timeout
@@ -71,8 +71,8 @@ class Release:
 Ending = Fail | Release
 
 
-def _is_lock_timeout(error: DBAPIError) -> bool:
-    return getattr(error.orig, "sqlstate", None) == LOCK_NOT_AVAILABLE
+def _is_lock_timeout(error: BaseException) -> bool:
+    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) == LOCK_NOT_AVAILABLE
 
 
 def end_for(error: BaseException, attempt: Attempt) -> Ending:
@@ -83,8 +83,8 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
             # The worker shuts down: due at once, elsewhere, and no attempt used. A hard time limit begins with the
             # same SIGTERM, so it is not for free for ever.
             return Release(0.0, None, error, give_back=attempt.claim.age <= settings.longest_run)
-        case AttemptsExhausted() if attempt.claim.spent_at is None and conclusions.has_acted(attempt.claim.effects):
-            # retry() was called once too often: a last look, as when the attempts are used up
+        case RetriesExhausted() if attempt.claim.spent_at is None and conclusions.has_acted(attempt.claim.effects):
+            # a last look, as when the attempts are used up
             return Release(0.0, error, Retry(exc=error, when=0.0), is_spent=True)
         case PermanentError():
             return Fail(error, error)
@@ -98,11 +98,11 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
             return Release(seconds, error, Retry(exc=error, when=seconds), give_back=True)
         case _ if isinstance(error, policy.permanent_errors):
             return Fail(PermanentError(describe(error), type(error).__name__), error)
-        case DBAPIError() if _is_lock_timeout(error) and attempt.claim.age + settings.lease <= settings.defer_budget:
-            # A lock that somebody holds is not this operation's fault: of a frozen holder it outlives several leases.
-            delay = random.uniform(0.0, settings.lease)
-            return Release(delay, error, Retry(exc=error, when=delay), give_back=True)
     cause = (error.exc or error) if isinstance(error, Retry) else error
+    if _is_lock_timeout(cause) and attempt.claim.age + settings.lease <= settings.defer_budget:
+        # A lock that somebody holds is not this operation's fault: of a frozen holder it outlives several leases.
+        delay = random.uniform(0.0, settings.lease)
+        return Release(delay, cause, Retry(exc=cause, when=delay), give_back=True)
     if attempts == policy.max_attempts and conclusions.has_acted(attempt.claim.effects):
         # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.
         return Release(0.0, cause, Retry(exc=cause, when=0.0))

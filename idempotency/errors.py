@@ -8,6 +8,7 @@
     │   └── InvalidArguments
     ├── PermanentError              ends the operation as failed, without another attempt
     │   ├── AttemptsExhausted
+    │   │   └── RetriesExhausted    retry() beyond its max_retries
     │   ├── EffectMismatch          the same name with other arguments
     │   ├── EffectNameReused        the same name twice in one attempt
     │   ├── EffectUnknown           an effect was begun and its outcome is not known: a person decides
@@ -71,9 +72,14 @@ class PermanentError(IdempotencyError):
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message, code)
-        # both are stored, whatever they were made from: Postgres takes no NUL, and no half of a surrogate pair
-        self.message = _storable(message)
-        self.code = _storable(code or self.default_code)[:CODE_LIMIT]
+        self.message = message
+        self.code = code or self.default_code
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Both are stored, whatever they are made from: Postgres takes no NUL, and no half of a surrogate pair.
+        if name in ("message", "code"):
+            value = _storable(value)[: CODE_LIMIT if name == "code" else None]
+        super().__setattr__(name, value)
 
     def __str__(self) -> str:
         return self.message
@@ -83,6 +89,10 @@ class AttemptsExhausted(PermanentError):
     """The last allowed attempt has failed, or died."""
 
     default_code = "attempts_exhausted"
+
+
+class RetriesExhausted(AttemptsExhausted):
+    """`retry()` was called more often than its `max_retries` allows."""
 
 
 class EffectMismatch(PermanentError):

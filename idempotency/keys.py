@@ -95,14 +95,20 @@ def fingerprint(arguments: Mapping[str, Any], *, like: object = None) -> str:
 def fingerprints(arguments: Mapping[str, Any], given: object) -> list[str]:
     """Everything that the request of a message may be stored under; `given` is the fingerprint it carries.
 
-    First by the rule of the one it carries, then by the other rules, then as it is: a deploy may have changed the names
-    of the parameters since.
+    First by the rule of the one it carries, then by the other rules.
     """
     first = fingerprint(arguments, like=given)
-    found = [first, *other_fingerprints(arguments, first)]
-    if isinstance(given, str) and fingerprint_version(given) in FINGERPRINT_RULES:
-        found.append(given)
-    return list(dict.fromkeys(found))
+    return [first, *other_fingerprints(arguments, first)]
+
+
+def is_fingerprint(value: object) -> bool:
+    """Whether a header's value is a fingerprint by a rule that is known here."""
+    return (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isprintable()
+        and fingerprint_version(value) in FINGERPRINT_RULES
+    )
 
 
 def other_fingerprints(arguments: Mapping[str, Any], fingerprint: str) -> list[str]:

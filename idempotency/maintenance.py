@@ -45,9 +45,10 @@ _MOST = """coalesce(
 _KNOWN = """coalesce(
           (SELECT true FROM unnest(%(known)s::text[]) known(operation) WHERE known.operation = r.operation), false)"""
 
-# So many claims have found the attempts used up, or have died before they could: counted from the first one.
+# So many claims have found the attempts used up, counted from the first one. Where none lived to say so, twice as many:
+# by the limit of this process, which in the middle of a deploy may not be the workers'.
 _SPENT = f"""{_KNOWN} AND r.attempts > {_MOST}
-      AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, r.attempts + 1)"""
+      AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, {_MOST} + 2 * %(spare)s)"""
 
 # The index of what is held is found by the first condition alone.
 _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
@@ -57,7 +58,7 @@ _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
 RECOVER = Sweep(
     "recover",
     table="records",
-    columns=f"{_KNOWN} AND r.attempts > {_MOST} AS is_spent",
+    columns="r.attempts",
     due=f"{_ORPHANED} AND NOT ({_SPENT})",
     order="r.locked_until",
     one=THIS_RECORD,
@@ -66,7 +67,6 @@ RECOVER = Sweep(
 , released AS (
     UPDATE idempotency.records r
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
-        spent_at = coalesce(r.spent_at, CASE WHEN o.is_spent THEN r.attempts END),
         available_at = clock_timestamp(), updated_at = clock_timestamp()
     FROM due o WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
     RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue, r.generation
@@ -127,14 +127,16 @@ OPERATIONS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# Settled rows that have no record to go with: events for consumers outside, what a person discarded, what could never
-# be published, what lost its record in another way. One that stays is looked at again after another retention.
+# Settled rows whose operation has ended or has no record: duplicates of what is asked for again and again, events for
+# consumers outside, what a person discarded, what could never be published. One that stays is looked at again after
+# another retention.
 ROWS = Sweep(
     "purge_rows",
     table="outbox",
     columns="""r.id, coalesce(
         (SELECT true FROM idempotency.records p
-         WHERE p.tenant = r.tenant AND p.operation = r.operation AND p.key = r.key LIMIT 1),
+         WHERE p.tenant = r.tenant AND p.operation = r.operation AND p.key = r.key
+           AND p.status NOT IN ('completed', 'failed') LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open' LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d
          WHERE d.tenant = r.tenant AND d.operation = r.operation AND d.key = r.key AND d.status = 'open' LIMIT 1),

@@ -28,6 +28,7 @@ from sqlalchemy import Connection
 from . import keys, results
 from .errors import UnknownVersion
 from .keys import OperationId
+from .message import Message
 from .statements import execute
 
 Parameters = Mapping[str, Any]
@@ -206,6 +207,13 @@ SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(cha
     updated_at = clock_timestamp()
 WHERE {_MINE} AND effects -> %(name)s ->> 'state' = 'begun'
 RETURNING 1
+"""
+
+# The rows of a repeated request are as many as its repetitions.
+_ACCEPTED = f"""
+(SELECT message FROM idempotency.records WHERE {_ROW} AND fingerprint = %(fingerprint)s)
+UNION ALL
+(SELECT message FROM idempotency.outbox WHERE {_ROW} AND fingerprint = %(fingerprint)s ORDER BY id LIMIT 10)
 """
 
 # What is used up is counted from here, and not from `max_attempts`, which the next deploy may lower.
@@ -409,6 +417,19 @@ def change_effect(connection: Connection, claim: Claimed, name: str, change: Par
     """Record what became of an effect that was begun. False: not the holder, or no longer open."""
     row = execute(connection, _CHANGE_EFFECT, _guard(claim) | {"name": name, "change": json.dumps(change)}).fetchone()
     return row is not None
+
+
+def is_accepted(connection: Connection, id: OperationId, fingerprint: str, body: str) -> bool:
+    """Whether a message with this very body was accepted under a fingerprint: its arguments are those, as text."""
+    rows = execute(connection, _ACCEPTED, _row(id) | {"fingerprint": fingerprint}).fetchall()
+    return any(_body(row.message) == body for row in rows)
+
+
+def _body(message: str) -> str | None:
+    try:
+        return Message.from_text(message).body
+    except ValueError:
+        return None
 
 
 def note_spent(connection: Connection, claim: Claimed, *, within: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NoReturn
 
 from sqlalchemy import Connection, Engine, event
@@ -49,6 +50,12 @@ class AttemptSession(Session):
         Session.close(self)
 
 
+# A statement that would end the transaction past SQLAlchemy; ROLLBACK TO SAVEPOINT does not.
+_ENDS_TRANSACTION = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
 # Under this name a connection knows the session that works on it.
 _OWNER = "idempotency.session"
 
@@ -83,6 +90,11 @@ def refuse_others_commits(engine: Engine) -> None:
         session = connection.info.get(_OWNER)
         if session is not None and not session._may_commit:
             connection.invalidate()  # its transaction must not survive as something that a later commit takes along
+            raise SessionNotYours(_REFUSAL)
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def _(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        if _OWNER in connection.info and _ENDS_TRANSACTION.match(statement):
             raise SessionNotYours(_REFUSAL)
 
     @event.listens_for(engine, "checkin")

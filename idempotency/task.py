@@ -51,6 +51,7 @@ from .errors import (
     OperationFailed,
     OutcomeInDoubt,
     PermanentError,
+    RetriesExhausted,
     SettingsError,
     UnsupportedControl,
 )
@@ -177,6 +178,7 @@ class IdempotentTask(Task):
     def _perform(self, delivery: Delivery) -> Returned | Raised:
         runtime = Runtime.of(self.app)
         policy = Policy.of(self, runtime.settings)
+        delivery = self._as_accepted(runtime, delivery)
         token = secrets.token_hex(16)
         ending: Ending | None = None
         decided: Claimed | None = None  # the claim under which the ending was decided
@@ -209,7 +211,7 @@ class IdempotentTask(Task):
                         attempt.close()
                         self.request.attempt = None
                     if isinstance(ending, Release) and delivery.is_eager and isinstance(ending.outcome, Exception):
-                        if isinstance(ending.cause, Defer):
+                        if ending.give_back and ending.cause is not None:
                             return Raised(ending.cause)  # later means that the caller calls again
                         return self._perform(delivery)  # nobody delivers again: the next attempt is here and now
                     return Raised(outcome)
@@ -318,6 +320,25 @@ class IdempotentTask(Task):
             synchronous=synchronous,
             also=delivery.also,
         )
+
+    def _as_accepted(self, runtime: Runtime, delivery: Delivery) -> Delivery:
+        """The delivery under the fingerprint that it was accepted with, if a deploy has renamed parameters since.
+
+        The message's word alone proves nothing: what is stored under that fingerprint has to be this very message.
+        """
+        given = delivery.headers.get(FINGERPRINT_HEADER)
+        computed = [delivery.fingerprint, *delivery.also]
+        if given in (None, *computed) or not keys.is_fingerprint(given):
+            return delivery
+        body = Message.from_text(delivery.message).body
+
+        def is_stored() -> bool:
+            with runtime.autocommit() as connection:
+                return records.is_accepted(connection, delivery.id, str(given), body)
+
+        if not self._waiting(delivery).answer(is_stored):
+            return delivery
+        return replace(delivery, fingerprint=str(given), also=computed)
 
     def _waiting(self, delivery: Delivery) -> Waiting:
         limit = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
@@ -553,7 +574,7 @@ class IdempotentTask(Task):
         if isinstance(exc, PermanentError | Defer | LeaseLost | OutcomeInDoubt):
             raise exc  # autoretry_for must not turn a final word into another attempt
         if max_retries is not None and self.request.retries >= max_retries:
-            raise AttemptsExhausted(f"no result after {max_retries} retries") from exc
+            raise RetriesExhausted(f"no result after {max_retries} retries") from exc
         if eta is not None:
             countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
         if countdown is not None and countdown > MAX_DELAY:

@@ -188,11 +188,25 @@ def test_a_lower_max_attempts_leaves_the_end_to_a_worker(
     task = make_task(bank, body, max_attempts=50)
     deliveries.deliver(task, key="k")
     type(task).max_attempts = 2
-    for died_in in range(20, 19 + SPARE_CLAIMS):
-        deaths(engine, "k", died_in)
+    for died_in, noted, ends in (
+        (20, None, "released"),
+        (1 + 2 * SPARE_CLAIMS, None, "released"),
+        (20 + SPARE_CLAIMS, 22, "released"),
+        (21 + SPARE_CLAIMS, 22, "failed"),
+    ):
+        deaths(engine, "k", died_in, spent_at=noted)
         maintenance.recover(bank)
-        assert (record("k").status, record("k").spent_at) == ("released", 20)
-    deaths(engine, "k", 19 + SPARE_CLAIMS)
+        assert record("k").status == ends
+
+
+def test_an_operation_that_dies_in_every_claim_is_ended_by_the_sweep(
+    bank: Celery, engine: Engine, deliveries: Deliveries, record: Record
+) -> None:
+    def body(self: Any) -> None:
+        raise ValueError("again")
+
+    deliveries.deliver(make_task(bank, body, max_attempts=2), key="k")
+    deaths(engine, "k", 2 + 2 * SPARE_CLAIMS)
     maintenance.recover(bank)
     assert code(record("k"))[0] == "attempts_exhausted"
 
