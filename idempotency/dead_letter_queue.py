@@ -335,6 +335,7 @@ def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed:
 def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None:
     with Runtime.of(app).engine.begin() as connection:
         _wait_at_most(connection, patience)
+        connection.exec_driver_sql(_FORGET_TRIES, {"digest": letter.digest})
         return dead_letters.store_message(connection, letter)
 
 

@@ -72,7 +72,9 @@ Ending = Fail | Release
 
 
 def _is_lock_timeout(error: BaseException) -> bool:
-    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) == LOCK_NOT_AVAILABLE
+    if not isinstance(error, DBAPIError) or getattr(error.orig, "sqlstate", None) != LOCK_NOT_AVAILABLE:
+        return False
+    return "NOWAIT" not in (error.statement or "").upper()  # there it was the body that would not wait
 
 
 def end_for(error: BaseException, attempt: Attempt) -> Ending:
