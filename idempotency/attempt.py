@@ -99,6 +99,7 @@ class Attempt:
         A lease that is over by this process's clock is asked about first: the process was paused, or its heartbeat was.
         """
         if self._holding.lost and (self._holding.taken or not self._renewed()):
+            self.runtime.heartbeat.lose(self._holding, "over")
             raise LeaseLost(f"{self.claim.id.operation}: another attempt may hold the operation")
 
     def _renewed(self) -> bool:

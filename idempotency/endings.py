@@ -15,13 +15,17 @@ from sqlalchemy.exc import DBAPIError
 
 from . import conclusions
 from .attempt import Attempt
-from .errors import AttemptsExhausted, CallRefused, Defer, PermanentError, RetriesExhausted, UnsupportedControl
+from .errors import AttemptsExhausted, CallRefused, Defer, PermanentError, UnsupportedControl
 from .statements import describe
 
 # lock_not_available: a statement waited for a lock for longer than lock_timeout
 LOCK_NOT_AVAILABLE = "55P03"
 # Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
 MAX_DELAY = 10 * 365 * 86400.0
+
+
+class RetriesExhausted(AttemptsExhausted):
+    """`retry()` was called beyond its `max_retries`: told from a body's own AttemptsExhausted, which is a last word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@
     │   └── InvalidArguments
     ├── PermanentError              ends the operation as failed, without another attempt
     │   ├── AttemptsExhausted
-    │   │   └── RetriesExhausted    retry() beyond its max_retries
     │   ├── EffectMismatch          the same name with other arguments
     │   ├── EffectNameReused        the same name twice in one attempt
     │   ├── EffectUnknown           an effect was begun and its outcome is not known: a person decides
@@ -89,10 +88,6 @@ class AttemptsExhausted(PermanentError):
     """The last allowed attempt has failed, or died."""
 
     default_code = "attempts_exhausted"
-
-
-class RetriesExhausted(AttemptsExhausted):
-    """`retry()` was called more often than its `max_retries` allows."""
 
 
 class EffectMismatch(PermanentError):

@@ -240,7 +240,7 @@ class Heartbeat:
             if now - holding.since < self._longest_run:
                 renewable.append(holding)
             elif not holding.taken:
-                self._lose(holding, "max_run")
+                self.lose(holding, "max_run")
         if not renewable:
             return
         try:
@@ -255,17 +255,18 @@ class Heartbeat:
                     holding.renewed_at = now
                     held.append((holding.claim.id, holding.claim.token, holding.fingerprint))
                 case Renewal.LOST:
-                    self._lose(holding, "taken_over")
+                    self.lose(holding, "taken_over")
                 case Renewal.UNKNOWN:
                     if time.monotonic() - holding.renewed_at > self._lease:
-                        self._lose(holding, "unknown_for_a_lease")
+                        self.lose(holding, "unknown_for_a_lease")
         if held:
             self._leases.hold(held)
 
-    def _lose(self, holding: Holding, why: str) -> None:
+    def lose(self, holding: Holding, why: str) -> None:
+        """Note that an attempt is not the holder any more, once."""
         with self._lock:
-            if self._holdings.get(holding.claim.token) is not holding:
-                return  # finished meanwhile
+            if holding.taken or self._holdings.get(holding.claim.token) is not holding:
+                return  # known, or finished meanwhile
             holding.taken = True
         metrics.leases_lost.labels(holding.claim.id.operation).inc()
         log.warning("lease_lost", why=why, operation=holding.claim.id.operation, key=holding.claim.id.key)

@@ -38,7 +38,7 @@ from .conclusions import OnFailed, Undo
 from .crash_points import crash_point
 from .delivery import Delivery
 from .effects import Reconcile
-from .endings import MAX_DELAY, Ending, Raised, Release, Returned, end_for
+from .endings import MAX_DELAY, Ending, Raised, Release, RetriesExhausted, Returned, end_for
 from .errors import (
     AttemptsExhausted,
     Defer,
@@ -51,7 +51,6 @@ from .errors import (
     OperationFailed,
     OutcomeInDoubt,
     PermanentError,
-    RetriesExhausted,
     SettingsError,
     UnsupportedControl,
 )

@@ -28,7 +28,8 @@ HEADINGS = (OUTCOME, SENT, EFFECTS, CALLS, ENQUEUED, RESULT)
 HINTS = {
     OUTCOME: (
         "the next attempt stumbles over what an interrupted one left: a row written outside self.session, or an "
-        "effect that says something else in each attempt (a time, a random value: record it in a step first)."
+        "effect that says something else, or whose name is not the same in every attempt (a time, a random value: "
+        "record it in a step first)."
     ),
     SENT: (
         "delay() or apply_async() in the body. It leaves at once, in every attempt, also in one that is rolled back. "

@@ -208,7 +208,9 @@ def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(bank, e
         for id in gone:
             insert(connection, id, FINGERPRINT, Message.from_text(MESSAGE))
             age(connection, id, expires_at=-1)
-        connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = now()"))
+        connection.execute(
+            text("UPDATE idempotency.outbox SET status = 'published', published_at = now() - interval '2 days'")
+        )
         with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
             # a table that cannot be purged now
             other.execute(text("LOCK TABLE idempotency.dead_letters IN ACCESS EXCLUSIVE MODE"))

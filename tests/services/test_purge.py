@@ -297,15 +297,20 @@ def test_an_open_dead_letter_keeps_its_row(
     assert purge_once(bank, limit=BATCH).rows == 1
 
 
-def test_a_record_keeps_its_rows_and_one_deleted_by_hand_does_not(bank: Celery, connection: Connection) -> None:
+def test_settled_rows_go_while_a_record_that_is_asked_for_again_and_again_stays(
+    bank: Celery, connection: Connection
+) -> None:
     id = completed(connection).id
     deliver_again(connection, id, **SETTLED)
-    assert purge_once(bank, limit=BATCH).rows == 0
-    a_retention_later(connection)
-    assert purge_once(bank, limit=BATCH).rows == 0
-    connection.execute(text("DELETE FROM idempotency.records"))
-    a_retention_later(connection)
-    assert purge_once(bank, limit=BATCH).rows == 1
+    assert purge_once(bank, limit=BATCH) == Purged(operations=0, rows=1, letters=0, more=False)
+
+
+def test_rows_of_an_operation_that_has_not_ended_stay(bank: Celery, connection: Connection) -> None:
+    id = op.early(connection, OperationId("t", "o", "k")).id
+    deliver_again(connection, id, **SETTLED)
+    for _ in range(2):
+        assert purge_once(bank, limit=BATCH).rows == 0
+        a_retention_later(connection)
 
 
 def test_an_external_event_is_purged_once_published_and_not_before(
@@ -388,7 +393,8 @@ INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, m
 SELECT 'r' || key, tenant, operation, key, fingerprint, message, 'enqueue',
        CASE WHEN starts_with(key, 'unsent') THEN 'pending' ELSE 'published' END,
        clock_timestamp() - CASE WHEN starts_with(key, 'sent') THEN interval '0' ELSE interval '40 days' END,
-       CASE WHEN NOT starts_with(key, 'unsent') THEN clock_timestamp() - interval '40 days' END
+       CASE WHEN starts_with(key, 'gone') THEN clock_timestamp() - interval '40 days'
+            WHEN NOT starts_with(key, 'unsent') THEN clock_timestamp() END
 FROM idempotency.records;
 INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, status, published_at,
                                 settled_at, last_error)
