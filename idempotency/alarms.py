@@ -1,8 +1,9 @@
-"""Alarms: what no message says by itself. Work without consumers, work that does not begin, silent processes, unknown effects.
+"""Alarms: what no message says by itself. Queues without consumers, work that does not begin, silence, unknown effects.
 
-An alarm goes to the log, a metric and the webhook when it has lasted for its patience, again every hour while it lasts,
-and once more when it is over. Any number of processes may watch; they share the pace and the state in Postgres. At least
-one of them has to live: that everything is gone only shows from outside, by the gauges (`idempotency metrics`).
+An alarm goes to the log, a metric and the webhook when it has lasted for its patience, again after 60 `alert_interval`s
+(an hour) while it lasts, and once more when it is over. Any number of processes may watch; they share the pace and the
+state in Postgres. At least one of them has to live: that everything is gone only shows from outside, by the gauges
+(`idempotency metrics`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ UPDATE idempotency.alarms SET sent_at = clock_timestamp() WHERE service = %(serv
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What is wrong, and what to do. `name` is `kind/subject` and stays the same while it lasts; `patience` in seconds."""
+    """What is wrong, and what to do (`advice`, for the doctor alone). `name` stays the same while it lasts.
+
+    `patience` is in seconds.
+    """
 
     name: str
     subject: str
@@ -87,7 +91,8 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
         if process.silent_seconds > settings.alarm_silence
     ]
     if found.outbox.unpublished and not found.has_relay(settings.alarm_silence):
-        waiting = f"none is running; {found.outbox.unpublished:,} rows due for {max(found.outbox.oldest, 0.0):.0f} s"
+        oldest = max(found.outbox.oldest, 0.0)
+        waiting = f"none is running; {found.outbox.unpublished:,} rows are due, the oldest for {oldest:.0f} s"
         alarms.append(
             Alarm(
                 "no_relay", "relay", waiting, "start `idempotency relay`: it publishes them", settings.alarm_unconsumed
@@ -106,7 +111,7 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
             late = f"the oldest accepted operation has waited for {age:.0f} s; {_number(queue, 'accepted')} accepted"
             alarms.append(Alarm(f"accepted/{name}", f"queue {name}", late, "are its workers and the relay alive?"))
     if found.unknown_effects:
-        waiting = f"{found.unknown_effects} ended as effect_unknown and open, for a person to resolve"
+        waiting = f"{found.unknown_effects} ended as effect_unknown, still to be resolved by a person"
         alarms.append(Alarm("unknown_effects", "effects", waiting, "idempotency effects resolve, then replay"))
     return alarms
 

@@ -407,7 +407,8 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
                 )
             if record.status != "released" or row.reason != "unpublishable":
                 raise ReplayRefused(
-                    f"dead letter {letter}: the operation is {record.status}, not failed in this generation"
+                    f"dead letter {letter}: the operation is {record.status} in generation {record.generation}; "
+                    "only one that failed in the letter's generation can be replayed"
                 )
             opened = record.generation
     again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
@@ -425,7 +426,7 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
     if task is None:
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, and no task of this application can run it")
     if not isinstance(task, IdempotentTask):
-        raise ReplayRefused(f"dead letter {letter}: {task.name} is not an idempotent task, it could run twice")
+        raise ReplayRefused(f"dead letter {letter}: {task.name} is not an idempotent task; it could run twice")
     try:
         args, kwargs, _ = json.loads(message.body)
         arguments = keys.bind(task._signature, args, kwargs)

@@ -104,7 +104,7 @@ def check_call(what: str, function: Callable[..., Any], *args: Any, **kwargs: An
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        raise InvalidArguments(f"{what} cannot be called as it will be: {error}") from None
+        raise InvalidArguments(f"{what} cannot be called with these arguments: {error}") from None
     except ValueError:
         return
 
@@ -238,7 +238,7 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
     age = max(now - begun["begun_at"], 0.0)
     # A call may take as long as an attempt: its key must not expire on the way.
     if age > attempt.policy.provider_key_retention - attempt.runtime.settings.longest_run:
-        raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and the provider's key has expired")
+        raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and its key could expire during the call")
     if begun["ended_at"] is not None:
         _check_askable(call)
         # Repeating is pointless and it is too early to say no: ask again, each time after twice as long.

@@ -76,7 +76,7 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     if not seen["broker_answered"]:
         console.print("the broker does not answer: ready and consumers are unknown")
     if seen["outbox"]["due"] and not seen["relay_is_running"]:
-        waiting = f"{seen['outbox']['due']:,} rows due for {_age(seen['outbox']['oldest_due_seconds'])}"
+        waiting = f"{seen['outbox']['due']:,} rows are due, the oldest for {_age(seen['outbox']['oldest_due_seconds'])}"
         console.print(f"no relay is running, {waiting}: start `idempotency relay`", soft_wrap=True)
     if seen["processes"]:
         print_table(
@@ -122,7 +122,7 @@ def list_operations(
     status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     older_than: Annotated[
-        float | None, typer.Option(min=0, help="Only accepted or first claimed so many seconds ago.")
+        float | None, typer.Option(min=0, help="Only those accepted or first claimed more than this many seconds ago.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
     as_json: JsonOption = False,
@@ -166,7 +166,7 @@ def show_operation(
     if record is None:
         waiting = [row for row in shown["outbox"] if row["settled_at"] is None and row["status"] != "failed"]
         refused = [row for row in waiting if row["refusals"]]
-        console.print("accepted: it has not begun" if waiting else "no record: it has not begun, or is purged")
+        console.print("accepted: it has not begun" if waiting else "no record: it has not begun, or has been purged")
         if refused:
             last = max(refused, key=lambda row: row["refusals"])
             console.print(

@@ -243,7 +243,7 @@ def test_status_warns_of_due_rows_without_a_relay(run: Run, bank: Celery) -> Non
     with Runtime.of(bank).engine.begin() as connection:
         b.deposit.enqueue(connection, "a")
         connection.execute(text("UPDATE idempotency.outbox SET available_at = available_at - interval '90 s'"))
-    assert "no relay is running, 1 rows due for 1 min 3" in run("status").out
+    assert "no relay is running, 1 rows are due, the oldest for 1 min 3" in run("status").out
     document = run("status", "--json").document
     assert (document["relay_is_running"], document["outbox"]["due"]) == (False, 1)
     SignOfLife(bank, "relay").sign()

@@ -196,10 +196,10 @@ def test_rows_that_are_due_without_a_relay_are_an_alarm(
     assert now(bank) == []  # nothing to publish
     enqueue(connection, 3, seconds_ago=95, is_published=False)
     (warned,) = [finding for finding in doctor(bank) if finding.subject == "relay"]
-    assert (warned.level, warned.found) == (Level.WARNING, "none is running; 3 rows due for 95 s")
+    assert (warned.level, warned.found) == (Level.WARNING, "none is running; 3 rows are due, the oldest for 95 s")
     look(bank, connection)
     look(bank, connection, later=61)
-    assert any(line.startswith("bank: relay: none is running; 3 rows due for ") for line in sent)
+    assert any(line.startswith("bank: relay: none is running; 3 rows are due, the oldest for ") for line in sent)
     life = SignOfLife(bank, "relay")
     life.sign()
     assert "no_relay" not in now(bank)
@@ -234,7 +234,7 @@ def test_unknown_effects_are_an_alarm_until_their_letters_are_settled(
     assert look(bank, connection) == 0
     connection.execute(text(letter.format("effect_unknown")))
     assert look(bank, connection) == 1
-    assert sent == ["bank: effects: 1 ended as effect_unknown and open, for a person to resolve"]
+    assert sent == ["bank: effects: 1 ended as effect_unknown, still to be resolved by a person"]
     settle = "UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp()"
     connection.execute(text(settle))
     assert look(bank, connection) == 1
