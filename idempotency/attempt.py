@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DataError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from . import conclusions, dead_letters, effects, metrics, records, results
 from .conclusions import Concluded, OnFailed, PartBroken, Undo
@@ -232,8 +234,8 @@ class Attempt:
             if self.claim.effects.get(name, {}).get("state") == "begun":
                 try:
                     effects.ask(self, call)
-                except (LeaseLost, DBAPIError):
-                    raise
+                except (LeaseLost, DBAPIError, PoolTimeout, SoftTimeLimitExceeded):
+                    raise  # nobody was asked
                 except Exception as unanswered:
                     log.warning("reconcile_failed", effect=name, error=type(unanswered).__name__, **self._names())
 

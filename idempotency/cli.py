@@ -69,7 +69,7 @@ def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 
 @cli.command()
 def relay(app: AppOption = "tasks") -> None:
-    """Publish the outbox until stopped; also recovers what has lost its holder, and purges. Any number at once."""
+    """Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number."""
     celery = _app(app)
     celery.loader.import_default_modules()  # what is to be checked are its tasks
     unanswered = refuse_to_start(celery)

@@ -149,6 +149,14 @@ def reference(undo: Undo) -> str:
     return name
 
 
+def answers_for_effects(undo: Undo) -> bool:
+    """Whether an undo accepts `effects`, and so answers for what has happened after its step."""
+    try:
+        return "effects" in inspect.signature(undo).parameters
+    except ValueError:  # one of C's, without a signature
+        return False
+
+
 def _verdict(entries: Mapping[str, Entry], error: PermanentError) -> tuple[PermanentError, list[_Undo]]:
     """The error that the operation ends with, and the undos that it takes."""
     if opened := sorted(name for name, entry in entries.items() if entry["state"] == "begun"):
@@ -168,7 +176,7 @@ def _verdict(entries: Mapping[str, Entry], error: PermanentError) -> tuple[Perma
             function = _found(entry["undo"])
             if function is None:
                 return _unfinished(f"step {name!r}: its undo {entry['undo']} is gone"), []
-            answers = "effects" in inspect.signature(function).parameters
+            answers = answers_for_effects(function)
             if happened and not answers:
                 break
             undos.append(_Undo(name, function, results.from_text(entry["result"]), happened if answers else None))

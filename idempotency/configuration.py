@@ -30,7 +30,7 @@ _SETTING_RULES: tuple[tuple[str, Any, str], ...] = (
     ("task_create_missing_queues", False, "a misspelt name becomes a classic queue that nobody reads"),
     ("worker_prefetch_multiplier", 1, "messages wait behind a long task while other processes are idle"),
     ("worker_enable_prefetch_count_reduction", False, "it does nothing on a quorum queue"),
-    ("worker_deduplicate_successful_tasks", False, "it reads as protection and is none"),
+    ("worker_deduplicate_successful_tasks", False, "it looks like protection and gives none"),
 )
 
 _QUEUE_RULES: tuple[tuple[str, str, str], ...] = (
@@ -91,7 +91,7 @@ def check(app: Celery, given: Settings | None) -> list[Finding]:
             warning(
                 "broker",
                 "not RabbitMQ: no delivery limit, no dead-letter queue and no confirms",
-                "for trying out; a killed worker's message comes back only after the visibility time-out",
+                "enough to try things out; a killed worker's message comes back only after the visibility time-out",
             )
         )
     return findings
@@ -195,7 +195,7 @@ def _queues(app: Celery, tasks: list[IdempotentTask], given: Settings | None) ->
             refusal(
                 "broker_transport_options",
                 "confirm_publish off, need True",
-                "a message that the broker did not take would be lost in silence",
+                "a message that the broker did not take would be lost silently",
             )
         )
     used: dict[str, list[IdempotentTask]] = {}

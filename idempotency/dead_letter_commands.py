@@ -242,7 +242,7 @@ def add_operator(
     if as_json:
         print_json({"name": name, "role": role.value, "days": days, "token": token})
     else:
-        errors.print(f"{name} is {role.value} for {days} days; the token is shown this once:")
+        errors.print(f"{name} is {role.value} for {days} days; the token is shown only once:")
         print(token)  # noqa: T201
 
 
@@ -260,7 +260,7 @@ def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> Non
 
 @people.command("remove")
 def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """Remove a person; their token is worth nothing any more. Only an admin may: IDEMPOTENCY_TOKEN."""
+    """Remove a person; their token stops working. Only an admin may: IDEMPOTENCY_TOKEN."""
     runtime = Runtime.of(application(app))
     actor = _admin(runtime, "operators remove")
     with runtime.engine.begin() as connection:

@@ -80,8 +80,8 @@ HELD_LIMIT = 2_000
 PARKED_TRIES = 20
 # Beyond so many unacknowledged letters no new ones are taken; the broker keeps an entry for each.
 PARKED_LIMIT = 100_000
-# How often a letter's `on_failed` may fail for lack of a lock, or end its process, and how often the handling of a letter
-# may fail for a reason that is not known here: with the pauses above, five minutes.
+# How often a letter's `on_failed` may fail for lack of a lock, or end its process, and how often the handling of a
+# letter may fail for a reason that is not known here: with the pauses above, five minutes.
 ON_FAILED_TRIES = 8
 # What no worker took comes back after so many seconds, doubling up to the second number: within a minute of a deploy.
 PUT_BACK_PAUSE = 1.0
@@ -163,7 +163,7 @@ class DeadLetterConsumer:
         self.close()
 
     def run_once(self, *, limit: int = BATCH) -> int:
-        """Take messages until the queues are empty or `PASS` is over; returns how many.
+        """Take messages until the queues are empty or `PASS` is over; returns how many, those held for later included.
 
         Brokers other than AMQP keep no dead letters. A letter that cannot be stored now keeps none of the others
         waiting: it stays unacknowledged until its next try.
@@ -252,7 +252,10 @@ class DeadLetterConsumer:
 
 
 def consume_once(app: Celery) -> int:
-    """Store what the dead-letter queues hold, until they are empty; returns how many messages."""
+    """Go through the dead-letter queues until they are empty; returns how many messages were taken.
+
+    What could not be stored now is back in its queue afterwards, and counted too.
+    """
     consumer, total = DeadLetterConsumer(app), 0
     try:
         while taken := consumer.run_once():

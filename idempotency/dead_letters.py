@@ -110,6 +110,7 @@ _SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
 _OPEN_LETTER = """
 SELECT max(id) FROM idempotency.dead_letters
 WHERE (tenant, operation, key) = (%(tenant)s, %(operation)s, %(key)s) AND status = 'open'
+  AND reason <> 'fingerprint_mismatch' -- another request's: no replay of it brings this operation on
 """
 
 _MARK_REPLAYED = """
@@ -409,7 +410,8 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
                 )
             if record.status != "released" or row.reason not in NOT_AN_END:
                 raise ReplayRefused(
-                    f"dead letter {letter}: the operation is {record.status}, not failed in this generation"
+                    f"dead letter {letter}: the operation is {record.status} in generation {record.generation}; "
+                    "only one that failed in the letter's generation can be replayed"
                 )
             opened = record.generation
     again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
@@ -427,7 +429,7 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
     if task is None:
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, and no task of this application can run it")
     if not isinstance(task, IdempotentTask):
-        raise ReplayRefused(f"dead letter {letter}: {task.name} is not an idempotent task, it could run twice")
+        raise ReplayRefused(f"dead letter {letter}: {task.name} is not an idempotent task; it could run twice")
     try:
         args, kwargs, _ = json.loads(message.body)
         arguments = keys.bind(task._signature, args, kwargs)

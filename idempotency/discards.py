@@ -134,7 +134,7 @@ def add_operator(connection: Connection, change: Change, name: str, role: Role, 
 
 
 def remove_operator(connection: Connection, change: Change, name: str) -> None:
-    """Remove a person; their token is worth nothing any more. Raises `OperationNotFound`."""
+    """Remove a person; their token stops working. Raises `OperationNotFound`."""
     if connection.exec_driver_sql(_REMOVE, {"name": name}).one_or_none() is None:
         raise OperationNotFound(f"operator {name!r}: not found")
     operators.audit(connection, change, "operator_removed", None, None, details={"name": name})

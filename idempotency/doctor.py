@@ -161,7 +161,7 @@ def _database(connection: Connection) -> list[Finding]:
         advice = "a failover can lose what was committed; set synchronous_standby_names"
         findings.append(warning("database", f"{row.standbys} standbys, none synchronous", advice))
     if row.isolation != "read committed":
-        advice = "under a higher level each counted duplicate would fail the finish"
+        advice = "under a higher level an attempt could not finish once a duplicate was counted"
         found = f"{row.isolation}, need read committed"
         findings.append(refusal("database default_transaction_isolation", found, advice))
     if row.read_only:
@@ -175,9 +175,11 @@ def _database(connection: Connection) -> list[Finding]:
 def _tables(connection: Connection) -> list[Finding]:
     """Whether the tables are of this version, and whether this role may use them."""
     rights = [
-        warning(f"database rights on {row.name}", f"no {row.missing}", "needed by the commands for people")
+        warning(f"database rights on {row.name}", f"no {row.missing}", "only operators' commands need it")
         if row.for_people
-        else refusal(f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait; grant it")
+        else refusal(
+            f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
+        )
         for row in connection.execute(
             _RIGHTS, {"schema": schema.SCHEMA, "version": schema.VERSION_TABLE, "for_people": list(FOR_PEOPLE)}
         )
@@ -215,7 +217,7 @@ def _our_connections(given: Settings) -> list[Finding]:
         if not _tcp_user_timeout(driver.pgconn.socket):
             findings.append(
                 warning(
-                    "database TCP_USER_TIMEOUT", "0 on our connections", "a server that vanished is missed for long"
+                    "database TCP_USER_TIMEOUT", "0 on our connections", "a server that has vanished is noticed late"
                 )
             )
         if shown.backend == driver.info.backend_pid:
@@ -224,7 +226,9 @@ def _our_connections(given: Settings) -> list[Finding]:
         for _ in range(POOLER_TRIES):
             with engine.connect() as other:
                 if other.execute(_OURS).one().backend == shown.backend:
-                    advice = "slower, as nothing stays prepared, and without our time-outs; point at Postgres itself"
+                    advice = (
+                        "slower: nothing stays prepared, and our time-outs do not arrive; connect to Postgres itself"
+                    )
                     return [
                         *findings,
                         warning("database pooler", "in transaction mode, better in session mode", advice),
@@ -252,7 +256,9 @@ def _redis(url: SecretStr) -> list[Finding]:
     findings = []
     version, role, policy = info["redis_version"], info["role"], info.get("maxmemory_policy", "unknown")
     if int(version.partition(".")[0]) < OLDEST_REDIS:
-        findings.append(warning("redis", f"version {version}, need at least {OLDEST_REDIS}", "its leases are not kept"))
+        findings.append(
+            warning("redis", f"version {version}, need at least {OLDEST_REDIS}", "leases are marked with SET … KEEPTTL")
+        )
     if role != "master":
         findings.append(warning("redis", f"role {role}, need master", "every lease is refused; point at the primary"))
     if policy != "noeviction":

@@ -110,7 +110,7 @@ def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs:
         # not that of the function which a decorator has wrapped: the decorator may call it otherwise
         inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError as error:
-        raise InvalidArguments(f"{what} cannot be called as it will be: {error}") from None
+        raise InvalidArguments(f"{what} cannot be called with these arguments: {error}") from None
     except ValueError:
         return
 
@@ -210,7 +210,7 @@ def step(
 
 
 def _undo_named(name: str, undo: conclusions.Undo) -> str:
-    if "effects" in inspect.signature(undo).parameters:
+    if conclusions.answers_for_effects(undo):
         check_call(f"step {name!r}: undo", undo, None, None, effects={})
     else:
         check_call(f"step {name!r}: undo", undo, None, None)
@@ -235,6 +235,13 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
             return Happened(_record(attempt, call.name, result))
         case DidNotHappen():
             _change(attempt, call.name, {"state": "not_happened"} | ({} if after is None else _refused(attempt, after)))
+        case StillUnknown():
+            pass
+        case _:  # a forgotten return must not pass for an answer
+            raise TypeError(
+                f"effect {call.name!r}: reconcile must return Happened, DidNotHappen() or StillUnknown, "
+                f"got {type(answer).__name__}"
+            )
     return answer
 
 
@@ -246,7 +253,7 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
     age = max(now - begun["begun_at"], 0.0)
     # A call may take as long as an attempt: its key must not expire on the way.
     if age > attempt.policy.provider_key_retention - attempt.runtime.settings.longest_run:
-        raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and the provider's key has expired")
+        raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and its key could expire during the call")
     if begun["ended_at"] is not None:
         _check_askable(call)
         # Repeating is pointless and it is too early to say no: ask again, each time after twice as long.

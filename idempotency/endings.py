@@ -118,5 +118,5 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
     if isinstance(error, Retry) and isinstance(error.when, int | float):
         return Release(min(float(error.when), MAX_DELAY), cause, error)
     # full jitter: a burst that failed together does not come back together
-    delay = random.uniform(0.0, min(settings.retry_cap, settings.retry_base * 2 ** (attempts - 1)))
+    delay = random.uniform(0.0, min(settings.retry_cap, settings.retry_base * 2.0 ** min(attempts - 1, 60)))
     return Release(delay, cause, Retry(exc=cause, when=delay))

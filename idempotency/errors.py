@@ -1,4 +1,6 @@
-"""Every error of the library, and what each one means for the message.
+"""Every error that a task or its caller meets, and what each one means for the message.
+
+Those of commands (`ChangeRefused`, `ReplayRefused`, `DiscardRefused` …) stand beside what raises them.
 
     IdempotencyError
     ├── SettingsError               the configuration cannot keep the promise: nothing starts
@@ -13,7 +15,7 @@
     │   ├── EffectUnknown           an effect was begun and its outcome is not known: a person decides
     │   ├── Unfinished              an effect has happened and the operation cannot finish: a person decides
     │   ├── StoredRefusal           a refusal that the provider keeps under the idempotency key
-    │   ├── InvalidResult           not JSON, or over the limit
+    │   ├── InvalidResult           not JSON, over the limit, or not what `effect_types` says
     │   ├── OpenTransaction         a call outside while the session has a transaction open
     │   ├── SessionNotYours         commit() on the attempt's session
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
@@ -22,7 +24,7 @@
     ├── LeaseLost                   this attempt is no longer the holder: it must stop
     ├── OutcomeInDoubt              a COMMIT whose reply was lost: the operation is claimed again
     ├── FingerprintMismatch         this key was used with other arguments: nothing ran
-    ├── OperationBusy               another attempt holds the operation (eager calls, on_busy="raise")
+    ├── OperationBusy               another attempt holds the operation (eager calls); not ended in time (Handle)
     ├── OperationFailed             a duplicate of an operation that has failed
     ├── OperationNotFound
     └── UnknownVersion              made by newer code: left to processes that know it
@@ -38,7 +40,7 @@ CODE_LIMIT = 255
 
 
 class IdempotencyError(Exception):
-    """Base of everything this library raises."""
+    """Base of every error that this library raises for its users to catch."""
 
 
 class SettingsError(IdempotencyError):
@@ -125,7 +127,7 @@ class StoredRefusal(PermanentError):
 
 
 class InvalidResult(PermanentError):
-    """The result is not JSON, or larger than `result_limit` bytes; nothing was committed."""
+    """The result is not JSON, is over `result_limit` bytes, or is not what `effect_types` says; it was not stored."""
 
     default_code = "invalid_result"
 
@@ -151,7 +153,8 @@ class UnsupportedControl(PermanentError):
 class Defer(IdempotencyError):
     """Raise it when it is not the operation's fault: the next attempt comes after `seconds`, and none is used.
 
-    Bounded by `defer_budget` from the first claim since the operation was accepted or replayed; after that it counts as an ordinary error.
+    Bounded by `defer_budget` from the first claim since the operation was accepted or replayed; after that it counts as
+    an ordinary error.
     """
 
     def __init__(self, seconds: float, reason: str) -> None:
@@ -167,7 +170,7 @@ class StoredFailure(IdempotencyError):
     """Raise it from an effect when the provider replays a stored failure under this idempotency key.
 
     Calling again under the same key can never succeed (Stripe keeps the first answer of a key, 500s included),
-    so the effect moves to its next key once `reconcile` has proven that nothing happened.
+    so the effect moves to its next key once `reconcile` or a person has said that nothing happened.
     """
 
 
@@ -184,7 +187,7 @@ class FingerprintMismatch(IdempotencyError):
 
 
 class OperationBusy(IdempotencyError):
-    """Another attempt holds this operation now."""
+    """Another attempt holds this operation now; from a `Handle`: it has not ended in the time given."""
 
 
 class OperationFailed(IdempotencyError):
@@ -199,7 +202,7 @@ class OperationFailed(IdempotencyError):
 
 
 class OperationNotFound(IdempotencyError):
-    """No operation has this key (or none that this tenant may see)."""
+    """There is no operation with this key, or no dead letter or operator of this number or name."""
 
 
 class UnknownVersion(IdempotencyError):

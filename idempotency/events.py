@@ -97,10 +97,10 @@ def publish(
 ) -> str:
     """Tell every subscribed consumer about an event; leaves with the caller's commit. Returns the event's id.
 
-    Events of one `ordering_key` are published in commit order, per consumer; one that cannot be published holds back its
-    key until a person replays or discards it. `exchange` names a topic exchange that gets the event too, for consumers outside: at least once, in
-    CloudEvents' binary mode, routing key = event type. Raises `InvalidKey` and `InvalidArguments`; then nothing was
-    written.
+    Events of one `ordering_key` are published in commit order, per consumer; one that cannot be published holds back
+    its key until a person replays or discards it. `exchange` names a topic exchange that gets the event too, for
+    consumers outside: at least once, in CloudEvents' binary mode, with the event type as routing key. Raises
+    `InvalidKey` and `InvalidArguments`; then nothing was written.
     """
     application = app or current_app._get_current_object()
     keys.check_key(event_type, field="event_type")

@@ -231,7 +231,7 @@ class Heartbeat:
                 log.exception("heartbeat_failed")
 
     def run_once(self) -> None:
-        """Renew once what is held for longer than an interval's beginning, and mark what is lost."""
+        """Renew everything that is held, once, and mark what is lost."""
         with self._lock:
             holdings = list(self._holdings.values())
         now = time.monotonic()

@@ -1,8 +1,8 @@
 """Recover what has lost its holder, purge what is past its time.
 
-Both are safe to run anywhere, any number at once: every row is taken with SKIP LOCKED and changed only if it still
-is what was seen. Beat schedules them and the relay runs them too, because recovery must not depend on the broker
-it recovers from. A row that Postgres refuses to change stops neither (`sweeps.py`).
+Both are safe to run anywhere, any number at once: every row is taken with SKIP LOCKED and changed only if it still is
+what was seen. The relay runs them, because recovery must not depend on the broker it recovers from; beat may, too. A
+row that Postgres refuses to change stops neither (`sweeps.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if directory := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
     # prometheus-client opens its files as soon as a counter is made, and does not make the directory
     Path(directory).mkdir(parents=True, exist_ok=True)
 
-claims = Counter("idempotency_claims", "Attempts begun", ["operation"])
+claims = Counter("idempotency_claims", "Claims granted; after a doubt an attempt claims again", ["operation"])
 takeovers = Counter(
     "idempotency_takeovers",
     "Claims of a started operation whose holder's lease was over. What recovery released first is claimed as any released "
@@ -51,7 +51,7 @@ resent = Counter("idempotency_outbox_resent", "Operations sent again because the
 alerts = Counter("idempotency_alerts", "Alerts about dead letters, and alarms", ["service", "reason"])
 alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts that their receiver did not take")
 redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
-attempt_seconds = Histogram("idempotency_attempt_seconds", "From claim to commit", ["operation"])
+attempt_seconds = Histogram("idempotency_attempt_seconds", "From a claim to the end of its attempt", ["operation"])
 phase_seconds = Histogram(
     "idempotency_phase_seconds",
     "Time of a delivery in each phase: claim, body, commit",

@@ -141,7 +141,7 @@ def read(connection: Connection, id: OperationId) -> Shown:
     if row is not None:
         return Shown(id, row.status, row.fence)
     if connection.exec_driver_sql(_ACCEPTED, _names(id)).one_or_none() is None:
-        raise OperationNotFound(f"{id.operation} {id.key}: has no record any more")
+        raise OperationNotFound(f"{id.operation} {id.key}: has neither a record nor a message that waits")
     return Shown(id, "accepted", None)
 
 
@@ -384,7 +384,7 @@ def _locked(
         raise ChangeRefused(f"{_called(id)}: is {status}; can only {verb} what is {wanted}")
     row = records.read_locked(connection, id)
     if row is None:
-        raise ChangeRefused(f"{_called(id)}: was {status} and has been purged meanwhile")
+        raise ChangeRefused(f"{_called(id)}: was {status} and has since been purged")
     expected = shown.fence if fence is None else fence
     if row.status != status or (expected is not None and row.fence != expected):
         raise ChangeRefused(f"{_called(id)}: was {shown.status} when shown and is {row.status} now; look again")
@@ -395,10 +395,10 @@ def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -
     """Give an operation that is only in the outbox its record, under the fingerprint that its deliveries have."""
     # A replay and an attempt that was given back count from 0 again: the claim alone does not tell them from new.
     if records.read_locked(connection, id) is not None:
-        raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun meanwhile; look again")
+        raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun since; look again")
     sent = connection.exec_driver_sql(_ACCEPTED, _names(id)).one_or_none()
     if sent is None:
-        raise ChangeRefused(f"{_called(id)}: has been purged meanwhile")
+        raise ChangeRefused(f"{_called(id)}: has since been purged")
     answer = records.claim(
         connection,
         id,
@@ -410,7 +410,7 @@ def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -
         queue=sent.queue,
     )
     if not isinstance(answer, Claimed) or not answer.first_claim:
-        raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun meanwhile; look again")
+        raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun since; look again")
     records.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
 
 

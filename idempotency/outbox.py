@@ -55,9 +55,9 @@ def insert(
 ) -> str:
     """Write the row in the caller's transaction; it leaves with its commit. Returns the event id.
 
-    Due at `eta`, and not before `countdown` seconds. Rows of one operation and `ordering_key` are published in the order of their commits: the database gives each its
-    place while it commits. With `settled` there is no operation whose end to wait for; the row is done once published.
-    Raises `InvalidArguments` for a session that is none.
+    Due at `eta`, and not before `countdown` seconds. Rows of one operation and `ordering_key` are published in the
+    order of their commits: the database gives each its place while it commits. With `settled` there is no operation
+    whose end to wait for; the row is done once published. Raises `InvalidArguments` for a session that is none.
     """
     if not hasattr(session, "connection"):
         got = type(session).__name__  # a sessionmaker, most often

@@ -104,9 +104,10 @@ SELECT clock_timestamp() - make_interval(secs => %(after)s) AS overdue,
        ) marked HAVING count(*) = %(classes)s) AS marked
 """
 
-# `taken`: answered by a record, a newer row of the operation or its own dead letter, and so not looked for again, until
-# a discard gives the rows of the operation back. `started` is recover's business; a released operation that is due has
-# its next delivery in the newest row of its newest generation.
+# `taken` (of a row; `taken_at` of a marker is another thing): answered by a started record, a newer row of the
+# operation or its own dead letter, and so not looked for again, until a discard gives the rows of the operation back.
+# `started` is recover's business; a released operation that is due has its next delivery in the newest row of its
+# newest generation.
 LOOK = Sweep(
     "reconcile",
     table="outbox",

@@ -6,10 +6,11 @@
               recover  ▼  │                    │ replay
                       released ◀───────────────┘
 
-Whoever changes a record after the claim proves that it is still the holder: status, fence and token are in every
-WHERE. The token is there because a sequence can hand a fence out twice after a crash or a restore. Zero rows means
-"not yours any more", never "probably fine". All times are the database's `clock_timestamp()`; `now()` is the start
-of the transaction, and a claim that waited for a lock would write a lease that is already over.
+With each change a holder proves that it still is the holder: status, fence and token are in the WHERE. People and
+sweeps change what they have locked, or what still has the fence that they were shown. The token is there because a
+sequence can hand a fence out twice after a crash or a restore. Zero rows means "not yours any more", never "probably
+fine". All times are the database's `clock_timestamp()`; `now()` is the start of the transaction, and a claim that
+waited for a lock would write a lease that is already over.
 """
 
 from __future__ import annotations

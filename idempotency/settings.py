@@ -79,7 +79,7 @@ class Settings(BaseModel):
     # How long after its publish an operation without a trace may be sent again; doubles each time, up to an hour.
     # Only what its queue lacks is sent, so this is about patience, not about load.
     resend_after: float = Field(60.0, gt=0)
-    # How long a duplicate with on_busy="wait" stays attached to the running attempt.
+    # For about how long a duplicate with on_busy="wait" keeps coming back for the result.
     wait: float = Field(30.0, ge=0)
 
     # How long a message that no worker took, without a visible defect, comes back before its operation ends: longer
@@ -108,7 +108,7 @@ class Settings(BaseModel):
     # Redis may save a round trip; it may not cost more than this when it hangs.
     redis_timeout: float = Field(0.1, gt=0)
     redis_pause: float = Field(5.0, ge=0)
-    # Connections of the attempts' pool per process; the heartbeat has its own.
+    # Connections kept per process for bodies, and as many for claims; each pool may double. The heartbeat has its own.
     pool_size: int = Field(10, ge=1)
 
     # Names this application in dead letters, alerts and reports. Default: the Celery application's name.
@@ -121,7 +121,7 @@ class Settings(BaseModel):
     alert_open_letters: int = Field(100, ge=1)
     # How often a worker, a relay or a beat writes its sign of life: one small row each, by a thread of its own.
     sign_of_life: float = Field(10.0, gt=0)
-    # A process that has been silent for longer is an alarm. Two signs may fail: Postgres restarts, a host swaps.
+    # A process that is silent for longer is an alarm. Two signs at least may fail: Postgres restarts, a host swaps.
     alarm_silence: float = Field(60.0, gt=0)
     # How long a process that has fallen silent is remembered: a working day and its night.
     retention_processes: float = Field(DAY, gt=0)

@@ -62,7 +62,8 @@ class Sweep:
     columns: str
     due: str
     order: str
-    # What follows "WITH due AS (...)"; returns one row: how many were handled.
+    # What follows "WITH due AS (...)". For `run` it returns one row: how many were handled. Empty where Python handles
+    # the rows (`find`, `one_by_one`).
     then: str
     # One row, found by index, and the text under which it is set aside.
     one: str

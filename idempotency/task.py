@@ -107,7 +107,8 @@ class IdempotentTask(Task):
     permanent_errors exception types that end the operation at once
     provider        what the provider of its effects promises about idempotency keys (`idempotency.providers`)
     effect_types    what its effects return, by name (any type pydantic checks): a person's word is held against it
-    on_busy         what a duplicate of a running operation does: "ack" (default), "wait", or "raise" (eager calls)
+    on_busy         what a duplicate does in a worker while the operation runs: "ack" (default; "raise" means the same)
+                    or "wait"; an eager call raises `OperationBusy` whatever this says
     max_attempts, retention_completed, retention_failed   override the settings; retentions in seconds
     """
 
@@ -592,7 +593,8 @@ class IdempotentTask(Task):
         """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
 
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
-        priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option of its name.
+        priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
+        of its name.
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments` at once; then nothing was written.
         """
         parameters = self._signature.parameters

@@ -322,7 +322,7 @@ def _says(found: dict[str, Any], name: str, value: str) -> bool:
 def _settle(
     found: Iterable[dict[str, Any]], *, done: frozenset[str], nothing: frozenset[str], ended: bool, lag: float = 0.0
 ) -> Outcome:
-    """What was found says about the effect. `lag`: seconds for which a search may still not see it."""
+    """What the things found say about the effect. `lag`: seconds for which a search may still not see it."""
     undecided = False
     for thing in found:
         if thing["status"] in done:

@@ -822,8 +822,8 @@ REPLAYS = {
     "31-unknown": ("unknown", OperationNotFound, "dead letter 999999: not found"),
     "31-already-replayed": ("replayed", ReplayRefused, "dead letter 1: already replayed"),
     "31-discarded": ("discarded", ReplayRefused, "dead letter 1: already discarded"),
-    "31-running": ("started", ReplayRefused, "dead letter 1: the operation is started, not failed in this generation"),
-    "31-completed": ("completed", ReplayRefused, "dead letter 1: the operation is completed, not failed in this"),
+    "31-running": ("started", ReplayRefused, "dead letter 1: the operation is started in generation 1; only one"),
+    "31-completed": ("completed", ReplayRefused, "dead letter 1: the operation is completed in generation 1; only one"),
 }
 
 

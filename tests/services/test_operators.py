@@ -221,7 +221,7 @@ def test_an_accepted_operation_that_has_begun_meanwhile_is_not_cancelled(
     shown = read(connection, operation(b.deposit))
     deliver_row(deliveries, b.deposit, op.outbox(connection)[0])
     before = state(connection)
-    with pytest.raises(ChangeRefused, match="has begun meanwhile"):
+    with pytest.raises(ChangeRefused, match="has begun since"):
         cancel(bank, shown, ANN)
     assert (state(connection), entries("a")) == (before, 1)
 
