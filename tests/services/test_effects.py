@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -330,3 +331,19 @@ def test_the_clock_of_this_process_plays_no_part(bank, deliveries, outside, engi
     monkeypatch.setattr(time, "time", lambda: real() + 2 * 86400)
     age(engine, "k")
     assert deliveries.deliver(task, key="k").state == "SUCCESS"
+
+
+@pytest.mark.parametrize("answer", [None, True, DidNotHappen])
+def test_an_answer_of_reconcile_that_is_none_is_an_ordinary_error(bank, deliveries, engine, record, answer):
+    calls = []
+
+    def lost(*, idempotency_key):
+        calls.append(idempotency_key)
+        raise ConnectionError
+
+    task = make_task(bank, lambda self: self.effect("call", lost, reconcile=lambda doubt: answer))
+    deliveries.deliver(task, key="k")
+    age(engine, "k")
+    assert deliveries.deliver(task, key="k", origin="retry").state == "RETRY"
+    assert (record("k").effects["call"]["state"], len(calls)) == ("begun", 1)
+    assert "reconcile must return" in record("k").error
