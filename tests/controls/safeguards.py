@@ -69,19 +69,13 @@ def confirm(removal: Removal) -> None:
 
 def mandatory(removal: Removal) -> None:
     """The broker may drop what it cannot route: it is not asked to send it back."""
-    send = publisher.Publisher._send
+    put_together = publisher.Publisher._put_together
 
-    class Optional:
-        def __init__(self, channel: Any) -> None:
-            self._channel = channel
+    def without(self: Any, channel: Any, message: Any) -> tuple[Any, dict[str, Any]]:
+        prepared, options = put_together(self, channel, message)
+        return prepared, options | {"mandatory": False}
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._channel, name)
-
-        def basic_publish(self, *args: Any, **options: Any) -> Any:
-            return self._channel.basic_publish(*args, **(options | {"mandatory": False}))
-
-    removal.set(publisher.Publisher, "_send", lambda self, channel, message: send(self, Optional(channel), message))
+    removal.set(publisher.Publisher, "_put_together", without)
 
 
 def select_by_state(removal: Removal) -> None:
