@@ -73,7 +73,7 @@ class PermanentError(IdempotencyError):
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message, code)
         self.message = message
-        self.code = code  # type: ignore[assignment]  # None: the default
+        self.code = code or self.default_code
 
     def __setattr__(self, name: str, value: object) -> None:
         # Both are stored, whatever they are made from: Postgres takes no NUL, and no half of a surrogate pair.
