@@ -330,7 +330,9 @@ def _refusal(attempt: Attempt, entry: Mapping[str, Any]) -> PermanentError | Non
 
 def _attributes(error: PermanentError) -> str | None:
     """What the application keeps on its own error, as JSON; None where that is none, or too long to be kept."""
-    own = {name: value for name, value in vars(error).items() if name not in ("message", "code", "__notes__")}
+    # the message as it was given: what `str()` makes of it, it makes again
+    own = {name: value for name, value in vars(error).items() if name not in ("code", "__notes__")}
+    own["message"] = error.message[:ERROR_LIMIT]
     try:
         return results.to_text(own, limit=ATTRIBUTES_LIMIT)
     except InvalidResult:

@@ -78,8 +78,10 @@ class PermanentError(IdempotencyError):
 
     def __setattr__(self, name: str, value: object) -> None:
         # Both are stored, whatever they are made from: Postgres takes no NUL, and no half of a surrogate pair.
-        if name in ("message", "code"):
-            value = _storable(value)[: CODE_LIMIT if name == "code" else None]
+        if name == "message":
+            value = _storable(value)
+        elif name == "code":
+            value = _storable(value or self.default_code)[:CODE_LIMIT]
         super().__setattr__(name, value)
 
     def __str__(self) -> str:

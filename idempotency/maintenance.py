@@ -128,15 +128,16 @@ SELECT (SELECT count(*) FROM purged)""",
 )
 
 # Settled rows whose operation has ended or has no record: duplicates of what is asked for again and again, events for
-# consumers outside, what a person discarded, what could never be published. One that stays is looked at again after
-# another retention.
+# consumers outside, what a person discarded, what could never be published. One that was published late, and may still
+# be delivered, keeps its record. One that stays is looked at again after another retention.
 ROWS = Sweep(
     "purge_rows",
     table="outbox",
     columns="""r.id, coalesce(
         (SELECT true FROM idempotency.records p
          WHERE p.tenant = r.tenant AND p.operation = r.operation AND p.key = r.key
-           AND p.status NOT IN ('completed', 'failed') LIMIT 1),
+           AND (p.status NOT IN ('completed', 'failed')
+                OR r.published_at > clock_timestamp() - make_interval(secs => %(horizon)s)) LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open' LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d
          WHERE d.tenant = r.tenant AND d.operation = r.operation AND d.key = r.key AND d.status = 'open' LIMIT 1),
@@ -297,7 +298,8 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
             ("published", settings.retention_completed),
             ("failed", settings.retention_failed),
         ):
-            deleted, more_rows = sweeps.run(connection, ROWS, {"status": status, "retention": retention}, limit=limit)
+            bounds = {"status": status, "retention": retention, "horizon": settings.redelivery_horizon}
+            deleted, more_rows = sweeps.run(connection, ROWS, bounds, limit=limit)
             more, rows = more or more_rows, rows + deleted
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
         connection.exec_driver_sql(_FORGET_ALERTS, {"retention": alerts_kept})

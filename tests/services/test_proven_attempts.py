@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -95,22 +97,59 @@ def test_a_refusal_that_a_body_handles_is_handled_in_its_next_attempt(
     assert (record("k").status, told, len(set(second_card.keys))) == ("completed", [], 1)
 
 
-def test_a_refusal_of_a_class_that_cannot_be_found_keeps_its_code(
-    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
-) -> None:
+class Slotted(StoredRefusal):
+    """Keeps what it prints where it is not looked for."""
+
+    __slots__ = ("advice",)
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code)
+        self.advice = "try another one"
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.advice})"
+
+
+class Opaque(StoredRefusal):
+    """Keeps what is no JSON."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code)
+        self.response = object()
+
+
+class Particular(StoredRefusal):
+    """Cannot be made from a message and a code."""
+
+    def __new__(cls, *args: object, **card: str) -> Particular:
+        return super().__new__(cls, *args) if card else int("no card")  # type: ignore[return-value]
+
+    def __init__(self, message: str, code: str, **card: str) -> None:
+        super().__init__(message, code)
+
+
+def local() -> type[StoredRefusal]:
     class Local(StoredRefusal):
         pass
 
-    runs: list[str] = []
+    return Local
+
+
+@pytest.mark.parametrize("kind", [local(), Slotted, Opaque, functools.partial(Particular, card="first")])
+def test_a_refusal_that_cannot_be_made_again_keeps_its_code_and_message(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, kind: Callable[..., StoredRefusal]
+) -> None:
+    refusal = kind("the card was declined", "card_declined")
+    runs: list[type] = []
 
     def charge(*, idempotency_key: str) -> str:
-        raise Local("the card was declined", "card_declined")
+        raise refusal
 
     def body(self: Any) -> None:
         try:
             self.effect("call", charge)
-        except StoredRefusal as refusal:
-            runs.append(type(refusal).__name__)
+        except StoredRefusal as refused:
+            runs.append(type(refused))
             if len(runs) == 1:
                 raise ValueError("a deadlock, say") from None
             raise
@@ -118,8 +157,64 @@ def test_a_refusal_of_a_class_that_cannot_be_found_keeps_its_code(
     task = make_task(bank, body)
     deliveries.deliver(task, key="k")
     age(engine, "k")
-    deliveries.deliver(task, key="k", origin="retry")
-    assert (runs, code(record("k"))) == (["Local", "StoredRefusal"], ("card_declined", None))
+    assert deliveries.deliver(task, key="k", origin="retry").state == "FAILURE"
+    assert (runs, code(record("k"))) == ([type(refusal), StoredRefusal], ("card_declined", None))
+    assert json.loads(record("k").error)["message"] == str(refusal)
+
+
+class Explained(StoredRefusal):
+    """The application's own, with what it prints and what its handler reads."""
+
+    def __init__(self, message: str, advice: dict[str, str]) -> None:
+        super().__init__(message, "card_declined")
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.message} (use {self.advice['card']})"
+
+
+def test_a_refusal_comes_back_with_the_attributes_its_handler_reads(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    second, said = Provider(lost(), lost()), []
+
+    def first(*, idempotency_key: str) -> str:
+        raise Explained("the card was declined", {"card": "second"})
+
+    def body(self: Any) -> Any:
+        try:
+            return self.effect("first", first)
+        except Explained as refused:
+            said.append(str(refused))
+            return self.effect(f"instead with {refused.advice['card']}", second)
+
+    task = make_task(bank, body, max_attempts=3)
+    for _ in range(3):
+        outcome = deliveries.deliver(task, key="k", origin="retry")
+        age(engine, "k")
+    assert (outcome.value, len(set(second.keys)), record("k").status) == ({"charge": "ch_1"}, 1, "completed")
+    assert said == ["the card was declined (use second)"] * 3
+
+
+class Coded(PermanentError):
+    """As gateways' errors are often written: the code is the provider's, set after the base class has had its turn."""
+
+    def __init__(self, message: str, code: Any) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"), [(None, "permanent_error"), ("declined\0", "declined\ufffd"), (402, "402")]
+)
+def test_a_code_set_after_the_constructor_ends_its_operation(
+    bank: Celery, deliveries: Deliveries, record: Record, value: Any, stored: str
+) -> None:
+    def body(self: Any) -> None:
+        raise Coded("the card was declined", value)
+
+    assert deliveries.deliver(make_task(bank, body, on_failed=on_failed), key="k").state == "FAILURE"
+    assert (code(record("k")), record("k").attempts, told) == ((stored, None), 1, [stored])
 
 
 @pytest.mark.parametrize("value", ["declined\0", "declined\ud800", 402], ids=["NUL", "half a pair", "a number"])
@@ -233,8 +328,9 @@ def test_retries_used_up_get_a_last_look_like_attempts(
     assert (outcome.value, record("k").status, told) == ({"charge": "ch_1"}, "completed", [])
 
 
+@pytest.mark.parametrize("options", [{}, {"autoretry_for": (Exception,), "retry_backoff": False}], ids=str)
 def test_a_lock_that_somebody_holds_uses_no_attempt(
-    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, options: dict[str, Any]
 ) -> None:
     """A frozen attempt keeps the locks of its transaction for several leases."""
 
@@ -243,7 +339,7 @@ def test_a_lock_that_somebody_holds_uses_no_attempt(
         self.session.execute(text("SELECT * FROM entries WHERE account = 'payment' FOR UPDATE"))
         return "paid"
 
-    task = make_task(bank, body, max_attempts=2)
+    task = make_task(bank, body, max_attempts=2, **options)
     with engine.connect() as frozen:
         frozen.execute(text("INSERT INTO entries (account, amount) VALUES ('payment', 100)"))
         with create_engine(engine.url).connect() as holder:
@@ -440,14 +536,23 @@ def invalidate(session: Session, operation: Operation, error: PermanentError) ->
 
 
 def commit_in_sql(session: Session, operation: Operation, error: PermanentError) -> None:
-    """Hand-written SQL, or a procedure that commits."""
+    """Hand-written SQL."""
     told.append(error.code)
     session.execute(NOTE)
     session.execute(text("COMMIT"))
 
 
+def commit_behind_another_statement(session: Session, operation: Operation, error: PermanentError) -> None:
+    """In one string with another statement, where nothing sees it before Postgres does."""
+    told.append(error.code)
+    session.execute(text("INSERT INTO failures (account, code) VALUES ('note', 'x'); COMMIT"))
+
+
+HANDLERS = [commit_the_connection, roll_the_connection_back, invalidate, commit_in_sql, commit_behind_another_statement]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("handler", [commit_the_connection, roll_the_connection_back, invalidate, commit_in_sql])
+@pytest.mark.parametrize("handler", HANDLERS)
 def test_an_on_failed_that_ends_its_transaction_ends_its_operation_without_it(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, handler: Any
 ) -> None:
@@ -477,7 +582,7 @@ def test_undos_that_on_failed_has_committed_are_not_run_again(
         self.step("reserve", write, "reserved", undo=unwrite)
         raise PermanentError("no", "declined")
 
-    task = make_task(bank, body, on_failed=commit_in_sql)
+    task = make_task(bank, body, on_failed=commit_behind_another_statement)
     deliveries.deliver(task, key="k")
     assert code(record("k")) == ("unfinished", "declined")
     assert (entries("undone reserved"), told) == (1, ["declined"])
