@@ -39,6 +39,13 @@ KNOWN: Sequence[Known] = (
         "Celery: a child of the pool was killed while its worker was starting; nothing had been taken from the queue "
         "for good, and what starts the worker again is not Celery's business",
     ),
+    Known(
+        "worker",
+        r"celery/concurrency/asynpool.py\", line \d+, in _recv_message",
+        # celery/celery issue 2294: whatever cannot be unpickled ends the worker; seen in one run of 29
+        "Celery: what a child of the pool had sent could not be unpickled, and children are killed while they write; "
+        "nothing was acknowledged for it, and the broker hands out again what the worker held",
+    ),
 )
 
 

@@ -657,7 +657,9 @@ class Machine(RuleBasedStateMachine):
         for number in [number for number, letter in self.letters.items() if letter.status != "open" and letter.old]:
             del self.letters[number]
         gone = [id for id, record in self.records.items() if self._may_be_purged(id, record)]
-        alone = [number for number, row in self.rows.items() if self._is_left_over(number, row)]
+        alone = [
+            number for number, row in self.rows.items() if row.id not in gone and self._is_left_over(number, row)
+        ]
         purged = maintenance.purge_once(self.app, limit=BATCH)
         assert (purged.operations, purged.rows) == (len(gone), len(alone))
         for number in alone:
@@ -669,10 +671,11 @@ class Machine(RuleBasedStateMachine):
             self.discarded = {each for each in self.discarded if each[0] != id}
 
     def _is_left_over(self, number: int, row: Row) -> bool:
-        """Settled long ago, without a record to go with, or a dead letter that is open."""
+        """Settled long ago, of what has ended or has no record, and without a dead letter that is open."""
+        record = self.records.get(row.id)
         return (
             row.old
-            and row.id not in self.records
+            and (record is None or (record.has_ended and not row.recent))
             and not any(
                 letter.status == "open" and (letter.id == row.id or letter.row == number)
                 for letter in self.letters.values()
