@@ -657,9 +657,7 @@ class Machine(RuleBasedStateMachine):
         for number in [number for number, letter in self.letters.items() if letter.status != "open" and letter.old]:
             del self.letters[number]
         gone = [id for id, record in self.records.items() if self._may_be_purged(id, record)]
-        alone = [
-            number for number, row in self.rows.items() if row.id not in gone and self._is_left_over(number, row)
-        ]
+        alone = [number for number, row in self.rows.items() if row.id not in gone and self._is_left_over(number, row)]
         purged = maintenance.purge_once(self.app, limit=BATCH)
         assert (purged.operations, purged.rows) == (len(gone), len(alone))
         for number in alone:
