@@ -21,7 +21,7 @@ from rich.table import Table
 from sqlalchemy import create_engine, text
 
 import services
-from idempotency import schema
+from idempotency.store import schema
 
 if TYPE_CHECKING:
     from . import life

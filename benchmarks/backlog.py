@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import Engine, text
 
-from idempotency import overview, settings
+from idempotency import settings
+from idempotency.store import overview
 
 from . import jobs
 

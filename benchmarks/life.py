@@ -19,11 +19,15 @@ from rich.progress import track
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import dead_letters, discards, events, maintenance, outbox, reconcile, records, relay
-from idempotency.delivery import Delivery
-from idempotency.keys import OperationId
-from idempotency.message import Message
-from idempotency.runtime import Runtime
+from idempotency import events
+from idempotency.attempt.runtime import Runtime
+from idempotency.operate import discards
+from idempotency.relay import reconcile, relay
+from idempotency.store import dead_letters, outbox, records
+from idempotency.upkeep import maintenance
+from idempotency.wire.delivery import Delivery
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 
 from . import jobs
 

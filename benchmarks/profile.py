@@ -21,7 +21,8 @@ from rich.table import Table
 from sqlalchemy import Engine, create_engine, text
 
 import services
-from idempotency import metrics, schema
+from idempotency.observe import metrics
+from idempotency.store import schema
 
 _numbers = itertools.count()
 
@@ -30,7 +31,7 @@ def main(attempts: Annotated[int, typer.Option(min=10, max=100_000)] = 1000) -> 
     """Run attempts in this process, as a pool child does, with no broker in the way."""
     with services.running(needs=("postgres", "redis")) as running:
         os.environ.update(running.environment(), BROKER_URL="memory://")
-        from idempotency.runtime import Runtime
+        from idempotency.attempt.runtime import Runtime
 
         from . import jobs
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency.publisher import Publisher
-from idempotency.reconcile import reconcile
+from idempotency.broker.publisher import Publisher
+from idempotency.relay.reconcile import reconcile
 
 from . import jobs
 

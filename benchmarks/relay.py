@@ -11,7 +11,7 @@ from rich.progress import track
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency.relay import Relay
+from idempotency.relay.relay import Relay
 
 from . import jobs
 

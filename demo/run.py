@@ -21,7 +21,8 @@ from demo.input import Intake
 from demo.processes import Processes
 from demo.progress import Counter, Counts, Display
 from demo.report import Report, refusals
-from idempotency import metrics, schema
+from idempotency.observe import metrics
+from idempotency.store import schema
 from sandbox import process as sandbox
 from tasks.migrate import migrate
 

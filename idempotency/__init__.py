@@ -1,11 +1,11 @@
 """Celery tasks whose effects happen once.
 
 Give a task an idempotency key, and its database effects, its result and the messages it sends are committed
-together, once, however often the message is delivered. Start reading at `idempotency.task`.
+together, once, however often the message is delivered. Start reading at `idempotency.worker.task`.
 """
 
-from .delivery import EffectOutcome, Operation
-from .effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
+from .attempt.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
+from .checks.startup import refuse_to_lose as _refuse_to_lose  # noqa: F401  importing it is what installs it
 from .errors import (
     AttemptsExhausted,
     CallRefused,
@@ -33,12 +33,12 @@ from .errors import (
     UnsupportedControl,
 )
 from .events import publish, subscribe
-from .guard import install as _install_guard  # noqa: F401  importing it is what installs it
 from .handle import Handle, StoredOperation, lookup
-from .keys import OperationId, content_hash
-from .presence import sign_as_worker as _sign_as_worker  # noqa: F401  importing it is what installs it
-from .startup import refuse_to_lose as _refuse_to_lose  # noqa: F401  importing it is what installs it
-from .task import IdempotentTask
+from .upkeep.presence import sign_as_worker as _sign_as_worker  # noqa: F401  importing it is what installs it
+from .wire.delivery import EffectOutcome, Operation
+from .wire.keys import OperationId, content_hash
+from .worker.guard import install as _install_guard  # noqa: F401  importing it is what installs it
+from .worker.task import IdempotentTask
 
 __all__ = [
     "AttemptsExhausted",

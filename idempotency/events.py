@@ -20,12 +20,13 @@ from celery import Celery, current_app
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
-from . import keys, outbox
+from .attempt.runtime import Runtime
 from .errors import InvalidArguments, SettingsError
-from .keys import OperationId
-from .message import Message
-from .runtime import Runtime
-from .task import IdempotentTask
+from .store import outbox
+from .wire import keys
+from .wire.keys import OperationId
+from .wire.message import Message
+from .worker.task import IdempotentTask
 
 # The operation under which an event for listeners outside is kept; it has no record of its own.
 EXTERNAL = "idempotency.external_event"

@@ -8,10 +8,11 @@ from typing import Any
 
 from celery import Celery
 
-from . import records, results
+from .attempt.runtime import Runtime
 from .errors import OperationBusy, OperationFailed, OperationNotFound
-from .keys import OperationId
-from .runtime import Runtime
+from .store import records
+from .wire import results
+from .wire.keys import OperationId
 
 # Seconds between two looks at the record. Most operations end within a few; for the others a pause that grows with the
 # time spent already delays the answer by half of it at most, and hundreds of waiters cost Postgres as many reads a second.

@@ -16,7 +16,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from .errors import CallRefused, SettingsError
-from .keys import check_key
+from .wire.keys import check_key
 
 PREFIX = "idempotency_"
 HOUR = 3600.0

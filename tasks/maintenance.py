@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from idempotency import alarms, alerts, maintenance, reports
-from idempotency.reconcile import reconcile
+from idempotency.relay.reconcile import reconcile
+from idempotency.upkeep import alarms, alerts, maintenance, reports
 
 from . import app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from idempotency.errors import CallRefused
-from idempotency.keys import check_key
+from idempotency.wire.keys import check_key
 
 # Two decimals each, so that "cents" is the minor unit; others would need their own exponent (ISO 4217).
 CURRENCIES = frozenset({"AUD", "CAD", "CHF", "EUR", "GBP", "NOK", "NZD", "SEK", "USD"})

@@ -12,8 +12,9 @@ from celery.exceptions import Ignore
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import Defer, IdempotentTask, Operation, PermanentError, schema
+from idempotency import Defer, IdempotentTask, Operation, PermanentError
 from idempotency.queues import quorum_queue
+from idempotency.store import schema
 from tests import crashing
 
 app = Celery("bank")

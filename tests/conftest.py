@@ -19,9 +19,9 @@ from sqlalchemy import Row, create_engine, text
 from sqlalchemy.engine import Engine, make_url
 
 import services
-from idempotency.maintenance import recover
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.relay.relay import Relay
+from idempotency.upkeep.maintenance import recover
 from tests.deliveries import Deliveries
 from tests.outside import OutsideWorld
 from tests.processes import Processes, Worker

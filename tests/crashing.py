@@ -15,8 +15,9 @@ from pathlib import Path
 
 from celery import current_task
 
-from idempotency import PermanentError, crash_points
-from idempotency.message import KEY_HEADER
+from idempotency import PermanentError
+from idempotency.observe import crash_points
+from idempotency.wire.message import KEY_HEADER
 
 KILL_CHILD = "kill child"  # F1: the pool child alone
 KILL_WORKER = "kill worker"  # F2: the whole worker, parent first

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from celery import Celery
 
-from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from tests import bank as b
 from tests.processes import eventually
 

@@ -12,7 +12,7 @@ from celery.app.trace import build_tracer
 from celery.exceptions import Reject
 from kombu.utils.json import dumps, loads
 
-from idempotency.message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER
+from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, Row, text
 
-from idempotency import records
-from idempotency.keys import OperationId
-from idempotency.message import Message
-from idempotency.records import Answer, Changed, Claimed
+from idempotency.store import records
+from idempotency.store.records import Answer, Changed, Claimed
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 from tests.processes import eventually
 
 LEASE = 60.0

@@ -13,10 +13,10 @@ from uuid import uuid4
 
 from celery.canvas import Signature
 
-from .. import results
-from ..keys import OperationId
-from ..message import Message
-from ..task import IdempotentTask
+from ..wire import results
+from ..wire.keys import OperationId
+from ..wire.message import Message
+from ..worker.task import IdempotentTask
 from .differences import (
     CALLS,
     EFFECTS,

@@ -16,12 +16,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from .. import settings
-from ..keys import OperationId
-from ..lease import _name as lease_name
-from ..message import Message
-from ..runtime import make_engine
-from ..schema import SCHEMA
-from ..statements import describe
+from ..attempt.lease import _name as lease_name
+from ..attempt.runtime import make_engine
+from ..store.schema import SCHEMA
+from ..store.statements import describe
+from ..wire.keys import OperationId
+from ..wire.message import Message
 from .differences import HEADINGS, Masked, Row
 
 # Nobody else works in this database; whoever keeps a table locked for so long will not let go.

@@ -31,10 +31,11 @@ from sqlalchemy import Connection, event
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import Pool
 
-from .. import crash_points, records, statements
-from ..message import Message
-from ..runtime import Runtime
-from ..statements import describe
+from ..attempt.runtime import Runtime
+from ..observe import crash_points
+from ..store import records, statements
+from ..store.statements import describe
+from ..wire.message import Message
 
 # How often a child's end is looked for; one attempt takes some 50 ms.
 POLL = 0.003

@@ -17,11 +17,12 @@ from celery import Celery
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from idempotency import Defer, IdempotentTask, Operation, PermanentError, maintenance, publish, subscribe
-from idempotency.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
+from idempotency import Defer, IdempotentTask, Operation, PermanentError, publish, subscribe
+from idempotency.attempt.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
 from idempotency.errors import StoredFailure, StoredRefusal
 from idempotency.queues import quorum_queue
-from idempotency.reconcile import reconcile
+from idempotency.relay.reconcile import reconcile
+from idempotency.upkeep import maintenance
 from tests import crashing
 from tests.chaos import ledgers, provider
 

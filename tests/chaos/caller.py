@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from sqlalchemy import Row, text
 from sqlalchemy.exc import DBAPIError
 
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
 from tests.chaos.application import TENANT, app
 
 # What was made before that had its calls before this process started.

@@ -19,14 +19,14 @@ from kombu.exceptions import OperationalError as BrokerError
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from idempotency import discards, operators
-from idempotency.discards import Person
-from idempotency.effects import DidNotHappen, Happened
+from idempotency.attempt.effects import DidNotHappen, Happened
+from idempotency.attempt.runtime import Runtime
 from idempotency.errors import IdempotencyError, OperationNotFound
-from idempotency.keys import OperationId
-from idempotency.message import Message
-from idempotency.operators import Change
-from idempotency.runtime import Runtime
+from idempotency.operate import discards, operators
+from idempotency.operate.discards import Person
+from idempotency.operate.operators import Change
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 from tests.chaos import provider
 
 # A command every so many seconds.

@@ -23,8 +23,9 @@ from rich.console import Console
 from sqlalchemy import create_engine
 
 import services
-from idempotency import metrics, schema
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.observe import metrics
+from idempotency.store import schema
 from tests.chaos import application, ledgers
 from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.books import UNFINISHED, UNKNOWN

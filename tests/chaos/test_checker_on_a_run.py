@@ -7,10 +7,10 @@ import threading
 import pytest
 from sqlalchemy import text
 
-from idempotency import dead_letters
-from idempotency.maintenance import recover
-from idempotency.reconcile import reconcile
-from idempotency.relay import Relay
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.store import dead_letters
+from idempotency.upkeep.maintenance import recover
 from tests import bank, crashing
 from tests.chaos import ledgers
 from tests.chaos.checker import Accepted, Evidence, check

@@ -24,7 +24,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from idempotency.message import Message
+from idempotency.wire.message import Message
 from tests.chaos import application
 
 TENANTS = ("red", "blue")

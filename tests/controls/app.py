@@ -11,7 +11,8 @@ from pathlib import Path
 
 from celery import Celery
 
-from idempotency import configuration, crash_points
+from idempotency.checks import configuration
+from idempotency.observe import crash_points
 from tests import bank, crashing
 from tests.chaos import ledgers
 from tests.controls.safeguards import remove

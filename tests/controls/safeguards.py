@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from idempotency import lease, publisher, records, relay
-from idempotency.lease import Hint
+from idempotency.attempt import lease
+from idempotency.attempt.lease import Hint
+from idempotency.broker import publisher
+from idempotency.relay import relay
+from idempotency.store import records
 
 
 class NothingToRemove(Exception):

@@ -19,13 +19,13 @@ from amqp.exceptions import MessageNacked
 from sqlalchemy.orm import Session
 
 from idempotency import OperationNotFound, lookup
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.keys import OperationId
-from idempotency.lease import _name as lease_name
-from idempotency.maintenance import recover
-from idempotency.message import FINGERPRINT_HEADER
-from idempotency.reconcile import reconcile
-from idempotency.runtime import Runtime
+from idempotency.attempt.lease import _name as lease_name
+from idempotency.attempt.runtime import Runtime
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.relay.reconcile import reconcile
+from idempotency.upkeep.maintenance import recover
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import FINGERPRINT_HEADER
 from tests import bank, crashing
 from tests.chaos.checker import Violation
 from tests.controls.app import DELIVERY_LIMIT

@@ -18,9 +18,9 @@ from sqlalchemy import Connection, Row, create_engine, text
 from sqlalchemy.orm import Session
 
 import services
-from idempotency.message import OUTBOX_HEADER
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.relay.relay import Relay
+from idempotency.wire.message import OUTBOX_HEADER
 from tests import bank
 from tests.chaos import ledgers
 from tests.chaos.checker import Accepted, Evidence, Violation, check

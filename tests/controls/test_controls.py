@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from idempotency import lease, records
+from idempotency.attempt import lease
+from idempotency.store import records
 from tests.chaos.checker import Violation
 from tests.controls.run import PATIENCE, Outcome, run
 from tests.controls.safeguards import SAFEGUARDS, NothingToRemove, Removal, remove, without

@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.engine import Engine
 
-from idempotency import effects
-from idempotency.keys import OperationId
+from idempotency.attempt import effects
+from idempotency.wire.keys import OperationId
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from sqlalchemy import NullPool, Row, create_engine, text
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, maintenance
+from idempotency.attempt.runtime import start_time
+from idempotency.observe import crash_points
 from idempotency.queues import dead_letter_queues
-from idempotency.reconcile import reconcile
-from idempotency.relay import Relay
-from idempotency.runtime import start_time
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.upkeep import maintenance
 from tests import bank, crashing
 from tests.outside import OutsideWorld
 from tests.processes import Processes, Worker, eventually

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from idempotency.reconcile import reconcile
-from idempotency.relay import Relay, Relayed
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay, Relayed
 from services import RabbitMQ
 from tests.faults.scene import PATIENCE, Scene
 from tests.processes import eventually

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from idempotency import maintenance
-from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.queues import DELIVERY_LIMIT
+from idempotency.upkeep import maintenance
 from tests import bank, crashing
 from tests.faults.scene import PATIENCE, POINTS, Scene
 from tests.processes import eventually

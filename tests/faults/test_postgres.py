@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from idempotency.relay import Relay, Relayed
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.relay.relay import Relay, Relayed
 from services.postgres import Postgres
 from tests import bank as app_module
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template, plain  # noqa: F401

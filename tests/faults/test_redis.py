@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis as client
 
-from idempotency import maintenance
+from idempotency.upkeep import maintenance
 from services.redis import Redis
 from tests.faults import clocks
 from tests.processes import eventually

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from idempotency.relay import Relay
+from idempotency.relay.relay import Relay
 from tests import crashing
 from tests.faults.scene import PATIENCE, POINTS, Scene
 from tests.operations import at_once

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from tests.faults.scene import PATIENCE, Scene
 from tests.processes import Processes, Worker, eventually
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 import redis
 
-from idempotency import dead_letters
-from idempotency.dead_letters import ReplayRefused
+from idempotency.store import dead_letters
+from idempotency.store.dead_letters import ReplayRefused
 from tests import crashing
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template  # noqa: F401
 from tests.faults.scene import PATIENCE, POINTS

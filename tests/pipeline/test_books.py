@@ -13,9 +13,10 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 import services
-from idempotency import DidNotHappen, Happened, OperationId, PermanentError, operators
-from idempotency.operators import Change
-from idempotency.runtime import Runtime
+from idempotency import DidNotHappen, Happened, OperationId, PermanentError
+from idempotency.attempt.runtime import Runtime
+from idempotency.operate import operators
+from idempotency.operate.operators import Change
 from sandbox import ledger
 from sandbox import process as sandbox_process
 from sandbox.process import Sandbox

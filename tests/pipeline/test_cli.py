@@ -13,10 +13,11 @@ import pytest
 from celery import Celery
 from sqlalchemy import Engine, text
 
-from idempotency import OperationId, cli, overview
-from idempotency.operator_commands import this_user
-from idempotency.presence import SignOfLife
-from idempotency.runtime import Runtime
+from idempotency import OperationId, cli
+from idempotency.attempt.runtime import Runtime
+from idempotency.cli.operator_commands import this_user
+from idempotency.store import overview
+from idempotency.upkeep.presence import SignOfLife
 from tests import bank as b
 from tests import operations as op
 from tests.deliveries import Deliveries

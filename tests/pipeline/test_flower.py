@@ -17,7 +17,7 @@ from celery import Celery
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from idempotency.relay import Relay
+from idempotency.relay.relay import Relay
 from tests import bank as bank_module
 from tests.processes import Processes, eventually
 

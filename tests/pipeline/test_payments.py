@@ -43,9 +43,9 @@ class Shop:
         import threading
 
         import tasks
-        from idempotency.maintenance import recover
-        from idempotency.relay import Relay
-        from idempotency.runtime import Runtime
+        from idempotency.attempt.runtime import Runtime
+        from idempotency.relay.relay import Relay
+        from idempotency.upkeep.maintenance import recover
         from tasks import migrate, payments, refunds
 
         # for a process in which another test has loaded the configuration

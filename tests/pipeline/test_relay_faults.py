@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from idempotency.message import Message
-from idempotency.outbox import insert
-from idempotency.relay import Relay, Relayed
+from idempotency.relay.relay import Relay, Relayed
+from idempotency.store.outbox import insert
+from idempotency.wire.message import Message
 from tests import bank as app_module
 from tests import crashing
 from tests.operations import FINGERPRINT, MESSAGE, age, completed
@@ -165,7 +165,7 @@ def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_noth
 ):
     import redis
 
-    from idempotency.reconcile import reconcile
+    from idempotency.relay.reconcile import reconcile
 
     accounts = [f"a{number}" for number in range(60)]
     for account in accounts[:30]:
@@ -193,8 +193,8 @@ def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_noth
 
 
 def test_insert_is_usable_with_a_plain_connection(bank, engine):
-    from idempotency.keys import OperationId
-    from idempotency.message import Message
+    from idempotency.wire.keys import OperationId
+    from idempotency.wire.message import Message
 
     message = Message({"task": "x", "id": "t"}, "[]", {"queue": "q"}, {})
     with engine.connect() as connection:

@@ -11,8 +11,8 @@ import pytest
 from celery import Celery
 from sqlalchemy import Engine, Row, text
 
-from idempotency import dead_letters
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.store import dead_letters
 from tests import bank as b
 from tests import crashing
 from tests.processes import Processes, Worker, eventually

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from celery.exceptions import Reject
 from sqlalchemy.exc import OperationalError
 
-from idempotency import discards, operators
-from idempotency.dead_letters import ReplayRefused
-from idempotency.discards import DiscardRefused, Person
+from idempotency.attempt.runtime import Runtime
 from idempotency.errors import OperationNotFound
-from idempotency.operators import Change, ChangeRefused
-from idempotency.runtime import Runtime
+from idempotency.operate import discards, operators
+from idempotency.operate.discards import DiscardRefused, Person
+from idempotency.operate.operators import Change, ChangeRefused
+from idempotency.store.dead_letters import ReplayRefused
 from tests.search import application
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 from tests.search.world import REFUND, World

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, Operation, PermanentError
-from idempotency.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
+from idempotency.attempt.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
 from idempotency.errors import EffectUnknown, Unfinished
 from idempotency.queues import quorum_queue
 from tests.search.provider import Provider

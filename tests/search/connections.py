@@ -20,8 +20,8 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 import idempotency
-from idempotency import runtime
-from idempotency.statements import Wire
+from idempotency.attempt import runtime
+from idempotency.store.statements import Wire
 from tests.search import footprints
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 

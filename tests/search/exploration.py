@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
 
-from idempotency import operators
+from idempotency.operate import operators
 from tests.search import application
 from tests.search.actors import KINDS, RUNNERS
 from tests.search.checker import check

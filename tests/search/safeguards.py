@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from idempotency import conclusions, effects, records
-from idempotency.message import Message
-from idempotency.records import Claimed, FailedEnd
+from idempotency.attempt import conclusions, effects
+from idempotency.store import records
+from idempotency.store.records import Claimed, FailedEnd
+from idempotency.wire.message import Message
 from tests.controls.safeguards import Removal, fence
 from tests.search.world import World
 

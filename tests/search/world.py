@@ -30,15 +30,20 @@ from sqlalchemy import create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, dead_letter_queue, maintenance, operators, records, schema, waiting
-from idempotency.effects import DidNotHappen, Happened
-from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
-from idempotency.operators import Change, Shown
-from idempotency.publisher import Published, Refusal
-from idempotency.reconcile import reconcile
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency.attempt.effects import DidNotHappen, Happened
+from idempotency.attempt.runtime import Runtime
+from idempotency.broker.publisher import Published, Refusal
+from idempotency.letters import dead_letter_queue
+from idempotency.observe import crash_points
+from idempotency.operate import operators
+from idempotency.operate.operators import Change, Shown
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.store import records, schema
+from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
+from idempotency.worker import waiting
 from tests.deliveries import Deliveries, Outcome
 from tests.search import application, connections
 from tests.search.connections import stopping

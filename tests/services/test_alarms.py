@@ -10,14 +10,17 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import alarms, metrics, overview, settings
-from idempotency.backlog import Backlog
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.doctor import doctor
-from idempotency.findings import Level
-from idempotency.message import Message
-from idempotency.presence import SignOfLife
-from idempotency.relay import Relay
+from idempotency import settings
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Level
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.observe import metrics
+from idempotency.relay.relay import Relay
+from idempotency.store import overview
+from idempotency.upkeep import alarms
+from idempotency.upkeep.backlog import Backlog
+from idempotency.upkeep.presence import SignOfLife
+from idempotency.wire.message import Message
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import die

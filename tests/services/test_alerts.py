@@ -19,10 +19,10 @@ from aiosmtpd.smtp import AuthResult
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import alerts, maintenance, reports
-from idempotency.reports import MailRefused
-from idempotency.runtime import Runtime
-from idempotency.sweeps import BATCH
+from idempotency.attempt.runtime import Runtime
+from idempotency.store.sweeps import BATCH
+from idempotency.upkeep import alerts, maintenance, reports
+from idempotency.upkeep.reports import MailRefused
 from tests import operations as op
 from tests.operations import at_once
 from tests.processes import eventually

@@ -14,11 +14,12 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
-from idempotency import IdempotentTask, PermanentError, events, publish, records, subscribe
-from idempotency.message import Message
-from idempotency.runtime import Runtime
+from idempotency import IdempotentTask, PermanentError, events, publish, subscribe
+from idempotency.attempt.runtime import Runtime
+from idempotency.store import records
 from idempotency.testing import NotIdempotent
 from idempotency.testing.processes import Delivery, Does, Interruption
+from idempotency.wire.message import Message
 from tests.bank import deposit, failing, slow_deposit, transfer
 
 ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
@@ -422,7 +423,7 @@ def test_without_the_fence_a_right_task_is_found_wrong(bank, report, monkeypatch
 
 
 def test_without_an_end_to_doubts_a_right_task_is_found_wrong(bank, report, monkeypatch):
-    monkeypatch.setattr("idempotency.task.DOUBT_ROUNDS", 1)
+    monkeypatch.setattr("idempotency.worker.task.DOUBT_ROUNDS", 1)
 
     said = report(deposit, "a")
     assert "a delivery was rejected" in said

@@ -49,21 +49,21 @@ from idempotency import (
     OperationBusy,
     OperationId,
     OperationNotFound,
-    keys,
     lookup,
-    metrics,
-    outbox,
 )
-from idempotency import dead_letters as letters
-from idempotency import doctor as diagnosis
-from idempotency.dead_letter_commands import _chosen
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.dead_letters import BULK_LIMIT, BulkRefused, ReplayRefused, Selection
+from idempotency.attempt.runtime import Runtime
+from idempotency.checks import doctor as diagnosis
+from idempotency.checks.startup import refuse_to_lose
+from idempotency.cli.dead_letter_commands import _chosen
 from idempotency.errors import IdempotencyError
-from idempotency.message import KEY_HEADER, Message
-from idempotency.relay import Relay, Relayed
-from idempotency.runtime import Runtime
-from idempotency.startup import refuse_to_lose
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.observe import metrics
+from idempotency.relay.relay import Relay, Relayed
+from idempotency.store import dead_letters as letters
+from idempotency.store import outbox
+from idempotency.store.dead_letters import BULK_LIMIT, BulkRefused, ReplayRefused, Selection
+from idempotency.wire import keys
+from idempotency.wire.message import KEY_HEADER, Message
 from tasks import validation
 from tests import bank as b
 from tests import operations as op

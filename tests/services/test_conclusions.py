@@ -26,14 +26,14 @@ from idempotency import (
     StillUnknown,
     StoredRefusal,
     Unfinished,
-    maintenance,
-    operators,
-    records,
-    waiting,
 )
 from idempotency.errors import InvalidResult, OutcomeInDoubt
-from idempotency.message import Message
-from idempotency.operators import Change, ChangeRefused
+from idempotency.operate import operators
+from idempotency.operate.operators import Change, ChangeRefused
+from idempotency.store import records
+from idempotency.upkeep import maintenance
+from idempotency.wire.message import Message
+from idempotency.worker import waiting
 from tests import operations as op
 from tests.bank import INSERT, record_failure
 from tests.deliveries import Deliveries

@@ -15,8 +15,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
 from idempotency import IdempotentTask
-from idempotency.lease import Holding
-from idempotency.runtime import Runtime
+from idempotency.attempt.lease import Holding
+from idempotency.attempt.runtime import Runtime
 from services.postgres import Postgres, create_database
 from tests import bank as app_module
 from tests import operations as op

@@ -11,12 +11,13 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import dead_letters, maintenance
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.keys import OperationId, fingerprint
-from idempotency.message import GENERATION_HEADER
-from idempotency.reconcile import reconcile
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.relay.reconcile import reconcile
+from idempotency.store import dead_letters
+from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId, fingerprint
+from idempotency.wire.message import GENERATION_HEADER
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import die, headers

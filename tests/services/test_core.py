@@ -487,7 +487,7 @@ def age(engine, key, by="-1 second"):
 
 
 def leave_lease(redis_url, row, *, guarded):
-    from idempotency.keys import OperationId
+    from idempotency.wire.keys import OperationId
 
     id = OperationId(row.tenant, row.operation, row.key)
     value = f"{'d' * 32} {row.fingerprint}" + (" guarded" if guarded else "")

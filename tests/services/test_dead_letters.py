@@ -11,14 +11,15 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError
 
-from idempotency import IdempotentTask, PermanentError, records
-from idempotency import dead_letters as letters
-from idempotency.dead_letters import ReplayRefused
-from idempotency.delivery import Delivery
+from idempotency import IdempotentTask, PermanentError
+from idempotency.attempt.runtime import Runtime
 from idempotency.errors import OperationNotFound
-from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, Message
-from idempotency.runtime import Runtime
+from idempotency.store import dead_letters as letters
+from idempotency.store import records
+from idempotency.store.dead_letters import ReplayRefused
+from idempotency.wire.delivery import Delivery
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import KEY_HEADER, Message
 from tests import bank as b
 from tests import operations as op
 from tests.deliveries import Deliveries, Outcome

@@ -12,13 +12,16 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, dead_letter_queue, dead_letters, keys
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.keys import OperationId
-from idempotency.message import FINGERPRINT_HEADER, VERSION_HEADER, Message
-from idempotency.reconcile import reconcile
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.letters import dead_letter_queue
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.observe import crash_points
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.store import dead_letters
+from idempotency.wire import keys
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import FINGERPRINT_HEADER, VERSION_HEADER, Message
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import die, headers, publish

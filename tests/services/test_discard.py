@@ -12,14 +12,15 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import IntegrityError
 from typer.testing import CliRunner, Result
 
-from idempotency import dead_letters as letters
-from idempotency import discards, maintenance
-from idempotency.cli import cli
-from idempotency.discards import DiscardRefused, NotAllowed, Person
+from idempotency.attempt.runtime import Runtime
+from idempotency.cli.main import cli
 from idempotency.errors import IdempotencyError
-from idempotency.keys import OperationId
-from idempotency.operators import Change
-from idempotency.runtime import Runtime
+from idempotency.operate import discards
+from idempotency.operate.discards import DiscardRefused, NotAllowed, Person
+from idempotency.operate.operators import Change
+from idempotency.store import dead_letters as letters
+from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId
 from tests import bank as b
 from tests import operations as op
 from tests.deliveries import Deliveries

@@ -24,9 +24,9 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
-from idempotency.doctor import Finding, Level, doctor
+from idempotency.checks.doctor import Finding, Level, doctor
 from idempotency.queues import dead_letter_queues, quorum_queue
-from idempotency.statements import Wire
+from idempotency.store.statements import Wire
 from tests import bank as bank_module
 from tests.pooler import Pooler
 from tests.processes import Processes, eventually
@@ -280,7 +280,7 @@ def test_a_redis_that_forgets_or_refuses_leases_is_a_warning(sound: Celery, serv
 
 
 def test_clocks_that_differ_are_a_warning_only(sound: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idempotency.doctor.time", SimpleNamespace(time=lambda: time.time() + 100))
+    monkeypatch.setattr("idempotency.checks.doctor.time", SimpleNamespace(time=lambda: time.time() + 100))
     for subject in ("database clock", "redis clock"):
         (found,) = about(sound, subject)
         assert found.level is Level.WARNING

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.engine import make_url
 
-from idempotency import records, statements
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.store import records, statements
 from tests import bank
 from tests.proxy import Proxy
 from tests.services.test_core import ROW, make_task

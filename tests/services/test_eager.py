@@ -9,7 +9,7 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, OperationBusy, OperationFailed, PermanentError
-from idempotency.keys import OperationId, fingerprint
+from idempotency.wire.keys import OperationId, fingerprint
 from tests import bank as app_module
 from tests import operations
 from tests.services.test_core import ROW, make_task

@@ -20,11 +20,11 @@ from idempotency import (
     StillUnknown,
     StoredFailure,
     Unfinished,
-    dead_letters,
-    metrics,
 )
-from idempotency.effects import provider_key
-from idempotency.keys import OperationId
+from idempotency.attempt.effects import provider_key
+from idempotency.observe import metrics
+from idempotency.store import dead_letters
+from idempotency.wire.keys import OperationId
 from tests import bank as app_module
 from tests.services.test_core import ROW, age, make_task
 

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import InvalidArguments, SettingsError, events, publish, subscribe
-from idempotency.relay import Relay
+from idempotency.relay.relay import Relay
 from tests.services.test_core import ROW
 
 

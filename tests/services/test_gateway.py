@@ -21,15 +21,7 @@ import pytest
 import requests
 from celery.exceptions import SoftTimeLimitExceeded
 
-from idempotency import (
-    Defer,
-    DidNotHappen,
-    EffectInDoubt,
-    Happened,
-    PermanentError,
-    StillUnknown,
-    StoredFailure,
-)
+from idempotency import Defer, DidNotHappen, EffectInDoubt, Happened, PermanentError, StillUnknown, StoredFailure
 from sandbox import ledger, process
 from sandbox.process import Sandbox
 from tasks.circuit import Circuit, Unavailable

@@ -20,14 +20,17 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 import services
-from idempotency import IdempotentTask, crash_points, keys, records
-from idempotency import dead_letters as letters
-from idempotency.dead_letter_queue import DeadLetterConsumer, consume_once
-from idempotency.dead_letters import ReplayRefused
-from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, MARKER_HEADER, Message
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency import IdempotentTask
+from idempotency.attempt.runtime import Runtime
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer, consume_once
+from idempotency.observe import crash_points
+from idempotency.relay.relay import Relay
+from idempotency.store import dead_letters as letters
+from idempotency.store import records
+from idempotency.store.dead_letters import ReplayRefused
+from idempotency.wire import keys
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import KEY_HEADER, MARKER_HEADER, Message
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import die, headers, publish, reject

@@ -12,9 +12,10 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, event
 
-from idempotency import Handle, records
+from idempotency import Handle
+from idempotency.attempt.runtime import Runtime
 from idempotency.errors import OperationBusy
-from idempotency.runtime import Runtime
+from idempotency.store import records
 from tests import operations as op
 
 WAITERS = 100

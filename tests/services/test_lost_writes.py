@@ -8,10 +8,10 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import create_engine, text
 
-from idempotency import crash_points
-from idempotency.message import KEY_HEADER
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.observe import crash_points
+from idempotency.relay.relay import Relay
+from idempotency.wire.message import KEY_HEADER
 from services.postgres import Postgres, create_database
 from tests.bank import app, deposit, prepare, transfer
 from tests.services.test_core import ROW, make_task

@@ -13,13 +13,13 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
-from idempotency import outbox, records, sweeps
-from idempotency import runtime as runtime_module
-from idempotency.keys import OperationId
-from idempotency.maintenance import BATCH, SPARE_CLAIMS, purge, recover
-from idempotency.message import Message
-from idempotency.runtime import Runtime, is_provably_dead, process_identity
+from idempotency.attempt import runtime as runtime_module
+from idempotency.attempt.runtime import Runtime, is_provably_dead, process_identity
 from idempotency.settings import Settings
+from idempotency.store import outbox, records, sweeps
+from idempotency.upkeep.maintenance import BATCH, SPARE_CLAIMS, purge, recover
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 from tests import operations as op
 from tests.operations import age, at_once, completed, due, early, expired, failed, record, started
 from tests.processes import eventually

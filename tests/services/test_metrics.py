@@ -18,8 +18,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import Engine, make_url, text
 
-from idempotency import OperationId, keys
-from idempotency.relay import Relay
+from idempotency import OperationId
+from idempotency.relay.relay import Relay
+from idempotency.wire import keys
 from tests import bank as bank_module
 from tests import operations as op
 from tests.deliveries import Deliveries

@@ -12,12 +12,23 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 
-from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId, records
-from idempotency import dead_letters as letters
+from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId
+from idempotency.attempt.runtime import Runtime
 from idempotency.errors import InvalidResult, OperationNotFound
-from idempotency.message import Message
-from idempotency.operators import Change, ChangeRefused, Shown, audit, cancel, find, read, release, resolve_effect
-from idempotency.runtime import Runtime
+from idempotency.operate.operators import (
+    Change,
+    ChangeRefused,
+    Shown,
+    audit,
+    cancel,
+    find,
+    read,
+    release,
+    resolve_effect,
+)
+from idempotency.store import dead_letters as letters
+from idempotency.store import records
+from idempotency.wire.message import Message
 from tests import bank as b
 from tests import operations as op
 from tests.deliveries import Deliveries, Outcome

@@ -12,12 +12,16 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, dead_letters, discards, maintenance, outbox, overview, settings
-from idempotency import relay as relay_module
-from idempotency.keys import OperationId
-from idempotency.message import GENERATION_HEADER, KEY_HEADER, Message
-from idempotency.relay import Relay, Relayed
-from idempotency.runtime import Runtime
+from idempotency import settings
+from idempotency.attempt.runtime import Runtime
+from idempotency.observe import crash_points
+from idempotency.operate import discards
+from idempotency.relay import relay as relay_module
+from idempotency.relay.relay import Relay, Relayed
+from idempotency.store import dead_letters, outbox, overview
+from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import GENERATION_HEADER, KEY_HEADER, Message
 from tests import bank as b
 from tests import operations as op
 from tests.operations import at_once

@@ -13,8 +13,11 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection
 
-from idempotency import maintenance, overview, records, relay, settings
-from idempotency.runtime import Runtime
+from idempotency import settings
+from idempotency.attempt.runtime import Runtime
+from idempotency.relay import relay
+from idempotency.store import overview, records
+from idempotency.upkeep import maintenance
 
 Plan = Callable[..., str]
 

@@ -16,9 +16,10 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, make_url, text
 
-from idempotency import alarms, cli, presence
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.presence import LONGEST_TURN, SignOfLife, WorkerSign, sign_as_worker
+from idempotency.cli import main as cli
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.upkeep import alarms, presence
+from idempotency.upkeep.presence import LONGEST_TURN, SignOfLife, WorkerSign, sign_as_worker
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import die

@@ -26,14 +26,14 @@ from idempotency import (
     PermanentError,
     StillUnknown,
     StoredRefusal,
-    maintenance,
-    operators,
-    records,
 )
-from idempotency.attempt import ON_FAILED_TRIES
-from idempotency.maintenance import SPARE_CLAIMS
-from idempotency.operators import Change
-from idempotency.runtime import Runtime
+from idempotency.attempt.attempt import ON_FAILED_TRIES
+from idempotency.attempt.runtime import Runtime
+from idempotency.operate import operators
+from idempotency.operate.operators import Change
+from idempotency.store import records
+from idempotency.upkeep import maintenance
+from idempotency.upkeep.maintenance import SPARE_CLAIMS
 from tests import operations as op
 from tests.deliveries import Deliveries
 from tests.services.test_conclusions import Provider, code, deaths, lost, unwrite, write

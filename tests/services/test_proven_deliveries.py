@@ -10,14 +10,17 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
 
-from idempotency import OperationId, discards, maintenance, operators, sweeps
-from idempotency import reconcile as reconciling
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.discards import DiscardRefused, Person
-from idempotency.operators import Change
-from idempotency.reconcile import reconcile
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency import OperationId
+from idempotency.attempt.runtime import Runtime
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.operate import discards, operators
+from idempotency.operate.discards import DiscardRefused, Person
+from idempotency.operate.operators import Change
+from idempotency.relay import reconcile as reconciling
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.store import sweeps
+from idempotency.upkeep import maintenance
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import die, headers

@@ -10,19 +10,12 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
 
-from idempotency import (
-    DidNotHappen,
-    EffectUnknown,
-    Happened,
-    Operation,
-    OperationId,
-    PermanentError,
-    attempt,
-    maintenance,
-    operators,
-)
-from idempotency.message import REVOKED_HEADER
-from idempotency.operators import Change, ChangeRefused
+from idempotency import DidNotHappen, EffectUnknown, Happened, Operation, OperationId, PermanentError
+from idempotency.attempt import attempt
+from idempotency.operate import operators
+from idempotency.operate.operators import Change, ChangeRefused
+from idempotency.upkeep import maintenance
+from idempotency.wire.message import REVOKED_HEADER
 from tests import operations as op
 from tests.deliveries import Deliveries
 from tests.services.test_conclusions import Provider, code, deaths, lost, unwrite, unwrite_with_effects, write

@@ -14,22 +14,15 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import (
-    Defer,
-    DidNotHappen,
-    OperationId,
-    PermanentError,
-    SessionNotYours,
-    dead_letters,
-    discards,
-    maintenance,
-    operators,
-)
-from idempotency.dead_letter_commands import _each
-from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.dead_letters import ReplayRefused, Selection
-from idempotency.discards import Person
-from idempotency.reconcile import reconcile
+from idempotency import Defer, DidNotHappen, OperationId, PermanentError, SessionNotYours
+from idempotency.cli.dead_letter_commands import _each
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.operate import discards, operators
+from idempotency.operate.discards import Person
+from idempotency.relay.reconcile import reconcile
+from idempotency.store import dead_letters
+from idempotency.store.dead_letters import ReplayRefused, Selection
+from idempotency.upkeep import maintenance
 from tests import bank as b
 from tests import operations as op
 from tests.bank import INSERT

@@ -23,17 +23,17 @@ from idempotency import (
     PermanentError,
     SessionNotYours,
     StillUnknown,
-    dead_letter_queue,
-    keys,
-    maintenance,
-    operators,
-    records,
 )
-from idempotency.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
-from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER
-from idempotency.operators import Change
-from idempotency.reconcile import reconcile
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.letters import dead_letter_queue
+from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
+from idempotency.operate import operators
+from idempotency.operate.operators import Change
+from idempotency.relay.reconcile import reconcile
+from idempotency.store import records
+from idempotency.upkeep import maintenance
+from idempotency.wire import keys
+from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER
 from tests import bank as b
 from tests import operations as op
 from tests.bank import INSERT

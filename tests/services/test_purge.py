@@ -9,12 +9,14 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import IdempotentTask, events, maintenance, outbox, sweeps
-from idempotency.keys import OperationId
-from idempotency.maintenance import Purged, purge, purge_once
-from idempotency.message import Message
-from idempotency.runtime import Runtime
-from idempotency.sweeps import BATCH
+from idempotency import IdempotentTask, events
+from idempotency.attempt.runtime import Runtime
+from idempotency.store import outbox, sweeps
+from idempotency.store.sweeps import BATCH
+from idempotency.upkeep import maintenance
+from idempotency.upkeep.maintenance import Purged, purge, purge_once
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 from tests import bank as b
 from tests import operations as op
 from tests.deliveries import Deliveries

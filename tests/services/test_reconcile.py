@@ -10,13 +10,14 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from idempotency import guard, keys
-from idempotency import reconcile as reconciling
-from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, Message
-from idempotency.reconcile import reconcile
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime
+from idempotency.attempt.runtime import Runtime
+from idempotency.relay import reconcile as reconciling
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.wire import keys
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import KEY_HEADER, Message
+from idempotency.worker import guard
 from tests import bank as app_module
 from tests import operations as op
 from tests.processes import eventually

@@ -15,9 +15,9 @@ from sqlalchemy.exc import DataError
 from sqlalchemy.pool import NullPool
 
 import services
-from idempotency import records
-from idempotency.keys import OperationId
-from idempotency.records import Busy, Changed, Claimed, Completed, Failed, Mismatch, Renewal
+from idempotency.store import records
+from idempotency.store.records import Busy, Changed, Claimed, Completed, Failed, Mismatch, Renewal
+from idempotency.wire.keys import OperationId
 from tests.operations import (
     ERROR,
     FINGERPRINT,

@@ -15,14 +15,15 @@ from prometheus_client import REGISTRY
 from sqlalchemy import Connection, Engine, make_url, text
 from sqlalchemy.orm import Session
 
-from idempotency import crash_points, dead_letters, outbox
-from idempotency import relay as relaying
-from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
-from idempotency.publisher import BrokerAway
+from idempotency.attempt.runtime import Runtime
+from idempotency.broker.publisher import BrokerAway
+from idempotency.observe import crash_points
 from idempotency.queues import quorum_queue
-from idempotency.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed
-from idempotency.runtime import Runtime
+from idempotency.relay import relay as relaying
+from idempotency.relay.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed
+from idempotency.store import dead_letters, outbox
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
 from tests import bank as b
 from tests import operations as op
 from tests.operations import at_once

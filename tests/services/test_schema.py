@@ -18,8 +18,8 @@ from sqlalchemy.pool import NullPool
 
 import idempotency
 import services
-from idempotency import schema
 from idempotency.errors import SettingsError
+from idempotency.store import schema
 from tests.operations import at_once, in_background, wait_for_a_lock
 from tests.processes import eventually
 
@@ -134,7 +134,7 @@ INDEX = "CREATE INDEX CONCURRENTLY outbox_by_origin ON idempotency.outbox (origi
 WITH_AN_INDEX = f"""
 from alembic import op
 
-from idempotency.migrations.indexes import create_index
+from idempotency.store.migrations.indexes import create_index
 
 revision = "with_an_index"
 down_revision = "{{head}}"
@@ -154,7 +154,7 @@ def downgrade() -> None:
 def with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more migration: a column and an index of a table in use."""
     copy = tmp_path / "migrations"
-    shutil.copytree(Path(idempotency.__file__).parent / "migrations", copy)
+    shutil.copytree(Path(idempotency.__file__).parent / "store/migrations", copy)
     (copy / "versions" / "with_an_index.py").write_text(WITH_AN_INDEX.format(head=schema._known()[0]))
     monkeypatch.setattr(schema, "_config", lambda: config_at(copy))
 
@@ -255,7 +255,7 @@ def test_four_callers_at_once_build_an_index_once(empty: Engine, with_an_index: 
 
 @pytest.mark.parametrize(
     "path",
-    sorted((Path(idempotency.__file__).parent / "migrations/versions").glob("v*.py")),
+    sorted((Path(idempotency.__file__).parent / "store/migrations/versions").glob("v*.py")),
     ids=lambda path: path.stem,
 )
 def test_indexes_of_tables_in_use_are_built_concurrently(path: Path) -> None:
@@ -265,7 +265,7 @@ def test_indexes_of_tables_in_use_are_built_concurrently(path: Path) -> None:
     new = set(re.findall(r"CREATE TABLE (?:IF NOT EXISTS )?(\S+)", source))
     upgrade = source.partition("def downgrade")[0]
     built = re.findall(r"CREATE (?:UNIQUE )?INDEX (?!CONCURRENTLY)[^;]*? ON (\S+)", upgrade)
-    assert set(built) <= new, "use idempotency.migrations.indexes.create_index"
+    assert set(built) <= new, "use idempotency.store.migrations.indexes.create_index"
 
 
 def test_nothing_is_put_outside_our_schema(empty: Engine) -> None:
@@ -276,7 +276,7 @@ def test_nothing_is_put_outside_our_schema(empty: Engine) -> None:
 
 def downgrade(engine: Engine, revision: str) -> None:
     config = Config()
-    config.set_main_option("script_location", str(Path(idempotency.__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(Path(idempotency.__file__).parent / "store/migrations"))
     with engine.connect() as connection:  # each migration begins a transaction of its own
         config.attributes["connection"] = connection
         command.downgrade(config, revision)

@@ -29,22 +29,26 @@ from kombu.serialization import prepare_accept_content
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError
 
-from idempotency import dead_letter_queue, dead_letters, discards, keys, maintenance, operators, outbox, records
-from idempotency import relay as relaying
-from idempotency.dead_letters import ReplayRefused
-from idempotency.delivery import Delivery
-from idempotency.discards import DiscardRefused, Person
-from idempotency.effects import Happened
+from idempotency.attempt.effects import Happened
+from idempotency.attempt.runtime import Runtime, process_identity
+from idempotency.broker.publisher import Published, Refusal
 from idempotency.errors import OperationNotFound
-from idempotency.keys import OperationId
-from idempotency.message import KEY_HEADER, TENANT_HEADER, Message
-from idempotency.operators import Change, ChangeRefused, Shown
-from idempotency.publisher import Published, Refusal
-from idempotency.reconcile import reconcile
-from idempotency.records import Busy, Claimed, Completed, Failed, Mismatch, Renewal
-from idempotency.relay import Relay
-from idempotency.runtime import Runtime, process_identity
-from idempotency.sweeps import BATCH
+from idempotency.letters import dead_letter_queue
+from idempotency.operate import discards, operators
+from idempotency.operate.discards import DiscardRefused, Person
+from idempotency.operate.operators import Change, ChangeRefused, Shown
+from idempotency.relay import relay as relaying
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.store import dead_letters, outbox, records
+from idempotency.store.dead_letters import ReplayRefused
+from idempotency.store.records import Busy, Claimed, Completed, Failed, Mismatch, Renewal
+from idempotency.store.sweeps import BATCH
+from idempotency.upkeep import maintenance
+from idempotency.wire import keys
+from idempotency.wire.delivery import Delivery
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import KEY_HEADER, TENANT_HEADER, Message
 from tests.bank import INSERT
 from tests.operations import age, claim
 

@@ -14,11 +14,11 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from idempotency import dead_letter_queue
-from idempotency.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
-from idempotency.keys import OperationId
-from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
+from idempotency.letters import dead_letter_queue
+from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
 from idempotency.queues import dead_letter_queues
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import bury, die, reject, waiting

@@ -17,10 +17,12 @@ from sqlalchemy import Engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
-from idempotency import dead_letters, metrics, outbox, statements, waiting
-from idempotency.message import ETA_HEADER, ORIGIN_HEADER
-from idempotency.runtime import Runtime
-from idempotency.waiting import Unanswered, Waiting
+from idempotency.attempt.runtime import Runtime
+from idempotency.observe import metrics
+from idempotency.store import dead_letters, outbox, statements
+from idempotency.wire.message import ETA_HEADER, ORIGIN_HEADER
+from idempotency.worker import waiting
+from idempotency.worker.waiting import Unanswered, Waiting
 from tests import bank as app_module
 from tests.deliveries import Deliveries, Outcome
 from tests.faults.clocks import Clock, can_be_built

@@ -13,10 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
-from idempotency import keys
 from idempotency.errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
-from idempotency.keys import MAX_KEY_LENGTH, OperationId, bind, canonical_json, check_key, content_hash, fingerprint
-from idempotency.keys import template as key_template
+from idempotency.wire import keys
+from idempotency.wire.keys import (
+    MAX_KEY_LENGTH,
+    OperationId,
+    bind,
+    canonical_json,
+    check_key,
+    content_hash,
+    fingerprint,
+)
+from idempotency.wire.keys import template as key_template
 
 # what a JSON message can carry; integers as large as a driver or another language still reads
 JSON = st.recursive(

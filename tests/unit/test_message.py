@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 from kombu.utils.json import loads
 
-from idempotency.message import (
+from idempotency.queues import quorum_queue
+from idempotency.wire.message import (
     GENERATION_HEADER,
     KEY_HEADER,
     ORIGIN_HEADER,
@@ -23,7 +24,6 @@ from idempotency.message import (
     WAITS_HEADER,
     Message,
 )
-from idempotency.queues import quorum_queue
 
 MARKS = {KEY_HEADER: "order-1", TENANT_HEADER: "acme"}
 

@@ -1,0 +1,1 @@
+"""Claim, run, commit, without Celery."""

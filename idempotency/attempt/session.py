@@ -1,0 +1,102 @@
+"""The session that a body and `on_failed` work on: plain SQLAlchemy, except that its end is the attempt's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.orm import Session
+
+from ..errors import SessionNotYours
+
+_REFUSAL = "the session commits with the result; what must be committed before the body goes on belongs in self.step"
+
+
+class AttemptSession(Session):
+    """A session whose transaction its user can roll back, but neither commit nor close."""
+
+    _may_commit = False
+    _owned: Connection | None = None
+
+    @classmethod
+    def within(cls, connection: Connection) -> AttemptSession:
+        """A session inside a connection's transaction, behind a savepoint: a rollback undoes its own work alone."""
+        return cls(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
+
+    def commit(self) -> NoReturn:
+        raise SessionNotYours(_REFUSAL)
+
+    def begin(self, nested: bool = False) -> Any:
+        if nested:
+            return super().begin(nested=True)
+        raise SessionNotYours("the session's transaction belongs to the attempt; use begin_nested() for a savepoint")
+
+    def close(self) -> None:
+        raise SessionNotYours(
+            "the session belongs to the attempt, which closes it: `with self.session` would undo its work"
+        )
+
+    def end_with_commit(self) -> None:
+        """Commit, for the session's owner."""
+        self._may_commit = True
+        try:
+            Session.commit(self)
+        finally:
+            self._may_commit = False
+
+    def end(self) -> None:
+        """Close, for the session's owner."""
+        Session.close(self)
+
+
+# A statement that would end the transaction past SQLAlchemy; ROLLBACK TO SAVEPOINT does not.
+_ENDS_TRANSACTION = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
+# Under this name a connection knows the session that works on it.
+_OWNER = "idempotency.session"
+
+
+@event.listens_for(AttemptSession, "before_commit")
+def _refuse_commit(session: AttemptSession) -> None:
+    """`session.get_transaction().commit()` is the session's commit, too."""
+    if not session._may_commit and not session.in_nested_transaction():
+        raise SessionNotYours(_REFUSAL)
+
+
+@event.listens_for(AttemptSession, "after_begin")
+def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
+    connection.info[_OWNER] = session
+    session._owned = connection
+
+
+@event.listens_for(AttemptSession, "after_transaction_end")
+def _disown(session: AttemptSession, transaction: Any) -> None:
+    connection = session._owned
+    if transaction.parent is None and connection is not None:
+        session._owned = None
+        if not connection.closed and not connection.invalidated:
+            connection.info.pop(_OWNER, None)
+
+
+def refuse_others_commits(engine: Engine) -> None:
+    """A commit on the connection of an attempt's session is refused like the session's own."""
+
+    @event.listens_for(engine, "commit")
+    def _(connection: Connection) -> None:
+        session = connection.info.get(_OWNER)
+        if session is not None and not session._may_commit:
+            connection.invalidate()  # its transaction must not survive as something that a later commit takes along
+            raise SessionNotYours(_REFUSAL)
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def _(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        if _OWNER in connection.info and _ENDS_TRANSACTION.match(statement):
+            raise SessionNotYours(_REFUSAL)
+
+    @event.listens_for(engine, "checkin")
+    def _(_: Any, record: Any) -> None:
+        record.info.pop(_OWNER, None)  # a session that closes gives its connection back before it says so

@@ -1,0 +1,1 @@
+"""Whether a set-up can keep the promise, before anything starts."""

@@ -1,0 +1,357 @@
+"""`idempotency dead-letters …` and `idempotency operators …`.
+
+Exit status 0: done. 1: something was refused, with one line each on stderr. 2: the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from celery import Celery
+from rich.console import Console
+from rich.progress import track
+
+from ..attempt.runtime import Runtime
+from ..checks import configuration
+from ..errors import IdempotencyError
+from ..letters.dead_letter_queue import DeadLetterConsumer, consume_once
+from ..operate import discards, operators
+from ..operate.discards import TOKEN_VARIABLE
+from ..operate.operators import Change
+from ..store import dead_letters
+from ..store.dead_letters import BULK_LIMIT, Group, Selection
+from ..upkeep import reports
+from ..wire.keys import OperationId
+from .operator_commands import ActorOption, RequestOption, this_user
+from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
+
+letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
+people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
+errors = Console(stderr=True)
+
+
+class Status(StrEnum):
+    OPEN = "open"
+    REPLAYED = "replayed"
+    DISCARDED = "discarded"
+    ALL = "all"
+
+
+class By(StrEnum):
+    SERVICE = "service"
+    TYPE = "type"
+    ERROR = "error"
+    QUEUE = "queue"
+    STATUS = "status"
+
+
+class Role(StrEnum):
+    OPERATOR = "operator"
+    ADMIN = "admin"
+
+
+IdsArgument = Annotated[list[int] | None, typer.Argument(help="Dead letters by their number.", metavar="[ID]...")]
+OperationOption = Annotated[str | None, typer.Option(help="Only this task name.")]
+ErrorOption = Annotated[str | None, typer.Option(help="Only this reason of failure, as `list` shows it.")]
+ServiceOption = Annotated[str | None, typer.Option(help="Only this service.")]
+TenantOption = Annotated[str | None, typer.Option(help="Only this tenant.")]
+LimitOption = Annotated[int, typer.Option(min=1, max=BULK_LIMIT, help="Refuse if the filters match more than this.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say which ones, and change nothing.")]
+LetterArgument = Annotated[int, typer.Argument(metavar="ID")]
+
+
+@letters.command("list")
+def list_letters(
+    by: Annotated[list[By] | None, typer.Option(help="Count by this, e.g. --by service --by type --by error.")] = None,
+    status: Status = Status.OPEN,
+    operation: OperationOption = None,
+    error: ErrorOption = None,
+    service: ServiceOption = None,
+    tenant: TenantOption = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """The newest dead letters, or how many there are of each kind."""
+    selection = Selection(None if status is Status.ALL else status.value, operation, error, service, tenant)
+    groups: list[Group] = [group.value for group in by or ()]
+    with Runtime.of(application(app)).autocommit() as connection:
+        if groups:
+            rows = dead_letters.group_letters(connection, selection, groups, limit=limit)
+        else:
+            rows = dead_letters.list_letters(connection, selection, limit=limit)
+    found = [row._asdict() for row in rows]
+    if as_json:
+        print_json(found)
+        return
+    columns = (*groups, "letters", "oldest", "newest") if groups else _COLUMNS
+    print_table(*columns, rows=([row[column] for column in columns] for row in found))
+
+
+_COLUMNS = ("id", "consumer_service", "task", "key", "reason", "status", "failed_at")
+
+
+@letters.command("show")
+def show_letter(letter: LetterArgument, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """One dead letter with its errors; headers and payload only with --json."""
+    with Runtime.of(application(app)).autocommit() as connection:
+        fields = dead_letters.show(connection, letter)._asdict()
+    if as_json:
+        print_json(fields)
+        return
+    shown = ((name, value) for name, value in fields.items() if name not in ("payload", "headers"))
+    print_table("field", "value", rows=((name, value) for name, value in shown if value is not None))
+
+
+@letters.command("replay")
+def replay_letters(
+    actor: ActorOption,
+    ids: IdsArgument = None,
+    operation: OperationOption = None,
+    error: ErrorOption = None,
+    service: ServiceOption = None,
+    tenant: TenantOption = None,
+    limit: LimitOption = 1000,
+    dry_run: DryRunOption = False,
+    reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
+    request_id: RequestOption = None,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Send dead letters again, each under the same key and in a transaction of its own."""
+    celery = application(app)
+    celery.loader.import_default_modules()
+
+    def replay(letter: int) -> dict[str, Any]:
+        request = None if request_id is None else f"{request_id}:{letter}"
+        return _named(letter, "replayed", operators.replay(celery, letter, Change(actor, reason, request)))
+
+    chosen = _chosen(celery, ids, Selection("open", operation, error, service, tenant), limit)
+    _each(chosen, replay, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
+
+
+@letters.command("discard")
+def discard_letters(
+    reason: Annotated[str, typer.Option(help="Why nobody needs it; kept in the audit table.")],
+    ids: IdsArgument = None,
+    operation: OperationOption = None,
+    error: ErrorOption = None,
+    service: ServiceOption = None,
+    tenant: TenantOption = None,
+    limit: LimitOption = 1000,
+    dry_run: DryRunOption = False,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Ask for dead letters to be discarded; somebody else has to approve. Your token: IDEMPOTENCY_TOKEN."""
+    runtime = Runtime.of(celery := application(app))
+    person = discards.authenticate(
+        runtime, os.environ.get(TOKEN_VARIABLE), role="operator", action="discard", letter=_single(ids)
+    )
+
+    def request(letter: int) -> dict[str, Any]:
+        with runtime.engine.begin() as connection:
+            discards.request(connection, person, letter, reason)
+        return _named(letter, "requested", None)
+
+    chosen = _chosen(celery, ids, Selection("open", operation, error, service, tenant), limit)
+    _each(chosen, request, "requested", single=_single(ids), dry_run=dry_run, as_json=as_json)
+
+
+@letters.command("approve")
+def approve_discards(
+    ids: Annotated[list[int], typer.Argument(metavar="ID...")], app: AppOption = "tasks", as_json: JsonOption = False
+) -> None:
+    """Discard what somebody else has asked to discard. For the role admin. Your token: IDEMPOTENCY_TOKEN."""
+    runtime = Runtime.of(application(app))
+    person = discards.authenticate(
+        runtime, os.environ.get(TOKEN_VARIABLE), role="admin", action="approve", letter=_single(ids)
+    )
+
+    def approve(letter: int) -> dict[str, Any]:
+        with runtime.engine.begin() as connection:
+            discards.approve(connection, person, letter)
+        return _named(letter, "discarded", None)
+
+    _each(ids, approve, "discarded", single=_single(ids), dry_run=False, as_json=as_json)
+
+
+@letters.command("report")
+def report_letters(
+    days: Annotated[int, typer.Option(min=1, max=366)] = reports.DAYS,
+    weekly: Annotated[bool, typer.Option("--weekly", help="The last seven days.")] = False,
+    mail: Annotated[bool, typer.Option("--mail", help="Mail it to idempotency_report_mail_to as well.")] = False,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Per service: what has become a dead letter, what was done about it, and what is open."""
+    days = reports.DAYS if weekly else days
+    runtime = Runtime.of(application(app))
+    with runtime.autocommit() as connection:
+        rows = dead_letters.report(connection, days=days)
+    if mail:
+        reports.mail(runtime.settings, reports.text(rows, days), days=days)
+    if as_json:
+        print_json([row._asdict() for row in rows])
+    else:
+        columns = ("service", "new", "replayed", "discarded", "open", "oldest_open", "reasons")
+        print_table(*columns, rows=(tuple(row) for row in rows), title=f"last {days} days")
+
+
+@letters.command("consume")
+def consume(
+    once: Annotated[bool, typer.Option("--once", help="Until the queues are empty.")] = False,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Store what the broker's dead-letter queues hold. The relay does it all the time."""
+    celery = application(app)
+    configuration.require_broker_address(celery)
+    if not once:
+        stop = threading.Event()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, lambda *_: stop.set())
+        DeadLetterConsumer(celery).run(stop)
+        return
+    consumed = consume_once(celery)
+    if as_json:
+        print_json({"consumed": consumed})
+    else:
+        console.print(f"consumed: {consumed}")
+
+
+# ---------------------------------------------------------------- people
+
+
+@people.command("add")
+def add_operator(
+    name: str,
+    role: Role = Role.OPERATOR,
+    days: Annotated[int, typer.Option(min=1, max=366, help="How long the token is valid.")] = 90,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Add a person and print their token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
+    runtime = Runtime.of(application(app))
+    actor = _admin(runtime, "operators add")
+    with runtime.engine.begin() as connection:
+        token = discards.add_operator(connection, Change(actor, f"operators add {name}"), name, role.value, days=days)
+    if as_json:
+        print_json({"name": name, "role": role.value, "days": days, "token": token})
+    else:
+        errors.print(f"{name} is {role.value} for {days} days; the token is shown only once:")
+        print(token)  # noqa: T201
+
+
+@people.command("list")
+def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Who has a token, and until when."""
+    with Runtime.of(application(app)).autocommit() as connection:
+        rows = [row._asdict() for row in discards.list_operators(connection)]
+    if as_json:
+        print_json(rows)
+    else:
+        columns = ("name", "role", "expires_at", "expired", "created_at")
+        print_table(*columns, rows=([row[column] for column in columns] for row in rows))
+
+
+@people.command("remove")
+def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Remove a person; their token stops working. Only an admin may: IDEMPOTENCY_TOKEN."""
+    runtime = Runtime.of(application(app))
+    actor = _admin(runtime, "operators remove")
+    with runtime.engine.begin() as connection:
+        discards.remove_operator(connection, Change(actor, f"operators remove {name}"), name)
+    if as_json:
+        print_json({"removed": name})
+    else:
+        console.print(f"{name} removed", markup=False)
+
+
+def _admin(runtime: Runtime, action: str) -> str:
+    with runtime.autocommit() as connection:
+        if not discards.has_admin(connection):
+            return this_user()  # the first one: whoever set up the database
+    return discards.authenticate(runtime, os.environ.get(TOKEN_VARIABLE), role="admin", action=action).name
+
+
+# ---------------------------------------------------------------- one, or many
+
+
+def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int) -> list[int]:
+    if ids:
+        if len(ids) > limit:
+            raise IdempotencyError(f"{len(ids)} dead letters named, --limit is {limit}")
+        return ids
+    if selection == Selection("open"):
+        raise typer.BadParameter("name dead letters, or choose by --operation, --error, --service or --tenant")
+    with Runtime.of(app).autocommit() as connection:
+        chosen = dead_letters.select_ids(connection, selection, limit=limit)
+    if not chosen and (name := selection.operation) is not None:
+        app.loader.import_default_modules()
+        if name not in app.tasks:
+            raise IdempotencyError(
+                f"--operation {name}: no open dead letter matches, and the application has no such task"
+            )
+    return chosen
+
+
+def _single(ids: list[int] | None) -> int | None:
+    return ids[0] if ids is not None and len(ids) == 1 else None
+
+
+def _named(letter: int, done: str, id: OperationId | None) -> dict[str, Any]:
+    return {done: letter} | ({} if id is None else {"operation": id.operation, "key": id.key})
+
+
+def _each(
+    chosen: list[int],
+    work: Callable[[int], dict[str, Any]],
+    done: str,
+    *,
+    single: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Do it for each, in transactions of their own; one refusal stops none of the others."""
+    if dry_run:
+        if as_json:
+            print_json({"dry_run": True, done: chosen})
+        else:
+            named = f" (dead letters {', '.join(map(str, chosen))})" if chosen else ""
+            console.print(f"would be {done}: {len(chosen)}{named}", soft_wrap=True)
+        return
+    if single is not None:
+        document = work(single)
+        if as_json:
+            print_json(document)
+        else:
+            named = " ".join(str(document[name]) for name in ("operation", "key") if name in document)
+            console.print(
+                plain(f"dead letter {single} {done} {named}".rstrip()), markup=False, highlight=False, soft_wrap=True
+            )
+        return
+    succeeded: list[int] = []
+    refused: list[dict[str, Any]] = []
+    bar: Iterable[int] = chosen
+    if not as_json:
+        bar = track(chosen, description=done, console=errors, transient=True)
+    for letter in bar:
+        try:
+            work(letter)
+            succeeded.append(letter)
+        except IdempotencyError as error:
+            refused.append({"letter": letter, "why": str(error)})
+            errors.print(f"idempotency: {error}", markup=False)
+    if as_json:
+        print_json({done: succeeded, "refused": refused})
+    else:
+        console.print(f"{done}: {len(succeeded)}, refused: {len(refused)}")
+    if refused:
+        raise typer.Exit(1)

@@ -1,0 +1,245 @@
+"""`idempotency …`: what an operator does from a shell. Tables for people, `--json` for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated
+
+import typer
+from celery import Celery
+from prometheus_client import start_http_server
+from rich.markup import escape
+from rich.table import Column, Table
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
+
+from .. import settings
+from ..attempt.runtime import Runtime, make_engine
+from ..checks import configuration
+from ..checks.doctor import WRONG_ADDRESS, Level, reason
+from ..checks.doctor import doctor as diagnose
+from ..checks.startup import refuse_to_start
+from ..errors import IdempotencyError, SettingsError
+from ..letters.dead_letter_queue import DeadLetterConsumer
+from ..observe import metrics
+from ..observe.logs import log
+from ..relay.reconcile import reconcile
+from ..relay.relay import AWAY_PAUSE, Relay
+from ..store import schema
+from ..store.statements import describe
+from ..upkeep import alarms, alerts, maintenance
+from ..upkeep.backlog import Backlog
+from ..upkeep.presence import SignOfLife
+from .dead_letter_commands import letters, people
+from .operator_commands import commands as operator_commands
+from .terminal import AppOption, JsonOption, console, print_json
+from .terminal import application as _app
+
+cli = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Operate celery-idempotency.")
+cli.add_typer(operator_commands)
+cli.add_typer(letters, name="dead-letters")
+cli.add_typer(people, name="operators")
+
+# How often the upkeep looks whether anything of it is due.
+UPKEEP_PAUSE = 1.0
+# The relay looks for dead holders this often: a killed worker's operations go on within 5 s on the same host.
+DEATH_WATCH = 2.0
+# How often it looks for something to alert about; each service and reason keeps to alert_interval besides.
+ALERT_WATCH = 5.0
+# How often it looks for something to purge, and how much it deletes at once; it goes on at once while there is more.
+PURGE_WATCH = 60.0
+PURGE_LIMIT = 5_000
+# undefined_table, undefined_column, invalid_schema_name
+NOT_MIGRATED = ("42P01", "42703", "3F000")
+
+
+@cli.command()
+def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Bring the database's tables to this version."""
+    # on a connection without the time-outs of attempts: building an index may take long
+    revision = schema.migrate(make_engine(settings.from_app(_app(app))))
+    if as_json:
+        print_json({"revision": revision})
+    else:
+        console.print(f"database schema at revision {revision}")
+
+
+@cli.command()
+def relay(app: AppOption = "tasks") -> None:
+    """Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number."""
+    celery = _app(app)
+    celery.loader.import_default_modules()  # what is to be checked are its tasks
+    unanswered = refuse_to_start(celery)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    configuration.require_broker_address(celery)
+    _wait_for_postgres(celery, stop, unanswered)
+    log.info("relay_started")
+    run_relay(celery, stop)
+    log.info("relay_stopped")
+
+
+def run_relay(celery: Celery, stop: threading.Event) -> None:
+    """Run the relay's three loops until `stop` is set: publishing, dead letters, upkeep.
+
+    Each has its own thread: a slow receiver of alerts, an `on_failed` that waits, or a long purge delays no message, and
+    none of these delays another. When any of them hangs, the relay falls silent, which the others notice.
+    """
+    sweep = Runtime.of(celery).settings.sweep
+    running, life = Relay(celery), SignOfLife(celery, "relay")
+    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep}
+
+    def between_passes() -> None:
+        life.progressed(loop="publishing")
+        now = time.monotonic()
+        if now >= due["recover"]:
+            due["recover"] = now + DEATH_WATCH
+            if recovered := maintenance.recover(celery):
+                log.info("recovered", operations=recovered)
+        if now >= due["reconcile"]:
+            due["reconcile"] = now + sweep
+            reconcile(celery, publisher=running.publisher)
+
+    letters, progressed = DeadLetterConsumer(celery), partial(life.progressed, loop="letters")
+    threads = [
+        threading.Thread(target=letters.run, args=(stop, progressed), daemon=True),
+        threading.Thread(target=_upkeep, args=(celery, stop, partial(life.progressed, loop="upkeep")), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    life.start()
+    running.run(stop, between_passes)
+    patience = time.monotonic() + 10
+    for thread in threads:
+        thread.join(max(patience - time.monotonic(), 0))
+    life.end()
+
+
+def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
+    """Look for alerts and alarms, and purge, until `stop` is set."""
+    alert_at = purge_at = time.monotonic()
+    while not stop.is_set():
+        progressed()
+        now = time.monotonic()
+        try:
+            if now >= alert_at:
+                alert_at = now + ALERT_WATCH
+                alerts.run_once(celery)
+                alarms.run_once(celery)
+            if now >= purge_at:
+                purge_at = now + PURGE_WATCH
+                if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
+                    purge_at = now
+        except OperationalError as error:
+            log.warning("postgres_unavailable", error=type(error.orig).__name__)
+        except Exception:  # one surprise must not end the thread
+            log.exception("upkeep_failed")
+        stop.wait(UPKEEP_PAUSE)
+
+
+def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | None) -> None:
+    """Return once the set-up was checked against the database, which may be starting. Raises what waiting cannot heal."""
+    while not stop.is_set():
+        if unanswered is None:
+            try:
+                with Runtime.of(celery).autocommit() as connection:
+                    schema.require_compatible(connection)
+                return
+            except OperationalError as error:
+                unanswered = reason(error)
+        if unanswered in WRONG_ADDRESS:
+            raise SettingsError(f"idempotency_database_url: {unanswered}")
+        log.warning("postgres_unavailable", error=unanswered)
+        stop.wait(AWAY_PAUSE)
+        unanswered = refuse_to_start(celery)
+
+
+@cli.command()
+def doctor(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Look for what would lose work or do it twice. Exit status 1 if there is any."""
+    findings = diagnose(_app(app))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))  # noqa: T201
+    else:
+        table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do or why")))
+        colours = {Level.REFUSAL: "red", Level.WARNING: "yellow", Level.OK: "green"}
+        for finding in findings:
+            cells = (finding.subject, finding.found, finding.advice)
+            table.add_row(f"[{colours[finding.level]}]{finding.level}[/]", *map(escape, cells))
+        console.print(table)
+    if any(finding.level is Level.REFUSAL for finding in findings):
+        raise typer.Exit(1)
+
+
+@cli.command("metrics")
+def serve_metrics(
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 9540,
+    address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
+    app: Annotated[
+        str | None, typer.Option("--app", "-A", help="Also what waits and who works on it, of this Celery application.")
+    ] = None,
+) -> None:
+    """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
+    if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        raise SettingsError("PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this need the same directory there")
+    counted = metrics.of_all_processes()
+    if app is not None:
+        counted.register(Backlog(_app(app)))
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    try:
+        server, thread = start_http_server(port, address, registry=counted)
+    except OSError as error:
+        raise SettingsError(f"--address {address} --port {port}: {error.strerror or error}") from None
+    console.print(f"metrics at http://{address}:{port}/metrics")
+    stop.wait()
+    server.shutdown()
+    thread.join()
+
+
+@cli.command()
+def recover(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Release operations that have lost their holder, once."""
+    _print_count("recovered", maintenance.recover(_app(app)), as_json)
+
+
+@cli.command()
+def purge(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Delete what is past its retention, once."""
+    _print_count("purged", maintenance.purge(_app(app)), as_json)
+
+
+def main() -> None:
+    """Run the command line; an error is one line on stderr and exit status 1."""
+    try:
+        cli()
+    except IdempotencyError as error:
+        raise SystemExit(f"idempotency: {error}") from None
+    except OperationalError as error:
+        # SQLAlchemy's own text would show the address
+        raise SystemExit(f"idempotency: the database did not answer: {describe(error)}") from None
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", None) not in NOT_MIGRATED:
+            raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
+        raise SystemExit(
+            f"idempotency: the database does not have the tables of this version ({describe(error)}); run `idempotency migrate`"
+        ) from None
+    except DBAPIError as error:
+        raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
+
+
+def _print_count(what: str, count: int, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({what: count}))  # noqa: T201
+    else:
+        console.print(f"{what}: {count}")

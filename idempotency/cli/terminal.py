@@ -1,0 +1,63 @@
+"""What all commands share: the options, the application, and how answers are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from celery import Celery
+from celery.app.utils import find_app
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import IdempotencyError
+
+console = Console()
+
+AppOption = Annotated[
+    str, typer.Option("--app", "-A", envvar="CELERY_APP", help="The Celery application, as for celery -A.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+def application(name: str) -> Celery:
+    """The Celery application of this name. Raises `IdempotencyError`."""
+    try:
+        return find_app(name)
+    except (ImportError, AttributeError) as error:
+        raise IdempotencyError(
+            f"--app {name}: {error}; name your Celery application with -A, or in CELERY_APP"
+        ) from None
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout; times as ISO 8601."""
+    print(json.dumps(document, default=_as_text))  # noqa: T201
+
+
+def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
+    """A table of texts: nothing in a cell is markup, and no control character reaches the terminal."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if hasattr(cell, "__rich_console__") else Text(plain(cell)) for cell in row))
+    console.print(table)
+
+
+def plain(value: Any) -> str:
+    """A value as one line for a person."""
+    if value is None:
+        return ""
+    if hasattr(value, "strftime"):
+        return f"{value:%F %T%z}"
+    if isinstance(value, dict):
+        value = json.dumps(value, default=_as_text)
+    return "".join(character if character.isprintable() else "\ufffd" for character in str(value))
+
+
+def _as_text(value: Any) -> str:
+    return str(value.isoformat() if hasattr(value, "isoformat") else value)

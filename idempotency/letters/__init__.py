@@ -1,0 +1,1 @@
+"""Dead letters: what the broker gave up becomes one."""

@@ -1,0 +1,1 @@
+"""What people change, each change with its audit row."""

@@ -1,0 +1,1 @@
+"""From the outbox to the broker, and again when the broker has lost it."""

@@ -1,0 +1,1 @@
+"""The only place that names a table: every statement, and the schema."""

@@ -1,0 +1,445 @@
+"""What a person looks at: queues, processes, counts, lists and one operation whole.
+
+Reads only; arguments and results only on request. Nothing here reads more than a bounded number of rows, whatever waits:
+a count stops at its part of `BOUND` and says so, and what has ended is estimated from a sample once there is much of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import redis
+from amqp.exceptions import AMQPError, ChannelError
+from celery import Celery
+from kombu import Connection as BrokerConnection
+from kombu.exceptions import KombuError
+from sqlalchemy import Connection, Row, create_engine
+from sqlalchemy.pool import NullPool
+
+from ..settings import Settings
+from ..upkeep import presence
+from ..wire.keys import OperationId
+
+# The most rows that one count looks at, over all queues: about a quarter of a second.
+# A count that reached its part is "50,000+".
+BOUND = 50_000
+# Pages of 8 KiB that the sample of the ended operations reads; about 60,000 records. Fewer pages are read whole.
+SAMPLE = 4_000
+# Seconds to connect to Postgres or to the broker, for each statement, and for each answer of the broker.
+PATIENCE = 2.0
+
+# By index and in loops, always: a hash join would read the whole of a table, however small the window. Compiling would
+# take longer than running.
+_BY_INDEX = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off -c jit=off"
+
+# As in the index outbox_waiting. Of any origin: what was put back, parked or replayed may have no record yet either.
+_WAITING = "o.settled_at IS NULL"
+
+# A row of the outbox whose operation has no record yet, and no dead letter either: its message was refused for good.
+# LATERAL with LIMIT, so that each row costs two looks into an index.
+_BEGUN = """
+    LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.records r
+                       WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key) LIMIT 1) begun ON true
+    LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.dead_letters d
+                       WHERE (d.tenant, d.operation, d.key) = (o.tenant, o.operation, o.key) AND d.status = 'open'
+                       LIMIT 1) refused ON true
+"""
+_ACCEPTED_ONLY = "begun.yes IS NULL AND refused.yes IS NULL AND o.status <> 'failed'"
+
+# A failed publish and a send again move available_at; then the row counts from its beginning. So does a refusal: it was
+# due when it was first refused.
+_DUE_AT = """CASE WHEN o.refusals > 0 THEN o.first_refused_at
+    WHEN o.attempts = 0 AND o.resends = 0 THEN o.available_at ELSE o.created_at END"""
+
+# Each queue has a window of the same size, so that the backlog of one hides no other; their names are found by skipping
+# from one to the next in the index.
+_QUEUES = """
+WITH RECURSIVE queues(queue) AS (
+    (SELECT o.queue FROM idempotency.{table} o WHERE {condition} ORDER BY o.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT o.queue FROM idempotency.{table} o WHERE {condition} AND o.queue > q.queue ORDER BY o.queue LIMIT 1)
+    FROM queues q WHERE q.queue IS NOT NULL
+)
+"""
+
+_PART = "%(bound)s / (SELECT count(queue) FROM queues)"
+
+_WAITING_QUEUES = _QUEUES.format(table="outbox", condition=_WAITING)
+_WINDOW = f"""
+    SELECT o.* FROM idempotency.outbox o WHERE {_WAITING} AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}
+"""
+
+# Rows, not keys: an operation that was enqueued twice before it began counts twice.
+_ACCEPTED = f"""
+{_WAITING_QUEUES}
+SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
+    SELECT o.operation, sum(count(*)) OVER () >= {_PART} AS stopped,
+           count(*) FILTER (WHERE {_ACCEPTED_ONLY} AND {_DUE_AT} <= clock_timestamp()) AS accepted,
+           count(*) FILTER (WHERE {_ACCEPTED_ONLY} AND {_DUE_AT} > clock_timestamp()) AS scheduled,
+           extract(epoch FROM clock_timestamp() - min({_DUE_AT}) FILTER (WHERE {_ACCEPTED_ONLY}))::float8 AS oldest
+    FROM ({_WINDOW}) o {_BEGUN}
+    GROUP BY o.operation
+) counted WHERE q.queue IS NOT NULL
+"""
+
+_RELEASED = f"""
+{_QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
+SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
+    SELECT o.operation, count(*) AS operations, sum(count(*)) OVER () >= {_PART} AS stopped,
+           extract(epoch FROM min(o.available_at) - clock_timestamp())::float8 AS next_due,
+           extract(epoch FROM clock_timestamp() - min(o.opened_at))::float8 AS oldest
+    FROM (SELECT r.operation, r.available_at, r.opened_at FROM idempotency.records r
+          WHERE r.available_at IS NOT NULL AND r.queue = q.queue ORDER BY r.available_at LIMIT {_PART}) o
+    GROUP BY o.operation
+) counted WHERE q.queue IS NOT NULL
+"""
+
+# One window for all: what runs at once is as much as there are slots.
+_RUNNING = """
+SELECT queue, operation, count(*) AS operations, sum(count(*)) OVER () >= %(bound)s AS stopped,
+       count(*) FILTER (WHERE locked_until < clock_timestamp()) AS lease_over,
+       extract(epoch FROM clock_timestamp() - min(opened_at))::float8 AS oldest
+FROM (SELECT queue, operation, locked_until, opened_at FROM idempotency.records
+      WHERE locked_until IS NOT NULL ORDER BY locked_until LIMIT %(bound)s) held
+GROUP BY queue, operation
+"""
+
+_PAGES = "SELECT pg_relation_size('idempotency.records') / current_setting('block_size')::int"
+_ENDED = """
+SELECT operation, status, count(*) AS operations FROM idempotency.records TABLESAMPLE SYSTEM (%(percent)s)
+WHERE status IN ('completed', 'failed') GROUP BY operation, status
+"""
+
+# Due rows only: a delay that was asked for is no backlog. A row that could not be published has moved its own time, so
+# it counts from its beginning; it is due again within a minute, so it is near the beginning of the index. Rows with an
+# ordering key are in an index of their own, by lane.
+_UNPUBLISHED = """
+SELECT count(*) AS pending,
+       count(*) FILTER (WHERE due) AS unpublished,
+       extract(epoch FROM clock_timestamp()
+           - min(CASE WHEN attempts = 0 THEN available_at ELSE created_at END) FILTER (WHERE due))::float8 AS oldest,
+       (SELECT count(*) FROM (SELECT FROM idempotency.outbox WHERE status = 'failed' ORDER BY id LIMIT %(bound)s) f)
+           AS failed
+FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp() OR attempts > 0 AS due FROM (
+          (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
+           WHERE status = 'pending' AND ordering_key IS NULL ORDER BY available_at, id LIMIT %(bound)s)
+          UNION ALL
+          -- with the failed ones at the heads of lanes, and so no more than these are read
+          (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
+           WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL
+           ORDER BY operation, ordering_key, place, id LIMIT %(bound)s)
+          LIMIT %(bound)s) window_of_both
+      WHERE status = 'pending') pending
+"""
+
+_OPEN_LETTERS = """
+SELECT operation, service, reason, count(*) AS letters, count(*) FILTER (WHERE unknown) AS unknown
+FROM (SELECT operation, coalesce(consumer_service, '-') AS service, reason,
+             -- a broken on_failed hides the code that the record has
+             reason = 'effect_unknown' OR reason = 'on_failed_error' AND EXISTS (
+                 SELECT FROM idempotency.records r
+                 WHERE (r.tenant, r.operation, r.key) = (d.tenant, d.operation, d.key)
+                   AND r.generation = d.generation AND r.error_code = 'effect_unknown') AS unknown
+      FROM idempotency.dead_letters d
+      WHERE status = 'open' ORDER BY operation, reason LIMIT %(bound)s) open
+GROUP BY operation, service, reason ORDER BY operation, service, reason
+"""
+
+_LIST = """
+SELECT tenant, operation, key, status, generation, fence, attempts, duplicates, locked_until, available_at,
+       created_at, updated_at, completed_at, error, 0 AS refusals, NULL AS first_refused_at
+FROM idempotency.records
+WHERE {condition}
+  AND (%(operation)s::text IS NULL OR operation = %(operation)s)
+  AND (%(status)s::text IS NULL OR status = %(status)s)
+  AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
+  AND (%(older_than)s::float8 IS NULL OR opened_at < clock_timestamp() - make_interval(secs => %(older_than)s))
+ORDER BY opened_at, tenant, operation, key LIMIT %(limit)s
+"""
+# What means the same as the status and has an index.
+_INDEXED = {"started": "locked_until IS NOT NULL", "released": "available_at IS NOT NULL"}
+
+# The columns of _LIST, for what is only in the outbox. Of the oldest BOUND rows of each queue.
+_LIST_ACCEPTED = f"""
+{_WAITING_QUEUES}
+SELECT tenant, operation, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
+       NULL AS locked_until, min(available_at) AS available_at, min(created_at) AS created_at,
+       max(updated_at) AS updated_at, NULL AS completed_at, NULL AS error, max(refusals) AS refusals,
+       min(first_refused_at) AS first_refused_at
+FROM queues q CROSS JOIN LATERAL (
+    SELECT o.tenant, o.operation, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at,
+           coalesce(o.published_at, o.created_at) AS updated_at
+    FROM ({_WINDOW}) o {_BEGUN}
+    WHERE {_ACCEPTED_ONLY}
+      AND (%(operation)s::text IS NULL OR o.operation = %(operation)s)
+      AND (%(tenant)s::text IS NULL OR o.tenant = %(tenant)s)
+      AND (%(older_than)s::float8 IS NULL OR o.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
+    ORDER BY o.id LIMIT %(limit)s
+) accepted WHERE q.queue IS NOT NULL
+GROUP BY tenant, operation, key ORDER BY min(created_at), tenant, operation, key LIMIT %(limit)s
+"""
+
+_ROW = "tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
+_RECORD = f"SELECT * FROM idempotency.records WHERE {_ROW}"
+_OUTBOX = f"SELECT * FROM idempotency.outbox WHERE {_ROW} ORDER BY id"
+_LETTERS = f"SELECT * FROM idempotency.dead_letters WHERE {_ROW} ORDER BY id"
+_AUDIT = f"SELECT id, at, actor, action, generation, fence_before, fence_after, reason, details FROM idempotency.audit WHERE {_ROW} ORDER BY id"
+
+# What a caller sent or a task returned: personal data lives here, so it is shown only to who asks for it.
+PAYLOAD = ("message", "result", "payload", "headers")
+# The token is what a holder proves itself by.
+_NEVER = ("token",)
+
+
+@dataclass(slots=True)
+class QueueState:
+    """One queue: what Postgres has for it, and what the broker says. Ages and times in seconds; None is unknown."""
+
+    accepted: int = 0  # due, without a record yet: in the outbox or in the broker
+    oldest_accepted_seconds: float | None = None
+    scheduled: int = 0  # accepted, and not due yet
+    running: int = 0
+    lease_over: int = 0  # of those running
+    released: int = 0  # between two attempts
+    next_due_seconds: float | None = None  # of those released; negative: it has been due for so long
+    at_least: list[str] = field(default_factory=list)  # counts that stopped at their part of BOUND
+    ready: int | None = None  # messages that the broker has not handed out
+    consumers: int | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.accepted or self.ready or (self.next_due_seconds or 0.0) < 0.0)
+
+    def count(self, name: str, number: int, stopped: bool) -> None:
+        setattr(self, name, getattr(self, name) + number)
+        if stopped and name not in self.at_least:
+            self.at_least.append(name)
+
+
+@dataclass(slots=True)
+class Look:
+    """What has not ended, who works on it, and what waits for a person."""
+
+    queues: dict[str, QueueState] = field(default_factory=dict)
+    operations: dict[str, dict[str, int]] = field(default_factory=dict)  # by task and status
+    oldest_started: float | None = None
+    oldest_released: float | None = None
+    outbox: Any = None
+    letters: Sequence[Row[Any]] = ()
+    processes: Sequence[Row[Any]] = ()
+    broker_answered: bool = False
+
+    @property
+    def unknown_effects(self) -> int:
+        """Operations that ended as effect_unknown and whose dead letter is open."""
+        return sum(row.unknown for row in self.letters)
+
+    def has_relay(self, silence: float) -> bool:
+        """Whether a relay was seen within the last `silence` seconds."""
+        return any(process.kind == "relay" and process.silent_seconds <= silence for process in self.processes)
+
+    def queue(self, name: str) -> QueueState:
+        return self.queues.setdefault(name, QueueState())
+
+    def count(self, operation: str, status: str, number: int) -> None:
+        if number:
+            counts = self.operations.setdefault(operation, {})
+            counts[status] = counts.get(status, 0) + number
+
+
+@contextmanager
+def looking(settings: Settings) -> Iterator[Connection]:
+    """A connection for these questions: by index, and none takes longer than `PATIENCE` seconds to connect or answer."""
+    engine = create_engine(
+        settings.database_url.get_secret_value(),
+        poolclass=NullPool,
+        isolation_level="AUTOCOMMIT",
+        hide_parameters=True,
+        connect_args={
+            "connect_timeout": int(PATIENCE),
+            "options": f"-c statement_timeout={int(PATIENCE * 1000)} {_BY_INDEX}",
+        },
+    )
+    with engine.connect() as connection:
+        yield connection
+
+
+def look(connection: Connection, app: Celery, settings: Settings) -> Look:
+    """What waits and who works on it, by Postgres and by the broker. A broker that is away leaves its part unknown."""
+    found, bound = Look(), {"bound": BOUND}
+    for row in connection.exec_driver_sql(_ACCEPTED, bound):
+        state = found.queue(row.queue)
+        state.count("accepted", row.accepted, row.stopped)
+        state.count("scheduled", row.scheduled, row.stopped)
+        if row.accepted:
+            state.oldest_accepted_seconds = max(row.oldest, state.oldest_accepted_seconds or 0.0)
+        found.count(row.operation, "accepted", row.accepted + row.scheduled)
+    for row in connection.exec_driver_sql(_RUNNING, bound):
+        state = found.queue(row.queue)
+        state.count("running", row.operations, row.stopped)
+        state.count("lease_over", row.lease_over, row.stopped)
+        found.oldest_started = max(row.oldest, found.oldest_started or 0.0)
+        found.count(row.operation, "started", row.operations)
+    for row in connection.exec_driver_sql(_RELEASED, bound):
+        state = found.queue(row.queue)
+        state.count("released", row.operations, row.stopped)
+        state.next_due_seconds = min(row.next_due, math.inf if (due := state.next_due_seconds) is None else due)
+        found.oldest_released = max(row.oldest, found.oldest_released or 0.0)
+        found.count(row.operation, "released", row.operations)
+    found.outbox = connection.exec_driver_sql(_UNPUBLISHED, bound).one()
+    found.letters = connection.exec_driver_sql(_OPEN_LETTERS, bound).all()
+    found.processes = presence.processes(connection)
+    _ask_broker(app, settings, found)
+    return found
+
+
+def _ask_broker(app: Celery, settings: Settings, found: Look) -> None:
+    """Ask how many messages are ready and how many consumers there are, of each queue that the application declares."""
+    for name in app.amqp.queues:
+        found.queue(name)
+    deadline = time.monotonic() + 2 * PATIENCE
+    try:
+        with app.connection_for_read(connect_timeout=PATIENCE) as broker:
+            is_amqp = broker.transport.driver_type == "amqp"
+            names = ("read_timeout", "write_timeout") if is_amqp else ("socket_timeout", "socket_connect_timeout")
+            broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, PATIENCE)}
+            try:
+                broker.ensure_connection(max_retries=1, interval_start=0, timeout=PATIENCE)
+                for name in app.amqp.queues:
+                    if time.monotonic() > deadline:
+                        return
+                    _ask_about(broker, name, found.queue(name))
+            finally:
+                broker.collect()  # without a handshake: a broker that hangs must not hang us
+            if not is_amqp:  # Redis knows no consumers, only the workers themselves do
+                for name in app.amqp.queues:
+                    found.queue(name).consumers = sum(
+                        process.kind == "worker"
+                        and name in process.queues
+                        and process.silent_seconds <= settings.alarm_silence
+                        for process in found.processes
+                    )
+    except (AMQPError, KombuError, OSError, redis.RedisError):
+        return
+    found.broker_answered = True
+
+
+def _ask_about(broker: BrokerConnection, name: str, state: QueueState) -> None:
+    channel = broker.channel()
+    try:
+        answer = channel.queue_declare(name, passive=True)
+        state.ready, state.consumers = int(answer.message_count), int(answer.consumer_count)
+    except ChannelError as error:
+        # of a queue whose host is down RabbitMQ says "not found" as well, in other words
+        if "no queue" in str(error).lower():
+            state.ready = state.consumers = 0
+    finally:
+        if getattr(channel, "is_open", True):
+            channel.close()
+
+
+def status(connection: Connection, app: Celery, settings: Settings) -> dict[str, Any]:
+    """Queues, processes, operations by task and status, the outbox and the open dead letters, as one document.
+
+    `operations_are_estimated`: completed and failed ones are projected from a sample, because there are many.
+    """
+    found = look(connection, app, settings)
+    percent = min(100.0, 100.0 * SAMPLE / max(connection.exec_driver_sql(_PAGES).scalar_one(), 1))
+    for row in connection.exec_driver_sql(_ENDED, {"percent": percent}):
+        found.count(row.operation, row.status, round(row.operations * 100 / percent))
+    letters: dict[tuple[str | None, str], int] = {}
+    for row in found.letters:
+        letters[row.operation, row.reason] = letters.get((row.operation, row.reason), 0) + row.letters
+    return {
+        "queues": {name: asdict(state) for name, state in sorted(found.queues.items())},
+        "broker_answered": found.broker_answered,
+        "relay_is_running": found.has_relay(settings.alarm_silence),
+        "processes": [
+            row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence} for row in found.processes
+        ],
+        "operations": dict(sorted(found.operations.items())),
+        "operations_are_estimated": percent < 100.0,
+        "oldest_seconds": {"started": found.oldest_started, "released": found.oldest_released},
+        "lease_over": sum(state.lease_over for state in found.queues.values()),
+        "unknown_effects": found.unknown_effects,
+        "outbox": {
+            "pending": found.outbox.pending,
+            "due": found.outbox.unpublished,
+            "oldest_due_seconds": found.outbox.oldest,
+            "failed": found.outbox.failed,
+        },
+        "dead_letters": {
+            "open": sum(letters.values()),
+            "by_reason": [
+                {"operation": operation, "reason": reason, "letters": number}
+                for (operation, reason), number in letters.items()
+            ],
+        },
+    }
+
+
+def list_operations(
+    connection: Connection,
+    *,
+    operation: str | None = None,
+    status: str | None = None,
+    tenant: str | None = None,
+    older_than: float | None = None,
+    limit: int = 100,
+) -> Sequence[Row[Any]]:
+    """The oldest operations first, of one task, status, tenant or minimum age in seconds.
+
+    `accepted` are those that have no record yet; without a status they are among the others.
+    """
+    parameters = {
+        "operation": operation, "status": status, "tenant": tenant, "older_than": older_than, "limit": limit,
+        "bound": BOUND,
+    }  # fmt: skip
+    found: list[Row[Any]] = []
+    if status in (None, "accepted"):
+        found += connection.exec_driver_sql(_LIST_ACCEPTED, parameters)
+    if status != "accepted":
+        statement = _LIST.format(condition=_INDEXED.get(status or "", "true"))
+        found += connection.exec_driver_sql(statement, parameters)
+    return sorted(found, key=lambda row: row.created_at)[:limit]
+
+
+def operation(connection: Connection, id: OperationId, *, with_payload: bool = False) -> dict[str, Any]:
+    """One operation whole: its record, effects, outbox rows, dead letters and audit rows.
+
+    Arguments, results and messages only `with_payload`.
+    """
+    names = {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+    record = connection.exec_driver_sql(_RECORD, names).one_or_none()
+    fields = None if record is None else _visible(record, with_payload)
+    effects = {} if fields is None else fields.pop("effects")
+    effects = dict(sorted(effects.items(), key=lambda entry: entry[1]["position"]))  # jsonb keeps no order
+    if not with_payload:
+        effects = {
+            name: {field: value for field, value in effect.items() if field not in ("result", "args")}
+            for name, effect in effects.items()
+        }
+    return {
+        **names,
+        "record": fields,
+        "effects": effects,
+        "outbox": [_visible(row, with_payload) for row in connection.exec_driver_sql(_OUTBOX, names)],
+        "dead_letters": [_visible(row, with_payload) for row in connection.exec_driver_sql(_LETTERS, names)],
+        "audit": [row._asdict() for row in connection.exec_driver_sql(_AUDIT, names)],
+    }
+
+
+def _visible(row: Row[Any], with_payload: bool) -> dict[str, Any]:
+    fields = {name: value for name, value in row._asdict().items() if name not in _NEVER}
+    if not with_payload:
+        fields = {name: value for name, value in fields.items() if name not in PAYLOAD}
+    for name in ("error", "first_error", "last_error"):
+        if (text := fields.get(name)) is not None and text.startswith("{"):
+            fields[name] = json.loads(text)
+    return fields

@@ -1,0 +1,211 @@
+"""Sweeps: statements that handle whatever is due, in batches, and that one bad row does not stop.
+
+When Postgres refuses a batch because of a row in it (a trigger, a CHECK, an index entry that is too large, a lock that
+is held), the rows of the batch are handled one by one, each in its own transaction, so that a constraint checked at COMMIT
+counts against its own row as well. The refused row is set aside in a table, logged and counted, and tried again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from celery.exceptions import SoftTimeLimitExceeded
+from sqlalchemy import Connection, Row
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..observe import metrics
+from ..observe.logs import log
+from .statements import READ_ONLY
+
+# Rows per statement: short transactions, so that nothing waits long behind a sweep.
+BATCH = 500
+# How long a sweep waits for a row of another table that someone has locked; its turn comes again.
+LOCK_TIMEOUT_MS = 200
+# A row that was refused is tried again after a minute, then after twice as long each time, up to an hour.
+FIRST_PAUSE = 60.0
+LONGEST_PAUSE = 3600.0
+
+# Scalar subqueries, here and in the conditions of sweeps, where EXISTS would say it better: EXISTS may be planned as a
+# hash of the whole table or as a join above which everything due is sorted. A scalar one is asked for each row, by index.
+_NOT_ASIDE = """(SELECT true FROM idempotency.set_aside a
+       WHERE a.sweep = '{name}' AND a.id = {id} AND a.until > clock_timestamp() LIMIT 1) IS NULL"""
+
+# For `Sweep.one` and `Sweep.id` of records: their keys may be longer than an index takes.
+THIS_RECORD = "r.tenant = %(tenant)s AND r.operation = %(operation)s AND r.key = %(key)s"
+RECORD_ID = "md5(ARRAY[r.tenant, r.operation, r.key]::text)"
+
+_SET_ASIDE = """
+INSERT INTO idempotency.set_aside AS a (sweep, id, tenant, operation, key, error, until)
+VALUES (%(sweep)s, %(id)s, %(tenant)s, %(operation)s, %(key)s, %(error)s,
+        clock_timestamp() + make_interval(secs => %(first)s))
+ON CONFLICT (sweep, id) DO UPDATE SET times = a.times + 1, error = excluded.error,
+    until = clock_timestamp() + make_interval(secs => least(%(longest)s, %(first)s * 2 ^ least(a.times, 20)))
+RETURNING times
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is due, in which order, and what is done to it. SQL texts, with `r` as the name of the table.
+
+    The time in `due` is written (SELECT clock_timestamp()): a volatile function by itself is compared row by row, after
+    an index has handed out everything there is.
+    """
+
+    name: str
+    table: str
+    # For the select list of `due`: beside tenant, operation and key, what `then` needs.
+    columns: str
+    due: str
+    order: str
+    # What follows "WITH due AS (...)". For `run` it returns one row: how many were handled. Empty where Python handles
+    # the rows (`find`, `one_by_one`).
+    then: str
+    # One row, found by index, and the text under which it is set aside.
+    one: str
+    id: str
+
+    @property
+    def unlocked(self) -> str:
+        """Read a batch of what is due and has not been set aside."""
+        return f"{self._select} ORDER BY {self.order} LIMIT %(batch)s"
+
+    @property
+    def find(self) -> str:
+        """Lock a batch of what is due and has not been set aside."""
+        return f"{self.unlocked} FOR UPDATE OF r SKIP LOCKED"
+
+    @property
+    def find_one(self) -> str:
+        """Lock one row of those, if it still is due and no one else has locked it."""
+        return f"{self._select} AND {self.one} FOR UPDATE OF r SKIP LOCKED"
+
+    @property
+    def batch(self) -> str:
+        """Handle a batch; also says how many rows were seen."""
+        return f"WITH due AS MATERIALIZED ({self.find}) {self.then}, (SELECT count(*) FROM due) AS seen"
+
+    @property
+    def single(self) -> str:
+        """Handle one row."""
+        return f"WITH due AS MATERIALIZED ({self.find_one}) {self.then}"
+
+    @property
+    def _select(self) -> str:
+        aside = _NOT_ASIDE.format(name=self.name, id=self.id)
+        return (
+            f"SELECT r.tenant, r.operation, r.key, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
+            f"WHERE {self.due} AND {aside}"
+        )
+
+
+def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, limit: int) -> tuple[int, bool]:
+    """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due."""
+    handled = seen = 0
+    fields = {**parameters, "batch": BATCH}
+    with sweeping(connection):
+        while seen < limit:
+            try:
+                done, found = connection.exec_driver_sql(sweep.batch, fields).one()
+                moved = found
+            except DBAPIError as error:
+                if not is_of_a_row(error):
+                    raise
+                rows = connection.exec_driver_sql(sweep.find, fields).all()
+                found = len(rows)
+                done, aside = one_by_one(connection, sweep, rows, lambda row: _single(connection, sweep, fields, row))
+                moved = done + aside
+            handled += done
+            seen += found
+            if found < BATCH or not moved:
+                return handled, False
+    return handled, True
+
+
+def find(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any]) -> Sequence[Row[Any]]:
+    """One batch of what is due, for a sweep whose rows are handled in Python (`one_by_one`)."""
+    with sweeping(connection):
+        return connection.exec_driver_sql(sweep.find, {**parameters, "batch": BATCH}).all()
+
+
+def one_by_one(
+    connection: Connection, sweep: Sweep, rows: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]
+) -> tuple[int, int]:
+    """Handle each row in its own transaction; returns how many were handled, and how many were set aside."""
+    done = aside = 0
+    for row in rows:
+        try:
+            done += handle(row)
+        except (PoolTimeout, SoftTimeLimitExceeded):
+            raise  # no row's fault
+        except Exception as error:
+            if isinstance(error, DBAPIError) and not is_of_a_row(error):
+                raise
+            _set_aside(connection, sweep, row, error)
+            aside += 1
+    return done, aside
+
+
+def is_of_a_row(error: DBAPIError) -> bool:
+    """Whether Postgres refused because of what is in a row, or who holds it, and would take other rows."""
+    state = getattr(error.orig, "sqlstate", None)
+    if state is None or error.connection_invalidated or state == READ_ONLY:
+        return False
+    if state == "57014":  # query_canceled: statement_timeout, which fewer rows may keep
+        return True
+    if state.startswith("42"):  # a missing table or right is everyone's, unless a function says so, which is a trigger
+        return bool(error.orig.diag.context)  # type: ignore[union-attr]
+    # connection, resources, an operator's intervention, the system
+    return not state.startswith(("08", "53", "57", "58"))
+
+
+def names(row: Row[Any]) -> dict[str, Any]:
+    """The parameters of `Sweep.one` for this row."""
+    return {name: value for name, value in row._mapping.items() if name in ("tenant", "operation", "key", "id")}
+
+
+def _single(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], row: Row[Any]) -> int:
+    return int(connection.exec_driver_sql(sweep.single, {**parameters, **names(row)}).scalar_one())
+
+
+def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Exception) -> None:
+    primary = getattr(getattr(getattr(error, "orig", None), "diag", None), "message_primary", None)
+    kind = type(getattr(error, "orig", None) or error).__name__
+    fields = {
+        "sweep": sweep.name,
+        "id": row.row_id,
+        "tenant": row.tenant,
+        "operation": row.operation,
+        "key": row.key,
+        "error": f"{kind}: {primary}" if primary else kind,
+        "first": FIRST_PAUSE,
+        "longest": LONGEST_PAUSE,
+    }
+    times = connection.exec_driver_sql(_SET_ASIDE, fields).scalar_one()
+    metrics.set_aside.labels(sweep.name).inc()
+    log.error("set_aside", sweep=sweep.name, operation=row.operation, key=row.key, error=fields["error"], times=times)
+
+
+_AS_BEFORE = "RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan"
+
+
+@contextmanager
+def sweeping(connection: Connection) -> Iterator[None]:
+    """How a sweep's statements run: hardly waiting, and reading what is due by its index, in order.
+
+    A plan that was made while little was due would sort everything that is due for each batch, when it has become much.
+    """
+    connection.exec_driver_sql(
+        f"SET lock_timeout = {LOCK_TIMEOUT_MS}; SET enable_sort = off; SET enable_bitmapscan = off"
+    )
+    try:
+        yield
+    except BaseException:
+        with suppress(SQLAlchemyError):  # what went wrong first is what counts
+            connection.exec_driver_sql(_AS_BEFORE)
+        raise
+    connection.exec_driver_sql(_AS_BEFORE)

@@ -1,0 +1,1 @@
+"""What runs beside the work: recovery, purge, alerts, alarms, signs of life."""

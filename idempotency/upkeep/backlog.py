@@ -1,0 +1,107 @@
+"""What waits and who works on it, as gauges: asked at each scrape, because it is the state of no process.
+
+A scrape never fails and never hangs: while Postgres is away or slow, `idempotency_database_up` is 0 and the other
+gauges are missing, which is not the same as zero; so are those of a broker that does not answer. Counts stop at 50,000
+rows over all queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from celery import Celery
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy.exc import DBAPIError
+
+from .. import settings
+from ..store import overview
+from ..store.overview import Look
+
+# Of each queue: the attribute of its state, the gauge, and what it says.
+_QUEUE_GAUGES = (
+    ("accepted", "accepted", "Accepted operations that are due and have not begun; stops at 50,000 over all queues"),
+    ("oldest_accepted_seconds", "accepted_oldest_seconds", "How long the oldest of them has been due"),
+    ("scheduled", "scheduled", "Accepted operations that are not due yet"),
+    ("running", "running", "Operations that an attempt holds"),
+    ("lease_over", "lease_over", "Operations whose holder's lease is over"),
+    ("released", "released", "Operations between two attempts; stops at 50,000 over all queues"),
+    ("next_due_seconds", "released_next_due_seconds", "When the first of them is due; negative: it has been due"),
+    ("ready", "queue_ready", "Messages in the broker that no consumer has"),
+    ("consumers", "queue_consumers", "Consumers of the queue"),
+)
+
+
+class Backlog(Collector):
+    """The backlog of one application: its database, its queues and its processes."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._settings = settings.from_app(app)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: else the registry would ask Postgres before the first scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("idempotency_database_up", "Whether Postgres answered this scrape in time")
+        try:
+            with overview.looking(self._settings) as connection:
+                found = overview.look(connection, self._app, self._settings)
+        except DBAPIError:
+            up.add_metric([], 0)
+            yield up
+            return
+        up.add_metric([], 1)
+        yield up
+        yield GaugeMetricFamily(
+            "idempotency_broker_up", "Whether the broker answered this scrape in time", float(found.broker_answered)
+        )
+        yield GaugeMetricFamily(
+            "idempotency_outbox_unpublished", "Outbox rows that are due and not published", found.outbox.unpublished
+        )
+        yield GaugeMetricFamily(
+            "idempotency_outbox_oldest_seconds",
+            "How long the oldest of them has been due",
+            max(found.outbox.oldest or 0.0, 0.0),
+        )
+        yield from _queues(found)
+        yield from _processes(found)
+        yield from _letters(found)
+
+
+def _queues(found: Look) -> Iterator[Metric]:
+    for attribute, name, text in _QUEUE_GAUGES:
+        gauge = GaugeMetricFamily(f"idempotency_{name}", text, labels=["queue"])
+        for queue, state in sorted(found.queues.items()):
+            if (value := getattr(state, attribute)) is not None:
+                gauge.add_metric([queue], value)
+        yield gauge
+
+
+def _processes(found: Look) -> Iterator[Metric]:
+    signs = GaugeMetricFamily(
+        "idempotency_last_sign_seconds",
+        "How long ago a worker, relay or beat that has not ended in order was last seen",
+        labels=["kind", "name", "host", "pid"],
+    )
+    for process in found.processes:
+        signs.add_metric([process.kind, process.name, process.host, str(process.pid)], process.silent_seconds)
+    yield signs
+
+
+def _letters(found: Look) -> Iterator[Metric]:
+    by_reason: dict[tuple[str, str], int] = {}
+    for row in found.letters:
+        by_reason[row.service, row.reason] = by_reason.get((row.service, row.reason), 0) + row.letters
+    letters = GaugeMetricFamily(
+        "idempotency_dead_letters_open", "Dead letters that wait for a person", labels=["service", "reason"]
+    )
+    for labels, number in sorted(by_reason.items()):
+        letters.add_metric(labels, number)
+    yield letters
+    yield GaugeMetricFamily(
+        "idempotency_unknown_effects_open",
+        "Operations that ended as effect_unknown and wait for a person",
+        found.unknown_effects,
+    )

@@ -1,0 +1,84 @@
+"""The weekly report: per service, what has become a dead letter, what was done about it, and what is open."""
+
+from __future__ import annotations
+
+import smtplib
+import ssl
+from collections.abc import Sequence
+from email.message import EmailMessage
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from celery import Celery
+from sqlalchemy import Row
+
+from ..attempt.runtime import Runtime
+from ..errors import IdempotencyError
+from ..settings import Settings
+from ..store import dead_letters
+
+DAYS = 7
+SMTP_TIMEOUT = 10.0
+
+# Any number of beats at once: whoever writes the row sends the mail. A day's grace for a beat that is late.
+_TURN = """
+INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES ('report', clock_timestamp())
+ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
+WHERE a.sent_at < clock_timestamp() - make_interval(days => %(days)s - 1)
+RETURNING 1
+"""
+
+
+class MailRefused(IdempotencyError):
+    """The report could not be mailed; the message says why, never with a password."""
+
+
+def text(rows: Sequence[Row[Any]], days: int = DAYS) -> str:
+    """The report as plain text."""
+    lines = [f"Dead letters of the last {days} days", ""]
+    for row in rows:
+        lines.append(
+            f"{row.service}: {row.new} new, {row.replayed} replayed, {row.discarded} discarded, {row.open} open"
+        )
+        if row.open:
+            lines.append(f"    oldest open since {row.oldest_open:%F %T %Z}; {row.reasons}")
+    return "\n".join(lines if rows else [*lines, "none"]) + "\n"
+
+
+def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
+    """Mail the report to `report_mail_to`. Raises `MailRefused`."""
+    if settings.report_mail_to is None:
+        raise MailRefused("idempotency_report_mail_to: not set")
+    message = EmailMessage()
+    message["Subject"] = f"Dead letters of the last {days} days: {settings.service}"
+    message["From"], message["To"] = settings.report_mail_from, settings.report_mail_to
+    message.set_content(body)
+    url = urlsplit(settings.report_smtp_url.get_secret_value())
+    host, port = url.hostname or "127.0.0.1", url.port or 0
+    try:
+        # smtplib's own context believes any certificate; SSL_CERT_FILE names one more authority to trust
+        context = ssl.create_default_context()
+        with (
+            smtplib.SMTP_SSL(host, port, timeout=SMTP_TIMEOUT, context=context)
+            if url.scheme == "smtps"
+            else smtplib.SMTP(host, port, timeout=SMTP_TIMEOUT)
+        ) as server:
+            if url.username:
+                if url.scheme != "smtps":
+                    server.starttls(context=context)  # a password never goes out in the clear
+                server.login(unquote(url.username), unquote(url.password or ""))
+            server.send_message(message)
+    except (OSError, smtplib.SMTPException) as error:
+        raise MailRefused(f"idempotency_report_smtp_url: {url.hostname}: {type(error).__name__}") from None
+
+
+def mail_weekly(app: Celery) -> bool:
+    """Mail the report if it is due and somebody wants it; returns whether it was sent. For beat, any number of them."""
+    runtime = Runtime.of(app)
+    if runtime.settings.report_mail_to is None:
+        return False
+    with runtime.engine.begin() as connection:  # not sent: rolled back, and due again
+        if connection.exec_driver_sql(_TURN, {"days": DAYS}).one_or_none() is None:
+            return False
+        mail(runtime.settings, text(dead_letters.report(connection, days=DAYS)))
+    return True

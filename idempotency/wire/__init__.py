@@ -1,0 +1,1 @@
+"""What travels and what is compared: keys, messages, results. No input or output."""

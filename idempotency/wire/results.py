@@ -1,0 +1,26 @@
+"""A result as the text that is stored and handed to every duplicate, byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kombu.utils.json import dumps as kombu_dumps
+from kombu.utils.json import loads as kombu_loads
+
+from ..errors import InvalidResult
+
+
+def to_text(value: Any, *, limit: int, what: str = "result") -> str:
+    """Write a value as JSON, in the encoding Celery's results have. Raises `InvalidResult` naming type or size."""
+    try:
+        text: str = kombu_dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidResult(f"{what}: must be JSON, got {type(value).__name__} ({type(error).__name__})") from None
+    if len(text) > limit:
+        raise InvalidResult(f"{what}: at most {limit} bytes, got {len(text)}")
+    return text
+
+
+def from_text(text: str) -> Any:
+    """Read a stored value."""
+    return kombu_loads(text)

@@ -1,0 +1,37 @@
+"""Celery's revoke, for operations: an accepted operation is never dropped, it ends as a dead letter.
+
+Celery acknowledges a revoked message without running it, which would leave a record open for ever, or none at all.
+So a revoked message is delivered with a mark, and its claim fails the operation as `revoked` instead of running the
+body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
+When a running attempt is terminated, its record is marked before the message is acknowledged; whoever claims it
+after its holder is gone ends it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery.worker import request
+
+from ..observe.logs import log
+from ..wire.message import REVOKED_HEADER
+
+
+class Request(request.Request):
+    """Celery's request of an idempotent task, in the worker's main process."""
+
+    def revoked(self) -> bool:
+        super().revoked()
+        return bool(self._already_revoked)
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        if not terminated:
+            self._request_dict[REVOKED_HEADER] = True
+            return
+        try:
+            self._task.revoke_terminated(self._context)
+        except Exception:
+            # Not marked, so not acknowledged either: it comes back, and this worker remembers the revoke.
+            log.exception("revoke_failed", operation=self.name, task_id=self.id)
+            self.reject(requeue=True)
+        super()._announce_revoked(reason, terminated, signum, expired)
