@@ -21,6 +21,7 @@ from kombu.utils.json import loads
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Row
 
+from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.attempt import Policy
 from ..attempt.conclusions import Concluded, Entry, PartBroken
@@ -157,7 +158,7 @@ def release(app: Celery, shown: Shown, change: Change) -> None:
     For a holder that is alive but will not end: it finds its lease lost and its writes match nothing. What it has
     called outside is found begun by the next attempt. The attempt stays used.
     """
-    with Runtime.of(app).engine.begin() as connection:
+    with runtime_of(app).engine.begin() as connection:
         if _repeated(connection, change, "release", shown.id) is not None:
             return
         row = _locked(connection, shown, "release", "started")
@@ -185,7 +186,7 @@ def cancel(
 def _cancel(
     app: Celery, shown: Shown, change: Change, may_have_happened: bool, without_task: bool, *, skip: str | None = None
 ) -> PermanentError:
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     error = PermanentError(change.reason, "cancelled")
     with runtime.engine.begin() as connection:
         if (done := _repeated(connection, change, "cancel", shown.id)) is not None:
@@ -257,7 +258,7 @@ def _resolve(
     *,
     skip: str | None = None,
 ) -> str:
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     said = {"effect": name, "outcome": _digest(outcome), "end": end}
     with runtime.engine.begin() as connection:
         if (done := _repeated(connection, change, "resolve", shown.id, said=said)) is not None:
@@ -300,7 +301,7 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
 
     Raises `OperationNotFound` and `ReplayRefused`.
     """
-    with Runtime.of(app).engine.begin() as connection:
+    with runtime_of(app).engine.begin() as connection:
         if (done := _repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.operation, done.key)
         id = dead_letters.replay(connection, letter, app=app)

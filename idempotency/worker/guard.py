@@ -22,6 +22,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 from sqlalchemy.exc import SQLAlchemyError
 
+from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..observe.logs import log
@@ -181,7 +182,7 @@ class Guard(bootsteps.StartStopStep):
     def _note(self, message: Message, marker: str) -> None:
         """A marker has done its work by arriving. Its own thread: Postgres must not keep the broker waiting."""
         message.ack_log_error(log, self._consumer.connection_errors)
-        runtime = Runtime.of(self._app)  # here, so that no fork finds its lock held
+        runtime = runtime_of(self._app)  # here, so that no fork finds its lock held
         threading.Thread(target=_note_marker, args=(runtime, marker), daemon=True).start()
 
     def _refuse(self, message: Message, reason: str) -> None:

@@ -32,6 +32,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
+from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt, Policy
 from ..attempt.conclusions import OnFailed, Undo
@@ -180,7 +181,7 @@ class IdempotentTask(Task):
         return outcome.value
 
     def _perform(self, delivery: Delivery) -> Returned | Raised:
-        runtime = Runtime.of(self.app)
+        runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         delivery = self._as_accepted(runtime, delivery)
         token = secrets.token_hex(16)
@@ -352,7 +353,7 @@ class IdempotentTask(Task):
         """Whether its time has not come by the database's clock; then it waits in the outbox, and this one may go."""
         if (eta := delivery.eta) is None:
             return False
-        runtime = Runtime.of(self.app)
+        runtime = runtime_of(self.app)
 
         def park() -> bool:
             with runtime.autocommit() as connection:
@@ -405,7 +406,7 @@ class IdempotentTask(Task):
 
     def _parked(self, delivery: Delivery, message: Message) -> bool:
         try:
-            with Runtime.of(self.app).autocommit() as connection:
+            with runtime_of(self.app).autocommit() as connection:
                 self._park(connection, delivery, message, countdown=PUT_BACK, eta=delivery.eta)
         except Exception:
             return False
@@ -484,7 +485,7 @@ class IdempotentTask(Task):
 
     def revoke_terminated(self, request: Any) -> None:
         """Mark the operation whose attempt Celery terminates, so that its next claim ends it. For `revocation.py`."""
-        runtime, delivery = Runtime.of(self.app), self._delivery(request)
+        runtime, delivery = runtime_of(self.app), self._delivery(request)
         with runtime.engine.begin() as connection:
             # the worker's main process serves every other task meanwhile
             connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
@@ -656,7 +657,7 @@ class IdempotentTask(Task):
 
         Raises `CallRefused` inside an open transaction of this thread: the task commits on a connection of its own.
         """
-        eager.check_no_transaction(Runtime.of(self.app))
+        eager.check_no_transaction(runtime_of(self.app))
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         given = options.pop("headers", None) or {}
         _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
@@ -675,7 +676,7 @@ class IdempotentTask(Task):
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
         id = self._operation(arguments, key, tenant)
-        limit = Runtime.of(self.app).settings.arguments_limit
+        limit = runtime_of(self.app).settings.arguments_limit
         if (size := len(keys.canonical_json(arguments))) > limit:
             raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
         sent = {
@@ -692,7 +693,7 @@ class IdempotentTask(Task):
         if key is None:
             raise MissingKey(f"{self.name}: give idempotency_key=, or the task a key template")
         if tenant is None:
-            tenant = Runtime.of(self.app).settings.tenant
+            tenant = runtime_of(self.app).settings.tenant
         return OperationId(keys.check_key(tenant, field="tenant"), self.name, keys.check_key(key))
 
     @property

@@ -51,7 +51,7 @@ from idempotency import (
     OperationNotFound,
     lookup,
 )
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime, runtime_of
 from idempotency.checks import doctor as diagnosis
 from idempotency.checks.startup import refuse_to_lose
 from idempotency.cli.dead_letter_commands import _chosen
@@ -778,12 +778,12 @@ def test_a_wrong_address_is_an_error_without_its_password(
     try:
         with caplog.at_level(logging.DEBUG):
             b.configure(environment | {"DATABASE_URL": spoilt("DATABASE_URL")})
-            Runtime.discard(bank)
+            close_runtime(bank)
             with pytest.raises(OperationalError) as refused:
                 lookup(bank, b.deposit.name, "a1")
             errors.append(refused.value)
             b.configure(environment | {"BROKER_URL": spoilt("BROKER_URL"), "REDIS_URL": spoilt("REDIS_URL")})
-            Runtime.discard(bank)
+            close_runtime(bank)
             with pytest.raises((BrokerError, AMQPError)) as refused:
                 b.deposit.apply_async(("a1",), retry=False)
             errors.append(refused.value)
@@ -794,7 +794,7 @@ def test_a_wrong_address_is_an_error_without_its_password(
             assert Deliveries(bank).deliver(b.deposit, "a1").state == "SUCCESS"
     finally:
         b.configure(environment)
-        Runtime.discard(bank)
+        close_runtime(bank)
     said = "".join(line for error in errors for line in [*traceback.format_exception(error), repr(error.args)])
     assert SECRET not in said + caplog.text
 
@@ -845,7 +845,7 @@ def test_a_replay_that_cannot_be_is_refused_and_changes_nothing(
     elif state != "unknown":
         set_status(connection, state)
     before = op.dead_letters(connection), connection.execute(text("SELECT * FROM idempotency.records")).all()
-    with nothing_happens(), pytest.raises(error) as refused, Runtime.of(bank).engine.begin() as transaction:
+    with nothing_happens(), pytest.raises(error) as refused, runtime_of(bank).engine.begin() as transaction:
         letters.replay(transaction, letter, app=bank)
     assert str(refused.value).startswith(says.replace("letter 1:", f"letter {letter}:"))
     assert (op.dead_letters(connection), connection.execute(text("SELECT * FROM idempotency.records")).all()) == before

@@ -13,8 +13,9 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
+from idempotency.application import runtime_of
 from idempotency.attempt import runtime as runtime_module
-from idempotency.attempt.runtime import Runtime, is_provably_dead, process_identity
+from idempotency.attempt.runtime import is_provably_dead, process_identity
 from idempotency.settings import Settings
 from idempotency.store import outbox, records, sweeps
 from idempotency.upkeep.maintenance import BATCH, SPARE_CLAIMS, purge, recover
@@ -51,7 +52,7 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
     bank: Celery, connection: Connection, short: int, ends: str
 ) -> None:
     held = expired(connection)
-    bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
+    bound = runtime_of(bank).settings.max_attempts + SPARE_CLAIMS
     used(connection, held.id, bound - short)
     assert recover(bank) == 1
     row = record(connection, held.id)
@@ -74,7 +75,7 @@ def test_what_is_to_be_ended_is_not_released_because_somebody_had_it_locked_when
     bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = expired(connection)
-    bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
+    bound = runtime_of(bank).settings.max_attempts + SPARE_CLAIMS
     used(connection, held.id, bound)
     monkeypatch.setattr(sweeps, "find", lambda *_: [])  # what a look finds that skips every locked row
     assert recover(bank) == 0
@@ -339,7 +340,7 @@ def message(headers: str) -> str:
 def spent(bank: Celery, connection: Connection, id: OperationId | None = None, **options: Any) -> OperationId:
     """An operation whose process died in every claim."""
     held = expired(connection, id, **options)
-    used(connection, held.id, Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS)
+    used(connection, held.id, runtime_of(bank).settings.max_attempts + SPARE_CLAIMS)
     return held.id
 
 

@@ -13,8 +13,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection
 
-from idempotency import settings
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of, settings_of
 from idempotency.relay import relay
 from idempotency.store import overview, records
 from idempotency.upkeep import maintenance
@@ -32,7 +31,7 @@ def explain(connection: Connection, statement: str) -> str:
 
 def rows_read(app: Celery, statement: str, **parameters: Any) -> int:
     """The most rows that one node of a statement's plan read or threw away, without its changes."""
-    with Runtime.of(app).autocommit() as connection, connection.begin() as transaction:
+    with runtime_of(app).autocommit() as connection, connection.begin() as transaction:
         connection.exec_driver_sql("BEGIN")
         plan = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()
         connection.exec_driver_sql("ROLLBACK")
@@ -50,7 +49,7 @@ def planned(bank: Celery) -> Plan:
     """Explain a statement on a connection like the one it runs on."""
 
     def planned(statement: str, *, in_session: bool) -> str:
-        runtime = Runtime.of(bank)
+        runtime = runtime_of(bank)
         with runtime.engine.connect() if in_session else runtime.autocommit() as connection:
             return explain(connection, statement)
 
@@ -101,7 +100,7 @@ def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
     ],
 )
 def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str) -> None:
-    with overview.looking(settings.from_app(bank)) as connection:
+    with overview.looking(settings_of(bank)) as connection:
         plan = explain(connection, getattr(overview, name))
     assert index in plan, plan
     assert "Seq Scan" not in plan, plan

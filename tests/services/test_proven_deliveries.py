@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
 
 from idempotency import OperationId
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.operate import discards, operators
 from idempotency.operate.discards import DiscardRefused, Person
@@ -267,7 +267,7 @@ def test_only_an_application_that_knows_the_task_ends_its_operations_as_spent(
         maintenance.recover(other)
         assert record("k").status in ("started", "released")
     finally:
-        Runtime.discard(other)
+        close_runtime(other)
     maintenance.recover(bank)
     assert record("k").status == "released"
     assert deliveries.deliver(task, key="k", origin="recover").value == "paid"

@@ -24,7 +24,7 @@ from idempotency import (
     SessionNotYours,
     StillUnknown,
 )
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.letters import dead_letter_queue
 from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
 from idempotency.operate import operators
@@ -206,7 +206,7 @@ def test_a_body_that_holds_the_interpreter_beyond_its_lease_completes(
 
     def body(self: Any) -> str:
         runs.append(1)
-        (holding,) = Runtime.of(bank).heartbeat._holdings.values()
+        (holding,) = runtime_of(bank).heartbeat._holdings.values()
         holding.renewed_at -= 61.0
         return pay(self)
 

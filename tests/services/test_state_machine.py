@@ -29,8 +29,9 @@ from kombu.serialization import prepare_accept_content
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError
 
+from idempotency.application import runtime_of
 from idempotency.attempt.effects import Happened
-from idempotency.attempt.runtime import Runtime, process_identity
+from idempotency.attempt.runtime import process_identity
 from idempotency.broker.publisher import Published, Refusal
 from idempotency.errors import OperationNotFound
 from idempotency.letters import dead_letter_queue
@@ -251,7 +252,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self, app: Celery, connection: Connection) -> None:
         super().__init__()
-        self.app, self.connection, self.runtime = app, connection, Runtime.of(app)
+        self.app, self.connection, self.runtime = app, connection, runtime_of(app)
         connection.exec_driver_sql(CLEAN)
         self.relay = Relay(app)
         self.tokens = 0
