@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 from celery import Celery
-from kombu.utils.json import loads
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Row
 
@@ -41,7 +40,7 @@ from ..observe.logs import log
 from ..store import dead_letters, records
 from ..store.records import Claimed, FailedEnd
 from ..store.statements import describe, storable
-from ..wire import keys, results
+from ..wire import encoding, keys, results
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.message import Message
@@ -448,7 +447,7 @@ def _task_of(
         return unknown, {}, "no task of this name is known to this process"
     policy = Policy.of(task, runtime.settings)
     try:
-        args, kwargs, _ = loads(Message.from_text(row.message).body)
+        args, kwargs, _ = encoding.loads(Message.from_text(row.message).body)
         return policy, keys.bind(task._signature, args, kwargs), None
     except Exception as error:  # another version's message
         return policy, {}, describe(error)
