@@ -448,7 +448,7 @@ def _task_of(
     policy = Policy.of(task, runtime.settings)
     try:
         args, kwargs, _ = encoding.loads(Message.from_text(row.message).body)
-        return policy, keys.bind(task._signature, args, kwargs), None
+        return policy, keys.bind(task.signature_of_run, args, kwargs), None
     except Exception as error:  # another version's message
         return policy, {}, describe(error)
 

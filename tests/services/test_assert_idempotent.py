@@ -423,7 +423,7 @@ def test_without_the_fence_a_right_task_is_found_wrong(bank, report, monkeypatch
 
 
 def test_without_an_end_to_doubts_a_right_task_is_found_wrong(bank, report, monkeypatch):
-    monkeypatch.setattr("idempotency.worker.task.DOUBT_ROUNDS", 1)
+    monkeypatch.setattr("idempotency.attempt.run.DOUBT_ROUNDS", 1)
 
     said = report(deposit, "a")
     assert "a delivery was rejected" in said
