@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import calendar
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import Celery
 from kombu import Queue
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.keys import OperationId
+from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import bury, waiting
@@ -93,3 +98,41 @@ def test_one_record_that_is_refused_stops_the_rest_of_a_bulk_replay(
         ("a2", "open"),
         ("a3", "open"),
     ]
+
+
+@pytest.fixture
+def crowded(bank: Celery, engine: Engine, database: str) -> Iterator[Engine]:
+    """The application under a role that may have two connections; whoever takes one by this engine fills Postgres."""
+    role = f"app_{uuid4().hex[:8]}"
+    with engine.connect() as connection:
+        owner = connection.execute(text("SELECT current_user")).scalar_one()
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'secret' CONNECTION LIMIT 2"))
+        connection.execute(text(f'GRANT "{owner}" TO {role}'))
+    limited = make_url(database).set(username=role, password="secret")  # noqa: S106
+    Runtime.discard(bank)
+    bank.conf.update(idempotency_database_url=limited.render_as_string(hide_password=False))
+    other = create_engine(limited, poolclass=NullPool)
+    yield other
+    other.dispose()
+    Runtime.discard(bank)
+    with engine.connect() as connection:
+        connection.execute(text(f"DROP ROLE {role}"))
+
+
+def test_a_postgres_that_was_full_ends_operations_that_never_ran(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, entries: Any, crowded: Engine
+) -> None:
+    """Claims have their connections, bodies get none (53300): each try is an attempt, and five take seconds."""
+    id = OperationId("default", b.deposit.name, "a1")
+    with Runtime.of(bank).autocommit() as own:
+        own.exec_driver_sql("SELECT 1")  # the pool of claims has its connection
+    with crowded.connect():
+        for attempt in range(1, 6):
+            deliveries.deliver(b.deposit, "a1", origin="retry" if attempt > 1 else None)
+            assert record("a1").attempts == attempt
+            op.age(connection, id, **({"available_at": -1} if attempt < 5 else {"locked_until": -1}))
+    outcome = deliveries.deliver(b.deposit, "a1", origin="recover")  # Postgres has room again
+    assert (outcome.state, outcome.value.code) == ("FAILURE", "attempts_exhausted")
+    assert (record("a1").status, record("a1").error_code) == ("failed", "attempts_exhausted")
+    assert connection.execute(text("SELECT account, code FROM failures")).all() == [("a1", "attempts_exhausted")]
+    assert entries("a1") == 0
