@@ -17,13 +17,19 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
+from idempotency import keys, operators, records
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.dead_letters import ReplayRefused
 from idempotency.keys import OperationId
+from idempotency.maintenance import recover
+from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER, Message
+from idempotency.operators import Change, ChangeRefused
+from idempotency.reconcile import reconcile
 from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
-from tests.dead_messages import bury, waiting
+from tests.dead_messages import bury, die, headers, waiting
 from tests.deliveries import Deliveries
 
 
@@ -136,3 +142,49 @@ def test_a_postgres_that_was_full_ends_operations_that_never_ran(
     assert (record("a1").status, record("a1").error_code) == ("failed", "attempts_exhausted")
     assert connection.execute(text("SELECT account, code FROM failures")).all() == [("a1", "attempts_exhausted")]
     assert entries("a1") == 0
+
+
+def test_a_retry_that_old_code_cannot_bind_is_stuck_and_its_letter_no_use(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, engine: Engine, record: Any
+) -> None:
+    """A rolling deploy (or a rollback) with a new parameter: `invalid_arguments` does not come back, and ends nothing.
+
+    Newer code has charged and been released; an old worker gets the retry, an old relay stores it. After the deploy the
+    letter cannot be replayed, reconcile does not send the row again, and `cancel` is refused over the effect.
+    """
+    bank.conf.update(idempotency_unknown_task_grace=3600.0)
+    id = OperationId("default", b.deposit.name, "a1")
+    fingerprint = keys.fingerprint({"account": "a1", "note": "new"})
+    sent = headers(
+        **{KEY_HEADER: "a1", TENANT_HEADER: "default", FINGERPRINT_HEADER: fingerprint, VERSION_HEADER: 1}
+    )
+    body = json.dumps([[], {"account": "a1", "note": "new"}, {}])
+    queue = bank.conf.task_default_queue
+    message = Message(sent, body, {"queue": queue}, {})
+    held = op.started(connection, id, fingerprint=fingerprint, message=message.to_text(), queue=queue)
+    entry = {"kind": "effect", "state": "begun", "key": "k", "number": 1, "args": "v1:x", "position": 1}
+    assert records.begin_effect(connection, held, "capture", entry | {"ended_at": None}) is not None
+    assert records.release(connection, held, delay=0.0, error=op.ERROR)
+    marks = op.sent(connection, id)
+
+    die(bank, consumer, body, headers=sent | marks)  # an old worker
+    consumer.run_once()  # an old relay
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, letter.operation, letter.generation, letter.status) == (
+        "invalid_arguments", id.operation, None, "open",
+    )  # fmt: skip
+    assert record("a1").status == "released"
+
+    # the deploy is over: every process knows `note` from here on
+    connection.execute(text("UPDATE idempotency.outbox SET published_at = clock_timestamp() - interval '1 day'"))
+    connection.execute(text("UPDATE idempotency.records SET available_at = clock_timestamp() - interval '1 day'"))
+    assert reconcile(bank).resent == 0
+    assert [(row.status, row.taken) for row in op.outbox(connection)] == [("published", True)]
+    with pytest.raises(ReplayRefused, match="the operation is released in generation 1"):
+        operators.replay(bank, letter.id, Change("ann", "the deploy is over"))
+    with pytest.raises(ChangeRefused, match="has happened or may have"):
+        operators.cancel(bank, operators.read(connection, id), Change("ann", "stuck"))
+    with pytest.raises(ChangeRefused, match="can only release what is started"):
+        operators.release(bank, operators.read(connection, id), Change("ann", "stuck"))
+    assert recover(bank) == 0
+    assert record("a1").status == "released"
