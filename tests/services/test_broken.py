@@ -17,11 +17,13 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
+import services
 from idempotency import keys, operators, records
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.dead_letters import ReplayRefused
 from idempotency.keys import OperationId
+from idempotency.lease import Hint
 from idempotency.maintenance import recover
 from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER, Message
 from idempotency.operators import Change, ChangeRefused
@@ -188,3 +190,35 @@ def test_a_retry_that_old_code_cannot_bind_is_stuck_and_its_letter_no_use(
         operators.release(bank, operators.read(connection, id), Change("ann", "stuck"))
     assert recover(bank) == 0
     assert record("a1").status == "released"
+
+
+def test_an_application_that_shares_redis_has_messages_acknowledged_unseen(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, entries: Any, redis_url: str,
+    servers: services.Services,
+) -> None:  # fmt: skip
+    """The name of a lease holds tenant, task and key, and not the database: another one's guarded mark counts as ours.
+
+    Staging beside production, or a database for each region: `delay()` here is acknowledged while it runs there.
+    """
+    theirs = servers.create_database(f"theirs_{uuid4().hex[:8]}")
+    b.prepare(theirs)
+    ours = bank.conf.idempotency_database_url
+
+    Runtime.discard(bank)
+    bank.conf.update(idempotency_database_url=theirs)
+    runtime = Runtime.of(bank)
+    id = OperationId("default", b.deposit.name, "a1")
+    fingerprint = keys.fingerprint({"account": "a1"})
+    their_delivery = uuid4().hex
+    assert runtime.leases.take(id, their_delivery, fingerprint) is Hint.FREE  # as their worker does, and then claims
+    with runtime.autocommit() as there:
+        op.started(there, id, token=their_delivery, fingerprint=fingerprint)
+    assert deliveries.deliver(b.deposit, "a1").state == "IGNORED"  # a duplicate there: counted there, and guarded
+
+    Runtime.discard(bank)
+    bank.conf.update(idempotency_database_url=ours)
+    assert deliveries.deliver(b.deposit, "a1").state == "IGNORED"  # the only message here
+    assert record("a1") is None
+    assert entries("a1") == 0
+    assert op.outbox(connection) == op.dead_letters(connection) == []
+    servers.drop_database(theirs)
