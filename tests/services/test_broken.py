@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import calendar
 import json
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -11,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
+from kombu import Connection as BrokerConnection
 from kombu import Queue
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import make_url
@@ -18,7 +20,7 @@ from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 import services
-from idempotency import keys, operators, records
+from idempotency import keys, operators, publish, records
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.dead_letters import ReplayRefused
@@ -28,6 +30,7 @@ from idempotency.maintenance import recover
 from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER, Message
 from idempotency.operators import Change, ChangeRefused
 from idempotency.reconcile import reconcile
+from idempotency.relay import Relay, Relayed
 from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
@@ -222,3 +225,27 @@ def test_an_application_that_shares_redis_has_messages_acknowledged_unseen(
     assert entries("a1") == 0
     assert op.outbox(connection) == op.dead_letters(connection) == []
     servers.drop_database(theirs)
+
+
+def test_each_event_for_a_missing_exchange_costs_the_relay_a_connection(
+    bank: Celery, connection: Connection, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refusal closes the channel, and `publish` the connection: 80 rows a second here, fewer over TLS.
+
+    They are due again each minute, without end. From some thousands on, the loop that also recovers and reconciles does
+    nothing else, and a payment waits behind them all.
+    """
+    connected: list[object] = []
+    connect = BrokerConnection.connect
+    monkeypatch.setattr(BrokerConnection, "connect", lambda self: (connected.append(self), connect(self))[1])
+    with engine.begin() as own:
+        for number in range(200):
+            publish(own, "order.paid", {"order": number}, exchange="misspelt", app=bank)
+        b.deposit.enqueue(own, "a1")
+    relay, began = Relay(bank), time.monotonic()
+    assert relay.run_once() == Relayed(published=0, failed=200)
+    print(f"{time.monotonic() - began:.1f} s, {len(connected)} connections")
+    relay.close()
+    assert len(connected) > 200
+    (payment,) = [row for row in op.outbox(connection) if row.operation == b.deposit.name]
+    assert payment.status == "pending"
