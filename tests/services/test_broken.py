@@ -20,7 +20,7 @@ from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 import services
-from idempotency import keys, operators, publish, records
+from idempotency import alarms, keys, operators, overview, publish, records, settings
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.dead_letters import ReplayRefused
@@ -249,3 +249,41 @@ def test_each_event_for_a_missing_exchange_costs_the_relay_a_connection(
     assert len(connected) > 200
     (payment,) = [row for row in op.outbox(connection) if row.operation == b.deposit.name]
     assert payment.status == "pending"
+
+
+def test_a_session_set_to_autocommit_leaves_its_rows_of_every_attempt(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, entries: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """COMMIT is refused in every spelling but this one: the execution option that VACUUM or a long report is run with."""
+
+    def body(account: str) -> None:
+        task = bank.tasks[b.deposit.name]
+        task.session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+        task.session.execute(b.INSERT, {"account": account, "amount": 1})
+        raise ValueError("again")
+
+    monkeypatch.setattr(bank.tasks[b.deposit.name], "run", body)
+    id = OperationId("default", b.deposit.name, "a1")
+    deliveries.deliver(b.deposit, "a1")
+    op.age(connection, id, available_at=-1)
+    deliveries.deliver(b.deposit, "a1", origin="retry")
+    assert (record("a1").status, record("a1").attempts) == ("released", 2)
+    assert entries("a1") == 2
+
+
+def test_a_scheduled_operation_that_was_sent_again_raises_a_false_alarm(
+    bank: Celery, connection: Connection, engine: Engine
+) -> None:
+    """Accepted a week ahead and due for seconds: after one refused publish its age counts from the day it was accepted."""
+    with engine.begin() as own:
+        b.deposit.enqueue(own, "a1", countdown=7 * 86400)
+    connection.execute(
+        text("""UPDATE idempotency.outbox SET created_at = clock_timestamp() - interval '7 days',
+                available_at = clock_timestamp() - interval '1 second', attempts = 1""")  # a broker that restarted
+    )
+    given = settings.from_app(bank)
+    with overview.looking(given) as looking:
+        found = overview.look(looking, bank, given)
+    (alarm,) = [each for each in alarms.lasting(found, given) if each.name.startswith("accepted/")]
+    assert "has waited for 604" in alarm.found
