@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import calendar
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -36,6 +38,7 @@ from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import bury, die, headers, waiting
 from tests.deliveries import Deliveries
+from tests.outside import OutsideWorld
 
 
 @pytest.fixture
@@ -224,7 +227,7 @@ def test_an_application_that_shares_redis_has_messages_acknowledged_unseen(
     assert record("a1") is None
     assert entries("a1") == 0
     assert op.outbox(connection) == op.dead_letters(connection) == []
-    servers.drop_database(theirs)
+    servers.drop_database(str(make_url(theirs).database))
 
 
 def test_each_event_for_a_missing_exchange_costs_the_relay_a_connection(
@@ -287,3 +290,99 @@ def test_a_scheduled_operation_that_was_sent_again_raises_a_false_alarm(
         found = overview.look(looking, bank, given)
     (alarm,) = [each for each in alarms.lasting(found, given) if each.name.startswith("accepted/")]
     assert "has waited for 604" in alarm.found
+
+
+# In a process of its own, because the application reads its addresses when it is imported.
+TWO_KEYS = """
+import json
+import threading
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+from celeryconfig import environment
+engine = create_engine(environment.database_url.get_secret_value())
+from idempotency import schema
+from tasks.migrate import migrate
+schema.migrate(engine); migrate(engine)
+from tasks import payments
+from idempotency import StoredRefusal
+charges, answers, second = [], [], []
+
+class Provider:
+    def capture(self, *, payment_id, customer_id, amount, currency, idempotency_key):
+        if payment_id == "declined":
+            raise StoredRefusal("the card was declined", "card_declined")
+        charges.append((payment_id, idempotency_key))
+        if len(charges) == 1:  # slow: meanwhile the other call is made
+            other = threading.Thread(target=call, args=("p1", "p1-again"))
+            other.start(); other.join(60)
+        return {"id": f"ch_{len(charges)}", "amount": amount, "currency": currency, "status": "succeeded"}
+    def find_capture(self, **_):
+        raise AssertionError("not asked")
+
+def call(payment_id, key):
+    result = payments.capture_payment.apply(kwargs={"payment_id": payment_id}, idempotency_key=key)
+    answers.append((key, result.state))
+
+payments.gateway = Provider()
+with sessionmaker(engine).begin() as session:
+    for id in ("p1", "declined"):
+        payments.submit_payment(session, payment_id=id, customer_id="c1", amount=1000, currency="EUR")
+call("p1", "p1")
+call("declined", "declined-again")
+with engine.connect() as c:
+    rows = c.exec_driver_sql("SELECT id, status FROM payments ORDER BY id").all()
+    records = c.exec_driver_sql("SELECT key, status, error_code FROM idempotency.records WHERE operation LIKE 'payments%%' ORDER BY key").all()
+print(json.dumps({"charges": len(charges), "keys": len(set(charges)), "answers": answers, "payments": [list(r) for r in rows], "records": [list(r) for r in records]}))
+"""
+
+
+def test_a_payment_that_is_called_under_two_keys_is_charged_twice(
+    servers: services.Services, environment: dict[str, str]
+) -> None:
+    """`capture_payment` sees what another key has done only after that has ended: nothing on the payment says "begun".
+
+    And `payment_failed` looks for the payment under the operation's key: under another one it stays pending for ever.
+    """
+    database = servers.create_database(f"shop_{uuid4().hex[:8]}")
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_KEYS],
+        env=environment | {"DATABASE_URL": database},
+        capture_output=True, check=False, timeout=120, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    servers.drop_database(str(make_url(database).database))
+    assert (found["charges"], found["keys"]) == (2, 2)
+    # the charge that the books do not have ends as completed: its second attempt did not come to its effect
+    assert [record[:2] for record in found["records"] if record[0] != "declined-again"] == [
+        ["p1", "completed"],
+        ["p1-again", "completed"],
+    ]
+    assert found["payments"] == [["declined", "pending"], ["p1", "captured"]]
+
+
+def test_an_operation_completes_over_a_charge_that_its_body_passed_over(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, outside: OutsideWorld,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A deploy renames an effect between two attempts: what was *begun* is missed by `complete`, what has *happened* is not."""
+    task = bank.tasks[b.transfer.name]
+    names = iter(["capture", "charge"])
+
+    def body(account: str, url: str) -> Any:
+        name = next(names)
+        answer = task.effect(name, b.call, url)
+        if name == "capture":
+            raise ValueError("the commit failed")
+        task.session.execute(b.INSERT, {"account": account, "amount": answer["amount"]})
+        return answer
+
+    monkeypatch.setattr(task, "run", body)
+    id = OperationId("default", task.name, "a1")
+    deliveries.deliver(task, "a1", outside.url)
+    op.age(connection, id, available_at=-1)
+    assert deliveries.deliver(task, "a1", outside.url, origin="retry").state == "SUCCESS"
+    assert record("a1").status == "completed"
+    assert {name: entry["state"] for name, entry in record("a1").effects.items()} == {"capture": "done", "charge": "done"}
+    assert sorted(outside.acts.values()) == [1, 1]  # two charges under two keys; the books have one
+    assert op.dead_letters(connection) == []
