@@ -386,3 +386,28 @@ def test_an_operation_completes_over_a_charge_that_its_body_passed_over(
     assert {name: entry["state"] for name, entry in record("a1").effects.items()} == {"capture": "done", "charge": "done"}
     assert sorted(outside.acts.values()) == [1, 1]  # two charges under two keys; the books have one
     assert op.dead_letters(connection) == []
+
+
+def test_an_operation_that_says_nothing_charged_completes_over_its_charge(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, outside: OutsideWorld,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Attempt 1 charges and its commit fails; the order is cancelled; attempt 2 returns early. Nobody is told of the charge."""
+    task = bank.tasks[b.transfer.name]
+    cancelled: list[int] = []
+
+    def body(account: str, url: str) -> Any:
+        if cancelled:
+            return {"status": "cancelled, nothing charged"}
+        task.effect("capture", b.call, url)
+        raise ValueError("the commit failed")
+
+    monkeypatch.setattr(task, "run", body)
+    deliveries.deliver(task, "a1", outside.url)
+    cancelled.append(1)
+    op.age(connection, OperationId("default", task.name, "a1"), available_at=-1)
+    outcome = deliveries.deliver(task, "a1", outside.url, origin="retry")
+    assert outcome.value == {"status": "cancelled, nothing charged"}
+    assert (record("a1").status, record("a1").effects["capture"]["state"]) == ("completed", "done")
+    assert sum(outside.acts.values()) == 1
+    assert op.dead_letters(connection) == []
