@@ -22,13 +22,13 @@ from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 import services
-from idempotency import alarms, keys, operators, overview, publish, records, settings
+from idempotency import alarms, discards, keys, operators, overview, publish, records, settings
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.dead_letters import ReplayRefused
 from idempotency.keys import OperationId
 from idempotency.lease import Hint
-from idempotency.maintenance import recover
+from idempotency.maintenance import purge, recover
 from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER, Message
 from idempotency.operators import Change, ChangeRefused
 from idempotency.reconcile import reconcile
@@ -411,3 +411,34 @@ def test_an_operation_that_says_nothing_charged_completes_over_its_charge(
     assert (record("a1").status, record("a1").effects["capture"]["state"]) == ("completed", "done")
     assert sum(outside.acts.values()) == 1
     assert op.dead_letters(connection) == []
+
+
+def test_a_discarded_unknown_effect_is_purged_and_called_anew(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, outside: OutsideWorld
+) -> None:
+    """`approve` asks nothing about an open effect; the purge forgets it, and the next call begins as if there was none."""
+    task, id = bank.tasks[b.transfer.name], OperationId("default", b.transfer.name, "a1")
+    outside.script = ["fail after"] * 10  # charged, and every answer is lost
+    for attempt in range(10):
+        if record("a1") is not None and record("a1").status == "failed":
+            break
+        deliveries.deliver(task, "a1", outside.url, origin="retry" if attempt else None)
+        if record("a1").status == "released":
+            op.age(connection, id, available_at=-1)
+    assert record("a1").error_code == "effect_unknown"
+    (letter,) = op.dead_letters(connection)
+    with Runtime.of(bank).engine.begin() as own:
+        discards.request(own, discards.Person("ann", "admin"), letter.id, "old")
+    with Runtime.of(bank).engine.begin() as own:
+        discards.approve(own, discards.Person("ben", "admin"), letter.id)  # not refused, though no one has resolved it
+    op.age(connection, id, expires_at=-1)
+    connection.execute(
+        text("""UPDATE idempotency.outbox SET status = 'published', relayed_until = NULL,
+                published_at = clock_timestamp() - interval '30 days', settled_at = clock_timestamp()""")
+    )
+    purge(bank)
+    assert record("a1") is None
+    outside.script, before = [], sum(outside.calls.values())
+    assert deliveries.deliver(task, "a1", outside.url).state == "SUCCESS"
+    assert sum(outside.calls.values()) == before + 1  # under key number 1 again, which a provider keeps for a day
+    assert len(outside.calls) == 1
