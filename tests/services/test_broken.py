@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 import services
-from idempotency import alarms, discards, keys, operators, overview, publish, records, settings
+from idempotency import Defer, alarms, discards, keys, operators, overview, publish, records, settings
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.dead_letters import ReplayRefused
@@ -442,3 +442,28 @@ def test_a_discarded_unknown_effect_is_purged_and_called_anew(
     assert deliveries.deliver(task, "a1", outside.url).state == "SUCCESS"
     assert sum(outside.calls.values()) == before + 1  # under key number 1 again, which a provider keeps for a day
     assert len(outside.calls) == 1
+
+
+def test_a_call_that_was_never_made_ends_its_operation_as_unknown(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open circuit, a refused API key: the effect is begun before its function can say that nothing was sent.
+
+    When the provider has been away for `defer_budget`, each payment accepted meanwhile waits for a person to find out
+    about a call that nobody made; its refunds wait with it.
+    """
+    task, id = bank.tasks[b.transfer.name], OperationId("default", b.transfer.name, "a1")
+
+    def circuit_open(url: str, *, idempotency_key: str) -> Any:
+        raise Defer(5.0, "circuit open")
+
+    monkeypatch.setattr(b, "call", circuit_open)
+    deliveries.deliver(task, "a1", "http://127.0.0.1:1")
+    op.age(connection, id, opened_at=-13 * 3600)
+    for _ in range(10):
+        if record("a1").status == "failed":
+            break
+        op.age(connection, id, available_at=-1)
+        deliveries.deliver(task, "a1", "http://127.0.0.1:1", origin="retry")
+    assert (record("a1").status, record("a1").error_code) == ("failed", "effect_unknown")
+    assert connection.execute(text("SELECT code FROM failures")).scalars().all() == ["effect_unknown"]
