@@ -37,8 +37,10 @@ from idempotency.runtime import Runtime
 from tests import bank as b
 from tests import operations as op
 from tests.dead_messages import bury, die, headers, waiting
+from tests.dead_messages import publish as publish_raw
 from tests.deliveries import Deliveries
 from tests.outside import OutsideWorld
+from tests.processes import Worker, eventually
 
 
 @pytest.fixture
@@ -467,3 +469,17 @@ def test_a_call_that_was_never_made_ends_its_operation_as_unknown(
         deliveries.deliver(task, "a1", "http://127.0.0.1:1", origin="retry")
     assert (record("a1").status, record("a1").error_code) == ("failed", "effect_unknown")
     assert connection.execute(text("SELECT code FROM failures")).scalars().all() == ["effect_unknown"]
+
+
+def test_a_header_that_the_client_cannot_read_ends_every_worker(
+    bank: Celery, worker: Worker, connection: Connection, entries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same header in a task queue: the guard examines messages, and this never becomes one."""
+    with monkeypatch.context() as patched:
+        patched.setattr(calendar, "timegm", lambda _: 1_763_784_000_000)
+        publish_raw(bank, headers=headers(**{"sent-at": datetime.now(UTC)}))
+    assert eventually(lambda: worker.process.poll() is not None, what="the worker to end")
+    assert "ValueError" in worker.log and "out of range" in worker.log
+    with bank.connection_for_write() as broker:  # and the next worker is handed it first, 20 times
+        channel, name = broker.channel(), bank.conf.task_default_queue
+        eventually(lambda: channel.queue_declare(name, passive=True).message_count == 1)
