@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 import services
-from idempotency import Defer, alarms, discards, keys, operators, overview, publish, records, settings
+from idempotency import Defer, alarms, discards, keys, operators, overview, presence, publish, records, settings
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
 from idempotency.dead_letters import ReplayRefused
@@ -124,7 +124,7 @@ def crowded(bank: Celery, engine: Engine, database: str) -> Iterator[Engine]:
         owner = connection.execute(text("SELECT current_user")).scalar_one()
         connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'secret' CONNECTION LIMIT 2"))
         connection.execute(text(f'GRANT "{owner}" TO {role}'))
-    limited = make_url(database).set(username=role, password="secret")  # noqa: S106
+    limited = make_url(database).set(username=role, password="secret")
     Runtime.discard(bank)
     bank.conf.update(idempotency_database_url=limited.render_as_string(hide_password=False))
     other = create_engine(limited, poolclass=NullPool)
@@ -165,9 +165,7 @@ def test_a_retry_that_old_code_cannot_bind_is_stuck_and_its_letter_no_use(
     bank.conf.update(idempotency_unknown_task_grace=3600.0)
     id = OperationId("default", b.deposit.name, "a1")
     fingerprint = keys.fingerprint({"account": "a1", "note": "new"})
-    sent = headers(
-        **{KEY_HEADER: "a1", TENANT_HEADER: "default", FINGERPRINT_HEADER: fingerprint, VERSION_HEADER: 1}
-    )
+    sent = headers(**{KEY_HEADER: "a1", TENANT_HEADER: "default", FINGERPRINT_HEADER: fingerprint, VERSION_HEADER: 1})
     body = json.dumps([[], {"account": "a1", "note": "new"}, {}])
     queue = bank.conf.task_default_queue
     message = Message(sent, body, {"queue": queue}, {})
@@ -247,9 +245,8 @@ def test_each_event_for_a_missing_exchange_costs_the_relay_a_connection(
         for number in range(200):
             publish(own, "order.paid", {"order": number}, exchange="misspelt", app=bank)
         b.deposit.enqueue(own, "a1")
-    relay, began = Relay(bank), time.monotonic()
+    relay, _began = Relay(bank), time.monotonic()
     assert relay.run_once() == Relayed(published=0, failed=200)
-    print(f"{time.monotonic() - began:.1f} s, {len(connected)} connections")
     relay.close()
     assert len(connected) > 200
     (payment,) = [row for row in op.outbox(connection) if row.operation == b.deposit.name]
@@ -385,7 +382,10 @@ def test_an_operation_completes_over_a_charge_that_its_body_passed_over(
     op.age(connection, id, available_at=-1)
     assert deliveries.deliver(task, "a1", outside.url, origin="retry").state == "SUCCESS"
     assert record("a1").status == "completed"
-    assert {name: entry["state"] for name, entry in record("a1").effects.items()} == {"capture": "done", "charge": "done"}
+    assert {name: entry["state"] for name, entry in record("a1").effects.items()} == {
+        "capture": "done",
+        "charge": "done",
+    }
     assert sorted(outside.acts.values()) == [1, 1]  # two charges under two keys; the books have one
     assert op.dead_letters(connection) == []
 
@@ -479,7 +479,28 @@ def test_a_header_that_the_client_cannot_read_ends_every_worker(
         patched.setattr(calendar, "timegm", lambda _: 1_763_784_000_000)
         publish_raw(bank, headers=headers(**{"sent-at": datetime.now(UTC)}))
     assert eventually(lambda: worker.process.poll() is not None, what="the worker to end")
-    assert "ValueError" in worker.log and "out of range" in worker.log
+    assert "ValueError" in worker.log
+    assert "out of range" in worker.log
     with bank.connection_for_write() as broker:  # and the next worker is handed it first, 20 times
         channel, name = broker.channel(), bank.conf.task_default_queue
         eventually(lambda: channel.queue_declare(name, passive=True).message_count == 1)
+
+
+def test_the_alarm_about_a_hung_relay_ends_when_its_sibling_restarts(bank: Celery, connection: Connection) -> None:
+    """Two relays on one host have one name, so each takes the other for its predecessor; a hung one does not sign again."""
+    hung = presence.SignOfLife(bank, "relay")
+    hung._fields["pid"] = 1
+    assert hung.sign()
+    connection.execute(text("UPDATE idempotency.processes SET seen_at = clock_timestamp() - interval '10 minutes'"))
+    hung._expected_until["letters"] = 0.0
+    assert not hung.sign()  # its letters hang
+
+    def silent() -> list[str]:
+        given = settings.from_app(bank)
+        with overview.looking(given) as looking:
+            found = alarms.lasting(overview.look(looking, bank, given), given)
+        return [alarm.name for alarm in found if alarm.name.startswith("silent/relay")]
+
+    assert len(silent()) == 1
+    assert presence.SignOfLife(bank, "relay").sign()  # the other relay of this host is deployed anew
+    assert silent() == []
