@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from amqp.exceptions import PreconditionFailed
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu import Queue
@@ -66,10 +67,9 @@ def test_a_header_that_the_client_cannot_read_stops_the_dead_letters(
         bury(bank, ["foreign"], [{"sent-at": datetime.now(UTC)}])
     bury(bank, ["a1", "a2", "a3"])
     for _ in range(20):  # twice as often as any letter is tried
-        with pytest.raises(Exception) as raised:
+        with pytest.raises(ValueError, match="out of range"):
             consumer.run_once()
         consumer.close()  # as `run` does after each
-    assert isinstance(raised.value, ValueError | OverflowError), raised.value
     assert op.dead_letters(connection) == []
     assert waiting(bank) == 4
 
@@ -84,9 +84,8 @@ def test_a_dead_letter_queue_declared_otherwise_is_never_consumed(
         Queue(name, routing_key=name, durable=True)(channel).declare()
     bury(bank, ["a1", "a2"])
     for _ in range(3):
-        with pytest.raises(Exception) as raised:
+        with pytest.raises(PreconditionFailed):  # `run` says "broker_unavailable", for ever
             consumer.run_once()
-        assert type(raised.value).__name__ == "PreconditionFailed"  # `run` says "broker_unavailable", for ever
         consumer.close()
     assert op.dead_letters(connection) == []
     assert waiting(bank) == 2
