@@ -16,6 +16,7 @@ import typer
 from celery import Celery
 from rich.console import Console
 from rich.progress import track
+from sqlalchemy.exc import DBAPIError
 
 from . import configuration, dead_letters, discards, operators, reports
 from .dead_letter_queue import DeadLetterConsumer, consume_once
@@ -26,6 +27,8 @@ from .keys import OperationId
 from .operator_commands import ActorOption, RequestOption, this_user
 from .operators import Change
 from .runtime import Runtime
+from .statements import describe
+from .sweeps import is_of_a_row
 from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
 
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
@@ -343,9 +346,15 @@ def _each(
         try:
             work(letter)
             succeeded.append(letter)
-        except IdempotencyError as error:
-            refused.append({"letter": letter, "why": str(error)})
-            errors.print(f"idempotency: {error}", markup=False)
+        except (IdempotencyError, DBAPIError) as error:
+            if isinstance(error, DBAPIError) and not is_of_a_row(error):
+                raise
+            why = describe(error) if isinstance(error, DBAPIError) else str(error)
+            refused.append({"letter": letter, "why": why})
+            errors.print(
+                f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}",
+                markup=False,
+            )
     if as_json:
         print_json({done: succeeded, "refused": refused})
     else:

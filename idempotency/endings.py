@@ -12,11 +12,12 @@ from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from . import conclusions
 from .attempt import Attempt
 from .errors import AttemptsExhausted, CallRefused, Defer, PermanentError, UnsupportedControl
-from .statements import describe
+from .statements import NotConnected, describe
 
 # lock_not_available: a statement waited for a lock for longer than lock_timeout
 LOCK_NOT_AVAILABLE = "55P03"
@@ -107,6 +108,10 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
     cause = (error.exc or error) if isinstance(error, Retry) else error
     if _is_lock_timeout(cause) and attempt.claim.age + settings.lease <= settings.defer_budget:
         # A lock that somebody holds is not this operation's fault: of a frozen holder it outlives several leases.
+        delay = random.uniform(0.0, settings.lease)
+        return Release(delay, cause, Retry(exc=cause, when=delay), give_back=True)
+    if isinstance(cause, NotConnected | PoolTimeout) and attempt.claim.age + settings.lease <= settings.defer_budget:
+        # Claims keep their connections when Postgres, or the pool, has none left for bodies.
         delay = random.uniform(0.0, settings.lease)
         return Release(delay, cause, Retry(exc=cause, when=delay), give_back=True)
     if attempts == policy.max_attempts and conclusions.has_acted(attempt.claim.effects):

@@ -25,6 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from . import keys
 from . import message as task_message
 from .errors import CallRefused, InvalidArguments, MissingKey, SettingsError
+from .foreign_headers import read_any_time
 from .keys import OperationId
 from .logs import log
 from .message import KEY_HEADER, MARKER_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER
@@ -245,4 +246,5 @@ def keeps_rejected(app: Celery) -> bool:
 def install(sender: Any, **_: Any) -> None:
     """Put the guard into the worker of an application with idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
+        read_any_time()
         sender.app.steps["consumer"].add(Guard)

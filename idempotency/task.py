@@ -267,7 +267,7 @@ class IdempotentTask(Task):
             raise Defer(LOOK_PAUSE, f"the last look met {describe(error)}") from error
         except Exception as error:
             raise end from error
-        if attempt.stopped or attempt.passed_over:
+        if attempt.stopped or attempt.passed_over("begun"):
             raise end  # the body has gone on without what it was refused, or did not come to what is unknown
         attempt.complete(result)
         return result

@@ -1,4 +1,4 @@
-"""Bad outcomes that happen today: each test passes because of the defect that its docstring names."""
+"""What an application meets in its first year: foreign headers, a full Postgres, deploys, shared servers, hasty operators."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import calendar
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from amqp.exceptions import PreconditionFailed
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu import Queue
@@ -23,15 +21,14 @@ from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 import services
-from idempotency import Defer, alarms, discards, keys, operators, overview, presence, publish, records, settings
+from idempotency import NotSent, discards, keys, operators, publish, records
 from idempotency.cli import cli
 from idempotency.dead_letter_queue import DeadLetterConsumer
-from idempotency.dead_letters import ReplayRefused
+from idempotency.discards import DiscardRefused
 from idempotency.keys import OperationId
 from idempotency.lease import Hint
-from idempotency.maintenance import purge, recover
 from idempotency.message import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER, Message
-from idempotency.operators import Change, ChangeRefused
+from idempotency.operators import Change
 from idempotency.reconcile import reconcile
 from idempotency.relay import Relay, Relayed
 from idempotency.runtime import Runtime
@@ -57,44 +54,38 @@ def consumer(bank: Celery) -> Iterator[DeadLetterConsumer]:
     consumer.close()
 
 
-def test_a_header_that_the_client_cannot_read_stops_the_dead_letters(
+def test_a_header_that_the_client_cannot_read_becomes_a_dead_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A timestamp in milliseconds (a producer in JavaScript, say): py-amqp raises before there is a message to hold."""
+    """A timestamp in milliseconds (a producer in JavaScript, say): py-amqp would raise before there is a message."""
     consumer.run_once()
     with monkeypatch.context() as patched:
         patched.setattr(calendar, "timegm", lambda _: 1_763_784_000_000)
         bury(bank, ["foreign"], [{"sent-at": datetime.now(UTC)}])
     bury(bank, ["a1", "a2", "a3"])
-    for _ in range(20):  # twice as often as any letter is tried
-        with pytest.raises(ValueError, match="out of range"):
-            consumer.run_once()
-        consumer.close()  # as `run` does after each
-    assert op.dead_letters(connection) == []
-    assert waiting(bank) == 4
+    assert consumer.run_once() == 4
+    assert len(op.dead_letters(connection)) == 4
+    assert waiting(bank) == 0
 
 
-def test_a_dead_letter_queue_declared_otherwise_is_never_consumed(
+def test_a_dead_letter_queue_declared_otherwise_is_consumed(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    """Workers and the publisher live with a queue that exists otherwise (a classic one, another limit); this does not."""
+    """A queue that exists otherwise: a classic one, say, or one with another limit."""
     name = f"{bank.conf.task_default_queue}-dead"
     with bank.connection_for_write() as broker:
         channel = broker.channel()
         Queue(name, routing_key=name, durable=True)(channel).declare()
     bury(bank, ["a1", "a2"])
-    for _ in range(3):
-        with pytest.raises(PreconditionFailed):  # `run` says "broker_unavailable", for ever
-            consumer.run_once()
-        consumer.close()
-    assert op.dead_letters(connection) == []
-    assert waiting(bank) == 2
+    assert consumer.run_once() == 2
+    assert len(op.dead_letters(connection)) == 2
+    assert waiting(bank) == 0
 
 
-def test_one_record_that_is_refused_stops_the_rest_of_a_bulk_replay(
+def test_one_record_that_is_refused_stops_no_bulk_replay(
     bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
-    """`_each` goes on after an IdempotencyError only: a trigger, or a lock held for longer than a lease, ends the command."""
+    """Refused by a trigger here; by a lock that is held for longer than a lease, elsewhere."""
     for account in ("a1", "a2", "a3"):
         deliveries.deliver(b.failing, account, "permanent")
     connection.execute(
@@ -106,12 +97,13 @@ def test_one_record_that_is_refused_stops_the_rest_of_a_bulk_replay(
     arguments = ["dead-letters", "replay", "--operation", b.failing.name, "--json", "-A", "tests.bank"]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 1
-    assert type(result.exception).__name__ in ("ProgrammingError", "InternalError"), result.exception
-    assert result.stdout == ""  # and it does not say what it has done
+    said = json.loads(result.stdout)
+    assert (len(said["replayed"]), len(said["refused"])) == (2, 1)
+    assert "frozen account" in said["refused"][0]["why"]
     assert [(letter.key, letter.status) for letter in op.dead_letters(connection)] == [
         ("a1", "replayed"),
         ("a2", "open"),
-        ("a3", "open"),
+        ("a3", "replayed"),
     ]
 
 
@@ -134,32 +126,28 @@ def crowded(bank: Celery, engine: Engine, database: str) -> Iterator[Engine]:
         connection.execute(text(f"DROP ROLE {role}"))
 
 
-def test_a_postgres_that_was_full_ends_operations_that_never_ran(
+def test_a_postgres_that_is_full_uses_no_attempt(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, entries: Any, crowded: Engine
 ) -> None:
-    """Claims have their connections, bodies get none (53300): each try is an attempt, and five take seconds."""
+    """Claims have their connections, bodies get none (53300)."""
     id = OperationId("default", b.deposit.name, "a1")
     with Runtime.of(bank).autocommit() as own:
         own.exec_driver_sql("SELECT 1")  # the pool of claims has its connection
     with crowded.connect():
-        for attempt in range(1, 6):
+        for attempt in range(1, 7):
             deliveries.deliver(b.deposit, "a1", origin="retry" if attempt > 1 else None)
-            assert record("a1").attempts == attempt
-            op.age(connection, id, **({"available_at": -1} if attempt < 5 else {"locked_until": -1}))
-    outcome = deliveries.deliver(b.deposit, "a1", origin="recover")  # Postgres has room again
-    assert (outcome.state, outcome.value.code) == ("FAILURE", "attempts_exhausted")
-    assert (record("a1").status, record("a1").error_code) == ("failed", "attempts_exhausted")
-    assert connection.execute(text("SELECT account, code FROM failures")).all() == [("a1", "attempts_exhausted")]
-    assert entries("a1") == 0
+            assert (record("a1").status, record("a1").attempts) == ("released", 0)
+            op.age(connection, id, available_at=-1)
+    assert deliveries.deliver(b.deposit, "a1", origin="retry").state == "SUCCESS"  # Postgres has room again
+    assert (record("a1").status, record("a1").attempts) == ("completed", 1)
+    assert entries("a1") == 1
 
 
-def test_a_retry_that_old_code_cannot_bind_is_stuck_and_its_letter_no_use(
+def test_a_retry_that_old_code_cannot_bind_comes_back(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, engine: Engine, record: Any
 ) -> None:
-    """A rolling deploy (or a rollback) with a new parameter: `invalid_arguments` does not come back, and ends nothing.
-
-    Newer code has charged and been released; an old worker gets the retry, an old relay stores it. After the deploy the
-    letter cannot be replayed, reconcile does not send the row again, and `cancel` is refused over the effect.
+    """A rolling deploy (or a rollback) with a new parameter: newer code has charged and been released, and an old worker
+    gets the retry. It comes back; after the time of grace it is a letter that can be replayed.
     """
     bank.conf.update(idempotency_unknown_task_grace=3600.0)
     id = OperationId("default", b.deposit.name, "a1")
@@ -176,6 +164,15 @@ def test_a_retry_that_old_code_cannot_bind_is_stuck_and_its_letter_no_use(
 
     die(bank, consumer, body, headers=sent | marks)  # an old worker
     consumer.run_once()  # an old relay
+    assert op.dead_letters(connection) == []
+    (row,) = op.outbox(connection)
+    assert (row.status, row.refusals) == ("pending", 1)
+
+    connection.execute(
+        text("UPDATE idempotency.outbox SET status = 'published', first_refused_at = now() - interval '1 day'")
+    )
+    die(bank, consumer, body, headers=sent | marks)  # the deploy took longer than the time of grace
+    consumer.run_once()
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.operation, letter.generation, letter.status) == (
         "invalid_arguments", id.operation, None, "open",
@@ -187,24 +184,19 @@ def test_a_retry_that_old_code_cannot_bind_is_stuck_and_its_letter_no_use(
     connection.execute(text("UPDATE idempotency.records SET available_at = clock_timestamp() - interval '1 day'"))
     assert reconcile(bank).resent == 0
     assert [(row.status, row.taken) for row in op.outbox(connection)] == [("published", True)]
-    with pytest.raises(ReplayRefused, match="the operation is released in generation 1"):
-        operators.replay(bank, letter.id, Change("ann", "the deploy is over"))
-    with pytest.raises(ChangeRefused, match="has happened or may have"):
-        operators.cancel(bank, operators.read(connection, id), Change("ann", "stuck"))
-    with pytest.raises(ChangeRefused, match="can only release what is started"):
-        operators.release(bank, operators.read(connection, id), Change("ann", "stuck"))
-    assert recover(bank) == 0
+    operators.replay(bank, letter.id, Change("ann", "the deploy is over"))
+    assert [(row.status, row.origin) for row in op.outbox(connection)] == [
+        ("published", "retry"),
+        ("pending", "replay"),
+    ]
     assert record("a1").status == "released"
 
 
-def test_an_application_that_shares_redis_has_messages_acknowledged_unseen(
+def test_an_application_that_shares_redis_runs_its_own_messages(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, entries: Any, redis_url: str,
     servers: services.Services,
 ) -> None:  # fmt: skip
-    """The name of a lease holds tenant, task and key, and not the database: another one's guarded mark counts as ours.
-
-    Staging beside production, or a database for each region: `delay()` here is acknowledged while it runs there.
-    """
+    """Staging beside production, or a database for each region: what runs there says nothing about what runs here."""
     theirs = servers.create_database(f"theirs_{uuid4().hex[:8]}")
     b.prepare(theirs)
     ours = bank.conf.idempotency_database_url
@@ -222,21 +214,16 @@ def test_an_application_that_shares_redis_has_messages_acknowledged_unseen(
 
     Runtime.discard(bank)
     bank.conf.update(idempotency_database_url=ours)
-    assert deliveries.deliver(b.deposit, "a1").state == "IGNORED"  # the only message here
-    assert record("a1") is None
-    assert entries("a1") == 0
-    assert op.outbox(connection) == op.dead_letters(connection) == []
+    assert deliveries.deliver(b.deposit, "a1").state == "SUCCESS"  # the only message here
+    assert record("a1").status == "completed"
+    assert entries("a1") == 1
     servers.drop_database(str(make_url(theirs).database))
 
 
-def test_each_event_for_a_missing_exchange_costs_the_relay_a_connection(
+def test_events_for_a_missing_exchange_cost_the_relay_few_connections(
     bank: Celery, connection: Connection, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its refusal closes the channel, and `publish` the connection: 80 rows a second here, fewer over TLS.
-
-    They are due again each minute, without end. From some thousands on, the loop that also recovers and reconciles does
-    nothing else, and a payment waits behind them all.
-    """
+    """Its refusal closes the channel: once for the exchange, and not for each of the events."""
     connected: list[object] = []
     connect = BrokerConnection.connect
     monkeypatch.setattr(BrokerConnection, "connect", lambda self: (connected.append(self), connect(self))[1])
@@ -244,19 +231,20 @@ def test_each_event_for_a_missing_exchange_costs_the_relay_a_connection(
         for number in range(200):
             publish(own, "order.paid", {"order": number}, exchange="misspelt", app=bank)
         b.deposit.enqueue(own, "a1")
-    relay, _began = Relay(bank), time.monotonic()
+    relay = Relay(bank)
     assert relay.run_once() == Relayed(published=0, failed=200)
+    assert relay.run_once() == Relayed(published=1, failed=0)
     relay.close()
-    assert len(connected) > 200
+    assert len(connected) < 10
     (payment,) = [row for row in op.outbox(connection) if row.operation == b.deposit.name]
-    assert payment.status == "pending"
+    assert payment.status == "published"
 
 
-def test_a_session_set_to_autocommit_leaves_its_rows_of_every_attempt(
+def test_a_session_cannot_be_set_to_autocommit(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, entries: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """COMMIT is refused in every spelling but this one: the execution option that VACUUM or a long report is run with."""
+    """COMMIT is refused in this spelling too: the execution option that VACUUM or a long report is run with."""
 
     def body(account: str) -> None:
         task = bank.tasks[b.deposit.name]
@@ -265,29 +253,9 @@ def test_a_session_set_to_autocommit_leaves_its_rows_of_every_attempt(
         raise ValueError("again")
 
     monkeypatch.setattr(bank.tasks[b.deposit.name], "run", body)
-    id = OperationId("default", b.deposit.name, "a1")
     deliveries.deliver(b.deposit, "a1")
-    op.age(connection, id, available_at=-1)
-    deliveries.deliver(b.deposit, "a1", origin="retry")
-    assert (record("a1").status, record("a1").attempts) == ("released", 2)
-    assert entries("a1") == 2
-
-
-def test_a_scheduled_operation_that_was_sent_again_raises_a_false_alarm(
-    bank: Celery, connection: Connection, engine: Engine
-) -> None:
-    """Accepted a week ahead and due for seconds: after one refused publish its age counts from the day it was accepted."""
-    with engine.begin() as own:
-        b.deposit.enqueue(own, "a1", countdown=7 * 86400)
-    connection.execute(
-        text("""UPDATE idempotency.outbox SET created_at = clock_timestamp() - interval '7 days',
-                available_at = clock_timestamp() - interval '1 second', attempts = 1""")  # a broker that restarted
-    )
-    given = settings.from_app(bank)
-    with overview.looking(given) as looking:
-        found = overview.look(looking, bank, given)
-    (alarm,) = [each for each in alarms.lasting(found, given) if each.name.startswith("accepted/")]
-    assert "has waited for 604" in alarm.found
+    assert (record("a1").status, record("a1").error_code) == ("failed", "session_not_yours")
+    assert entries("a1") == 0
 
 
 # In a process of its own, because the application reads its addresses when it is imported.
@@ -334,13 +302,10 @@ print(json.dumps({"charges": len(charges), "keys": len(set(charges)), "answers":
 """
 
 
-def test_a_payment_that_is_called_under_two_keys_is_charged_twice(
+def test_a_payment_that_is_called_under_two_keys_is_not_completed_twice(
     servers: services.Services, environment: dict[str, str]
 ) -> None:
-    """`capture_payment` sees what another key has done only after that has ended: nothing on the payment says "begun".
-
-    And `payment_failed` looks for the payment under the operation's key: under another one it stays pending for ever.
-    """
+    """Two keys are two operations, and the provider is called for both. The second charge is found; a failure is told."""
     database = servers.create_database(f"shop_{uuid4().hex[:8]}")
     done = subprocess.run(
         [sys.executable, "-c", TWO_KEYS],
@@ -351,19 +316,19 @@ def test_a_payment_that_is_called_under_two_keys_is_charged_twice(
     found = json.loads(done.stdout.splitlines()[-1])
     servers.drop_database(str(make_url(database).database))
     assert (found["charges"], found["keys"]) == (2, 2)
-    # the charge that the books do not have ends as completed: its second attempt did not come to its effect
-    assert [record[:2] for record in found["records"] if record[0] != "declined-again"] == [
-        ["p1", "completed"],
-        ["p1-again", "completed"],
+    # one of them did not come to its effect in its second attempt
+    assert sorted(record[2] or record[1] for record in found["records"] if record[0] != "declined-again") == [
+        "completed",
+        "unfinished",
     ]
-    assert found["payments"] == [["declined", "pending"], ["p1", "captured"]]
+    assert found["payments"] == [["declined", "failed"], ["p1", "captured"]]
 
 
-def test_an_operation_completes_over_a_charge_that_its_body_passed_over(
+def test_no_operation_completes_over_a_charge_that_its_body_passed_over(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, outside: OutsideWorld,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A deploy renames an effect between two attempts: what was *begun* is missed by `complete`, what has *happened* is not."""
+    """A deploy renames an effect between two attempts: it is called under another key, and a person is told of both."""
     task = bank.tasks[b.transfer.name]
     names = iter(["capture", "charge"])
 
@@ -379,21 +344,22 @@ def test_an_operation_completes_over_a_charge_that_its_body_passed_over(
     id = OperationId("default", task.name, "a1")
     deliveries.deliver(task, "a1", outside.url)
     op.age(connection, id, available_at=-1)
-    assert deliveries.deliver(task, "a1", outside.url, origin="retry").state == "SUCCESS"
-    assert record("a1").status == "completed"
+    assert deliveries.deliver(task, "a1", outside.url, origin="retry").state == "FAILURE"
+    assert (record("a1").status, record("a1").error_code) == ("failed", "unfinished")
     assert {name: entry["state"] for name, entry in record("a1").effects.items()} == {
         "capture": "done",
         "charge": "done",
     }
-    assert sorted(outside.acts.values()) == [1, 1]  # two charges under two keys; the books have one
-    assert op.dead_letters(connection) == []
+    assert sorted(outside.acts.values()) == [1, 1]  # a name is part of the key: a deploy must keep it
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, "'capture'" in letter.last_error) == ("unfinished", True)
 
 
-def test_an_operation_that_says_nothing_charged_completes_over_its_charge(
+def test_an_operation_that_says_nothing_charged_is_unfinished_over_its_charge(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, outside: OutsideWorld,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Attempt 1 charges and its commit fails; the order is cancelled; attempt 2 returns early. Nobody is told of the charge."""
+    """Attempt 1 charges and its commit fails; the order is cancelled; attempt 2 returns early."""
     task = bank.tasks[b.transfer.name]
     cancelled: list[int] = []
 
@@ -407,17 +373,16 @@ def test_an_operation_that_says_nothing_charged_completes_over_its_charge(
     deliveries.deliver(task, "a1", outside.url)
     cancelled.append(1)
     op.age(connection, OperationId("default", task.name, "a1"), available_at=-1)
-    outcome = deliveries.deliver(task, "a1", outside.url, origin="retry")
-    assert outcome.value == {"status": "cancelled, nothing charged"}
-    assert (record("a1").status, record("a1").effects["capture"]["state"]) == ("completed", "done")
+    assert deliveries.deliver(task, "a1", outside.url, origin="retry").state == "FAILURE"
+    assert (record("a1").error_code, record("a1").effects["capture"]["state"]) == ("unfinished", "done")
     assert sum(outside.acts.values()) == 1
-    assert op.dead_letters(connection) == []
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["unfinished"]
 
 
-def test_a_discarded_unknown_effect_is_purged_and_called_anew(
+def test_the_letter_of_an_unknown_effect_is_not_discarded(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, outside: OutsideWorld
 ) -> None:
-    """`approve` asks nothing about an open effect; the purge forgets it, and the next call begins as if there was none."""
+    """The purge would forget the effect, and the next call would begin as if there was none."""
     task, id = bank.tasks[b.transfer.name], OperationId("default", b.transfer.name, "a1")
     outside.script = ["fail after"] * 10  # charged, and every answer is lost
     for attempt in range(10):
@@ -430,33 +395,25 @@ def test_a_discarded_unknown_effect_is_purged_and_called_anew(
     (letter,) = op.dead_letters(connection)
     with Runtime.of(bank).engine.begin() as own:
         discards.request(own, discards.Person("ann", "admin"), letter.id, "old")
-    with Runtime.of(bank).engine.begin() as own:
-        discards.approve(own, discards.Person("ben", "admin"), letter.id)  # not refused, though no one has resolved it
-    op.age(connection, id, expires_at=-1)
-    connection.execute(
-        text("""UPDATE idempotency.outbox SET status = 'published', relayed_until = NULL,
-                published_at = clock_timestamp() - interval '30 days', settled_at = clock_timestamp()""")
-    )
-    purge(bank)
-    assert record("a1") is None
-    outside.script, before = [], sum(outside.calls.values())
-    assert deliveries.deliver(task, "a1", outside.url).state == "SUCCESS"
-    assert sum(outside.calls.values()) == before + 1  # under key number 1 again, which a provider keeps for a day
-    assert len(outside.calls) == 1
+    with (
+        pytest.raises(DiscardRefused, match="its outcome is not known; settle it first"),
+        Runtime.of(bank).engine.begin() as own,
+    ):
+        discards.approve(own, discards.Person("ben", "admin"), letter.id)
+    assert [letter.status for letter in op.dead_letters(connection)] == ["open"]
 
 
-def test_a_call_that_was_never_made_ends_its_operation_as_unknown(
+def test_a_call_that_was_never_made_leaves_nothing_unknown(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An open circuit, a refused API key: the effect is begun before its function can say that nothing was sent.
-
-    When the provider has been away for `defer_budget`, each payment accepted meanwhile waits for a person to find out
-    about a call that nobody made; its refunds wait with it.
-    """
+    """An open circuit: the effect is begun before its function can say that nothing was sent."""
     task, id = bank.tasks[b.transfer.name], OperationId("default", b.transfer.name, "a1")
 
+    keys_used: list[str] = []
+
     def circuit_open(url: str, *, idempotency_key: str) -> Any:
-        raise Defer(5.0, "circuit open")
+        keys_used.append(idempotency_key)
+        raise NotSent(5.0, "circuit open")
 
     monkeypatch.setattr(b, "call", circuit_open)
     deliveries.deliver(task, "a1", "http://127.0.0.1:1")
@@ -466,40 +423,19 @@ def test_a_call_that_was_never_made_ends_its_operation_as_unknown(
             break
         op.age(connection, id, available_at=-1)
         deliveries.deliver(task, "a1", "http://127.0.0.1:1", origin="retry")
-    assert (record("a1").status, record("a1").error_code) == ("failed", "effect_unknown")
-    assert connection.execute(text("SELECT code FROM failures")).scalars().all() == ["effect_unknown"]
+    assert (record("a1").status, record("a1").error_code) == ("failed", "attempts_exhausted")
+    assert connection.execute(text("SELECT code FROM failures")).scalars().all() == ["attempts_exhausted"]
+    assert len(keys_used) > 1
+    assert len(set(keys_used)) == 1  # nothing was sent under it
 
 
-def test_a_header_that_the_client_cannot_read_ends_every_worker(
+def test_a_header_that_the_client_cannot_read_ends_no_worker(
     bank: Celery, worker: Worker, connection: Connection, entries: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same header in a task queue: the guard examines messages, and this never becomes one."""
+    """The same header in a task queue."""
     with monkeypatch.context() as patched:
         patched.setattr(calendar, "timegm", lambda _: 1_763_784_000_000)
         publish_raw(bank, headers=headers(**{"sent-at": datetime.now(UTC)}))
-    assert eventually(lambda: worker.process.poll() is not None, what="the worker to end")
-    assert "ValueError" in worker.log
-    assert "out of range" in worker.log
-    with bank.connection_for_write() as broker:  # and the next worker is handed it first, 20 times
-        channel, name = broker.channel(), bank.conf.task_default_queue
-        eventually(lambda: channel.queue_declare(name, passive=True).message_count == 1)
-
-
-def test_the_alarm_about_a_hung_relay_ends_when_its_sibling_restarts(bank: Celery, connection: Connection) -> None:
-    """Two relays on one host have one name, so each takes the other for its predecessor; a hung one does not sign again."""
-    hung = presence.SignOfLife(bank, "relay")
-    hung._fields["pid"] = 1
-    assert hung.sign()
-    connection.execute(text("UPDATE idempotency.processes SET seen_at = clock_timestamp() - interval '10 minutes'"))
-    hung._expected_until["letters"] = 0.0
-    assert not hung.sign()  # its letters hang
-
-    def silent() -> list[str]:
-        given = settings.from_app(bank)
-        with overview.looking(given) as looking:
-            found = alarms.lasting(overview.look(looking, bank, given), given)
-        return [alarm.name for alarm in found if alarm.name.startswith("silent/relay")]
-
-    assert len(silent()) == 1
-    assert presence.SignOfLife(bank, "relay").sign()  # the other relay of this host is deployed anew
-    assert silent() == []
+    b.deposit.delay("a1")
+    assert eventually(lambda: entries("a1") == 1, what="the next message to be worked on")
+    assert worker.process.poll() is None
