@@ -23,6 +23,7 @@ from idempotency import (
     SessionNotYours,
     lookup,
 )
+from idempotency.application import runtime_of
 from tests import bank, crashing
 from tests.processes import eventually
 
@@ -487,12 +488,13 @@ def age(engine, key, by="-1 second"):
 
 
 def leave_lease(redis_url, row, *, guarded):
+    from idempotency.attempt.lease import lease_name
     from idempotency.wire.keys import OperationId
 
     id = OperationId(row.tenant, row.operation, row.key)
     value = f"{'d' * 32} {row.fingerprint}" + (" guarded" if guarded else "")
     with redis_client.Redis.from_url(redis_url) as client:
-        client.set(f"idempotency:lease:{id.digest}", value, px=60_000)
+        client.set(lease_name(id, runtime_of(bank.app).settings.database_name), value, px=60_000)
 
 
 def failures(engine):

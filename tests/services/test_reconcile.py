@@ -96,6 +96,24 @@ def test_what_was_published_lately_is_left_alone_and_the_pause_doubles(bank, sen
     assert reconcile(bank).resent == 1
 
 
+def test_what_another_pass_has_sent_again_meanwhile_is_not_sent_again(bank, sent, engine, monkeypatch):
+    """Two relays look at the same moment; while one of them asks the consumers, the other has done it all."""
+    sent("a")
+    purge_queue(bank)
+    resend = reconciling._resend
+
+    def after_another_pass(runtime, lost):
+        monkeypatch.setattr(reconciling, "_resend", resend)
+        assert reconcile(bank).resent == 1
+        assert sent.relay.run_once().published == 1
+        return resend(runtime, lost)
+
+    monkeypatch.setattr(reconciling, "_resend", after_another_pass)
+    assert reconcile(bank).resent == 0
+    with engine.connect() as connection:
+        assert [(row.status, row.resends) for row in op.outbox(connection)] == [("published", 1)]
+
+
 def test_an_ended_operation_settles_its_rows_and_is_not_sent_again(bank, sent, deliveries, engine):
     sent("a")
     deliveries.deliver(app_module.deposit, "a")
