@@ -22,8 +22,9 @@ from sqlalchemy.orm import Session
 from idempotency import events
 from idempotency.application import close_runtime, runtime_of
 from idempotency.operate import discards
-from idempotency.relay import reconcile, relay
+from idempotency.relay import reconcile
 from idempotency.store import dead_letters, outbox, records
+from idempotency.store import letters as dead_letter_store
 from idempotency.upkeep import maintenance
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId
@@ -157,7 +158,9 @@ def _through_sql(number: int) -> None:
         completing = [claim for place, claim in enumerate(claims) if place % FAILED]
         _each(connection, records._COMPLETE, completing, result="1", retention=SHORT, idle_ms="30000")
         for claim in failing:
-            dead_letters._store(connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, "life")
+            dead_letter_store._store(
+                connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, "life"
+            )
         _each(connection, records._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
         reconcile.reconcile(jobs.app, lambda _: 0)
         letters = dead_letters.list_letters(connection, limit=number)
@@ -182,16 +185,16 @@ def _accept(connection: Connection, ids: Sequence[OperationId], message: str, *,
 
 
 def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> None:
-    while rows := connection.exec_driver_sql(relay._LEASE_ROWS, {"batch": WAVE, "lease": 30.0}).all():
+    while rows := connection.exec_driver_sql(outbox._LEASE_ROWS, {"batch": WAVE, "lease": 30.0}).all():
         ids = [row.event_id for row in rows]
         keys = connection.execute(
             text("SELECT event_id, key FROM idempotency.outbox WHERE event_id = ANY(:ids)"), {"ids": ids}
         ).all()
         refused = {row.event_id for row in keys if row.key in unpublishable}
-        connection.exec_driver_sql(relay._MARK_PUBLISHED, {"ids": [id for id in ids if id not in refused]})
+        connection.exec_driver_sql(outbox._MARK_PUBLISHED, {"ids": [id for id in ids if id not in refused]})
         if refused:
             fields = {"error": "not a message", "service": "life"}
-            connection.exec_driver_sql(relay._GIVE_UP, [{"id": id, **fields} for id in refused])
+            connection.exec_driver_sql(outbox._GIVE_UP, [{"id": id, **fields} for id in refused])
 
 
 def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[records.Claimed]:

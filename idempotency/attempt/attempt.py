@@ -20,7 +20,7 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import dead_letters, records
+from ..store import letters, records
 from ..store.records import Claimed, Renewal
 from ..store.statements import describe, where
 from ..wire import results
@@ -221,7 +221,7 @@ class Attempt:
             on_failed=self.policy.on_failed,
             skip=skip,
         )
-        dead_letters.store_failure(
+        letters.store_failure(
             session.connection(),
             self.claim.id,
             self.delivery,

@@ -43,8 +43,8 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..queues import dead_letter_queues
-from ..store import dead_letters, records
-from ..store.dead_letters import BrokerLetter
+from ..store import letters, records
+from ..store.letters import BrokerLetter
 from ..store.records import Busy, Changed, Dead, FailedEnd, GivenUp, Mismatch, PutBack
 from ..store.statements import describe
 from ..wire import keys
@@ -351,8 +351,8 @@ def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed:
 def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None:
     with runtime_of(app).engine.begin() as connection:
         _wait_at_most(connection, patience)
-        connection.exec_driver_sql(_FORGET_TRIES, {"digest": letter.digest})
-        return dead_letters.store_message(connection, letter)
+        letters.forget_tries(connection, letter.digest)
+        return letters.store_message(connection, letter)
 
 
 def _wait_at_most(connection: Connection, patience: str) -> None:
@@ -448,37 +448,28 @@ def _end(
                         attempts=ended.attempts,
                         first_error=ended.first_error,
                     )
-                    stored = dead_letters.store_end(connection, letter)
+                    stored = letters.store_end(connection, letter)
                 case Mismatch(generation):
-                    stored = dead_letters.store_message(connection, _refused(letter, generation))
+                    stored = letters.store_message(connection, _refused(letter, generation))
                 case Busy():
                     records.count_copy(connection, dead)
                 case Changed():
                     continue
-            connection.exec_driver_sql(_FORGET_TRIES, {"digest": letter.digest})
+            letters.forget_tries(connection, letter.digest)
             session.commit()
             if concluded is not None:
                 metrics.count_failed(id.operation, concluded.error.code)
             return stored
 
 
-# Counted before the try, and by itself: one that ends the process counts too, and so does one that is rolled back.
-_COUNT_TRY = """
-INSERT INTO idempotency.dead_letter_tries AS t (digest, tries) VALUES (%(digest)s, 1)
-ON CONFLICT (digest) DO UPDATE SET tries = t.tries + %(counts)s
-RETURNING tries
-"""
-_FORGET_TRIES = "DELETE FROM idempotency.dead_letter_tries WHERE digest = %(digest)s"
-
-
 def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> bool:
     """Whether the application's part (undos, `on_failed`) is to be run once more for this letter."""
-    counts = 1
+    counts = True
     if interrupted and letter.digest in interrupted:
         interrupted.discard(letter.digest)
-        counts = 0
+        counts = False
     with runtime.autocommit() as connection:
-        tries: int = connection.exec_driver_sql(_COUNT_TRY, {"digest": letter.digest, "counts": counts}).scalar_one()
+        tries = letters.count_try(connection, letter.digest, counts=counts)
     if tries > ON_FAILED_TRIES:
         log.error("on_failed_error", operation=letter.operation, key=letter.key, tries=tries - 1)
     return tries <= ON_FAILED_TRIES
@@ -542,7 +533,7 @@ def _letter(
     own = {name: value for name, value in headers.items() if not name.startswith("x-") and name not in _NOT_REPLAYED}
     body, is_text = _body(message.body)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
-    payload = Message(json.loads(dead_letters.headers_text(own)), body, _route(app, headers, delivery), properties)
+    payload = Message(json.loads(letters.headers_text(own)), body, _route(app, headers, delivery), properties)
     shown = dict(headers) | {"content-type": message.content_type, "content-encoding": message.content_encoding}
     if not is_text:
         shown[BODY_HEADER] = "base64"
@@ -560,7 +551,7 @@ def _letter(
         first_error=None,
         last_error=records.error_text(reason, _EXPLANATIONS[reason]),
         attempts=0,
-        headers=dead_letters.headers_text(shown),
+        headers=letters.headers_text(shown),
         payload=payload.to_text(),
         digest=_digest(headers, message.body, queue),
     )

@@ -37,7 +37,7 @@ from ..errors import (
 )
 from ..observe import metrics
 from ..observe.logs import log
-from ..store import dead_letters, records
+from ..store import dead_letters, letters, records
 from ..store.records import Claimed, FailedEnd
 from ..store.statements import describe, storable
 from ..wire import encoding, keys, results
@@ -204,7 +204,7 @@ def _cancel(
             )
         policy, arguments, broken = _task_of(app, runtime, row, without_task=without_task)
         concluded = _conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
-        dead_letters.store_failure(
+        letters.store_failure(
             connection,
             shown.id,
             _delivery(shown.id, row, arguments),
@@ -287,7 +287,7 @@ def _resolve(
                 error = PermanentError(change.reason, "cancelled")
             concluded = _conclude(connection, shown.id, row, error, policy, arguments, skip or broken, entries=entries)
             concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
-            dead_letters.say_again(connection, shown.id, row.generation, concluded_end, reason=concluded.reason)
+            letters.say_again(connection, shown.id, row.generation, concluded_end, reason=concluded.reason)
             details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
         fence = records.conclude(connection, shown.id, concluded_end, fence=row.fence)
         details |= {"state": word["state"], "ended_as": concluded_end.code}
@@ -493,7 +493,7 @@ def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, res
 
 
 def _delivery(id: OperationId, row: Row[Any], arguments: dict[str, Any]) -> Delivery:
-    headers = dead_letters.headers_of(row.message)
+    headers = letters.headers_of(row.message)
     return Delivery(id, row.fingerprint, arguments, str(headers.get("id", "")), row.message, headers, row.queue)
 
 

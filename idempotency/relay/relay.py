@@ -26,7 +26,8 @@ from ..broker.publisher import BrokerAway, Published, Publisher, Refusal
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..store.outbox import Lane, refresh_lanes
+from ..store import outbox
+from ..store.outbox import Lane
 from ..wire.message import Message
 
 # Rows leased per pass: enough to keep confirms pipelined, few enough that a killed relay delays little.
@@ -43,102 +44,8 @@ GATHER = 0.05
 AWAY_PAUSE = 1.0
 # An unroutable row backs off up to this, without end: its queue may come back.
 BACKOFF_CAP = 60.0
-# From this failed try on a row that the broker refuses is told about; it goes on being tried. The index outbox_stuck
-# says the same number.
-STUCK = 5
 # A row that can never be published is tried this often, then becomes failed, with a dead letter.
 OWN_ERRORS = 5
-
-# Said by what it is not: for "= 'pending'" the planner takes the index of pending rows and reads through all the dead
-# entries in it, instead of finding the row by its id.
-_STILL_PENDING = "status NOT IN ('published', 'failed')"
-
-# A crash of Postgres that undoes a lease or a mark has its rows published twice, so neither waits for the disk.
-_UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
-
-# MATERIALIZED: without it the planner may run the locking subquery once per row and lock more than the batch.
-# (SELECT clock_timestamp()): a volatile condition finds its rows by reading the whole index, delayed rows included.
-# By state, never by `id > last`: a row committed late by a slow transaction has a small id.
-_LEASE_ROWS = f"""
-WITH due AS MATERIALIZED (
-    SELECT id FROM idempotency.outbox
-    WHERE status = 'pending' AND available_at <= (SELECT clock_timestamp()) AND ordering_key IS NULL
-      AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
-    ORDER BY available_at, id LIMIT %(batch)s
-    FOR UPDATE SKIP LOCKED
-)
-UPDATE idempotency.outbox o
-SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
-FROM due WHERE o.id = due.id
-RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS operation, NULL AS ordering_key,
-    {_UNFLUSHED}
-"""
-
-# A lane is leased whole, and as much of each as makes one batch of all. A lane whose rows are gone has a row of NULLs.
-_LEASE_LANES = f"""
-WITH due AS MATERIALIZED (
-    SELECT operation, ordering_key FROM idempotency.lanes
-    WHERE NOT blocked AND available_at <= (SELECT clock_timestamp())
-      AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
-    ORDER BY available_at LIMIT %(batch)s
-    FOR UPDATE SKIP LOCKED
-), lane AS (
-    UPDATE idempotency.lanes l
-    SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
-    FROM due WHERE (l.operation, l.ordering_key) = (due.operation, due.ordering_key)
-    RETURNING l.operation, l.ordering_key, {_UNFLUSHED}
-)
-SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue,
-       o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
-FROM lane LEFT JOIN LATERAL (
-    SELECT * FROM idempotency.outbox r
-    WHERE r.operation = lane.operation AND r.ordering_key = lane.ordering_key
-      AND r.status <> 'published' AND r.place IS NOT NULL
-    ORDER BY r.place, r.id LIMIT greatest(%(batch)s / (SELECT count(*) FROM due), 1)
-) o ON true
-ORDER BY lane.operation, lane.ordering_key, o.place, o.id
-"""
-
-# Joined, and not "= ANY": so they are marked in the order in which they were sent.
-_MARK_PUBLISHED = f"""
-UPDATE idempotency.outbox
-SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
-FROM unnest(%(ids)s::text[]) AS confirmed(id)
-WHERE event_id = confirmed.id AND {_STILL_PENDING}
-RETURNING {_UNFLUSHED}
-"""
-
-# Of deliveries whose writer did not know the application's routes: what their queue has lost is looked for by its name.
-_NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE event_id = ANY(%(ids)s) AND queue = ''"
-
-_RETURN_ROWS = f"UPDATE idempotency.outbox SET relayed_until = NULL WHERE event_id = ANY(%(ids)s) AND {_STILL_PENDING}"
-
-_NOTE_ERROR = f"""
-UPDATE idempotency.outbox
-SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
-    available_at = clock_timestamp() + make_interval(secs => %(delay)s)
-WHERE event_id = %(id)s AND {_STILL_PENDING}
-"""
-
-_GIVE_UP = f"""
-WITH failed AS (
-    UPDATE idempotency.outbox
-    SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
-        settled_at = clock_timestamp()
-    WHERE event_id = %(id)s AND {_STILL_PENDING}
-    RETURNING *
-)
-INSERT INTO idempotency.dead_letters
-    (source, outbox_id, event_id, tenant, operation, key, fingerprint, queue, task, reason, first_error, last_error,
-     attempts, payload, consumer_service)
-SELECT 'relay', id, event_id, tenant, operation, key, fingerprint, queue, operation, 'unpublishable', last_error,
-       last_error, attempts, message, %(service)s
-FROM failed ON CONFLICT DO NOTHING
-"""
-
-_SLEEP = f"""
-UPDATE idempotency.relay_sleep SET until = clock_timestamp() + make_interval(secs => %(poll)s) RETURNING {_UNFLUSHED}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +90,14 @@ class Relay:
     def run_once(self) -> Relayed:
         """Lease a batch in one commit, publish outside any transaction, mark exactly what was confirmed."""
         runtime = runtime_of(self._app)
-        options = {"batch": self._batch, "lease": RELAY_LEASE}
         with runtime.autocommit() as connection:
-            rows = sorted(connection.exec_driver_sql(_LEASE_ROWS, options), key=lambda row: row.id)
-            ordered = connection.exec_driver_sql(_LEASE_LANES, options).all()
+            rows = outbox.lease_rows(connection, batch=self._batch, lease=RELAY_LEASE)
+            ordered = outbox.lease_lanes(connection, batch=self._batch, lease=RELAY_LEASE)
         lanes: list[Lane] = list(dict.fromkeys((row.operation, row.ordering_key) for row in ordered))
         rows += _runs(ordered)
         if not rows:
             with runtime.autocommit() as connection:
-                refresh_lanes(connection, lanes)
+                outbox.refresh_lanes(connection, lanes)
             return Relayed(0, 0)
         crash_point("relay.selected")
         result = Published(
@@ -231,27 +137,25 @@ class Relay:
         attempts = {row.event_id: row.attempts for row in rows}
         with runtime.autocommit() as connection:
             if result.confirmed:
-                connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": result.confirmed})
+                outbox.mark_published(connection, result.confirmed)
                 metrics.published.inc(len(result.confirmed))
                 for queue, ids in self._unnamed(rows, result.confirmed).items():
-                    connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": ids})
+                    outbox.name_queue(connection, ids, queue)
             if returned:
-                connection.exec_driver_sql(_RETURN_ROWS, {"ids": returned})
+                outbox.give_back(connection, returned)
             for id, refusal in result.refused.items():
                 metrics.publish_errors.labels("own" if refusal.own else "unroutable").inc()
                 if refusal.own and attempts[id] + 1 >= OWN_ERRORS:
-                    connection.exec_driver_sql(
-                        _GIVE_UP, {"id": id, "error": refusal.error, "service": runtime.settings.service}
-                    )
+                    outbox.give_up(connection, id, refusal.error, service=runtime.settings.service)
                     log.error("outbox_row_failed", outbox_id=id, error=refusal.error)
                     continue
-                if attempts[id] + 1 >= STUCK:
+                if attempts[id] + 1 >= outbox.STUCK:
                     metrics.stuck.inc()
                 delay = min(BACKOFF_CAP, 2.0 ** min(attempts[id], 10))
-                connection.exec_driver_sql(_NOTE_ERROR, {"id": id, "error": refusal.error, "delay": delay})
+                outbox.note_error(connection, id, refusal.error, delay=delay)
                 log.error("publish_failed", outbox_id=id, error=refusal.error, retry_seconds=delay)
 
-            refresh_lanes(connection, lanes)
+            outbox.refresh_lanes(connection, lanes)
 
     def _unnamed(self, rows: list[Row[Any]], confirmed: list[str]) -> dict[str, list[str]]:
         """The published rows that do not say their queue, by the queue they went to."""
@@ -270,7 +174,7 @@ class Relay:
         if self._ear is None or self._ear.closed:
             self._ear = runtime.listen("idempotency_outbox")
         with runtime.autocommit() as connection:
-            connection.exec_driver_sql(_SLEEP, {"poll": POLL})
+            outbox.sleep(connection, poll=POLL)
         # What was committed before we said that we sleep woke nobody: look once more before closing the eyes.
         if self.run_once().published or stop.is_set():
             return

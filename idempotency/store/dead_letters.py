@@ -8,7 +8,7 @@ generation of the record and writes the outbox row.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,11 +17,9 @@ from sqlalchemy import Connection, Row
 
 from ..errors import CallRefused, IdempotencyError, OperationNotFound
 from ..wire import keys
-from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .outbox import refresh_lanes
-from .records import Claimed, FailedEnd
 
 # Reasons of letters whose operation goes on, if only somebody delivers it.
 NOT_AN_END = ("unpublishable", "unhandled")
@@ -36,51 +34,6 @@ GROUPS = {
     "status": "status",
 }
 Group = Literal["service", "type", "error", "queue", "status"]
-
-# first_error comes from the record, which knows all attempts.
-_STORE = """
-INSERT INTO idempotency.dead_letters
-    (source, tenant, operation, key, generation, fingerprint, queue, task, consumer_service, reason, first_error,
-     last_error, attempts, headers, payload)
-SELECT 'operation', %(tenant)s, %(operation)s, %(key)s, %(generation)s, %(fingerprint)s, %(queue)s, %(operation)s,
-       %(service)s, %(reason)s, coalesce((SELECT first_error FROM idempotency.records WHERE tenant = %(tenant)s
-                             AND operation = %(operation)s AND key = %(key)s
-                             AND fingerprint = %(fingerprint)s), %(last_error)s),
-       %(last_error)s, %(attempts)s, %(headers)s, %(message)s
-ON CONFLICT DO NOTHING
-"""
-
-# An outbox row knows the operation of its message, even where the message's task is not known here. One letter for
-# each outbox row and for each message, however often the broker hands it out.
-_STORE_MESSAGE = """
-INSERT INTO idempotency.dead_letters
-    (source, outbox_id, event_id, tenant, operation, key, generation, fingerprint, queue, task, consumer_service,
-     reason, first_error, last_error, attempts, headers, payload, digest)
-SELECT 'broker', o.id, %(event_id)s, coalesce(%(tenant)s, o.tenant), coalesce(%(operation)s, o.operation),
-       coalesce(%(key)s, o.key), %(generation)s::int, coalesce(%(fingerprint)s, o.fingerprint), %(queue)s, %(task)s,
-       %(service)s, %(reason)s, coalesce(%(first_error)s, %(last_error)s), %(last_error)s, %(attempts)s, %(headers)s,
-       %(payload)s, %(digest)s
-FROM (SELECT) one LEFT JOIN idempotency.outbox o ON o.event_id = %(event_id)s
-ON CONFLICT DO NOTHING
-RETURNING id
-"""
-
-# A letter from before its operation was known (an old worker had no such task, say) becomes the operation's: it is
-# one message, and a second letter would leave the first one open for ever.
-_ADOPT = """
-UPDATE idempotency.dead_letters d
-SET tenant = %(tenant)s, operation = %(operation)s, key = %(key)s, generation = %(generation)s,
-    fingerprint = %(fingerprint)s, queue = %(queue)s, task = %(task)s, consumer_service = %(service)s,
-    reason = %(reason)s, first_error = coalesce(d.first_error, %(first_error)s), last_error = %(last_error)s,
-    attempts = %(attempts)s, headers = %(headers)s, payload = %(payload)s, alerted_at = NULL
-WHERE d.id = (
-    SELECT unnamed.id FROM idempotency.dead_letters unnamed
-    WHERE unnamed.status = 'open' AND unnamed.generation IS NULL
-      AND (unnamed.digest = %(digest)s
-        OR unnamed.outbox_id = (SELECT o.id FROM idempotency.outbox o WHERE o.event_id = %(event_id)s))
-    ORDER BY unnamed.id LIMIT 1 FOR UPDATE)
-RETURNING d.id
-"""
 
 _FILTER = """
     (%(status)s::text IS NULL OR status = %(status)s)
@@ -187,135 +140,6 @@ class ReplayRefused(IdempotencyError):
 
 class BulkRefused(IdempotencyError):
     """More dead letters than one command may change; the message names both numbers. Nothing was changed."""
-
-
-# ---------------------------------------------------------------- stored
-
-
-def store_failure(
-    connection: Connection,
-    id: OperationId,
-    delivery: Delivery,
-    claim: Claimed,
-    *,
-    reason: str,
-    last_error: str,
-    service: str | None = None,
-) -> None:
-    """Store the dead letter of a failing operation, in the failing transaction."""
-    _store(connection, id, delivery, claim.generation, reason, last_error, claim.attempts, service)
-
-
-def store_refusal(
-    connection: Connection,
-    id: OperationId,
-    delivery: Delivery,
-    *,
-    generation: int,
-    reason: str,
-    error: str,
-    service: str | None = None,
-) -> None:
-    """Store a delivery that was refused while the record under its key stays as it is (another fingerprint)."""
-    _store(connection, id, delivery, generation, reason, error, 0, service)
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerLetter:
-    """A message that no worker will run, as it is stored; `payload` is a message's text (`Message.to_text`)."""
-
-    event_id: str | None
-    tenant: str | None
-    operation: str | None
-    key: str | None
-    generation: int | None
-    fingerprint: str | None
-    queue: str | None
-    task: str | None
-    service: str
-    reason: str
-    first_error: str | None
-    last_error: str
-    attempts: int
-    headers: str
-    payload: str
-    digest: str
-
-
-def store_message(connection: Connection, letter: BrokerLetter) -> int | None:
-    """Store a message of a dead-letter queue. Returns the letter's id; None when it is stored already."""
-    id: int | None = connection.exec_driver_sql(_STORE_MESSAGE, asdict(letter)).scalar_one_or_none()
-    return id
-
-
-def store_end(connection: Connection, letter: BrokerLetter) -> int | None:
-    """Store the message whose operation this transaction ends; its open letter, if it has one, becomes this one."""
-    id: int | None = connection.exec_driver_sql(_ADOPT, asdict(letter)).scalar_one_or_none()
-    return id if id is not None else store_message(connection, letter)
-
-
-def _store(
-    connection: Connection,
-    id: OperationId,
-    delivery: Delivery,
-    generation: int,
-    reason: str,
-    last_error: str,
-    attempts: int,
-    service: str | None,
-) -> None:
-    connection.exec_driver_sql(
-        _STORE,
-        {
-            "tenant": id.tenant,
-            "operation": id.operation,
-            "key": id.key,
-            "generation": generation,
-            "fingerprint": delivery.fingerprint,
-            "queue": delivery.queue,
-            "service": service,
-            "reason": reason,
-            "last_error": last_error,
-            "attempts": attempts,
-            "headers": headers_text({**headers_of(delivery.message), **delivery.headers}),
-            "message": delivery.message,
-        },
-    )
-
-
-def headers_of(message: str) -> dict[str, Any]:
-    """The headers of a stored message; none of one that cannot be read, which is no reason to keep it from its letter."""
-    try:
-        return Message.from_text(message).headers
-    except ValueError:
-        return {}
-
-
-_SAY_AGAIN = """
-UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s AND generation = %(generation)s
-  AND status = 'open' AND source <> 'relay' AND reason <> 'fingerprint_mismatch' AND reason <> %(reason)s
-"""
-
-
-def say_again(connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str) -> None:
-    """Let the open letter of a failed operation say how it has ended now, so that no one replays it for its old reason."""
-    connection.exec_driver_sql(
-        _SAY_AGAIN,
-        {
-            "tenant": id.tenant,
-            "operation": id.operation,
-            "key": id.key,
-            "generation": generation,
-            "reason": reason,
-            "error": end.error,
-        },
-    )
-
-
-def headers_text(headers: Mapping[str, Any]) -> str:
-    """The headers of a message as they are stored: JSON, with anything that JSON does not know as its type's name."""
-    return json.dumps(headers, default=lambda value: f"<{type(value).__name__}>")
 
 
 # ---------------------------------------------------------------- read

@@ -1,6 +1,6 @@
 """The outbox: messages that leave with the caller's commit.
 
-A row is written in the transaction of the business change and published after it by a relay (`relay.py`). It stays
+A row is written in the transaction of the business change and published after it by a relay (`relay/relay.py`). It stays
 until its operation has ended: what a wiped broker has lost is still here.
 
 Rows of one operation and ordering key are a lane. A row that failed blocks its lane until a person replays it, in its
@@ -9,16 +9,22 @@ old place, or discards it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 from sqlalchemy.orm import Session
 
 from ..errors import InvalidArguments
 from ..wire.keys import OperationId
 from ..wire.message import Message
+from .letters import storing
+
+# From this failed try on a row that the broker refuses is told about; it goes on being tried. The index outbox_stuck
+# says the same number.
+STUCK = 5
 
 _INSERT = """
 INSERT INTO idempotency.outbox
@@ -33,6 +39,109 @@ VALUES (%(event_id)s, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(mes
 _REFRESH = """
 SELECT idempotency.refresh_lane(operation, ordering_key)
 FROM unnest(%(operations)s::text[], %(keys)s::text[]) lane(operation, ordering_key)
+"""
+
+# Said by what it is not: for "= 'pending'" the planner takes the index of pending rows and reads through all the dead
+# entries in it, instead of finding the row by its id.
+_STILL_PENDING = "status NOT IN ('published', 'failed')"
+
+# A crash of Postgres that undoes a lease or a mark has its rows published twice, so neither waits for the disk.
+_UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
+
+# MATERIALIZED: without it the planner may run the locking subquery once per row and lock more than the batch.
+# (SELECT clock_timestamp()): a volatile condition finds its rows by reading the whole index, delayed rows included.
+# By state, never by `id > last`: a row committed late by a slow transaction has a small id.
+_LEASE_ROWS = f"""
+WITH due AS MATERIALIZED (
+    SELECT id FROM idempotency.outbox
+    WHERE status = 'pending' AND available_at <= (SELECT clock_timestamp()) AND ordering_key IS NULL
+      AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
+    ORDER BY available_at, id LIMIT %(batch)s
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE idempotency.outbox o
+SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
+FROM due WHERE o.id = due.id
+RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS operation, NULL AS ordering_key,
+    {_UNFLUSHED}
+"""
+
+# A lane is leased whole, and as much of each as makes one batch of all. A lane whose rows are gone has a row of NULLs.
+_LEASE_LANES = f"""
+WITH due AS MATERIALIZED (
+    SELECT operation, ordering_key FROM idempotency.lanes
+    WHERE NOT blocked AND available_at <= (SELECT clock_timestamp())
+      AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
+    ORDER BY available_at LIMIT %(batch)s
+    FOR UPDATE SKIP LOCKED
+), lane AS (
+    UPDATE idempotency.lanes l
+    SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
+    FROM due WHERE (l.operation, l.ordering_key) = (due.operation, due.ordering_key)
+    RETURNING l.operation, l.ordering_key, {_UNFLUSHED}
+)
+SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue,
+       o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
+FROM lane LEFT JOIN LATERAL (
+    SELECT * FROM idempotency.outbox r
+    WHERE r.operation = lane.operation AND r.ordering_key = lane.ordering_key
+      AND r.status <> 'published' AND r.place IS NOT NULL
+    ORDER BY r.place, r.id LIMIT greatest(%(batch)s / (SELECT count(*) FROM due), 1)
+) o ON true
+ORDER BY lane.operation, lane.ordering_key, o.place, o.id
+"""
+
+# Joined, and not "= ANY": so they are marked in the order in which they were sent.
+_MARK_PUBLISHED = f"""
+UPDATE idempotency.outbox
+SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
+FROM unnest(%(ids)s::text[]) AS confirmed(id)
+WHERE event_id = confirmed.id AND {_STILL_PENDING}
+RETURNING {_UNFLUSHED}
+"""
+
+# Of deliveries whose writer did not know the application's routes: what their queue has lost is looked for by its name.
+_NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE event_id = ANY(%(ids)s) AND queue = ''"
+
+_RETURN_ROWS = f"UPDATE idempotency.outbox SET relayed_until = NULL WHERE event_id = ANY(%(ids)s) AND {_STILL_PENDING}"
+
+_NOTE_ERROR = f"""
+UPDATE idempotency.outbox
+SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
+    available_at = clock_timestamp() + make_interval(secs => %(delay)s)
+WHERE event_id = %(id)s AND {_STILL_PENDING}
+"""
+
+_UNPUBLISHABLE = {
+    "outbox_id": "id",
+    "event_id": "event_id",
+    "tenant": "tenant",
+    "operation": "operation",
+    "key": "key",
+    "fingerprint": "fingerprint",
+    "queue": "queue",
+    "task": "operation",
+    "reason": "'unpublishable'",
+    "first_error": "last_error",
+    "last_error": "last_error",
+    "attempts": "attempts",
+    "payload": "message",
+    "consumer_service": "%(service)s",
+}
+
+_GIVE_UP = f"""
+WITH failed AS (
+    UPDATE idempotency.outbox
+    SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
+        settled_at = clock_timestamp()
+    WHERE event_id = %(id)s AND {_STILL_PENDING}
+    RETURNING *
+)
+{storing("relay", _UNPUBLISHABLE, rows="FROM failed")}
+"""
+
+_SLEEP = f"""
+UPDATE idempotency.relay_sleep SET until = clock_timestamp() + make_interval(secs => %(poll)s) RETURNING {_UNFLUSHED}
 """
 
 # An operation (a task's name) and an ordering key.
@@ -91,3 +200,47 @@ def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
     if ordered:
         operations, keys = zip(*ordered, strict=True)
         connection.exec_driver_sql(_REFRESH, {"operations": list(operations), "keys": list(keys)})
+
+
+# ---------------------------------------------------------------- what a relay does
+
+
+def lease_rows(connection: Connection, *, batch: int, lease: float) -> list[Row[Any]]:
+    """Lease the rows without an order that are due, for `lease` seconds; the oldest first."""
+    rows = connection.exec_driver_sql(_LEASE_ROWS, {"batch": batch, "lease": lease})
+    return sorted(rows, key=lambda row: row.id)
+
+
+def lease_lanes(connection: Connection, *, batch: int, lease: float) -> Sequence[Row[Any]]:
+    """Lease the lanes that are due, for `lease` seconds. Returns their first rows, lane by lane; `goes`: it is due."""
+    return connection.exec_driver_sql(_LEASE_LANES, {"batch": batch, "lease": lease}).all()
+
+
+def mark_published(connection: Connection, event_ids: Sequence[str]) -> None:
+    """Mark what the broker has confirmed as published, in the order in which it was sent."""
+    connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": event_ids})
+
+
+def name_queue(connection: Connection, event_ids: Sequence[str], queue: str) -> None:
+    """Note the queue that rows without one have gone to."""
+    connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": event_ids})
+
+
+def give_back(connection: Connection, event_ids: Sequence[str]) -> None:
+    """Let any relay take rows again that were leased and got no answer."""
+    connection.exec_driver_sql(_RETURN_ROWS, {"ids": event_ids})
+
+
+def note_error(connection: Connection, event_id: str, error: str, *, delay: float) -> None:
+    """Count a refusal by the broker; the row is due again after `delay` seconds."""
+    connection.exec_driver_sql(_NOTE_ERROR, {"id": event_id, "error": error, "delay": delay})
+
+
+def give_up(connection: Connection, event_id: str, error: str, *, service: str) -> None:
+    """Fail a row that can never be published, with its dead letter in the same statement."""
+    connection.exec_driver_sql(_GIVE_UP, {"id": event_id, "error": error, "service": service})
+
+
+def sleep(connection: Connection, *, poll: float) -> None:
+    """Say that a relay sleeps for `poll` seconds at most, so that whoever writes a row wakes it."""
+    connection.exec_driver_sql(_SLEEP, {"poll": poll})

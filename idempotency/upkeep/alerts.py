@@ -20,8 +20,8 @@ from sqlalchemy import Connection
 from ..application import runtime_of
 from ..observe import metrics
 from ..observe.logs import log
-from ..relay.relay import STUCK
 from ..settings import Settings
+from ..store.outbox import STUCK
 
 # One process alerts at a time, so that all keep to one rate together. Any constant not used elsewhere.
 ALERT_LOCK = 0x1DE4907F

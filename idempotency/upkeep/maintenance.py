@@ -20,7 +20,7 @@ from ..errors import AttemptsExhausted
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import dead_letters, records, sweeps
+from ..store import letters, records, sweeps
 from ..store.records import Claimed
 from ..store.sweeps import BATCH, RECORD_ID, THIS_RECORD, Sweep
 from ..wire.delivery import Delivery
@@ -240,7 +240,7 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
         skip="its process died in every attempt, and in what would end it",
     )
     delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
-    dead_letters.store_failure(
+    letters.store_failure(
         connection,
         id,
         delivery,

@@ -53,7 +53,7 @@ from ..errors import (
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
-from ..store import dead_letters, records
+from ..store import letters, records
 from ..store.records import Busy, Claimed, Completed, Failed, Mismatch
 from ..store.statements import describe
 from ..wire import keys
@@ -212,7 +212,7 @@ class IdempotentTask(KeyedTask):
         def store() -> None:
             runtime = runtime_of(self.app)
             with runtime.autocommit() as connection:
-                dead_letters.store_refusal(
+                letters.store_refusal(
                     connection,
                     delivery.id,
                     delivery,

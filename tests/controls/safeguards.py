@@ -14,8 +14,7 @@ from typing import Any
 from idempotency.attempt import lease
 from idempotency.attempt.lease import Hint
 from idempotency.broker import publisher
-from idempotency.relay import relay
-from idempotency.store import records
+from idempotency.store import outbox, records
 
 
 class NothingToRemove(Exception):
@@ -84,7 +83,7 @@ def mandatory(removal: Removal) -> None:
 def select_by_state(removal: Removal) -> None:
     """The relay keeps a cursor: it takes the rows behind the last one that it has published."""
     removal.edit(
-        relay,
+        outbox,
         "WHERE status = 'pending' AND available_at",
         "WHERE id > (SELECT coalesce(max(id), 0) FROM idempotency.outbox WHERE published_at IS NOT NULL)"
         " AND status = 'pending' AND available_at",
@@ -95,7 +94,7 @@ def select_by_state(removal: Removal) -> None:
 def outbox_until_terminal(removal: Removal) -> None:
     """A row is settled as soon as it is published."""
     removal.edit(
-        relay,
+        outbox,
         "published_at = clock_timestamp()",
         "published_at = clock_timestamp(), settled_at = clock_timestamp()",
         only="_MARK_PUBLISHED",

@@ -17,6 +17,7 @@ from idempotency.errors import OperationNotFound
 from idempotency.store import dead_letters as letters
 from idempotency.store import records
 from idempotency.store.dead_letters import ReplayRefused
+from idempotency.store.letters import store_failure, store_refusal
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, Message
@@ -137,7 +138,7 @@ def test_a_holder_that_lost_its_operation_leaves_no_dead_letter(
     age(connection, id, locked_until=-1)
     op.started(connection, id, fingerprint=row.fingerprint)
     with runtime_of(bank).engine.connect() as transaction:
-        letters.store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR)
+        store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR)
         assert len(op.dead_letters(transaction)) == 1
         with pytest.raises(DataError):
             records.fail(transaction, held, op.FAILED, retention=60.0, lease=60.0)
@@ -387,9 +388,7 @@ def test_a_letter_of_an_operation_that_has_not_failed_is_refused_and_of_a_failed
     assert before is not None
     for each in (id, failed):
         row = record(connection, each)
-        letters.store_refusal(
-            connection, each, delivery(row, each), generation=1, reason="delivery_limit", error=op.ERROR
-        )
+        store_refusal(connection, each, delivery(row, each), generation=1, reason="delivery_limit", error=op.ERROR)
     refused, accepted = op.dead_letters(connection)
     with pytest.raises(ReplayRefused, match=f"the operation is {before.status}"):
         replay(bank, refused.id)

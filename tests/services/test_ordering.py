@@ -458,7 +458,7 @@ def test_blocked_rows_are_not_read_by_a_pass(
     write(connection, "a1", "a")
     write(connection, "free", None)
     connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.lanes"))
-    for statement in (relay_module._LEASE_ROWS, relay_module._LEASE_LANES):
+    for statement in (outbox._LEASE_ROWS, outbox._LEASE_LANES):
         assert rows_read(bank, statement, batch=200, lease=0.0) < 20
     assert relays().run_once() == Relayed(2, 0)
     assert sorted(keys(drained(bank))) == ["a1", "free"]
@@ -469,7 +469,7 @@ def test_blocked_rows_are_not_read_by_a_pass(
 )
 def test_the_relay_leases_by_its_indexes(bank: Celery, statement: str, index: str) -> None:
     with runtime_of(bank).autocommit() as connection:
-        plan = explain(connection, getattr(relay_module, statement))
+        plan = explain(connection, getattr(outbox, statement))
     assert f"using {index}" in plan, plan
     assert "Seq Scan on outbox" not in plan
     assert "Seq Scan on lanes" not in plan

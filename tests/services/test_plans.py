@@ -14,8 +14,7 @@ from celery import Celery
 from sqlalchemy import Connection
 
 from idempotency.application import runtime_of, settings_of
-from idempotency.relay import relay
-from idempotency.store import overview, records
+from idempotency.store import outbox, overview, records
 from idempotency.upkeep import maintenance
 
 Plan = Callable[..., str]
@@ -107,7 +106,7 @@ def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str)
 
 
 def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:
-    plan = planned(relay._LEASE_ROWS, in_session=False)
+    plan = planned(outbox._LEASE_ROWS, in_session=False)
     # A bitmap scan never learns which entries are dead, and reads them in every pass.
     assert "Index Scan using outbox_pending" in plan, plan
     assert "Seq Scan on outbox" not in plan
@@ -115,7 +114,7 @@ def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:
 
 @pytest.mark.parametrize("name", ["_MARK_PUBLISHED", "_RETURN_ROWS", "_NOTE_ERROR", "_GIVE_UP"])
 def test_the_relay_finds_the_rows_it_has_published_by_id(planned: Plan, name: str) -> None:
-    plan = planned(getattr(relay, name), in_session=False)
+    plan = planned(getattr(outbox, name), in_session=False)
     assert "outbox_event_id_key" in plan, plan
     assert "outbox_pending" not in plan
 

@@ -16,10 +16,9 @@ from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.operate import discards, operators
 from idempotency.operate.discards import DiscardRefused, Person
 from idempotency.operate.operators import Change
-from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
-from idempotency.store import sweeps
+from idempotency.store import lost, sweeps
 from idempotency.upkeep import maintenance
 from tests import bank as b
 from tests import operations as op
@@ -136,7 +135,7 @@ def test_a_pass_that_began_before_a_discard_does_not_hide_what_it_gave_back(
 
     # behind its snapshot, before its first row
     wait = "(SELECT pg_advisory_xact_lock_shared(7)::text IS NOT NULL) AND r.queue = %(queue)s"
-    monkeypatch.setattr(reconciling, "_LOOK", reconciling._LOOK.replace("r.queue = %(queue)s", wait))
+    monkeypatch.setattr(lost, "_LOOK", lost._LOOK.replace("r.queue = %(queue)s", wait))
     monkeypatch.setattr(sweeps, "LOCK_TIMEOUT_MS", 10_000)
     connection.exec_driver_sql("SELECT pg_advisory_lock(7)")
     passing = op.in_background(lambda: reconcile(bank))

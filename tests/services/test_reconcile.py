@@ -14,6 +14,7 @@ from idempotency.application import close_runtime
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
+from idempotency.store import lost
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, Message
@@ -357,11 +358,11 @@ def test_no_statement_of_a_pass_reads_what_waits(bank, sent, engine):
         published = connection.execute(text("SELECT min(published_at) FROM idempotency.outbox")).scalar_one()
     queue = {"queue": bank.conf.task_default_queue}
     times = {"after": 60.0, "cap": 3600.0, "batch": 1000, "overdue": published + timedelta(seconds=60)}
-    epoch = {"past": reconciling._EPOCH, "past_id": 0, "marked": reconciling._EPOCH, "since": reconciling._EPOCH}
+    epoch = {"past": lost._EPOCH, "past_id": 0, "marked": lost._EPOCH, "since": lost._EPOCH}
     marker = {"id": "m", "priority": 0, "pause": 7.5, "grace": 5.0, "classes": 2, "until": published}
     for statement in ("_SETTLE", "_QUEUES", "_TIMES", "_LOOK", "_MARK"):
         parameters = times | epoch | marker | queue
-        assert rows_read(bank, getattr(reconciling, statement), **parameters) < 20, statement
+        assert rows_read(bank, getattr(lost, statement), **parameters) < 20, statement
 
 
 # ---------------------------------------------------------------- fingerprints of other rules, and rows that raise

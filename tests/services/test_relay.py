@@ -19,7 +19,6 @@ from idempotency.application import runtime_of
 from idempotency.broker.publisher import BrokerAway
 from idempotency.observe import crash_points
 from idempotency.queues import quorum_queue
-from idempotency.relay import relay as relaying
 from idempotency.relay.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed
 from idempotency.store import dead_letters, outbox
 from idempotency.wire.keys import OperationId
@@ -278,7 +277,7 @@ def test_a_pass_reads_no_row_that_is_not_due(bank: Celery, connection: Connectio
     )
     write(connection, "due")
     connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
-    assert rows_read(bank, relaying._LEASE_ROWS, batch=2, lease=0.0) < 20
+    assert rows_read(bank, outbox._LEASE_ROWS, batch=2, lease=0.0) < 20
 
 
 def test_a_row_whose_queue_comes_back_is_published(

@@ -41,7 +41,7 @@ from idempotency.operate.operators import Change, ChangeRefused, Shown
 from idempotency.relay import relay as relaying
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
-from idempotency.store import dead_letters, outbox, records
+from idempotency.store import dead_letters, letters, outbox, records
 from idempotency.store.dead_letters import ReplayRefused
 from idempotency.store.records import Busy, Claimed, Completed, Failed, Mismatch, Renewal
 from idempotency.store.sweeps import BATCH
@@ -394,7 +394,7 @@ class Machine(RuleBasedStateMachine):
         self.holders.append(Holder(answer, amount))
 
     def _refuse(self, id: OperationId, amount: int, generation: int) -> None:
-        dead_letters.store_refusal(
+        letters.store_refusal(
             self.connection,
             id,
             self.delivery(id, amount),
@@ -506,7 +506,7 @@ class Machine(RuleBasedStateMachine):
         with self.finishing(record is not None) as connection:
             connection.execute(FAILURE, {"account": held.id.key, "code": code})
             delivery = self.delivery(held.id, holder.amount)
-            dead_letters.store_failure(connection, held.id, delivery, held, reason=code, last_error=error)
+            letters.store_failure(connection, held.id, delivery, held, reason=code, last_error=error)
             records.fail(connection, held, records.FailedEnd(code, error), retention=RETENTION, lease=LEASE)
         if record is not None:
             record.end("failed", code=code)
@@ -871,7 +871,7 @@ class Machine(RuleBasedStateMachine):
             number for number, row in self.rows.items() if row.status == "pending" and row.available and not row.leased
         }
         options = {"batch": relaying.BATCH, "lease": relaying.RELAY_LEASE}
-        leased = self.connection.exec_driver_sql(relaying._LEASE_ROWS, options).all()
+        leased = self.connection.exec_driver_sql(outbox._LEASE_ROWS, options).all()
         assert {row.id for row in leased} == due
         for number in due:
             self.rows[number].leased = True
