@@ -28,8 +28,9 @@ from ..attempt.runtime import make_attempts_engine
 from ..errors import SettingsError
 from ..queues import dead_letter_queues
 from ..settings import Settings
-from ..store import overview, schema
-from ..upkeep import alarms
+from ..store import schema
+from ..store.overview import looking
+from ..upkeep import alarms, overview
 from . import configuration
 from .findings import Finding, Level, ok, refusal, warning
 
@@ -318,7 +319,7 @@ def _inequivalent(error: PreconditionFailed) -> str:
 
 def _at_work(app: Celery, given: Settings) -> list[Finding]:
     """Whether anything waits for a process that is not there."""
-    with overview.looking(given) as connection:
+    with looking(given) as connection:
         found = overview.look(connection, app, given)
     wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
     return wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]

@@ -20,8 +20,9 @@ from ..application import runtime_of, settings_of
 from ..attempt.effects import DidNotHappen, Happened
 from ..operate import operators
 from ..operate.operators import Change, ChangeRefused, Shown
-from ..store import dead_letters, overview
-from ..upkeep import presence
+from ..store import dead_letters, operations, processes
+from ..store import overview as stored
+from ..upkeep import overview
 from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
 
 commands = typer.Typer()
@@ -66,7 +67,7 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """What waits in which queue, who works on it, how many operations are where, and what is getting old."""
     celery = application(app)
     given = settings_of(celery)
-    with overview.looking(given) as connection:
+    with stored.looking(given) as connection:
         seen = overview.status(connection, celery, given)
     if as_json:
         print_json(seen)
@@ -130,8 +131,8 @@ def list_operations(
     as_json: JsonOption = False,
 ) -> None:
     """The oldest operations, without their arguments and results. Those accepted have no record yet."""
-    with overview.looking(settings_of(application(app))) as connection:
-        rows = overview.list_operations(
+    with stored.looking(settings_of(application(app))) as connection:
+        rows = stored.list_operations(
             connection, operation=operation, status=status, tenant=tenant, older_than=older_than, limit=limit
         )
     if as_json:
@@ -159,7 +160,7 @@ def show_operation(
     """One operation: its record, effects, deliveries, dead letters and what people did to it."""
     with runtime_of(application(app)).autocommit() as connection:
         id = operators.find(connection, key, operation=operation, tenant=tenant)
-        shown = overview.operation(connection, id, with_payload=with_payload)
+        shown = operations.operation(connection, id, with_payload=with_payload)
     if as_json:
         print_json(shown)
         return
@@ -250,7 +251,7 @@ def forget_process(
     """Forget a worker, relay or beat that is silent and will not come back: its alarm ends."""
     runtime = runtime_of(application(app))
     with runtime.engine.begin() as connection:
-        forgotten = presence.forget(connection, name, runtime.settings.alarm_silence)
+        forgotten = processes.forget(connection, name, runtime.settings.alarm_silence)
         if not forgotten:
             raise ChangeRefused(f"{name}: no process of this name is silent")
         for row in forgotten:

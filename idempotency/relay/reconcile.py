@@ -24,7 +24,7 @@ from ..attempt.runtime import Runtime
 from ..broker.publisher import BrokerAway, Publisher, Seen
 from ..observe import metrics
 from ..observe.logs import log
-from ..store import lost, sweeps
+from ..store import lost, markers, sweeps
 from ..store.lost import BATCH
 from ..wire.message import Message
 
@@ -72,7 +72,7 @@ def reconcile(
 def marker_taken(runtime: Runtime, marker: str) -> None:
     """Note that a worker was handed this marker: what its queue held before it has left."""
     with runtime.autocommit() as connection:
-        lost.marker_taken(connection, marker)
+        markers.take(connection, marker)
 
 
 # ---------------------------------------------------------------- first in, first out
@@ -85,7 +85,7 @@ def _send_what_is_lost(runtime: Runtime, connection: Connection, publisher: Publ
     settled = resent = 0
     for queue in lost.queues(connection, after=after):
         # before the look, so that an empty queue held none of what was published until then
-        times = lost.times(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
+        times = markers.times(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
         seen = publisher.look(queue)
         if seen is None:
             continue
@@ -121,10 +121,10 @@ def _task_id(message: str) -> str:
 def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[Any], *, pause: float) -> None:
     for priority in PRIORITIES:
         id = str(uuid4())
-        if lost.mark(connection, id, queue, priority=priority, pause=pause, times=times):
+        if markers.mark(connection, id, queue, priority=priority, pause=pause, times=times):
             publisher.mark(queue, id, priority=priority)
     if times.marked is not None:
-        lost.forget_markers(connection, queue, times.marked)
+        markers.forget(connection, queue, times.marked)
 
 
 # ---------------------------------------------------------------- counted

@@ -30,6 +30,28 @@ def storing(source: str, columns: Mapping[str, str], *, rows: str = "") -> str:
     )
 
 
+def storing_rows(rows: str, *, reason: str, error: str, attempts: str, generation: str = "NULL") -> str:
+    """The SQL that stores a dead letter for each of some rows of the outbox; all but `rows` are values in SQL."""
+    columns = {
+        "outbox_id": "id",
+        "event_id": "event_id",
+        "tenant": "tenant",
+        "operation": "operation",
+        "key": "key",
+        "generation": generation,
+        "fingerprint": "fingerprint",
+        "queue": "queue",
+        "task": "operation",
+        "reason": reason,
+        "first_error": error,
+        "last_error": error,
+        "attempts": attempts,
+        "payload": "message",
+        "consumer_service": "%(service)s",
+    }
+    return storing("relay", columns, rows=f"FROM {rows}")
+
+
 # first_error comes from the record, which knows all attempts.
 _STORE = storing(
     "operation",

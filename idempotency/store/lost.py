@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
 from . import sweeps
-from .letters import storing
+from .letters import storing_rows
+from .markers import EPOCH
 from .outbox import refresh_lanes
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
@@ -80,17 +81,6 @@ WITH RECURSIVE oldest AS (
 SELECT queue FROM oldest WHERE published_at < clock_timestamp() - make_interval(secs => %(after)s)
 """
 
-# A time is asked for first and given as a parameter: by a condition with clock_timestamp() no index is searched.
-_TIMES = """
-SELECT clock_timestamp() - make_interval(secs => %(after)s) AS overdue,
-       clock_timestamp() - make_interval(secs => %(grace)s) AS before_grace,
-       (SELECT min(sent_at) FROM (
-           SELECT max(sent_at) AS sent_at FROM idempotency.markers
-           WHERE queue = %(queue)s AND taken_at < clock_timestamp() - make_interval(secs => %(grace)s)
-           GROUP BY priority
-       ) marked HAVING count(*) = %(classes)s) AS marked
-"""
-
 # `taken` (of a row; `taken_at` of a marker is another thing): answered by a started record, a newer row of the
 # operation or its own dead letter, and so not looked for again, until a discard gives the rows of the operation back.
 # `started` is recover's business; a released operation that is due has its next delivery in the newest row of its
@@ -140,23 +130,9 @@ _LOOK = f"WITH due AS MATERIALIZED ({LOOK.find}) {LOOK.then}"
 
 # The key belongs to another request: this one will never run under it, and a person has to know.
 _OF_ANOTHER = f"(SELECT p.generation FROM idempotency.records p WHERE {_ITS_RECORD} AND {_REFUSED} LIMIT 1)"
-_OF_A_REFUSAL = {
-    "outbox_id": "id",
-    "event_id": "event_id",
-    "tenant": "tenant",
-    "operation": "operation",
-    "key": "key",
-    "generation": "of_record",
-    "fingerprint": "fingerprint",
-    "queue": "queue",
-    "task": "operation",
-    "reason": "'fingerprint_mismatch'",
-    "first_error": "%(error)s",
-    "last_error": "%(error)s",
-    "attempts": "0",
-    "payload": "message",
-    "consumer_service": "%(service)s",
-}
+_REFUSAL = storing_rows(
+    "refused", reason="'fingerprint_mismatch'", error="%(error)s", attempts="0", generation="of_record"
+)
 REFUSE = Sweep(
     "refuse",
     table="outbox",
@@ -170,7 +146,7 @@ REFUSE = Sweep(
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM due WHERE o.id = due.id
     RETURNING o.*, due.of_record
 ), letters AS (
-    {storing("relay", _OF_A_REFUSAL, rows="FROM refused")}
+    {_REFUSAL}
 )
 SELECT (SELECT count(*) FROM refused)""",
 )
@@ -192,26 +168,6 @@ FROM idempotency.outbox o JOIN unnest(%(ids)s::bigint[], %(published)s::timestam
     ON (o.id, o.published_at) = (lost.id, lost.published_at) ORDER BY o.id
 """
 
-# One at a time as long as they come through; rarer, the longer none has. So a backlog of hours holds few of them.
-_MARK = """
-INSERT INTO idempotency.markers (id, queue, priority) SELECT %(id)s, %(queue)s, %(priority)s
-WHERE EXISTS (SELECT FROM idempotency.outbox
-              WHERE queue = %(queue)s AND settled_at IS NULL AND NOT taken AND status = 'published'
-                AND published_at >= %(marked)s AND published_at < %(overdue)s)
-  AND NOT EXISTS (SELECT FROM idempotency.markers
-                  WHERE queue = %(queue)s AND priority = %(priority)s
-                    AND sent_at > clock_timestamp() - greatest(make_interval(secs => %(pause)s), (
-                        SELECT clock_timestamp() - min(sent_at) FROM idempotency.markers
-                        WHERE queue = %(queue)s AND taken_at IS NULL) / 10))
-"""
-
-_FORGET_MARKERS = """
-DELETE FROM idempotency.markers
-WHERE queue = %(queue)s AND (sent_at < %(marked)s OR sent_at < clock_timestamp() - interval '2 days')
-"""
-
-_TAKEN = "UPDATE idempotency.markers SET taken_at = clock_timestamp() WHERE id = %(id)s AND taken_at IS NULL"
-
 # What waits in a queue: published, and its record missing, or released and due.
 _WAITING = """
 WITH newest AS MATERIALIZED (
@@ -232,7 +188,6 @@ WHERE n.status = 'published'
 ORDER BY n.published_at
 """
 
-_EPOCH = datetime.fromtimestamp(0, UTC)
 # Where nothing shows which messages have left their queue, every row that waits is read anyway.
 _WAITS = "r.status = 'published' AND r.settled_at IS NULL AND NOT r.taken"
 REFUSE_ANY = replace(
@@ -299,17 +254,11 @@ def queues(connection: Connection, *, after: float) -> Sequence[str]:
     return connection.exec_driver_sql(_QUEUES, {"after": after}).scalars().all()
 
 
-def times(connection: Connection, queue: str, *, after: float, grace: float, classes: int) -> Row[Any]:
-    """Until when a row must have been published to be looked at: overdue, before the grace, marked (of all classes)."""
-    fields = {"queue": queue, "after": after, "grace": grace, "classes": classes}
-    return connection.exec_driver_sql(_TIMES, fields).one()
-
-
 def look(connection: Connection, queue: str, until: datetime, after: float, service: str) -> tuple[list[Row[Any]], int]:
     """Judge what left a queue until then: what is lost, and how much has ended. What is refused gets its dead letter."""
     lost: list[Row[Any]] = []
     ended = 0
-    place: dict[str, Any] = {"past": _EPOCH, "past_id": 0}
+    place: dict[str, Any] = {"past": EPOCH, "past_id": 0}
     for _ in range(BATCHES):
         parameters = {"queue": queue, "until": until, "after": after, "cap": RESEND_CAP, "batch": BATCH} | place
         with sweeps.sweeping(connection):
@@ -327,23 +276,6 @@ def look(connection: Connection, queue: str, until: datetime, after: float, serv
             break
         place = {"past": rows[-1].published_at, "past_id": rows[-1].id}
     return lost, ended
-
-
-def mark(connection: Connection, id: str, queue: str, *, priority: int, pause: float, times: Row[Any]) -> bool:
-    """Note a marker, which is to be sent to a queue. False: none is needed now, or one was sent less than `pause` seconds ago."""
-    fields = {"id": id, "queue": queue, "priority": priority, "pause": pause}
-    marked = times.marked or _EPOCH
-    return bool(connection.exec_driver_sql(_MARK, fields | {"marked": marked, "overdue": times.overdue}).rowcount)
-
-
-def forget_markers(connection: Connection, queue: str, marked: datetime) -> None:
-    """Forget the markers of a queue from before that time; those of the last one stay."""
-    connection.exec_driver_sql(_FORGET_MARKERS, {"queue": queue, "marked": marked})
-
-
-def marker_taken(connection: Connection, marker: str) -> None:
-    """Note that a worker was handed this marker: what its queue held before it has left."""
-    connection.exec_driver_sql(_TAKEN, {"id": marker})
 
 
 # ---------------------------------------------------------------- queues whose messages are counted

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from ..errors import InvalidArguments
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .letters import storing
+from .letters import storing_rows
 
 # From this failed try on a row that the broker refuses is told about; it goes on being tried. The index outbox_stuck
 # says the same number.
@@ -112,23 +112,7 @@ SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
 WHERE event_id = %(id)s AND {_STILL_PENDING}
 """
 
-_UNPUBLISHABLE = {
-    "outbox_id": "id",
-    "event_id": "event_id",
-    "tenant": "tenant",
-    "operation": "operation",
-    "key": "key",
-    "fingerprint": "fingerprint",
-    "queue": "queue",
-    "task": "operation",
-    "reason": "'unpublishable'",
-    "first_error": "last_error",
-    "last_error": "last_error",
-    "attempts": "attempts",
-    "payload": "message",
-    "consumer_service": "%(service)s",
-}
-
+_UNPUBLISHABLE = storing_rows("failed", reason="'unpublishable'", error="last_error", attempts="attempts")
 _GIVE_UP = f"""
 WITH failed AS (
     UPDATE idempotency.outbox
@@ -137,7 +121,7 @@ WITH failed AS (
     WHERE event_id = %(id)s AND {_STILL_PENDING}
     RETURNING *
 )
-{storing("relay", _UNPUBLISHABLE, rows="FROM failed")}
+{_UNPUBLISHABLE}
 """
 
 _SLEEP = f"""

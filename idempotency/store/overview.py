@@ -1,30 +1,22 @@
-"""What a person looks at: queues, processes, counts, lists and one operation whole.
+"""What a person looks at, as Postgres has it: queues, processes, counts and lists.
 
-Reads only; arguments and results only on request. Nothing here reads more than a bounded number of rows, whatever waits:
+Reads only. Nothing here reads more than a bounded number of rows, whatever waits:
 a count stops at its part of `BOUND` and says so, and what has ended is estimated from a sample once there is much of it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-import redis
-from amqp.exceptions import AMQPError, ChannelError
-from celery import Celery
-from kombu import Connection as BrokerConnection
-from kombu.exceptions import KombuError
 from sqlalchemy import Connection, Row, create_engine
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from ..upkeep import presence
-from ..wire.keys import OperationId
+from . import processes
 
 # The most rows that one count looks at, over all queues: about a quarter of a second.
 # A count that reached its part is "50,000+".
@@ -185,17 +177,6 @@ FROM queues q CROSS JOIN LATERAL (
 GROUP BY tenant, operation, key ORDER BY min(created_at), tenant, operation, key LIMIT %(limit)s
 """
 
-_ROW = "tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
-_RECORD = f"SELECT * FROM idempotency.records WHERE {_ROW}"
-_OUTBOX = f"SELECT * FROM idempotency.outbox WHERE {_ROW} ORDER BY id"
-_LETTERS = f"SELECT * FROM idempotency.dead_letters WHERE {_ROW} ORDER BY id"
-_AUDIT = f"SELECT id, at, actor, action, generation, fence_before, fence_after, reason, details FROM idempotency.audit WHERE {_ROW} ORDER BY id"
-
-# What a caller sent or a task returned: personal data lives here, so it is shown only to who asks for it.
-PAYLOAD = ("message", "result", "payload", "headers")
-# The token is what a holder proves itself by.
-_NEVER = ("token",)
-
 
 @dataclass(slots=True)
 class QueueState:
@@ -270,8 +251,8 @@ def looking(settings: Settings) -> Iterator[Connection]:
         yield connection
 
 
-def look(connection: Connection, app: Celery, settings: Settings) -> Look:
-    """What waits and who works on it, by Postgres and by the broker. A broker that is away leaves its part unknown."""
+def count(connection: Connection) -> Look:
+    """What waits and who works on it, as far as Postgres knows."""
     found, bound = Look(), {"bound": BOUND}
     for row in connection.exec_driver_sql(_ACCEPTED, bound):
         state = found.queue(row.queue)
@@ -294,94 +275,14 @@ def look(connection: Connection, app: Celery, settings: Settings) -> Look:
         found.count(row.operation, "released", row.operations)
     found.outbox = connection.exec_driver_sql(_UNPUBLISHED, bound).one()
     found.letters = connection.exec_driver_sql(_OPEN_LETTERS, bound).all()
-    found.processes = presence.processes(connection)
-    _ask_broker(app, settings, found)
+    found.processes = processes.processes(connection)
     return found
 
 
-def _ask_broker(app: Celery, settings: Settings, found: Look) -> None:
-    """Ask how many messages are ready and how many consumers there are, of each queue that the application declares."""
-    for name in app.amqp.queues:
-        found.queue(name)
-    deadline = time.monotonic() + 2 * PATIENCE
-    try:
-        with app.connection_for_read(connect_timeout=PATIENCE) as broker:
-            is_amqp = broker.transport.driver_type == "amqp"
-            names = ("read_timeout", "write_timeout") if is_amqp else ("socket_timeout", "socket_connect_timeout")
-            broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, PATIENCE)}
-            try:
-                broker.ensure_connection(max_retries=1, interval_start=0, timeout=PATIENCE)
-                for name in app.amqp.queues:
-                    if time.monotonic() > deadline:
-                        return
-                    _ask_about(broker, name, found.queue(name))
-            finally:
-                broker.collect()  # without a handshake: a broker that hangs must not hang us
-            if not is_amqp:  # Redis knows no consumers, only the workers themselves do
-                for name in app.amqp.queues:
-                    found.queue(name).consumers = sum(
-                        process.kind == "worker"
-                        and name in process.queues
-                        and process.silent_seconds <= settings.alarm_silence
-                        for process in found.processes
-                    )
-    except (AMQPError, KombuError, OSError, redis.RedisError):
-        return
-    found.broker_answered = True
-
-
-def _ask_about(broker: BrokerConnection, name: str, state: QueueState) -> None:
-    channel = broker.channel()
-    try:
-        answer = channel.queue_declare(name, passive=True)
-        state.ready, state.consumers = int(answer.message_count), int(answer.consumer_count)
-    except ChannelError as error:
-        # of a queue whose host is down RabbitMQ says "not found" as well, in other words
-        if "no queue" in str(error).lower():
-            state.ready = state.consumers = 0
-    finally:
-        if getattr(channel, "is_open", True):
-            channel.close()
-
-
-def status(connection: Connection, app: Celery, settings: Settings) -> dict[str, Any]:
-    """Queues, processes, operations by task and status, the outbox and the open dead letters, as one document.
-
-    `operations_are_estimated`: completed and failed ones are projected from a sample, because there are many.
-    """
-    found = look(connection, app, settings)
+def ended(connection: Connection) -> tuple[Sequence[Row[Any]], float]:
+    """How many operations have ended, by task and status, in a sample; and the share of the table that it is, in percent."""
     percent = min(100.0, 100.0 * SAMPLE / max(connection.exec_driver_sql(_PAGES).scalar_one(), 1))
-    for row in connection.exec_driver_sql(_ENDED, {"percent": percent}):
-        found.count(row.operation, row.status, round(row.operations * 100 / percent))
-    letters: dict[tuple[str | None, str], int] = {}
-    for row in found.letters:
-        letters[row.operation, row.reason] = letters.get((row.operation, row.reason), 0) + row.letters
-    return {
-        "queues": {name: asdict(state) for name, state in sorted(found.queues.items())},
-        "broker_answered": found.broker_answered,
-        "relay_is_running": found.has_relay(settings.alarm_silence),
-        "processes": [
-            row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence} for row in found.processes
-        ],
-        "operations": dict(sorted(found.operations.items())),
-        "operations_are_estimated": percent < 100.0,
-        "oldest_seconds": {"started": found.oldest_started, "released": found.oldest_released},
-        "lease_over": sum(state.lease_over for state in found.queues.values()),
-        "unknown_effects": found.unknown_effects,
-        "outbox": {
-            "pending": found.outbox.pending,
-            "due": found.outbox.unpublished,
-            "oldest_due_seconds": found.outbox.oldest,
-            "failed": found.outbox.failed,
-        },
-        "dead_letters": {
-            "open": sum(letters.values()),
-            "by_reason": [
-                {"operation": operation, "reason": reason, "letters": number}
-                for (operation, reason), number in letters.items()
-            ],
-        },
-    }
+    return connection.exec_driver_sql(_ENDED, {"percent": percent}).all(), percent
 
 
 def list_operations(
@@ -408,38 +309,3 @@ def list_operations(
         statement = _LIST.format(condition=_INDEXED.get(status or "", "true"))
         found += connection.exec_driver_sql(statement, parameters)
     return sorted(found, key=lambda row: row.created_at)[:limit]
-
-
-def operation(connection: Connection, id: OperationId, *, with_payload: bool = False) -> dict[str, Any]:
-    """One operation whole: its record, effects, outbox rows, dead letters and audit rows.
-
-    Arguments, results and messages only `with_payload`.
-    """
-    names = {"tenant": id.tenant, "operation": id.operation, "key": id.key}
-    record = connection.exec_driver_sql(_RECORD, names).one_or_none()
-    fields = None if record is None else _visible(record, with_payload)
-    effects = {} if fields is None else fields.pop("effects")
-    effects = dict(sorted(effects.items(), key=lambda entry: entry[1]["position"]))  # jsonb keeps no order
-    if not with_payload:
-        effects = {
-            name: {field: value for field, value in effect.items() if field not in ("result", "args")}
-            for name, effect in effects.items()
-        }
-    return {
-        **names,
-        "record": fields,
-        "effects": effects,
-        "outbox": [_visible(row, with_payload) for row in connection.exec_driver_sql(_OUTBOX, names)],
-        "dead_letters": [_visible(row, with_payload) for row in connection.exec_driver_sql(_LETTERS, names)],
-        "audit": [row._asdict() for row in connection.exec_driver_sql(_AUDIT, names)],
-    }
-
-
-def _visible(row: Row[Any], with_payload: bool) -> dict[str, Any]:
-    fields = {name: value for name, value in row._asdict().items() if name not in _NEVER}
-    if not with_payload:
-        fields = {name: value for name, value in fields.items() if name not in PAYLOAD}
-    for name in ("error", "first_error", "last_error"):
-        if (text := fields.get(name)) is not None and text.startswith("{"):
-            fields[name] = json.loads(text)
-    return fields

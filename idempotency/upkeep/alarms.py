@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from celery import Celery
 from sqlalchemy.exc import DBAPIError
@@ -19,50 +18,14 @@ from ..attempt.runtime import Runtime
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import overview
-from ..store.overview import Look
-from .alerts import ALARM_INTERVALS, ALERT_LOCK, post
+from ..store import alarms as told
+from ..store.overview import Look, QueueState, looking
+from . import overview
+from .alerts import ALARM_INTERVALS, post
 
 # Seconds between two looks of all processes together: well below every patience, and a look at a long backlog costs
 # Postgres half a second.
 WATCH = 15.0
-
-_TURN = """
-INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES (%(service)s || '/alarms', clock_timestamp())
-ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
-    WHERE a.sent_at < clock_timestamp() - make_interval(secs => %(watch)s)
-RETURNING 1
-"""
-
-_BEGIN = """
-INSERT INTO idempotency.alarms (service, name, since)
-SELECT %(service)s, unnest(%(names)s::text[]), clock_timestamp() ON CONFLICT DO NOTHING
-"""
-
-_END = """
-DELETE FROM idempotency.alarms
-WHERE service = %(service)s AND name <> ALL(%(names)s::text[]) AND name <> ALL(%(unknown)s::text[])
-RETURNING name, sent_at
-"""
-
-_DUE = """
-SELECT name FROM idempotency.alarms
-JOIN unnest(%(names)s::text[], %(patience)s::float8[]) AS lasting(name, patience) USING (name)
-WHERE service = %(service)s AND since <= clock_timestamp() - make_interval(secs => patience)
-  AND (sent_at IS NULL OR sent_at <= clock_timestamp() - make_interval(secs => %(repeat)s))
-"""
-
-# The log has its own pace: a webhook that is down must not write a line with every look.
-_LOG = """
-UPDATE idempotency.alarms SET logged_at = clock_timestamp()
-WHERE service = %(service)s AND name = ANY(%(due)s::text[])
-  AND (logged_at IS NULL OR logged_at <= clock_timestamp() - make_interval(secs => %(repeat)s))
-RETURNING name
-"""
-
-_SENT = """
-UPDATE idempotency.alarms SET sent_at = clock_timestamp() WHERE service = %(service)s AND name = ANY(%(names)s::text[])
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,48 +84,44 @@ def run_once(app: Celery) -> int:
     """
     runtime = runtime_of(app)
     settings = runtime.settings
-    service = {"service": settings.service}
+    service = settings.service
     with runtime.autocommit() as connection:
-        if connection.exec_driver_sql(_TURN, service | {"watch": WATCH}).one_or_none() is None:
+        if not told.take_look(connection, service, watch=WATCH):
             return 0
     try:
-        with overview.looking(settings) as connection:
+        with looking(settings) as connection:
             found = overview.look(connection, app, settings)
     except DBAPIError as error:
         log.warning("alarms_unknown", error=type(error.orig).__name__)
         return 0
     alarms = {alarm.name: alarm for alarm in lasting(found, settings)}
-    fields = service | {
-        "names": list(alarms),
-        "patience": [alarm.patience for alarm in alarms.values()],
-        "unknown": [f"no_consumers/{name}" for name, queue in found.queues.items() if queue.consumers is None],
-        "repeat": settings.alert_interval * ALARM_INTERVALS,
-    }
+    unknown = [f"no_consumers/{name}" for name, queue in found.queues.items() if queue.consumers is None]
+    patience = {name: alarm.patience for name, alarm in alarms.items()}
+    repeat = settings.alert_interval * ALARM_INTERVALS
     # first and for itself: how long an alarm lasts does not depend on its receiver
     with runtime.autocommit() as connection:
-        connection.exec_driver_sql(_BEGIN, fields)
+        told.begin(connection, service, alarms)
     with runtime.engine.begin() as connection:
-        if not connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({ALERT_LOCK})").scalar_one():
+        if not told.take_turn(connection):
             return 0
-        ended = [row.name for row in connection.exec_driver_sql(_END, fields) if row.sent_at is not None]
-        due = [alarms[name] for name in connection.exec_driver_sql(_DUE, fields).scalars()]
+        ended = told.end(connection, service, alarms, unknown=unknown)
+        due = [alarms[name] for name in told.due(connection, service, patience, repeat=repeat)]
         if not due and not ended:
             return 0
-        _log(runtime, due, fields)
-        if not post(settings, _text(settings.service, due, ended)):
+        _log(runtime, due, repeat)
+        if not post(settings, _text(service, due, ended)):
             connection.rollback()  # sent again with the next look
             return 0
         for name in ended:
-            log.info("alarm_over", service=settings.service, alarm=name)
-        connection.exec_driver_sql(_SENT, service | {"names": [alarm.name for alarm in due]})
+            log.info("alarm_over", service=service, alarm=name)
+        told.note_alarms_sent(connection, service, [alarm.name for alarm in due])
     return len(due) + len(ended)
 
 
-def _log(runtime: Runtime, due: Iterable[Alarm], fields: dict[str, Any]) -> None:
-    alarms = {alarm.name: alarm for alarm in due}
+def _log(runtime: Runtime, due: Iterable[Alarm], repeat: float) -> None:
+    alarms, service = {alarm.name: alarm for alarm in due}, runtime.settings.service
     with runtime.autocommit() as connection:
-        names = connection.exec_driver_sql(_LOG, fields | {"due": list(alarms)}).scalars().all()
-    service = runtime.settings.service
+        names = told.to_log(connection, service, list(alarms), repeat=repeat)
     for name in names:
         metrics.alerts.labels(service, name.partition("/")[0]).inc()
         log.error("alarm", service=service, subject=alarms[name].subject, found=alarms[name].found)
@@ -173,5 +132,5 @@ def _text(service: str, due: Iterable[Alarm], ended: Iterable[str]) -> str:
     return "\n".join(["Alarms", *lines, *(f"{service}: over: {name}" for name in ended)])
 
 
-def _number(queue: overview.QueueState, name: str) -> str:
+def _number(queue: QueueState, name: str) -> str:
     return f"{getattr(queue, name):,}{'+' if name in queue.at_least else ''}"

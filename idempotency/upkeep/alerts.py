@@ -15,64 +15,16 @@ from http.client import HTTPException
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import Connection
 
 from ..application import runtime_of
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
+from ..store import alarms as told
 from ..store.outbox import STUCK
 
-# One process alerts at a time, so that all keep to one rate together. Any constant not used elsewhere.
-ALERT_LOCK = 0x1DE4907F
-# Rows told in one pass.
-BATCH = 10_000
 # The alarm about too many open letters is repeated after this many intervals, as long as it lasts.
 ALARM_INTERVALS = 60
-
-_LETTERS = """
-SELECT id, service, reason FROM (
-    SELECT id, coalesce(consumer_service, %(service)s) AS service, reason
-    FROM idempotency.dead_letters WHERE alerted_at IS NULL
-    ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
-) new
-WHERE NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = service || '/' || reason
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
-"""
-
-_OUTBOX = """
-SELECT id FROM idempotency.outbox o WHERE status = 'failed' AND alerted_at IS NULL
-  -- its dead letter tells the same
-  AND NOT EXISTS (SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id)
-  AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_failed'
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
-ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
-"""
-
-# They go on being tried, so they are not marked: told once in each interval, as long as it lasts.
-_STUCK = f"""
-SELECT count(*) FROM idempotency.outbox
-WHERE status = 'pending' AND attempts >= {STUCK}
-  AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_stuck'
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
-"""
-
-_CROWDED = """
-SELECT service, letters FROM (
-    SELECT coalesce(consumer_service, %(service)s) AS service, count(*) AS letters
-    FROM idempotency.dead_letters WHERE status = 'open' GROUP BY 1
-) open
-WHERE letters > %(most)s
-  AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = service || '/open'
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
-"""
-
-_SENT = """
-INSERT INTO idempotency.alerts (kind, sent_at) SELECT unnest(%(kinds)s::text[]), clock_timestamp()
-ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
-"""
-
-_MARK = "UPDATE idempotency.{table} SET alerted_at = clock_timestamp() WHERE id = ANY(%(ids)s)"
 
 
 def run_once(app: Celery) -> int:
@@ -83,16 +35,18 @@ def run_once(app: Celery) -> int:
     runtime = runtime_of(app)
     settings = runtime.settings
     with runtime.engine.begin() as connection:
-        if not connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({ALERT_LOCK})").scalar_one():
+        if not told.take_turn(connection):
             return 0
-        fields = {"service": settings.service, "interval": settings.alert_interval, "batch": BATCH}
-        letters = connection.exec_driver_sql(_LETTERS, fields).all()
-        rows = connection.exec_driver_sql(_OUTBOX, fields).scalars().all()
-        crowded = _crowded(connection, settings)
+        service, interval = settings.service, settings.alert_interval
+        letters = told.untold_letters(connection, service, interval=interval)
+        rows = told.untold_rows(connection, service, interval=interval)
+        crowded = told.crowded(
+            connection, service, most=settings.alert_open_letters, interval=interval * ALARM_INTERVALS
+        )
         counts = Counter((row.service, row.reason) for row in letters)
         if rows:
             counts[settings.service, "outbox_failed"] = len(rows)
-        stuck = connection.exec_driver_sql(_STUCK, fields).scalar_one()
+        stuck = told.stuck_rows(connection, service, interval=interval)
         if not counts and not crowded and not stuck:
             return 0
         for (service, reason), count in counts.items():
@@ -106,11 +60,10 @@ def run_once(app: Celery) -> int:
             kinds.append(f"{settings.service}/outbox_stuck")
             metrics.alerts.labels(settings.service, "outbox_stuck").inc()
             log.error("alert", service=settings.service, reason="outbox_stuck", rows=stuck)
-        connection.exec_driver_sql(_SENT, {"kinds": kinds})
+        told.note_sent(connection, kinds)
         if not post(settings, _text(counts, crowded, stuck, settings)):
             return 0  # not marked: told again after the interval
-        connection.exec_driver_sql(_MARK.format(table="dead_letters"), {"ids": [row.id for row in letters]})
-        connection.exec_driver_sql(_MARK.format(table="outbox"), {"ids": list(rows)})
+        told.mark_told(connection, [row.id for row in letters], rows)
     return len(letters) + len(rows)
 
 
@@ -130,15 +83,6 @@ def post(settings: Settings, text: str) -> bool:
         metrics.alerts_unsent.inc()
         log.warning("alert_not_sent", error=type(error).__name__, status=getattr(error, "code", None))
         return False
-
-
-def _crowded(connection: Connection, settings: Settings) -> dict[str, int]:
-    fields = {
-        "service": settings.service,
-        "most": settings.alert_open_letters,
-        "interval": settings.alert_interval * ALARM_INTERVALS,
-    }
-    return {row.service: row.letters for row in connection.exec_driver_sql(_CROWDED, fields)}
 
 
 def _text(counts: Counter[tuple[str, str]], crowded: dict[str, int], stuck: int, settings: Settings) -> str:

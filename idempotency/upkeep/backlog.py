@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import DBAPIError
 
 from ..application import settings_of
-from ..store import overview
-from ..store.overview import Look
+from ..store.overview import Look, looking
+from . import overview
 
 # Of each queue: the attribute of its state, the gauge, and what it says.
 _QUEUE_GAUGES = (
@@ -46,7 +46,7 @@ class Backlog(Collector):
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("idempotency_database_up", "Whether Postgres answered this scrape in time")
         try:
-            with overview.looking(self._settings) as connection:
+            with looking(self._settings) as connection:
                 found = overview.look(connection, self._app, self._settings)
         except DBAPIError:
             up.add_metric([], 0)

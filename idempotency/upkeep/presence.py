@@ -14,14 +14,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from celery import Celery, bootsteps
 from celery.platforms import EX_FAILURE
 from celery.signals import beat_init, worker_init
-from sqlalchemy import Connection, Row, create_engine
+from sqlalchemy import Connection, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -29,49 +29,12 @@ from ..application import settings_of
 from ..attempt.lease import _native as native
 from ..checks import startup as _startup  # noqa: F401  its checks are connected first: a set-up that is refused never signs
 from ..observe.logs import log
+from ..store import processes
 
 # Seconds to connect, and for the statement. The end of a process waits this long at most for its row to be removed.
 PATIENCE = 2
 # A turn of a loop that publishes to a broker which hangs takes this long: a connect, a batch of confirms, a sweep.
 LONGEST_TURN = 60.0
-
-# The process's own row is spared: one statement must not delete and update the same row.
-_SIGN = """
-WITH forgotten AS (
-    DELETE FROM idempotency.processes WHERE (kind, name, host, pid) IN (
-        SELECT kind, name, host, pid FROM idempotency.processes
-        WHERE seen_at < clock_timestamp() - make_interval(secs => %(retention)s)
-          AND (kind, name, host, pid) <> (%(kind)s, %(name)s, %(host)s, %(pid)s)
-        FOR UPDATE SKIP LOCKED)
-)
-INSERT INTO idempotency.processes AS p (kind, name, host, pid, service, version, queues, started_at, seen_at)
-VALUES (%(kind)s, %(name)s, %(host)s, %(pid)s, %(service)s, %(version)s, %(queues)s,
-        clock_timestamp() - make_interval(secs => %(age)s), clock_timestamp())
-ON CONFLICT (kind, name, host, pid) DO UPDATE SET seen_at = clock_timestamp(), queues = excluded.queues
-"""
-
-_SUCCEED = """
-DELETE FROM idempotency.processes
-WHERE kind = %(kind)s AND name = %(name)s AND host = %(host)s AND pid <> %(pid)s
-"""
-
-_REMOVE = """
-DELETE FROM idempotency.processes
-WHERE kind = %(kind)s AND name = %(name)s AND host = %(host)s AND pid = %(pid)s
-"""
-
-# There are as many rows as processes; the limit is for a set-up that starts one per task.
-_ALL = """
-SELECT kind, name, host, pid, service, version, queues, started_at, seen_at,
-       extract(epoch FROM clock_timestamp() - seen_at)::float8 AS silent_seconds
-FROM idempotency.processes ORDER BY kind, name, host, pid LIMIT 1000
-"""
-
-_FORGET = """
-DELETE FROM idempotency.processes
-WHERE name = %(name)s AND seen_at < clock_timestamp() - make_interval(secs => %(silence)s)
-RETURNING kind, host, pid
-"""
 
 
 class SignOfLife:
@@ -139,7 +102,7 @@ class SignOfLife:
         # the sign that is being written, if any, must not come after the removal
         self._ended.acquire(timeout=2 * PATIENCE)
         try:
-            self._execute(_REMOVE)
+            self._write(processes.remove)
         except SQLAlchemyError as error:
             log.warning("sign_of_life_not_removed", error=type(error).__name__)
 
@@ -153,18 +116,18 @@ class SignOfLife:
             return False
         try:
             if not self._is_known:
-                self._execute(_SUCCEED)
-            self._execute(_SIGN)
+                self._write(processes.succeed)
+            self._write(processes.sign)
         except SQLAlchemyError as error:
             log.warning("sign_of_life_not_written", error=type(error).__name__)
             return False
         self._is_known = True
         return True
 
-    def _execute(self, statement: str) -> None:
+    def _write(self, change: Callable[[Connection, Mapping[str, Any]], None]) -> None:
         variable = {"age": time.monotonic() - self._began, "queues": sorted(self._queues())}
         with self._engine.connect() as connection:
-            connection.exec_driver_sql(statement, self._fields | variable)
+            change(connection, self._fields | variable)
 
     def _run(self) -> None:
         try:
@@ -177,16 +140,6 @@ class SignOfLife:
                     return
         finally:
             self._ended.release()
-
-
-def processes(connection: Connection) -> Sequence[Row[Any]]:
-    """The processes that signed and have not ended in order, with the seconds since their last sign."""
-    return connection.exec_driver_sql(_ALL).all()
-
-
-def forget(connection: Connection, name: str, silence: float) -> Sequence[Row[Any]]:
-    """Remove the rows of processes of this name that have been silent for so many seconds; returns them."""
-    return connection.exec_driver_sql(_FORGET, {"name": name, "silence": silence}).all()
 
 
 # ---------------------------------------------------------------- Celery's processes

@@ -15,18 +15,10 @@ from sqlalchemy import Row
 from ..application import runtime_of
 from ..errors import IdempotencyError
 from ..settings import Settings
-from ..store import dead_letters
+from ..store import alarms, dead_letters
 
 DAYS = 7
 SMTP_TIMEOUT = 10.0
-
-# Any number of beats at once: whoever writes the row sends the mail. A day's grace for a beat that is late.
-_TURN = """
-INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES ('report', clock_timestamp())
-ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
-WHERE a.sent_at < clock_timestamp() - make_interval(days => %(days)s - 1)
-RETURNING 1
-"""
 
 
 class MailRefused(IdempotencyError):
@@ -78,7 +70,7 @@ def mail_weekly(app: Celery) -> bool:
     if runtime.settings.report_mail_to is None:
         return False
     with runtime.engine.begin() as connection:  # not sent: rolled back, and due again
-        if connection.exec_driver_sql(_TURN, {"days": DAYS}).one_or_none() is None:
+        if not alarms.take_report(connection, days=DAYS):
             return False
         mail(runtime.settings, text(dead_letters.report(connection, days=DAYS)))
     return True

@@ -9,6 +9,7 @@ import pytest
 
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.queues import DELIVERY_LIMIT
+from idempotency.store.recover import SPARE_CLAIMS
 from idempotency.upkeep import maintenance
 from tests import bank, crashing
 from tests.faults.scene import PATIENCE, POINTS, Scene
@@ -151,7 +152,7 @@ def hand_back(scene: Scene, times: int) -> None:
 
 
 # Of the claims beyond the last attempt, all but two are counted without a death of their own.
-SKIPPED = maintenance.SPARE_CLAIMS - 2
+SKIPPED = SPARE_CLAIMS - 2
 
 
 @pytest.mark.parametrize("phase", each("F17", "P1", "P2", "P3"))
@@ -175,7 +176,7 @@ def test_poison_after_the_claim_ends_when_its_attempts_are_used_up(phase, scene,
         eventually(lambda: maintenance.recover(scene.app) == 1, timeout=PATIENCE, what="recovered")
     eventually(lambda: scene.status() == "failed", timeout=PATIENCE, what="failed")
     assert len(scene.trace(point)) == last
-    assert phase != "P1" or scene.record().attempts == 5 + maintenance.SPARE_CLAIMS
+    assert phase != "P1" or scene.record().attempts == 5 + SPARE_CLAIMS
     assert worker.process.poll() is None
     assert set(scene.outside.acts.values()) <= {1}
     cell.saw(ended(scene))

@@ -16,8 +16,8 @@ from idempotency.checks.findings import Level
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.observe import metrics
 from idempotency.relay.relay import Relay
-from idempotency.store import overview
-from idempotency.upkeep import alarms
+from idempotency.store.overview import looking
+from idempotency.upkeep import alarms, overview
 from idempotency.upkeep.backlog import Backlog
 from idempotency.upkeep.presence import SignOfLife
 from idempotency.wire.message import Message
@@ -80,7 +80,7 @@ def enqueue(
 
 def now(app: Celery) -> list[str]:
     given = settings_of(app)
-    with overview.looking(given) as connection:
+    with looking(given) as connection:
         return [alarm.name for alarm in alarms.lasting(overview.look(connection, app, given), given)]
 
 
@@ -94,7 +94,7 @@ def test_payments_behind_a_stopped_worker_show_everywhere(
 
     def state() -> dict[str, Any]:
         given = settings_of(bank)
-        with overview.looking(given) as asked:
+        with looking(given) as asked:
             found: dict[str, Any] = overview.status(asked, bank, given)["queues"][queue]
             return found
 

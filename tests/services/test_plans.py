@@ -14,8 +14,7 @@ from celery import Celery
 from sqlalchemy import Connection
 
 from idempotency.application import runtime_of, settings_of
-from idempotency.store import outbox, overview, records
-from idempotency.upkeep import maintenance
+from idempotency.store import outbox, overview, records, recover
 
 Plan = Callable[..., str]
 
@@ -77,7 +76,7 @@ def test_a_guarded_write_finds_its_record_by_key(planned: Plan, name: str, in_se
 
 @pytest.mark.parametrize(
     "statement",
-    [maintenance.RECOVER.batch, maintenance.EXHAUST.find, maintenance._HOLDERS],
+    [recover.RECOVER.batch, recover.EXHAUST.find, recover._HOLDERS],
     ids=["recover", "exhaust", "holders"],
 )
 def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:

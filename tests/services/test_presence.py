@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Engine, make_url, text
 
 from idempotency.cli import main as cli
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.store import processes
 from idempotency.upkeep import alarms, presence
 from idempotency.upkeep.presence import LONGEST_TURN, SignOfLife, WorkerSign, sign_as_worker
 from tests import bank as b
@@ -33,7 +34,7 @@ def connection(engine: Engine) -> Iterator[Connection]:
 
 
 def seen(connection: Connection, kind: str) -> list[Any]:
-    return [row for row in presence.processes(connection) if row.kind == kind]
+    return [row for row in processes.processes(connection) if row.kind == kind]
 
 
 def silent(connection: Connection, seconds: float) -> None:

@@ -32,8 +32,8 @@ from idempotency.attempt.attempt import ON_FAILED_TRIES
 from idempotency.operate import operators
 from idempotency.operate.operators import Change
 from idempotency.store import records
+from idempotency.store.recover import SPARE_CLAIMS
 from idempotency.upkeep import maintenance
-from idempotency.upkeep.maintenance import SPARE_CLAIMS
 from tests import operations as op
 from tests.deliveries import Deliveries
 from tests.services.test_conclusions import Provider, code, deaths, lost, unwrite, write

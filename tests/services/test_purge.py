@@ -12,8 +12,8 @@ from sqlalchemy import Connection, Engine, text
 from idempotency import IdempotentTask, events
 from idempotency.application import runtime_of
 from idempotency.store import outbox, sweeps
+from idempotency.store import purge as past
 from idempotency.store.sweeps import BATCH
-from idempotency.upkeep import maintenance
 from idempotency.upkeep.maintenance import Purged, purge, purge_once
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
@@ -421,14 +421,14 @@ FROM generate_series(1, {STAY} + {GO}) n;
 ANALYZE
 """
 SWEEPS = {
-    "letters": (maintenance.LETTERS, {"retention": 30 * DAY}, "dead_letters_settled"),
-    "operations": (maintenance.OPERATIONS, {"keep": 3600.0, "horizon": DAY}, "records_purgeable"),
+    "letters": (past.LETTERS, {"retention": 30 * DAY}, "dead_letters_settled"),
+    "operations": (past.OPERATIONS, {"keep": 3600.0, "horizon": DAY}, "records_purgeable"),
     "published rows": (
-        maintenance.ROWS,
+        past.ROWS,
         {"status": "published", "retention": 3 * DAY, "horizon": DAY},
         "outbox_settled",
     ),
-    "failed rows": (maintenance.ROWS, {"status": "failed", "retention": 30 * DAY, "horizon": DAY}, "outbox_settled"),
+    "failed rows": (past.ROWS, {"status": "failed", "retention": 30 * DAY, "horizon": DAY}, "outbox_settled"),
 }
 
 
@@ -464,7 +464,7 @@ def test_a_purge_finds_its_rows_by_index_in_order(
 
 @pytest.mark.parametrize(
     ("statement", "index"),
-    [(maintenance._FORGET_ALERTS, "alerts_sent"), (maintenance._FORGET_SET_ASIDE, "set_aside_until")],
+    [(past._FORGET_ALERTS, "alerts_sent"), (past._FORGET_SET_ASIDE, "set_aside_until")],
 )
 def test_what_is_forgotten_is_found_by_index(bank: Celery, statement: str, index: str) -> None:
     with runtime_of(bank).autocommit() as planning:

@@ -15,6 +15,7 @@ from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.store import lost
+from idempotency.store import markers as marking
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, Message
@@ -358,11 +359,11 @@ def test_no_statement_of_a_pass_reads_what_waits(bank, sent, engine):
         published = connection.execute(text("SELECT min(published_at) FROM idempotency.outbox")).scalar_one()
     queue = {"queue": bank.conf.task_default_queue}
     times = {"after": 60.0, "cap": 3600.0, "batch": 1000, "overdue": published + timedelta(seconds=60)}
-    epoch = {"past": lost._EPOCH, "past_id": 0, "marked": lost._EPOCH, "since": lost._EPOCH}
+    epoch = {"past": lost.EPOCH, "past_id": 0, "marked": lost.EPOCH, "since": lost.EPOCH}
     marker = {"id": "m", "priority": 0, "pause": 7.5, "grace": 5.0, "classes": 2, "until": published}
     for statement in ("_SETTLE", "_QUEUES", "_TIMES", "_LOOK", "_MARK"):
         parameters = times | epoch | marker | queue
-        assert rows_read(bank, getattr(lost, statement), **parameters) < 20, statement
+        assert rows_read(bank, (vars(lost) | vars(marking))[statement], **parameters) < 20, statement
 
 
 # ---------------------------------------------------------------- fingerprints of other rules, and rows that raise

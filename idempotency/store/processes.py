@@ -1,0 +1,71 @@
+"""The table of processes: a row for each worker, relay and beat that has signed and has not ended in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+# The process's own row is spared: one statement must not delete and update the same row.
+_SIGN = """
+WITH forgotten AS (
+    DELETE FROM idempotency.processes WHERE (kind, name, host, pid) IN (
+        SELECT kind, name, host, pid FROM idempotency.processes
+        WHERE seen_at < clock_timestamp() - make_interval(secs => %(retention)s)
+          AND (kind, name, host, pid) <> (%(kind)s, %(name)s, %(host)s, %(pid)s)
+        FOR UPDATE SKIP LOCKED)
+)
+INSERT INTO idempotency.processes AS p (kind, name, host, pid, service, version, queues, started_at, seen_at)
+VALUES (%(kind)s, %(name)s, %(host)s, %(pid)s, %(service)s, %(version)s, %(queues)s,
+        clock_timestamp() - make_interval(secs => %(age)s), clock_timestamp())
+ON CONFLICT (kind, name, host, pid) DO UPDATE SET seen_at = clock_timestamp(), queues = excluded.queues
+"""
+
+_SUCCEED = """
+DELETE FROM idempotency.processes
+WHERE kind = %(kind)s AND name = %(name)s AND host = %(host)s AND pid <> %(pid)s
+"""
+
+_REMOVE = """
+DELETE FROM idempotency.processes
+WHERE kind = %(kind)s AND name = %(name)s AND host = %(host)s AND pid = %(pid)s
+"""
+
+# There are as many rows as processes; the limit is for a set-up that starts one per task.
+_ALL = """
+SELECT kind, name, host, pid, service, version, queues, started_at, seen_at,
+       extract(epoch FROM clock_timestamp() - seen_at)::float8 AS silent_seconds
+FROM idempotency.processes ORDER BY kind, name, host, pid LIMIT 1000
+"""
+
+_FORGET = """
+DELETE FROM idempotency.processes
+WHERE name = %(name)s AND seen_at < clock_timestamp() - make_interval(secs => %(silence)s)
+RETURNING kind, host, pid
+"""
+
+
+def sign(connection: Connection, process: Mapping[str, Any]) -> None:
+    """Say that a process was seen now. Forgets the processes that were last seen before its `retention`, in seconds."""
+    connection.exec_driver_sql(_SIGN, process)
+
+
+def succeed(connection: Connection, process: Mapping[str, Any]) -> None:
+    """Remove the rows of processes of the same kind, name and host: this one takes their place."""
+    connection.exec_driver_sql(_SUCCEED, process)
+
+
+def remove(connection: Connection, process: Mapping[str, Any]) -> None:
+    """Remove the row of a process that ends in order."""
+    connection.exec_driver_sql(_REMOVE, process)
+
+
+def processes(connection: Connection) -> Sequence[Row[Any]]:
+    """The processes that signed and have not ended in order, with the seconds since their last sign."""
+    return connection.exec_driver_sql(_ALL).all()
+
+
+def forget(connection: Connection, name: str, silence: float) -> Sequence[Row[Any]]:
+    """Remove the rows of processes of this name that have been silent for so many seconds; returns them."""
+    return connection.exec_driver_sql(_FORGET, {"name": name, "silence": silence}).all()

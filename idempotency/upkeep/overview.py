@@ -1,0 +1,110 @@
+"""What waits and who works on it: what Postgres has (`store/overview.py`), and what the broker says about its queues."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import redis
+from amqp.exceptions import AMQPError, ChannelError
+from celery import Celery
+from kombu import Connection as BrokerConnection
+from kombu.exceptions import KombuError
+from sqlalchemy import Connection
+
+from ..settings import Settings
+from ..store import overview
+from ..store.overview import PATIENCE, Look, QueueState
+
+
+def look(connection: Connection, app: Celery, settings: Settings) -> Look:
+    """What waits and who works on it, by Postgres and by the broker. A broker that is away leaves its part unknown."""
+    found = overview.count(connection)
+    _ask_broker(app, settings, found)
+    return found
+
+
+def _ask_broker(app: Celery, settings: Settings, found: Look) -> None:
+    """Ask how many messages are ready and how many consumers there are, of each queue that the application declares."""
+    for name in app.amqp.queues:
+        found.queue(name)
+    deadline = time.monotonic() + 2 * PATIENCE
+    try:
+        with app.connection_for_read(connect_timeout=PATIENCE) as broker:
+            is_amqp = broker.transport.driver_type == "amqp"
+            names = ("read_timeout", "write_timeout") if is_amqp else ("socket_timeout", "socket_connect_timeout")
+            broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, PATIENCE)}
+            try:
+                broker.ensure_connection(max_retries=1, interval_start=0, timeout=PATIENCE)
+                for name in app.amqp.queues:
+                    if time.monotonic() > deadline:
+                        return
+                    _ask_about(broker, name, found.queue(name))
+            finally:
+                broker.collect()  # without a handshake: a broker that hangs must not hang us
+            if not is_amqp:  # Redis knows no consumers, only the workers themselves do
+                for name in app.amqp.queues:
+                    found.queue(name).consumers = sum(
+                        process.kind == "worker"
+                        and name in process.queues
+                        and process.silent_seconds <= settings.alarm_silence
+                        for process in found.processes
+                    )
+    except (AMQPError, KombuError, OSError, redis.RedisError):
+        return
+    found.broker_answered = True
+
+
+def _ask_about(broker: BrokerConnection, name: str, state: QueueState) -> None:
+    channel = broker.channel()
+    try:
+        answer = channel.queue_declare(name, passive=True)
+        state.ready, state.consumers = int(answer.message_count), int(answer.consumer_count)
+    except ChannelError as error:
+        # of a queue whose host is down RabbitMQ says "not found" as well, in other words
+        if "no queue" in str(error).lower():
+            state.ready = state.consumers = 0
+    finally:
+        if getattr(channel, "is_open", True):
+            channel.close()
+
+
+def status(connection: Connection, app: Celery, settings: Settings) -> dict[str, Any]:
+    """Queues, processes, operations by task and status, the outbox and the open dead letters, as one document.
+
+    `operations_are_estimated`: completed and failed ones are projected from a sample, because there are many.
+    """
+    found = look(connection, app, settings)
+    ended, percent = overview.ended(connection)
+    for row in ended:
+        found.count(row.operation, row.status, round(row.operations * 100 / percent))
+    letters: dict[tuple[str | None, str], int] = {}
+    for row in found.letters:
+        letters[row.operation, row.reason] = letters.get((row.operation, row.reason), 0) + row.letters
+    return {
+        "queues": {name: asdict(state) for name, state in sorted(found.queues.items())},
+        "broker_answered": found.broker_answered,
+        "relay_is_running": found.has_relay(settings.alarm_silence),
+        "processes": [
+            row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence} for row in found.processes
+        ],
+        "operations": dict(sorted(found.operations.items())),
+        "operations_are_estimated": percent < 100.0,
+        "oldest_seconds": {"started": found.oldest_started, "released": found.oldest_released},
+        "lease_over": sum(state.lease_over for state in found.queues.values()),
+        "unknown_effects": found.unknown_effects,
+        "outbox": {
+            "pending": found.outbox.pending,
+            "due": found.outbox.unpublished,
+            "oldest_due_seconds": found.outbox.oldest,
+            "failed": found.outbox.failed,
+        },
+        "dead_letters": {
+            "open": sum(letters.values()),
+            "by_reason": [
+                {"operation": operation, "reason": reason, "letters": number}
+                for (operation, reason), number in letters.items()
+            ],
+        },
+    }
