@@ -21,9 +21,9 @@ from sqlalchemy.orm import Session
 
 from idempotency import events
 from idempotency.application import close_runtime, runtime_of
-from idempotency.operate import discards
 from idempotency.relay import reconcile
 from idempotency.store import dead_letters, outbox, records
+from idempotency.store import discards as discarding
 from idempotency.store import letters as dead_letter_store
 from idempotency.upkeep import maintenance
 from idempotency.wire.delivery import Delivery
@@ -164,7 +164,7 @@ def _through_sql(number: int) -> None:
         _each(connection, records._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
         reconcile.reconcile(jobs.app, lambda _: 0)
         letters = dead_letters.list_letters(connection, limit=number)
-        connection.exec_driver_sql(discards._DISCARD, [{"letter": letter.id} for letter in letters])
+        connection.exec_driver_sql(discarding._DISCARD, [{"letter": letter.id} for letter in letters])
 
 
 def _purge() -> int:

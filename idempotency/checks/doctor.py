@@ -76,31 +76,6 @@ SELECT current_setting('server_version_num')::int / 10000 AS version,
 """)
 
 
-# Only commands that people give read and write these; a worker's role may well have no right to them.
-FOR_PEOPLE = ("audit", "operators", "discards")
-# What the roles of workers, relays and beats need. The history is only added to; a table's own sequence is its owner's.
-_RIGHTS = text("""
-WITH needed(oid, name, privilege) AS (
-    SELECT c.oid, 'table ' || c.relname, unnest(CASE c.relname
-               WHEN :version THEN ARRAY['SELECT'] WHEN 'audit' THEN ARRAY['SELECT', 'INSERT']
-               ELSE ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE'] END)
-    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p')
-    UNION ALL
-    SELECT c.oid, 'sequence ' || c.relname, 'USAGE'
-    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind = 'S'
-      AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
-    UNION ALL
-    SELECT n.oid, 'schema ' || n.nspname, 'USAGE' FROM pg_namespace n WHERE n.nspname = :schema
-)
-SELECT name, string_agg(privilege, ', ') AS missing, split_part(name, ' ', 2) = ANY (:for_people) AS for_people
-FROM needed
-WHERE NOT CASE split_part(name, ' ', 1)
-    WHEN 'table' THEN has_table_privilege(oid, privilege)
-    WHEN 'sequence' THEN has_sequence_privilege(oid, privilege)
-    ELSE has_schema_privilege(oid, privilege) END
-GROUP BY name ORDER BY name
-""")
-
 _OURS = text("""
 SELECT pg_backend_pid() AS backend, current_setting('lock_timeout') AS lock_timeout,
        current_setting('statement_timeout') AS statement_timeout
@@ -183,9 +158,7 @@ def _tables(connection: Connection) -> list[Finding]:
         else refusal(
             f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
         )
-        for row in connection.execute(
-            _RIGHTS, {"schema": schema.SCHEMA, "version": schema.VERSION_TABLE, "for_people": list(FOR_PEOPLE)}
-        )
+        for row in schema.missing_rights(connection)
     ]
     if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in rights):
         return rights  # the version cannot be read

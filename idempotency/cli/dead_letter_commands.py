@@ -27,6 +27,7 @@ from ..operate import discards, operators
 from ..operate.discards import TOKEN_VARIABLE
 from ..operate.operators import Change
 from ..store import dead_letters
+from ..store import people as known
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
 from ..store.sweeps import is_of_a_row
@@ -257,7 +258,7 @@ def add_operator(
 def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Who has a token, and until when."""
     with runtime_of(application(app)).autocommit() as connection:
-        rows = [row._asdict() for row in discards.list_operators(connection)]
+        rows = [row._asdict() for row in known.operators(connection)]
     if as_json:
         print_json(rows)
     else:
@@ -280,7 +281,7 @@ def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = F
 
 def _admin(runtime: Runtime, action: str) -> str:
     with runtime.autocommit() as connection:
-        if not discards.has_admin(connection):
+        if not known.has_admin(connection):
             return this_user()  # the first one: whoever set up the database
     return discards.authenticate(runtime, os.environ.get(TOKEN_VARIABLE), role="admin", action=action).name
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +17,8 @@ from sqlalchemy import Connection, Row
 from ..attempt import conclusions
 from ..attempt.runtime import Runtime
 from ..errors import IdempotencyError, OperationNotFound
-from ..store import dead_letters, records
-from ..store.outbox import refresh_lanes
+from ..store import dead_letters, people, records
+from ..store import discards as stored
 from ..wire import keys
 from ..wire.keys import OperationId
 from . import operators
@@ -29,78 +28,6 @@ Role = Literal["operator", "admin"]
 TOKEN_BYTES = 32
 # Where commands read the token: an argument would be in the shell's history and in the list of processes.
 TOKEN_VARIABLE = "IDEMPOTENCY_TOKEN"  # noqa: S105
-
-_ADD = """
-INSERT INTO idempotency.operators (name, role, token_hash, expires_at)
-VALUES (%(name)s, %(role)s, %(hash)s, clock_timestamp() + make_interval(days => %(days)s))
-ON CONFLICT (name) DO NOTHING RETURNING name
-"""
-
-_REMOVE = "DELETE FROM idempotency.operators WHERE name = %(name)s RETURNING role"
-
-_OPERATORS = """
-SELECT name, role, expires_at, created_at, expires_at < clock_timestamp() AS expired
-FROM idempotency.operators ORDER BY name
-"""
-
-_WHO = """
-SELECT name, role, expires_at < clock_timestamp() AS expired
-FROM idempotency.operators WHERE token_hash = %(hash)s
-"""
-
-_HAS_ADMIN = """
-SELECT EXISTS (SELECT FROM idempotency.operators WHERE role = 'admin' AND expires_at > clock_timestamp())
-"""
-
-_REQUEST = """
-INSERT INTO idempotency.discards (letter, requested_by, reason)
-SELECT id, %(by)s, %(reason)s FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open'
-ON CONFLICT (letter) DO NOTHING RETURNING letter
-"""
-
-_APPROVE = """
-UPDATE idempotency.discards SET approved_by = %(by)s, approved_at = clock_timestamp()
-WHERE letter = %(letter)s AND approved_by IS NULL AND requested_by <> %(by)s
-RETURNING reason
-"""
-
-_REQUESTED = "SELECT requested_by, approved_by FROM idempotency.discards WHERE letter = %(letter)s"
-
-_LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
-
-# What would still bring an operation to its end: its published rows, which this discard gives back, and those to come.
-_WILL_BE_DELIVERED = """
-SELECT EXISTS (SELECT FROM idempotency.outbox
-               WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
-                 AND fingerprint = %(fingerprint)s AND settled_at IS NULL AND status <> 'failed')
-"""
-
-# The outbox must not send again what a person has given up; with a record, the record's end says so already. All other
-# rows of the operation are given back to reconcile, `taken` or not: it may be about to mark one for this very letter.
-_DISCARD = """
-WITH discarded AS (
-    UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()
-    WHERE id = %(letter)s AND status = 'open'
-    RETURNING outbox_id, tenant, operation, key, fingerprint
-), given_back AS (
-    UPDATE idempotency.outbox o SET taken = false, settled_at = CASE
-        WHEN EXISTS (SELECT FROM idempotency.records r
-                     WHERE (r.tenant, r.operation, r.key, r.fingerprint)
-                         = (o.tenant, o.operation, o.key, o.fingerprint)) THEN NULL
-        -- a message without a row of its own: whatever would deliver the operation was given up with it
-        WHEN o.id = d.outbox_id OR d.outbox_id IS NULL AND o.fingerprint = d.fingerprint THEN clock_timestamp()
-    END
-    FROM discarded d
-    WHERE o.status = 'published' AND o.settled_at IS NULL
-      AND (o.id = d.outbox_id OR (o.tenant, o.operation, o.key) = (d.tenant, d.operation, d.key))
-), unblocked AS (
-    -- without a place the row holds back nothing of its ordering key
-    UPDATE idempotency.outbox o SET place = NULL FROM discarded d
-    WHERE o.id = d.outbox_id AND o.status = 'failed' AND o.ordering_key IS NOT NULL
-    RETURNING o.operation, o.ordering_key
-)
-SELECT unblocked.operation, unblocked.ordering_key FROM discarded LEFT JOIN unblocked ON true
-"""
 
 
 class NotAllowed(IdempotencyError):
@@ -129,8 +56,7 @@ def add_operator(connection: Connection, change: Change, name: str, role: Role, 
     if not 0 < days <= 366:
         raise DiscardRefused(f"days: a token is valid for 1 to 366 days, got {days}")
     token = secrets.token_urlsafe(TOKEN_BYTES)
-    fields = {"name": name, "role": role, "hash": _hash(token), "days": days}
-    if connection.exec_driver_sql(_ADD, fields).one_or_none() is None:
+    if not people.add(connection, name, role, token_hash=_hash(token), days=days):
         raise DiscardRefused(f"operator {name!r}: exists already; remove it first")
     operators.audit(connection, change, "operator_added", None, None, details={"name": name, "role": role})
     return token
@@ -138,19 +64,9 @@ def add_operator(connection: Connection, change: Change, name: str, role: Role, 
 
 def remove_operator(connection: Connection, change: Change, name: str) -> None:
     """Remove a person; their token stops working. Raises `OperationNotFound`."""
-    if connection.exec_driver_sql(_REMOVE, {"name": name}).one_or_none() is None:
+    if not people.remove(connection, name):
         raise OperationNotFound(f"operator {name!r}: not found")
     operators.audit(connection, change, "operator_removed", None, None, details={"name": name})
-
-
-def list_operators(connection: Connection) -> Sequence[Row[Any]]:
-    """Everybody who has a token, valid or not; never the token."""
-    return connection.exec_driver_sql(_OPERATORS).all()
-
-
-def has_admin(connection: Connection) -> bool:
-    """Whether anybody has the role admin and a valid token. Until then the first one may be added without."""
-    return bool(connection.exec_driver_sql(_HAS_ADMIN).scalar_one())
 
 
 def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str, letter: int | None = None) -> Person:
@@ -159,7 +75,7 @@ def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str
     Raises `NotAllowed`; the refusal is in the audit table, whatever becomes of the caller's transaction.
     """
     with runtime.autocommit() as connection:
-        row = connection.exec_driver_sql(_WHO, {"hash": _hash(token or "")}).one_or_none()
+        row = people.who(connection, _hash(token or ""))
         if row is None:
             why = (
                 f"{TOKEN_VARIABLE}: not set; `idempotency operators add` prints one"
@@ -193,13 +109,15 @@ def request(connection: Connection, person: Person, letter: int, reason: str) ->
     """
     if not 0 < len(reason.strip()) <= REASON_LIMIT:
         raise DiscardRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {len(reason.strip())}")
-    fields = {"letter": letter, "by": person.name, "reason": reason}
-    if connection.exec_driver_sql(_REQUEST, fields).one_or_none() is None:
+    if not stored.request(connection, letter, by=person.name, reason=reason):
         row = dead_letters.show(connection, letter)
         if row.status != "open":
             raise DiscardRefused(f"dead letter {letter}: already {row.status}")
-        by = connection.exec_driver_sql(_REQUESTED, fields).one().requested_by
-        raise DiscardRefused(f"dead letter {letter}: {by!r} has asked already; another admin can approve")
+        asked = stored.requested(connection, letter)
+        assert asked is not None  # the letter is open, so its request is what was in the way
+        raise DiscardRefused(
+            f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
+        )
     _audit(connection, Change(person.name, reason), "discard_requested", letter)
 
 
@@ -211,30 +129,27 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
     """
     if person.role != "admin":
         raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
-    fields = {"letter": letter, "by": person.name}
-    approved = connection.exec_driver_sql(_APPROVE, fields).one_or_none()
-    if approved is None:
+    reason = stored.approve(connection, letter, by=person.name)
+    if reason is None:
         row = dead_letters.show(connection, letter)
-        asked = connection.exec_driver_sql(_REQUESTED, fields).one_or_none()
+        asked = stored.requested(connection, letter)
         if row.status != "open":
             raise DiscardRefused(f"dead letter {letter}: already {row.status}")
         if asked is None:
             raise DiscardRefused(f"dead letter {letter}: nobody has asked to discard it")
         raise DiscardRefused(f"dead letter {letter}: {person.name!r} asked for it, so somebody else has to approve")
     _check_nothing_is_left_undelivered(connection, letter)
-    lane = connection.exec_driver_sql(_DISCARD, fields).one()
-    if lane.ordering_key is not None:
-        refresh_lanes(connection, [(lane.operation, lane.ordering_key)])
-    _audit(connection, Change(person.name, approved.reason), "discard_approved", letter)
+    stored.discard(connection, letter)
+    _audit(connection, Change(person.name, reason), "discard_approved", letter)
 
 
 def _check_nothing_is_left_undelivered(connection: Connection, letter: int) -> None:
     """Lock the letter and its record. Raises `DiscardRefused` where the operation would be left without an end."""
-    row = connection.exec_driver_sql(_LOCK, {"letter": letter}).one_or_none()
+    row = stored.lock(connection, letter)
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
-    _, record = _operation(connection, row)
-    if record is None or not _is_its_request(row, record):
+    id, record = _operation(connection, row)
+    if id is None or record is None or not _is_its_request(row, record):
         return
     if conclusions.is_open(record.effects):
         raise DiscardRefused(
@@ -245,7 +160,7 @@ def _check_nothing_is_left_undelivered(connection: Connection, letter: int) -> N
         return
     if record.status == "started":
         raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
-    if not connection.exec_driver_sql(_WILL_BE_DELIVERED, record._asdict()).scalar_one():
+    if not stored.will_be_delivered(connection, id, record.fingerprint):
         raise DiscardRefused(
             f"dead letter {letter}: the operation has not ended and nothing else will deliver it; replay the letter, "
             "or cancel the operation first"

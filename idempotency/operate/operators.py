@@ -37,9 +37,10 @@ from ..errors import (
 )
 from ..observe import metrics
 from ..observe.logs import log
-from ..store import dead_letters, letters, records
+from ..store import audit as audits
+from ..store import dead_letters, letters, operations, records
 from ..store.records import Claimed, FailedEnd
-from ..store.statements import describe, storable
+from ..store.statements import describe
 from ..wire import encoding, keys, results
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
@@ -47,46 +48,6 @@ from ..wire.message import Message
 
 # Enough for a sentence and a ticket number.
 REASON_LIMIT = 500
-
-_AUDIT = """
-INSERT INTO idempotency.audit
-    (actor, action, tenant, operation, key, generation, fence_before, fence_after, reason, details, request_id)
-VALUES (%(actor)s, %(action)s, %(tenant)s, %(operation)s, %(key)s, %(generation)s, %(before)s, %(after)s, %(reason)s,
-        %(details)s::jsonb, %(request_id)s)
-"""
-
-# Two copies of one request wait for each other, so that the second sees what the first has done.
-_LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
-
-_REQUESTED = """
-SELECT action, tenant, operation, key, details FROM idempotency.audit WHERE request_id = %(request_id)s
-"""
-
-# Everywhere that an accepted operation can be known from.
-_FIND = """
-SELECT tenant, operation, key FROM (
-    SELECT tenant, operation, key FROM idempotency.records
-    UNION ALL SELECT tenant, operation, key FROM idempotency.outbox
-    UNION ALL SELECT tenant, operation, key FROM idempotency.dead_letters
-    UNION ALL SELECT tenant, operation, key FROM idempotency.audit
-) known
-WHERE key = %(key)s AND (%(operation)s::text IS NULL OR right('.' || operation, length(%(operation)s::text) + 1) = '.' || %(operation)s::text)
-  AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-GROUP BY tenant, operation, key
-ORDER BY operation <> coalesce(%(operation)s::text, ''), tenant, operation LIMIT 20
-"""
-
-_READ = """
-SELECT status, fence FROM idempotency.records
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
-"""
-
-_ACCEPTED = """
-SELECT fingerprint, message, queue FROM idempotency.outbox
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
-  AND settled_at IS NULL AND status <> 'failed'
-ORDER BY id LIMIT 1
-"""
 
 
 class ChangeRefused(IdempotencyError):
@@ -127,8 +88,7 @@ def find(connection: Connection, key: str, *, operation: str | None = None, tena
 
     Raises `OperationNotFound`, and `ChangeRefused` listing the choices.
     """
-    rows = connection.exec_driver_sql(_FIND, {"key": key, "operation": operation, "tenant": tenant})
-    found = records.keys_of(rows.all())
+    found = operations.find(connection, key, operation=operation, tenant=tenant)
     found = [id for id in found if id.operation == operation] or found  # a whole name means itself alone
     if not found:
         raise OperationNotFound(f"key {key!r}: no operation has it")
@@ -140,10 +100,10 @@ def find(connection: Connection, key: str, *, operation: str | None = None, tena
 
 def read(connection: Connection, id: OperationId) -> Shown:
     """Read what a change will be guarded by. Raises `OperationNotFound`."""
-    row = connection.exec_driver_sql(_READ, _names(id)).one_or_none()
+    row = operations.status_and_fence(connection, id)
     if row is not None:
         return Shown(id, row.status, row.fence)
-    if connection.exec_driver_sql(_ACCEPTED, _names(id)).one_or_none() is None:
+    if operations.accepted(connection, id) is None:
         raise OperationNotFound(f"{id.operation} {id.key}: has neither a record nor a message that waits")
     return Shown(id, "accepted", None)
 
@@ -320,19 +280,17 @@ def audit(
     details: dict[str, Any] | None = None,
 ) -> None:
     """Write who did what, and why, in the transaction of the change. `fence` is the new one where it moves."""
-    connection.exec_driver_sql(
-        _AUDIT,
-        (_names(id) if id is not None else {"tenant": None, "operation": None, "key": None})
-        | {
-            "actor": change.actor,
-            "action": action,
-            "generation": row and row.generation,
-            "before": row and row.fence,
-            "after": (row and row.fence) if fence is None else fence,
-            "reason": change.reason,
-            "details": json.dumps({name: storable(value) for name, value in (details or {}).items()}),
-            "request_id": change.request_id,
-        },
+    audits.add(
+        connection,
+        id,
+        actor=change.actor,
+        action=action,
+        generation=row and row.generation,
+        before=row and row.fence,
+        after=(row and row.fence) if fence is None else fence,
+        reason=change.reason,
+        details=details or {},
+        request_id=change.request_id,
     )
     log.info("operator_change", action=action, actor=change.actor, operation=id and id.operation, key=id and id.key)
 
@@ -351,9 +309,7 @@ def _repeated(
     """The audit row of this very request, if it has been carried out. Raises `ChangeRefused` if it was another one."""
     if change.request_id is None:
         return None
-    names = {"request_id": change.request_id}
-    connection.exec_driver_sql(_LOCK_REQUEST, names)
-    row = connection.exec_driver_sql(_REQUESTED, names).one_or_none()
+    row = audits.of_request(connection, change.request_id)
     if row is None:
         return None
     same = id is None or (id.tenant, id.operation, id.key) == (row.tenant, row.operation, row.key)
@@ -399,7 +355,7 @@ def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -
     # A replay and an attempt that was given back count from 0 again: the claim alone does not tell them from new.
     if records.read_locked(connection, id) is not None:
         raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun since; look again")
-    sent = connection.exec_driver_sql(_ACCEPTED, _names(id)).one_or_none()
+    sent = operations.accepted(connection, id)
     if sent is None:
         raise ChangeRefused(f"{_called(id)}: has since been purged")
     answer = records.claim(
@@ -503,7 +459,3 @@ def _claimed(id: OperationId, row: Row[Any]) -> Claimed:
 
 def _called(id: OperationId) -> str:
     return f"{id.operation} {id.key}"
-
-
-def _names(id: OperationId) -> dict[str, str]:
-    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}

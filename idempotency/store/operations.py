@@ -1,4 +1,4 @@
-"""One operation, whole: its record, effects, outbox rows, dead letters and audit rows."""
+"""What is known of an operation: found by its key, read before a change, or shown whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,32 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
+
+# Everywhere that an accepted operation can be known from.
+_FIND = """
+SELECT tenant, operation, key FROM (
+    SELECT tenant, operation, key FROM idempotency.records
+    UNION ALL SELECT tenant, operation, key FROM idempotency.outbox
+    UNION ALL SELECT tenant, operation, key FROM idempotency.dead_letters
+    UNION ALL SELECT tenant, operation, key FROM idempotency.audit
+) known
+WHERE key = %(key)s AND (%(operation)s::text IS NULL OR right('.' || operation, length(%(operation)s::text) + 1) = '.' || %(operation)s::text)
+  AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
+GROUP BY tenant, operation, key
+ORDER BY operation <> coalesce(%(operation)s::text, ''), tenant, operation LIMIT 20
+"""
+
+_READ = """
+SELECT status, fence FROM idempotency.records
+WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+"""
+
+_ACCEPTED = """
+SELECT fingerprint, message, queue FROM idempotency.outbox
+WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+  AND settled_at IS NULL AND status <> 'failed'
+ORDER BY id LIMIT 1
+"""
 
 _ROW = "tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
 _RECORD = f"SELECT * FROM idempotency.records WHERE {_ROW}"
@@ -21,12 +47,28 @@ PAYLOAD = ("message", "result", "payload", "headers")
 _NEVER = ("token",)
 
 
+def find(connection: Connection, key: str, *, operation: str | None, tenant: str | None) -> list[OperationId]:
+    """The operations that have a key, at most 20. `operation` is the task's name, or its end after a dot."""
+    rows = connection.exec_driver_sql(_FIND, {"key": key, "operation": operation, "tenant": tenant})
+    return [OperationId(row.tenant, row.operation, row.key) for row in rows]
+
+
+def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """What a person's change is guarded by."""
+    return connection.exec_driver_sql(_READ, _names(id)).one_or_none()
+
+
+def accepted(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """The oldest message that is still to bring the operation to its end."""
+    return connection.exec_driver_sql(_ACCEPTED, _names(id)).one_or_none()
+
+
 def operation(connection: Connection, id: OperationId, *, with_payload: bool = False) -> dict[str, Any]:
     """One operation whole: its record, effects, outbox rows, dead letters and audit rows.
 
     Arguments, results and messages only `with_payload`.
     """
-    names = {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+    names = _names(id)
     record = connection.exec_driver_sql(_RECORD, names).one_or_none()
     fields = None if record is None else _visible(record, with_payload)
     effects = {} if fields is None else fields.pop("effects")
@@ -54,3 +96,7 @@ def _visible(row: Row[Any], with_payload: bool) -> dict[str, Any]:
         if (text := fields.get(name)) is not None and text.startswith("{"):
             fields[name] = json.loads(text)
     return fields
+
+
+def _names(id: OperationId) -> dict[str, str]:
+    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.exc import OperationalError
 
 from ..errors import SettingsError
@@ -28,6 +30,31 @@ LOCK_PAUSE = 1.0
 # Seconds until a transaction that stays open is for a person to look at.
 MIGRATION_PATIENCE = 600.0
 LOCK_NOT_AVAILABLE = "55P03"
+
+# Only commands that people give read and write these; a worker's role may well have no right to them.
+FOR_PEOPLE = ("audit", "operators", "discards")
+# What the roles of workers, relays and beats need. The history is only added to; a table's own sequence is its owner's.
+_RIGHTS = text("""
+WITH needed(oid, name, privilege) AS (
+    SELECT c.oid, 'table ' || c.relname, unnest(CASE c.relname
+               WHEN :version THEN ARRAY['SELECT'] WHEN 'audit' THEN ARRAY['SELECT', 'INSERT']
+               ELSE ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE'] END)
+    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p')
+    UNION ALL
+    SELECT c.oid, 'sequence ' || c.relname, 'USAGE'
+    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind = 'S'
+      AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
+    UNION ALL
+    SELECT n.oid, 'schema ' || n.nspname, 'USAGE' FROM pg_namespace n WHERE n.nspname = :schema
+)
+SELECT name, string_agg(privilege, ', ') AS missing, split_part(name, ' ', 2) = ANY (:for_people) AS for_people
+FROM needed
+WHERE NOT CASE split_part(name, ' ', 1)
+    WHEN 'table' THEN has_table_privilege(oid, privilege)
+    WHEN 'sequence' THEN has_sequence_privilege(oid, privilege)
+    ELSE has_schema_privilege(oid, privilege) END
+GROUP BY name ORDER BY name
+""")
 
 
 def migrate(engine: Engine, revision: str = "head") -> str:
@@ -103,6 +130,12 @@ def require_compatible(connection: Connection) -> None:
         raise SettingsError(
             f"database schema: at {found}, needs code of revision {oldest_code}, this is {known[0]}; deploy newer code"
         )
+
+
+def missing_rights(connection: Connection) -> Sequence[Row[Any]]:
+    """What this role may not do with which table, sequence or schema of ours; `for_people`: only operators need it."""
+    names = {"schema": SCHEMA, "version": VERSION_TABLE, "for_people": list(FOR_PEOPLE)}
+    return connection.execute(_RIGHTS, names).all()
 
 
 def _known() -> list[str]:

@@ -1,0 +1,65 @@
+"""The audit: who changed what, and why. Rows are only added."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from ..wire.keys import OperationId
+from .statements import storable
+
+_AUDIT = """
+INSERT INTO idempotency.audit
+    (actor, action, tenant, operation, key, generation, fence_before, fence_after, reason, details, request_id)
+VALUES (%(actor)s, %(action)s, %(tenant)s, %(operation)s, %(key)s, %(generation)s, %(before)s, %(after)s, %(reason)s,
+        %(details)s::jsonb, %(request_id)s)
+"""
+
+# Two copies of one request wait for each other, so that the second sees what the first has done.
+_LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
+
+_REQUESTED = """
+SELECT action, tenant, operation, key, details FROM idempotency.audit WHERE request_id = %(request_id)s
+"""
+
+
+def add(
+    connection: Connection,
+    id: OperationId | None,
+    *,
+    actor: str,
+    action: str,
+    generation: int | None,
+    before: int | None,
+    after: int | None,
+    reason: str,
+    details: Mapping[str, Any],
+    request_id: str | None,
+) -> None:
+    """Write who did what, in the transaction of the change. `before` and `after`: the fence of the operation's record."""
+    connection.exec_driver_sql(
+        _AUDIT,
+        {
+            "tenant": id and id.tenant,
+            "operation": id and id.operation,
+            "key": id and id.key,
+            "actor": actor,
+            "action": action,
+            "generation": generation,
+            "before": before,
+            "after": after,
+            "reason": reason,
+            "details": json.dumps({name: storable(value) for name, value in details.items()}),
+            "request_id": request_id,
+        },
+    )
+
+
+def of_request(connection: Connection, request_id: str) -> Row[Any] | None:
+    """The row of a request that was carried out before; any other copy of it waits until this transaction ends."""
+    names = {"request_id": request_id}
+    connection.exec_driver_sql(_LOCK_REQUEST, names)
+    return connection.exec_driver_sql(_REQUESTED, names).one_or_none()

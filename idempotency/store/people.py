@@ -1,0 +1,56 @@
+"""The table of operators: people, their roles, and the hashes of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+_ADD = """
+INSERT INTO idempotency.operators (name, role, token_hash, expires_at)
+VALUES (%(name)s, %(role)s, %(hash)s, clock_timestamp() + make_interval(days => %(days)s))
+ON CONFLICT (name) DO NOTHING RETURNING name
+"""
+
+_REMOVE = "DELETE FROM idempotency.operators WHERE name = %(name)s RETURNING role"
+
+_OPERATORS = """
+SELECT name, role, expires_at, created_at, expires_at < clock_timestamp() AS expired
+FROM idempotency.operators ORDER BY name
+"""
+
+_WHO = """
+SELECT name, role, expires_at < clock_timestamp() AS expired
+FROM idempotency.operators WHERE token_hash = %(hash)s
+"""
+
+_HAS_ADMIN = """
+SELECT EXISTS (SELECT FROM idempotency.operators WHERE role = 'admin' AND expires_at > clock_timestamp())
+"""
+
+
+def add(connection: Connection, name: str, role: str, *, token_hash: str, days: int) -> bool:
+    """Add a person whose token is valid for so many days. False: the name is taken."""
+    fields = {"name": name, "role": role, "hash": token_hash, "days": days}
+    return connection.exec_driver_sql(_ADD, fields).one_or_none() is not None
+
+
+def remove(connection: Connection, name: str) -> bool:
+    """Remove a person. False: there is none of this name."""
+    return connection.exec_driver_sql(_REMOVE, {"name": name}).one_or_none() is not None
+
+
+def operators(connection: Connection) -> Sequence[Row[Any]]:
+    """Everybody who has a token, valid or not; never the token."""
+    return connection.exec_driver_sql(_OPERATORS).all()
+
+
+def who(connection: Connection, token_hash: str) -> Row[Any] | None:
+    """Whose token has this hash, and whether it has expired."""
+    return connection.exec_driver_sql(_WHO, {"hash": token_hash}).one_or_none()
+
+
+def has_admin(connection: Connection) -> bool:
+    """Whether a person with the role admin has a valid token."""
+    return bool(connection.exec_driver_sql(_HAS_ADMIN).scalar_one())
