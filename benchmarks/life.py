@@ -22,9 +22,11 @@ from sqlalchemy.orm import Session
 from idempotency import events
 from idempotency.application import close_runtime, runtime_of
 from idempotency.relay import reconcile
-from idempotency.store import dead_letters, outbox, records
+from idempotency.store import claims, dead_letters, ends, outbox, record
 from idempotency.store import discards as discarding
 from idempotency.store import letters as dead_letter_store
+from idempotency.store.answers import Claimed, error_text
+from idempotency.store.ends import FailedEnd
 from idempotency.upkeep import maintenance
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId
@@ -40,7 +42,7 @@ OPERATION = "benchmarks.life"
 # One in so many; the others are completed by their first attempt.
 RETRIED, FAILED, UNPUBLISHABLE, EXTERNAL = 10, 20, 50, 10
 FINGERPRINT = "v1:life"
-ERROR = records.error_text("no_account", "no such account")
+ERROR = error_text("no_account", "no such account")
 SHORT = 0.001
 
 
@@ -143,7 +145,7 @@ def _through_sql(number: int) -> None:
         claims = _claim(connection, alive, message)
         _each(
             connection,
-            records._RELEASE,
+            ends._RELEASE,
             claims[::RETRIED],
             delay=0.0,
             after_due=0.0,
@@ -154,14 +156,14 @@ def _through_sql(number: int) -> None:
         _relay(connection)
         _claim(connection, [claim.id for claim in claims[::RETRIED]], message)
         claims = _held(connection)
-        failing, end = claims[::FAILED], records.FailedEnd("no_account", ERROR)
+        failing, end = claims[::FAILED], FailedEnd("no_account", ERROR)
         completing = [claim for place, claim in enumerate(claims) if place % FAILED]
-        _each(connection, records._COMPLETE, completing, result="1", retention=SHORT, idle_ms="30000")
+        _each(connection, ends._COMPLETE, completing, result="1", retention=SHORT, idle_ms="30000")
         for claim in failing:
             dead_letter_store._store(
                 connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, "life"
             )
-        _each(connection, records._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
+        _each(connection, ends._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
         reconcile.reconcile(jobs.app, lambda _: 0)
         letters = dead_letters.list_letters(connection, limit=number)
         connection.exec_driver_sql(discarding._DISCARD, [{"letter": letter.id} for letter in letters])
@@ -197,21 +199,21 @@ def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> Non
             connection.exec_driver_sql(outbox._GIVE_UP, [{"id": id, **fields} for id in refused])
 
 
-def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[records.Claimed]:
+def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[Claimed]:
     rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "holder": "life", "lease": 600.0}
     rest["fingerprints"] = [FINGERPRINT]
     rows = [{**_row(id), "token": uuid4().hex, "synchronous": False, **rest} for id in ids]
-    connection.exec_driver_sql(records._CLAIM, rows)
+    connection.exec_driver_sql(claims._CLAIM, rows)
     return _held(connection)
 
 
-def _held(connection: Connection) -> list[records.Claimed]:
+def _held(connection: Connection) -> list[Claimed]:
     rows = connection.execute(
         text("""SELECT tenant, operation, key, fence, token, attempts, generation FROM idempotency.records
                 WHERE status = 'started' AND locked_until IS NOT NULL ORDER BY key""")
     )
     return [
-        records.Claimed(
+        Claimed(
             OperationId(row.tenant, row.operation, row.key),
             row.fence,
             row.token,
@@ -225,8 +227,8 @@ def _held(connection: Connection) -> list[records.Claimed]:
     ]
 
 
-def _each(connection: Connection, statement: str, claims: Sequence[records.Claimed], **parameters: Any) -> None:
-    connection.exec_driver_sql(statement, [records._guard(claim) | parameters for claim in claims])
+def _each(connection: Connection, statement: str, claims: Sequence[Claimed], **parameters: Any) -> None:
+    connection.exec_driver_sql(statement, [record.mine(claim) | parameters for claim in claims])
 
 
 def _delivery(id: OperationId, message: str) -> Delivery:

@@ -10,7 +10,8 @@ from celery import Celery
 
 from .application import runtime_of
 from .errors import OperationBusy, OperationFailed, OperationNotFound
-from .store import records
+from .store import operations
+from .store.answers import error_fields
 from .wire import results
 from .wire.keys import OperationId
 
@@ -50,10 +51,10 @@ class Handle:
     def lookup(self) -> StoredOperation | None:
         """The stored operation; None before its first attempt."""
         with runtime_of(self.app).autocommit() as connection:
-            row = records.lookup(connection, self.id)
+            row = operations.lookup(connection, self.id)
         if row is None:
             return None
-        error = None if row.error is None else records.error_fields(row.error)
+        error = None if row.error is None else error_fields(row.error)
         return StoredOperation(self.id, row.status, row.generation, row.attempts, row.duplicates, row.result, error)
 
     def status(self) -> str:

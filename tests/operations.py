@@ -13,8 +13,9 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, Row, text
 
-from idempotency.store import records
-from idempotency.store.records import Answer, Changed, Claimed
+from idempotency.store import claims, ends
+from idempotency.store.answers import Answer, Changed, Claimed, error_text
+from idempotency.store.ends import FailedEnd
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.processes import eventually
@@ -24,8 +25,8 @@ RETENTION = 3600.0
 FINGERPRINT = "v1:same"
 MESSAGE = '{"headers": {}, "properties": {}, "route": {}, "body": "[[1e16], {}, {}]"}'
 HOLDER = "another-host|boot|namespace|1|1"
-ERROR = records.error_text("no_account", "no such account")
-FAILED = records.FailedEnd("no_account", ERROR)
+ERROR = error_text("no_account", "no such account")
+FAILED = FailedEnd("no_account", ERROR)
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def claim(
 ) -> Answer:
     """Claim until the answer is final: `Changed` means that the row moved meanwhile, ask again."""
     for _ in range(10):
-        answer = records.claim(
+        answer = claims.claim(
             connection,
             id,
             token=token or uuid4().hex,
@@ -82,7 +83,7 @@ def expired(connection: Connection, id: OperationId | None = None, **options: An
 def early(connection: Connection, id: OperationId | None = None, **options: Any) -> Claimed:
     """Released, and not due yet."""
     held = started(connection, id, **options)
-    assert records.release(connection, held, delay=600.0, error=ERROR)
+    assert ends.release(connection, held, delay=600.0, error=ERROR)
     return held
 
 
@@ -97,13 +98,13 @@ def completed(
     connection: Connection, id: OperationId | None = None, *, result: str = '{"b": 1, "a": 2}', **options: Any
 ) -> Claimed:
     held = started(connection, id, **options)
-    records.complete(connection, held, result, retention=RETENTION, lease=LEASE)
+    ends.complete(connection, held, result, retention=RETENTION, lease=LEASE)
     return held
 
 
 def failed(connection: Connection, id: OperationId | None = None, **options: Any) -> Claimed:
     held = started(connection, id, **options)
-    records.fail(connection, held, FAILED, retention=RETENTION, lease=LEASE)
+    ends.fail(connection, held, FAILED, retention=RETENTION, lease=LEASE)
     return held
 
 

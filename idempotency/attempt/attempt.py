@@ -20,8 +20,8 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import letters, records
-from ..store.records import Claimed, Renewal
+from ..store import claims, ends, letters
+from ..store.answers import Claimed, Renewal, error_text
 from ..store.statements import describe, where
 from ..wire import results
 from ..wire.delivery import Delivery
@@ -112,7 +112,7 @@ class Attempt:
     def _renewed(self) -> bool:
         asked_at, lease = time.monotonic(), self.runtime.settings.lease
         with self.runtime.autocommit() as connection:
-            verdict = records.renew(connection, [self.claim], lease)[self.claim.token]
+            verdict = claims.renew(connection, [self.claim], lease)[self.claim.token]
         if verdict is not Renewal.HELD:
             return False
         self._holding.renewed_at = asked_at
@@ -144,7 +144,7 @@ class Attempt:
         """Note on the record that this claim found the attempts used up, or that the next one does (`within` 1)."""
         if self.claim.spent_at is None:
             with self.runtime.autocommit() as connection:
-                spent_at = records.note_spent(connection, self.claim, within=within)
+                spent_at = claims.note_spent(connection, self.claim, within=within)
             if spent_at is None:
                 self.fenced()
             self.claim = replace(self.claim, spent_at=spent_at)
@@ -167,16 +167,12 @@ class Attempt:
         text = results.to_text(result, limit=settings.result_limit)
         retention = self.policy.retention_completed
         if self._session is None:
-            self._finish_alone(
-                lambda c: records.complete(c, self.claim, text, retention=retention, lease=settings.lease)
-            )
+            self._finish_alone(lambda c: ends.complete(c, self.claim, text, retention=retention, lease=settings.lease))
         else:
             session = self._session
             session.flush()
             self.guarded(
-                lambda: records.complete(
-                    session.connection(), self.claim, text, retention=retention, lease=settings.lease
-                )
+                lambda: ends.complete(session.connection(), self.claim, text, retention=retention, lease=settings.lease)
             )
             crash_point("finish.written")
             self.commit()
@@ -232,7 +228,7 @@ class Attempt:
         )
         retention = self.policy.retention_failed
         self.guarded(
-            lambda: records.fail(
+            lambda: ends.fail(
                 session.connection(), self.claim, concluded.end, retention=retention, lease=settings.lease
             )
         )
@@ -254,10 +250,10 @@ class Attempt:
     def release(self, *, delay: float, error: BaseException | None, give_back: bool = False) -> None:
         """Let go; the next delivery is committed with it and is due after `delay` seconds."""
         self._roll_back()
-        described = None if error is None else records.error_text(type(error).__name__, describe(error))
+        described = None if error is None else error_text(type(error).__name__, describe(error))
         is_eager = self.delivery.is_eager
         with self.runtime.autocommit() as connection:
-            released = records.release(
+            released = ends.release(
                 connection,
                 self.claim,
                 # An eager call's next attempt follows at once; should its process die before, a worker takes over.

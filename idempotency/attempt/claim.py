@@ -9,8 +9,8 @@ from sqlalchemy import Connection
 
 from ..observe import metrics
 from ..observe.crash_points import crash_point
-from ..store import records
-from ..store.records import Busy, Changed, Claimed, Completed, Failed, Mismatch
+from ..store import claims
+from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Mismatch
 from ..wire.delivery import Delivery
 from .lease import Hint
 from .runtime import Runtime
@@ -70,9 +70,9 @@ def _answer(
 
 def ask(
     runtime: Runtime, connection: Connection, delivery: Delivery, token: str, *, synchronous: bool = True
-) -> records.Answer:
+) -> Answer:
     """Claim the operation of a delivery on the record, by one statement."""
-    return records.claim(
+    return claims.claim(
         connection,
         delivery.id,
         token=token,
@@ -87,13 +87,13 @@ def ask(
 
 
 def _counted(runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
-    counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
+    counted, holder = claims.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
     if counted and holder is not None:
         runtime.leases.guard(delivery.id, holder, delivery.fingerprint)
     return counted
 
 
-def _count(answer: records.Answer, operation: str) -> None:
+def _count(answer: Answer, operation: str) -> None:
     match answer:
         case Claimed(taken_over=taken_over):
             metrics.claims.labels(operation).inc()

@@ -27,8 +27,8 @@ from sqlalchemy.orm import Session
 
 from ..errors import EffectUnknown, InvalidArguments, LeaseLost, PermanentError, Unfinished
 from ..observe.logs import log
-from ..store import records
-from ..store.records import FailedEnd
+from ..store.answers import error_text
+from ..store.ends import FailedEnd
 from ..store.statements import ERROR_LIMIT, describe
 from ..wire import results
 from ..wire.delivery import EffectOutcome, Operation
@@ -107,9 +107,9 @@ def conclude(
         if unheard is not None:
             reason, broken = "on_failed_error", unheard
             log.error("on_failed_error", error=unheard, operation=id.operation, key=id.key)
-    stored = records.error_text(error.code, described, cause if cause["code"] != error.code else None)
+    stored = error_text(error.code, described, cause if cause["code"] != error.code else None)
     if ended is not error:
-        stored = records.error_text(ended.code, str(ended), cause)
+        stored = error_text(ended.code, str(ended), cause)
     answered = {name for undo in undos for name in undo.effects or ()}
     compensated = {name: {**entries[name], "state": "compensated"} for name in answered}
     forgotten = tuple(undo.step for undo in undos)

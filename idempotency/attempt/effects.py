@@ -35,7 +35,7 @@ from ..errors import (
     Unfinished,
 )
 from ..observe.crash_points import crash_point
-from ..store import records
+from ..store import clock, effects
 from ..store.statements import ERROR_LIMIT
 from ..wire import results
 from ..wire.keys import OperationId, fingerprint
@@ -205,7 +205,7 @@ def step(
         entry["result"] = _text(attempt, name, result)
         session.flush()
         lease = attempt.runtime.settings.lease
-        attempt.guarded(lambda: records.record_step(session.connection(), attempt.claim, name, entry, lease=lease))
+        attempt.guarded(lambda: effects.record_step(session.connection(), attempt.claim, name, entry, lease=lease))
     except BaseException:
         session.rollback()
         raise
@@ -233,7 +233,7 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
     if call.reconcile is None:
         return StillUnknown()
     with attempt.runtime.autocommit() as connection:
-        now = records.database_time(connection)
+        now = clock.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
     ended_for = None if begun["ended_at"] is None else max(now - begun["ended_at"], 0.0)
     answer = call.reconcile(*call.args, **call.kwargs, doubt=EffectInDoubt(begun["key"], age, ended_for))
@@ -256,7 +256,7 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
     """Raise unless the call may be repeated under its key: `EffectUnknown` for a person, `Defer` to ask again."""
     begun = attempt.claim.effects[call.name]
     with attempt.runtime.autocommit() as connection:
-        now = records.database_time(connection)
+        now = clock.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
     # A call may take as long as an attempt: its key must not expire on the way.
     if age > attempt.policy.provider_key_retention - attempt.runtime.settings.longest_run:
@@ -281,7 +281,7 @@ def _check_askable(call: Call) -> None:
 def _after_stored_failure(attempt: Attempt, call: Call, failure: StoredFailure) -> Any:
     """The provider's last word under this key is a failure: settle what it left, then perhaps the next key."""
     with attempt.runtime.autocommit() as connection:
-        ended_at = records.database_time(connection)
+        ended_at = clock.database_time(connection)
     _change(attempt, call.name, {"ended_at": ended_at})
     _check_askable(call)
     if call.name in attempt.moved_on:
@@ -393,7 +393,7 @@ def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:
         "ended_at": None,
     }
     with attempt.runtime.autocommit() as connection:
-        begun_at = records.begin_effect(connection, attempt.claim, call.name, entry)
+        begun_at = effects.begin_effect(connection, attempt.claim, call.name, entry)
     if begun_at is None:
         attempt.fenced()
     attempt.claim.effects[call.name] = entry | {"begun_at": begun_at}
@@ -416,7 +416,7 @@ def _record(attempt: Attempt, name: str, result: Any) -> Any:
 
 def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
     with attempt.runtime.autocommit() as connection:
-        changed = records.change_effect(connection, attempt.claim, name, change)
+        changed = effects.change_effect(connection, attempt.claim, name, change)
     if not changed:
         attempt.fenced()
     attempt.claim.effects[name] = attempt.claim.effects[name] | change

@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import Again, AttemptsExhausted, CallRefused, Defer, PermanentError, RetriesExhausted
-from ..store.records import Claimed
+from ..store.answers import Claimed
 from ..store.statements import NotConnected, describe
 from . import conclusions
 from .attempt import Attempt

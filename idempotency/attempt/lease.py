@@ -25,7 +25,7 @@ from redis.retry import Retry
 
 from ..observe import metrics
 from ..observe.logs import log
-from ..store.records import Claimed, Renewal
+from ..store.answers import Claimed, Renewal
 from ..wire.keys import OperationId
 
 # Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.

@@ -20,8 +20,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from ..errors import AttemptsExhausted, Defer, IdempotencyError, LeaseLost, OutcomeInDoubt, PermanentError
 from ..observe import metrics
 from ..observe.crash_points import crash_point
-from ..store import records
-from ..store.records import Busy, Claimed, Completed, Failed, Mismatch
+from ..store import claims
+from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from . import conclusions
@@ -109,7 +109,7 @@ def _is_revoked(attempt: Attempt) -> bool:
     if attempt.claim.revoked or not attempt.delivery.is_revoked:
         return attempt.claim.revoked
     with attempt.runtime.autocommit() as connection:
-        return records.revoke(connection, attempt.claim.id, attempt.claim.fingerprint, remembered=True)
+        return claims.revoke(connection, attempt.claim.id, attempt.claim.fingerprint, remembered=True)
 
 
 def _look_once_more(attempt: Attempt, body: Body, end: PermanentError) -> Any:

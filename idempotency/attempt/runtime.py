@@ -20,8 +20,8 @@ from sqlalchemy.pool import PoolResetState, StaticPool
 
 from ..errors import SettingsError
 from ..settings import Settings
-from ..store import records
-from ..store.records import Claimed, Renewal
+from ..store.answers import Claimed, Renewal
+from ..store.claims import renew
 from ..store.statements import treat_read_only_as_away, wire
 from .lease import Heartbeat, Leases
 from .session import refuse_others_commits
@@ -113,7 +113,7 @@ class Runtime:
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
         with self._heartbeat_engine.connect() as connection:
-            return records.renew(connection, claims, self.settings.lease)
+            return renew(connection, claims, self.settings.lease)
 
 
 def make_engine(

@@ -43,10 +43,12 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..queues import dead_letter_queues
-from ..store import letters, records
+from ..store import claims, ends, letters, undelivered
+from ..store.answers import Busy, Changed, Mismatch, error_text
+from ..store.ends import FailedEnd
 from ..store.letters import BrokerLetter
-from ..store.records import Busy, Changed, Dead, FailedEnd, GivenUp, Mismatch, PutBack
 from ..store.statements import describe
+from ..store.undelivered import Dead, GivenUp, PutBack
 from ..wire import keys
 from ..wire.foreign_headers import read_any_time
 from ..wire.keys import OperationId
@@ -344,7 +346,7 @@ def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed:
     if given in computed or not keys.is_fingerprint(given):
         return computed
     with runtime_of(app).autocommit() as connection:
-        accepted = records.is_accepted(connection, id, str(given), _body(message.body)[0])
+        accepted = claims.is_accepted(connection, id, str(given), _body(message.body)[0])
     return [str(given), *computed] if accepted else computed
 
 
@@ -369,11 +371,11 @@ def _came_back(app: Celery, dead: Dead, letter: BrokerLetter, patience: str) -> 
         return False
     with runtime.engine.begin() as connection:
         _wait_at_most(connection, patience)
-        answer = records.put_back(
+        answer = undelivered.put_back(
             connection, dead, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=runtime.settings.unknown_task_grace
         )
         if answer is PutBack.COPY:
-            records.count_copy(connection, dead)
+            undelivered.count_copy(connection, dead)
     log.warning("dead_message", answer=answer.value, reason=letter.reason, task=letter.task, key=letter.key)
     return answer is not PutBack.OVER
 
@@ -413,7 +415,7 @@ def _end(
         with _noting_outages(runtime, letter, interrupted) as session:
             connection = session.connection()
             _wait_at_most(connection, patience)
-            answer = records.give_up(
+            answer = undelivered.give_up(
                 connection,
                 dead,
                 end=end,
@@ -438,7 +440,7 @@ def _end(
                         skip=skip,
                     )
                     if concluded.end != end:
-                        records.conclude(connection, id, concluded.end, fence=ended.fence)
+                        ends.conclude(connection, id, concluded.end, fence=ended.fence)
                     letter = replace(
                         letter,
                         reason=concluded.reason if skip is None else "on_failed_error",
@@ -452,7 +454,7 @@ def _end(
                 case Mismatch(generation):
                     stored = letters.store_message(connection, _refused(letter, generation))
                 case Busy():
-                    records.count_copy(connection, dead)
+                    undelivered.count_copy(connection, dead)
                 case Changed():
                     continue
             letters.forget_tries(connection, letter.digest)
@@ -549,7 +551,7 @@ def _letter(
         service=runtime_of(app).settings.service,
         reason=reason,
         first_error=None,
-        last_error=records.error_text(reason, _EXPLANATIONS[reason]),
+        last_error=error_text(reason, _EXPLANATIONS[reason]),
         attempts=0,
         headers=letters.headers_text(shown),
         payload=payload.to_text(),
@@ -615,7 +617,7 @@ def _text(value: object) -> str | None:
 
 def _refused(letter: BrokerLetter, generation: int) -> BrokerLetter:
     reason = "fingerprint_mismatch"
-    error = records.error_text(reason, _EXPLANATIONS[reason])
+    error = error_text(reason, _EXPLANATIONS[reason])
     return replace(letter, reason=reason, generation=generation, last_error=error)
 
 

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Row
 from ..attempt import conclusions
 from ..attempt.runtime import Runtime
 from ..errors import IdempotencyError, OperationNotFound
-from ..store import dead_letters, people, records
+from ..store import dead_letters, operations, people
 from ..store import discards as stored
 from ..wire import keys
 from ..wire.keys import OperationId
@@ -178,7 +178,7 @@ def _operation(connection: Connection, letter: Row[Any]) -> tuple[OperationId | 
     if None in (letter.tenant, letter.operation, letter.key):
         return None, None
     id = OperationId(letter.tenant, letter.operation, letter.key)
-    return id, records.read_locked(connection, id)
+    return id, operations.read_locked(connection, id)
 
 
 def _audit(connection: Connection, change: Change, action: str, letter: int) -> None:

@@ -38,8 +38,9 @@ from ..errors import (
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import audit as audits
-from ..store import dead_letters, letters, operations, records
-from ..store.records import Claimed, FailedEnd
+from ..store import claims, dead_letters, ends, letters, operations
+from ..store.answers import Claimed
+from ..store.ends import FailedEnd
 from ..store.statements import describe
 from ..wire import encoding, keys, results
 from ..wire.delivery import Delivery
@@ -121,7 +122,7 @@ def release(app: Celery, shown: Shown, change: Change) -> None:
         if _repeated(connection, change, "release", shown.id) is not None:
             return
         row = _locked(connection, shown, "release", "started")
-        released = records.release(connection, _claimed(shown.id, row), delay=0.0, error=None)
+        released = ends.release(connection, _claimed(shown.id, row), delay=0.0, error=None)
         assert released  # the row is locked, and it is the one that was shown
         audit(connection, change, "release", shown.id, row, details={"holder": row.locked_by})
 
@@ -173,7 +174,7 @@ def _cancel(
             last_error=concluded.end.error,
             service=runtime.settings.service,
         )
-        fence = records.cancel(connection, shown.id, concluded.end, fence=row.fence, retention=policy.retention_failed)
+        fence = ends.cancel(connection, shown.id, concluded.end, fence=row.fence, retention=policy.retention_failed)
         details = {"was": shown.status, "ended_as": concluded.error.code}
         details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
         audit(connection, change, "cancel", shown.id, row, fence=fence, details=details)
@@ -249,7 +250,7 @@ def _resolve(
             concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
             letters.say_again(connection, shown.id, row.generation, concluded_end, reason=concluded.reason)
             details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
-        fence = records.conclude(connection, shown.id, concluded_end, fence=row.fence)
+        fence = ends.conclude(connection, shown.id, concluded_end, fence=row.fence)
         details |= {"state": word["state"], "ended_as": concluded_end.code}
         audit(connection, change, "resolve", shown.id, row, fence=fence, details=details)
     return concluded_end.code
@@ -264,7 +265,7 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
         if (done := _repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.operation, done.key)
         id = dead_letters.replay(connection, letter, app=app)
-        row = records.read_locked(connection, id)
+        row = operations.read_locked(connection, id)
         audit(connection, change, "replay", id, row, details={"dead_letter": letter})
     return id
 
@@ -341,7 +342,7 @@ def _locked(
     id, status = shown.id, status or shown.status
     if status != wanted:
         raise ChangeRefused(f"{_called(id)}: is {status}; can only {verb} what is {wanted}")
-    row = records.read_locked(connection, id)
+    row = operations.read_locked(connection, id)
     if row is None:
         raise ChangeRefused(f"{_called(id)}: was {status} and has since been purged")
     expected = shown.fence if fence is None else fence
@@ -353,12 +354,12 @@ def _locked(
 def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -> None:
     """Give an operation that is only in the outbox its record, under the fingerprint that its deliveries have."""
     # A replay and an attempt that was given back count from 0 again: the claim alone does not tell them from new.
-    if records.read_locked(connection, id) is not None:
+    if operations.read_locked(connection, id) is not None:
         raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun since; look again")
     sent = operations.accepted(connection, id)
     if sent is None:
         raise ChangeRefused(f"{_called(id)}: has since been purged")
-    answer = records.claim(
+    answer = claims.claim(
         connection,
         id,
         token=secrets.token_hex(16),
@@ -370,7 +371,7 @@ def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -
     )
     if not isinstance(answer, Claimed) or not answer.first_claim:
         raise ChangeRefused(f"{_called(id)}: was accepted when shown and has begun since; look again")
-    records.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
+    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
 
 
 def _known_task(app: Celery, operation: str, without_task: bool) -> Any:

@@ -15,7 +15,8 @@ from sqlalchemy import Connection
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .records import Claimed, FailedEnd
+from .answers import Claimed
+from .ends import FailedEnd
 
 
 def storing(source: str, columns: Mapping[str, str], *, rows: str = "") -> str:

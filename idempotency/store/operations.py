@@ -8,6 +8,8 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
+from .record import ROW, named
+from .statements import execute
 
 # Everywhere that an accepted operation can be known from.
 _FIND = """
@@ -35,11 +37,18 @@ WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
 ORDER BY id LIMIT 1
 """
 
-_ROW = "tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
-_RECORD = f"SELECT * FROM idempotency.records WHERE {_ROW}"
-_OUTBOX = f"SELECT * FROM idempotency.outbox WHERE {_ROW} ORDER BY id"
-_LETTERS = f"SELECT * FROM idempotency.dead_letters WHERE {_ROW} ORDER BY id"
-_AUDIT = f"SELECT id, at, actor, action, generation, fence_before, fence_after, reason, details FROM idempotency.audit WHERE {_ROW} ORDER BY id"
+_LOOKUP = f"""
+SELECT status, generation, fence, attempts, duplicates, fingerprint, result, error, response_code, effects,
+       available_at, locked_until, created_at, completed_at, expires_at
+FROM idempotency.records WHERE {ROW}
+"""
+
+_READ_LOCKED = f"SELECT * FROM idempotency.records WHERE {ROW} FOR UPDATE"
+
+_RECORD = f"SELECT * FROM idempotency.records WHERE {ROW}"
+_OUTBOX = f"SELECT * FROM idempotency.outbox WHERE {ROW} ORDER BY id"
+_LETTERS = f"SELECT * FROM idempotency.dead_letters WHERE {ROW} ORDER BY id"
+_AUDIT = f"SELECT id, at, actor, action, generation, fence_before, fence_after, reason, details FROM idempotency.audit WHERE {ROW} ORDER BY id"
 
 # What a caller sent or a task returned: personal data lives here, so it is shown only to who asks for it.
 PAYLOAD = ("message", "result", "payload", "headers")
@@ -55,12 +64,22 @@ def find(connection: Connection, key: str, *, operation: str | None, tenant: str
 
 def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None:
     """What a person's change is guarded by."""
-    return connection.exec_driver_sql(_READ, _names(id)).one_or_none()
+    return connection.exec_driver_sql(_READ, named(id)).one_or_none()
 
 
 def accepted(connection: Connection, id: OperationId) -> Row[Any] | None:
     """The oldest message that is still to bring the operation to its end."""
-    return connection.exec_driver_sql(_ACCEPTED, _names(id)).one_or_none()
+    return connection.exec_driver_sql(_ACCEPTED, named(id)).one_or_none()
+
+
+def lookup(connection: Connection, id: OperationId) -> Any | None:
+    """Read a record, for people and for handles; decisions are never made on it."""
+    return execute(connection, _LOOKUP, named(id)).fetchone()
+
+
+def read_locked(connection: Connection, id: OperationId) -> Any | None:
+    """Read a whole record and keep everybody else from changing it until the transaction ends."""
+    return execute(connection, _READ_LOCKED, named(id)).fetchone()
 
 
 def operation(connection: Connection, id: OperationId, *, with_payload: bool = False) -> dict[str, Any]:
@@ -68,7 +87,7 @@ def operation(connection: Connection, id: OperationId, *, with_payload: bool = F
 
     Arguments, results and messages only `with_payload`.
     """
-    names = _names(id)
+    names = named(id)
     record = connection.exec_driver_sql(_RECORD, names).one_or_none()
     fields = None if record is None else _visible(record, with_payload)
     effects = {} if fields is None else fields.pop("effects")
@@ -96,7 +115,3 @@ def _visible(row: Row[Any], with_payload: bool) -> dict[str, Any]:
         if (text := fields.get(name)) is not None and text.startswith("{"):
             fields[name] = json.loads(text)
     return fields
-
-
-def _names(id: OperationId) -> dict[str, str]:
-    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}

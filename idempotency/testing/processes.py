@@ -34,7 +34,7 @@ from sqlalchemy.pool import Pool
 from ..application import close_runtime, runtime_of
 from ..attempt.runtime import Runtime
 from ..observe import crash_points
-from ..store import records, statements
+from ..store import ends, statements
 from ..store.statements import describe
 from ..wire.message import Message
 
@@ -281,12 +281,12 @@ def _break_commit(runtime: Runtime, *, carried_out: bool) -> None:
 
 def _break_statement(runtime: Runtime, *, carried_out: bool) -> None:
     """Break the connection of a finish that is one statement."""
-    complete = records.complete
+    complete = ends.complete
 
     def break_once(connection: Connection, *args: Any, **kwargs: Any) -> None:
-        records.complete = complete
+        ends.complete = complete
         if carried_out:
             complete(connection, *args, **kwargs)
         statements.execute(connection, BREAK)
 
-    records.complete = break_once
+    ends.complete = break_once

@@ -21,10 +21,10 @@ from ..errors import AttemptsExhausted
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import letters, records
+from ..store import ends, letters
 from ..store import purge as past
 from ..store import recover as recovery
-from ..store.records import Claimed
+from ..store.answers import Claimed
 from ..store.recover import Bounds
 from ..store.sweeps import BATCH
 from ..wire.delivery import Delivery
@@ -96,7 +96,7 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
         service=settings.service,
     )
     retention = getattr(task, "retention_failed", None) or settings.retention_failed
-    records.fail(connection, claim, concluded.end, retention=retention, lease=settings.lease)
+    ends.fail(connection, claim, concluded.end, retention=retention, lease=settings.lease)
     metrics.count_failed(id.operation, concluded.error.code)
 
 

@@ -13,7 +13,7 @@ from ..application import runtime_of
 from ..broker.publisher import Published, Publisher
 from ..observe import metrics
 from ..observe.logs import log
-from ..store import outbox, records
+from ..store import clock, outbox
 from ..wire.delivery import Delivery
 from ..wire.message import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER, Message
 from .waiting import is_stopping
@@ -26,7 +26,7 @@ CONFIRM_TIMEOUT = 5.0
 
 def park_if_early(connection: Connection, delivery: Delivery) -> bool:
     """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none."""
-    if delivery.eta is None or records.has_come(connection, delivery.eta):
+    if delivery.eta is None or clock.has_come(connection, delivery.eta):
         return False
     _park(connection, delivery, Message.from_text(delivery.message), eta=delivery.eta)
     return True

@@ -53,8 +53,8 @@ from ..errors import (
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
-from ..store import letters, records
-from ..store.records import Busy, Claimed, Completed, Failed, Mismatch
+from ..store import claims, ends, letters
+from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch, error_text
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
@@ -218,7 +218,7 @@ class IdempotentTask(KeyedTask):
                     delivery,
                     generation=generation,
                     reason="fingerprint_mismatch",
-                    error=records.error_text("fingerprint_mismatch", str(error)),
+                    error=error_text("fingerprint_mismatch", str(error)),
                     service=runtime.settings.service,
                 )
 
@@ -258,7 +258,7 @@ class IdempotentTask(KeyedTask):
             return delivery
         body = Message.from_text(delivery.message).body
         with runtime_of(self.app).autocommit() as connection:
-            if not records.is_accepted(connection, delivery.id, str(given), body):
+            if not claims.is_accepted(connection, delivery.id, str(given), body):
                 return delivery
         return replace(delivery, fingerprint=str(given), also=computed)
 
@@ -300,9 +300,9 @@ class IdempotentTask(KeyedTask):
             connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
             # The attempt may have been killed before its claim, with no record to be marked.
             answer = claim.ask(runtime, connection, delivery, secrets.token_hex(16))
-            records.revoke(connection, delivery.id, delivery.fingerprint, remembered=False, also=delivery.also)
+            claims.revoke(connection, delivery.id, delivery.fingerprint, remembered=False, also=delivery.also)
             if isinstance(answer, Claimed):
-                records.release(connection, answer, delay=0.0, error=None, give_back=True)
+                ends.release(connection, answer, delay=0.0, error=None, give_back=True)
 
     # ------------------------------------------------------------ what a body uses
 

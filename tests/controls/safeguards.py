@@ -14,7 +14,7 @@ from typing import Any
 from idempotency.attempt import lease
 from idempotency.attempt.lease import Hint
 from idempotency.broker import publisher
-from idempotency.store import outbox, records
+from idempotency.store import claims, effects, ends, operations, outbox, undelivered
 
 
 class NothingToRemove(Exception):
@@ -49,12 +49,14 @@ class Removal:
 
 def fence(removal: Removal) -> None:
     """Neither the fence nor the token is compared in any write after the claim."""
-    removal.edit(records, " AND fence = %(fence)s AND token = %(token)s", "")
+    for module in (claims, effects, ends):
+        removal.edit(module, " AND fence = %(fence)s AND token = %(token)s", "")
 
 
 def status(removal: Removal) -> None:
     """No write after the claim asks whether the record is still started."""
-    removal.edit(records, "status = 'started' AND fence = %(fence)s", "fence = %(fence)s")
+    for module in (claims, effects, ends):
+        removal.edit(module, "status = 'started' AND fence = %(fence)s", "fence = %(fence)s")
 
 
 def confirm(removal: Removal) -> None:
@@ -103,7 +105,8 @@ def outbox_until_terminal(removal: Removal) -> None:
 
 def tenant(removal: Removal) -> None:
     """Records are found by operation and key alone."""
-    removal.edit(records, "tenant = %(tenant)s AND operation", "operation")
+    for module in (claims, effects, ends, undelivered, operations):
+        removal.edit(module, "tenant = %(tenant)s AND operation", "operation")
 
 
 def lease_compare(removal: Removal) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from idempotency.attempt import lease
-from idempotency.store import records
+from idempotency.store import ends
 from tests.chaos.checker import Violation
 from tests.controls.run import PATIENCE, Outcome, run
 from tests.controls.safeguards import SAFEGUARDS, NothingToRemove, Removal, remove, without
@@ -62,13 +62,13 @@ def test_a_removed_safeguard_is_gone_and_comes_back(name):
 def test_a_safeguard_that_is_not_where_it_was_is_an_error_and_nothing_stays_changed(monkeypatch):
     for script in ("_DROP", "_DROP_ALL", "_TAKE"):
         monkeypatch.setattr(lease, script, "redis.call('UNLINK', KEYS[1])")
-    before = records._COMPLETE
+    before = ends._COMPLETE
     with pytest.raises(NothingToRemove, match="lease"):
         remove(["fence", "lease_compare"])
-    assert before == records._COMPLETE
+    assert before == ends._COMPLETE
     with pytest.raises(NothingToRemove, match="no statement has"), without("fence", "fence"):
         pass
-    assert before == records._COMPLETE
+    assert before == ends._COMPLETE
 
 
 def test_an_unknown_control_is_refused_by_name():

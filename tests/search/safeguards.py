@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from idempotency.attempt import conclusions, effects
-from idempotency.store import records
-from idempotency.store.records import Claimed, FailedEnd
+from idempotency.store import ends, undelivered
+from idempotency.store.answers import Claimed
+from idempotency.store.ends import FailedEnd
 from idempotency.wire.message import Message
 from tests.controls.safeguards import Removal, fence
 from tests.search.world import World
@@ -27,7 +28,7 @@ def verdict(removal: Removal) -> None:
     """An operation ends with the error that ended it, whatever has happened outside."""
     removal.set(conclusions, "_verdict", lambda entries, error: (error, []))
     for code in ("effect_unknown", "unfinished"):
-        removal.edit(records, f"THEN '{code}'", "THEN excluded.error_code", only="_GIVE_UP")
+        removal.edit(undelivered, f"THEN '{code}'", "THEN excluded.error_code", only="_GIVE_UP")
 
 
 def refused_repeat(removal: Removal) -> None:
@@ -52,12 +53,12 @@ def forgotten_steps(removal: Removal) -> None:
 
 def elsewhere(removal: Removal) -> None:
     """A dead copy ends its operation although something else will deliver it."""
-    removal.edit(records, records._ELSEWHERE, "false")
+    removal.edit(undelivered, undelivered._ELSEWHERE, "false")
 
 
 def generation(removal: Removal) -> None:
     """A dead copy may be of an earlier generation than what it ends."""
-    removal.edit(records, "(%(generation)s::int IS NULL OR r.generation = %(generation)s::int)", "true")
+    removal.edit(undelivered, "(%(generation)s::int IS NULL OR r.generation = %(generation)s::int)", "true")
 
 
 def eager_route(removal: Removal) -> None:
@@ -67,9 +68,9 @@ def eager_route(removal: Removal) -> None:
 
 def eager_delivery(removal: Removal) -> None:
     """An eager attempt is released without a next delivery."""
-    release = records.release
+    release = ends.release
     removal.set(
-        records,
+        ends,
         "release",
         lambda *args, after_due=0.0, **options: release(*args, **options | ({"deliver": False} if after_due else {})),
     )

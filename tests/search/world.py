@@ -41,7 +41,8 @@ from idempotency.operate import operators
 from idempotency.operate.operators import Change, Shown
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
-from idempotency.store import records, schema
+from idempotency.store import schema, undelivered
+from idempotency.store.undelivered import Dead, GivenUp
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
@@ -65,7 +66,7 @@ _PENDING = """
 SELECT origin FROM idempotency.outbox WHERE status = 'pending'
     AND (event_id IS DISTINCT FROM %s OR relayed_until IS NULL OR relayed_until < clock_timestamp())
 """
-_give_up = records.give_up
+_give_up = undelivered.give_up
 _EMPTY = """
 WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbox),
      c AS (DELETE FROM idempotency.discards), h AS (DELETE FROM idempotency.audit),
@@ -454,13 +455,13 @@ class World:
             raise
         return letter
 
-    def give_up(self, connection: Any, dead: records.Dead, **options: Any) -> Any:
+    def give_up(self, connection: Any, dead: Dead, **options: Any) -> Any:
         """The library's own, and a look at what else would deliver the operation at the moment that it ends.
 
         Later is too late to judge by: what is sent again until the end is committed meets an operation that has ended.
         """
         answer = _give_up(connection, dead, **options)
-        if isinstance(answer, records.GivenUp):
+        if isinstance(answer, GivenUp):
             touched("r:outbox", "r:queues")
             pending = self.admin.execute(_PENDING, [dead.event_id]).fetchall()
             others = [f"an outbox row ({row.origin})" for row in pending]
@@ -593,7 +594,7 @@ def opened(database_url: str) -> Iterator[World]:
             return holder in world.dead
 
         stack.enter_context(mock.patch.object(maintenance, "is_provably_dead", is_dead))
-        stack.enter_context(mock.patch.object(records, "give_up", world.give_up))
+        stack.enter_context(mock.patch.object(undelivered, "give_up", world.give_up))
         crash_points.install(passed)
         stack.callback(crash_points.install, None)
         before = logging.root.manager.disable

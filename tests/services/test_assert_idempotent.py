@@ -16,7 +16,7 @@ from sqlalchemy.engine import make_url
 
 from idempotency import IdempotentTask, PermanentError, events, publish, subscribe
 from idempotency.application import close_runtime
-from idempotency.store import records
+from idempotency.store import ends
 from idempotency.testing import NotIdempotent
 from idempotency.testing.processes import Delivery, Does, Interruption
 from idempotency.wire.message import Message
@@ -413,9 +413,9 @@ def test_a_finish_without_a_session_is_broken_as_well(define, message, lives, re
 
 
 def test_without_the_fence_a_right_task_is_found_wrong(bank, report, monkeypatch):
-    unguarded = records._COMPLETE.replace("AND status = 'started' AND fence = %(fence)s AND token = %(token)s", "")
-    assert unguarded != records._COMPLETE
-    monkeypatch.setattr(records, "_COMPLETE", unguarded)
+    unguarded = ends._COMPLETE.replace("AND status = 'started' AND fence = %(fence)s AND token = %(token)s", "")
+    assert unguarded != ends._COMPLETE
+    monkeypatch.setattr(ends, "_COMPLETE", unguarded)
 
     said = report(deposit, "a")
     assert "Scenario:  stopped as the body began, its lease lost" in said

@@ -30,7 +30,10 @@ from idempotency import (
 from idempotency.errors import InvalidResult, OutcomeInDoubt
 from idempotency.operate import operators
 from idempotency.operate.operators import Change, ChangeRefused
-from idempotency.store import records
+from idempotency.store import effects, ends, undelivered
+from idempotency.store.answers import Answer
+from idempotency.store.ends import FailedEnd
+from idempotency.store.undelivered import Dead, GivenUp
 from idempotency.upkeep import maintenance
 from idempotency.wire.message import Message
 from idempotency.worker import waiting
@@ -132,15 +135,15 @@ def test_an_ending_does_not_outlive_its_attempt(
 ) -> None:
     """The first attempt pauses before its step; the second one reserves, and is released after an error."""
     runs, claims = [], []
-    claim = records.claim
+    claim = claims.claim
 
-    def lose_answer(*args: Any, **options: Any) -> records.Answer:
+    def lose_answer(*args: Any, **options: Any) -> Answer:
         claims.append(claim(*args, **options))
         if len(claims) == unheard:
             raise OperationalError("the answer was lost", None, Exception())
         return claims[-1]
 
-    monkeypatch.setattr(records, "claim", lose_answer)
+    monkeypatch.setattr(claims, "claim", lose_answer)
     monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.0)
 
     def reserve(session: Session) -> str:
@@ -174,7 +177,7 @@ def test_an_ending_whose_commit_was_in_doubt_is_applied_without_the_body(
     bank: Celery, deliveries: Deliveries, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
-    fail, tries = records.fail, []
+    fail, tries = ends.fail, []
 
     def fail_once(*args: Any, **options: Any) -> None:
         tries.append(1)
@@ -186,7 +189,7 @@ def test_an_ending_whose_commit_was_in_doubt_is_applied_without_the_body(
         runs.append(1)
         raise PermanentError("no", "refused")
 
-    monkeypatch.setattr(records, "fail", fail_once)
+    monkeypatch.setattr(ends, "fail", fail_once)
     deliveries.deliver(make_task(bank, body, on_failed=on_failed), key="k")
     assert (len(runs), len(tries), record("k").attempts, code(record("k"))) == (1, 2, 1, ("refused", None))
 
@@ -369,15 +372,15 @@ def test_the_dead_letter_consumer_ends_an_open_effect_as_unknown(
     (sent,) = op.outbox(connection)  # its only delivery is the dead one
     connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     id = OperationId("default", task.name, "k")
-    dead = records.Dead(id, row.fingerprint, [], sent.event_id, 1, row.message, row.queue)
-    answer = records.give_up(
+    dead = Dead(id, row.fingerprint, [], sent.event_id, 1, row.message, row.queue)
+    answer = undelivered.give_up(
         connection,
         dead,
-        end=records.FailedEnd("rejected", op.ERROR),
+        end=FailedEnd("rejected", op.ERROR),
         retention=60.0,
         lease=60.0,
     )
-    assert isinstance(answer, records.GivenUp)
+    assert isinstance(answer, GivenUp)
     assert record("k").error_code == "effect_unknown"
     assert answer.effects["call"]["state"] == "begun"
 
@@ -400,10 +403,10 @@ def test_no_statement_at_all_fails_an_operation_plainly_over_an_effect(
     bank: Celery, connection: Connection, state: str, constraint: str
 ) -> None:
     held = op.started(connection)
-    assert records.begin_effect(connection, held, "call", {"kind": "effect", "state": state}) is not None
+    assert effects.begin_effect(connection, held, "call", {"kind": "effect", "state": state}) is not None
     with pytest.raises(IntegrityError, match=constraint):
-        records.fail(connection, held, op.FAILED, retention=60.0, lease=60.0)
-    records.fail(connection, held, records.FailedEnd("effect_unknown", op.ERROR), retention=60.0, lease=60.0)
+        ends.fail(connection, held, op.FAILED, retention=60.0, lease=60.0)
+    ends.fail(connection, held, FailedEnd("effect_unknown", op.ERROR), retention=60.0, lease=60.0)
 
 
 # ---------------------------------------------------------------- an effect that happened

@@ -15,7 +15,8 @@ from idempotency import IdempotentTask, PermanentError
 from idempotency.application import runtime_of
 from idempotency.errors import OperationNotFound
 from idempotency.store import dead_letters as letters
-from idempotency.store import records
+from idempotency.store import ends
+from idempotency.store.answers import error_text
 from idempotency.store.dead_letters import ReplayRefused
 from idempotency.store.letters import store_failure, store_refusal
 from idempotency.wire.delivery import Delivery
@@ -116,7 +117,7 @@ def test_the_letter_of_used_up_attempts_has_the_first_and_the_last_error(
             assert op.dead_letters(connection) == []
             connection.execute(
                 text("UPDATE idempotency.records SET first_error = coalesce(nullif(first_error, error), :first)"),
-                {"first": records.error_text("First", "the first error")},
+                {"first": error_text("First", "the first error")},
             )
             age(connection, operation(b.failing), available_at=-1)
     assert outcome.state == "FAILURE"
@@ -141,7 +142,7 @@ def test_a_holder_that_lost_its_operation_leaves_no_dead_letter(
         store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR)
         assert len(op.dead_letters(transaction)) == 1
         with pytest.raises(DataError):
-            records.fail(transaction, held, op.FAILED, retention=60.0, lease=60.0)
+            ends.fail(transaction, held, op.FAILED, retention=60.0, lease=60.0)
         transaction.rollback()
     assert op.dead_letters(connection) == []
 
@@ -361,7 +362,7 @@ def test_a_letter_of_an_earlier_generation_is_refused_while_and_after_a_later_on
     assert row is not None
     held = op.started(connection, id, fingerprint=row.fingerprint)
     refused("started")
-    records.complete(connection, held, "5", retention=60.0, lease=60.0)
+    ends.complete(connection, held, "5", retention=60.0, lease=60.0)
     refused("completed")
     assert len(op.outbox(connection, id)) == 1
 

@@ -10,7 +10,7 @@ from sqlalchemy import event, text
 from sqlalchemy.engine import make_url
 
 from idempotency.application import close_runtime
-from idempotency.store import records, statements
+from idempotency.store import ends, statements
 from tests import bank
 from tests.proxy import Proxy
 from tests.services.test_core import ROW, make_task
@@ -134,10 +134,10 @@ def test_a_finish_without_a_session_whose_database_is_away_for_a_moment_is_a_dou
         runs.append(1)
 
     task = make_task(app, body, max_attempts=1)
-    complete = records.complete
+    complete = ends.complete
 
     def break_once(connection, *args, **kwargs):
-        monkeypatch.setattr(records, "complete", complete)
+        monkeypatch.setattr(ends, "complete", complete)
 
         def refuse_once(*_):
             event.remove(connection.engine, "do_connect", refuse_once)
@@ -146,7 +146,7 @@ def test_a_finish_without_a_session_whose_database_is_away_for_a_moment_is_a_dou
         event.listen(connection.engine, "do_connect", refuse_once)
         statements.execute(connection, "SELECT pg_terminate_backend(pg_backend_pid())")
 
-    monkeypatch.setattr(records, "complete", break_once)
+    monkeypatch.setattr(ends, "complete", break_once)
     outcome = deliveries.deliver(task, key="k")
 
     assert (outcome.state, len(runs)) == ("SUCCESS", 2)

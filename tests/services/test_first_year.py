@@ -31,7 +31,7 @@ from idempotency.operate.discards import DiscardRefused
 from idempotency.operate.operators import Change
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay, Relayed
-from idempotency.store import records
+from idempotency.store import effects, ends
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER, Message
@@ -161,8 +161,8 @@ def test_a_retry_that_old_code_cannot_bind_comes_back(
     message = Message(sent, body, {"queue": queue}, {})
     held = op.started(connection, id, fingerprint=fingerprint, message=message.to_text(), queue=queue)
     entry = {"kind": "effect", "state": "begun", "key": "k", "number": 1, "args": "v1:x", "position": 1}
-    assert records.begin_effect(connection, held, "capture", entry | {"ended_at": None}) is not None
-    assert records.release(connection, held, delay=0.0, error=op.ERROR)
+    assert effects.begin_effect(connection, held, "capture", entry | {"ended_at": None}) is not None
+    assert ends.release(connection, held, delay=0.0, error=op.ERROR)
     marks = op.sent(connection, id)
 
     die(bank, consumer, body, headers=sent | marks)  # an old worker

@@ -26,7 +26,7 @@ from idempotency.letters.dead_letter_queue import DeadLetterConsumer, consume_on
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters as letters
-from idempotency.store import records
+from idempotency.store import ends
 from idempotency.store.dead_letters import ReplayRefused
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
@@ -293,7 +293,7 @@ def test_a_released_operation_ends_when_its_only_delivery_is_dead(
     assert row.fence > held.fence
     assert [letter.attempts for letter in op.dead_letters(connection)] == [1]
     with pytest.raises(DataError):  # the former holder's finish matches nothing
-        records.complete(connection, held, "1", retention=60.0, lease=60.0)
+        ends.complete(connection, held, "1", retention=60.0, lease=60.0)
 
 
 @pytest.mark.parametrize(("state", "duplicates"), [(op.started, 1), (op.completed, 0), (op.failed, 0)])

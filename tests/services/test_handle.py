@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, event
 from idempotency import Handle
 from idempotency.application import close_runtime, runtime_of
 from idempotency.errors import OperationBusy
-from idempotency.store import records
+from idempotency.store import ends
 from tests import operations as op
 
 WAITERS = 100
@@ -64,7 +64,7 @@ def test_a_hundred_waiters_share_a_small_pool_and_all_get_their_results(
         results = [pool.submit(wait, holder) for holder in holders]
         waiting.wait()
         for number, holder in enumerate(holders):
-            records.complete(connection, holder, str(number), retention=3600, lease=60)
+            ends.complete(connection, holder, str(number), retention=3600, lease=60)
         assert [result.result(120) for result in results] == list(range(WAITERS))
     assert 0 < watched.most <= 4  # the pool's size, and as many again under load
     assert watched.out == 0

@@ -17,7 +17,8 @@ from idempotency.application import runtime_of
 from idempotency.attempt import runtime as runtime_module
 from idempotency.attempt.runtime import is_provably_dead, process_identity
 from idempotency.settings import Settings
-from idempotency.store import outbox, records, sweeps
+from idempotency.store import ends, outbox, sweeps
+from idempotency.store.answers import Claimed
 from idempotency.store.recover import SPARE_CLAIMS
 from idempotency.upkeep.maintenance import BATCH, purge, recover
 from idempotency.wire.keys import OperationId
@@ -66,7 +67,7 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
         assert [tuple(letter) for letter in letters] == [
             ("on_failed_error", bound, op.MESSAGE, "{}", "open")
         ]  # which was not run
-        assert not records.release(connection, held, delay=0.0, error=None)  # its last process changes nothing any more
+        assert not ends.release(connection, held, delay=0.0, error=None)  # its last process changes nothing any more
         assert op.outbox(connection, held.id) == []
     else:
         assert letters == []
@@ -128,7 +129,7 @@ def test_a_holder_that_finishes_in_this_moment_is_not_recovered(
 ) -> None:
     held = expired(connection)
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as holder:
-        records.complete(holder, held, "1", retention=60.0, lease=60.0)
+        ends.complete(holder, held, "1", retention=60.0, lease=60.0)
         assert recover(bank) == 0
         holder.commit()
     assert status(connection, held.id) == "completed"
@@ -140,7 +141,7 @@ def test_a_holder_that_was_recovered_finishes_nothing(bank: Celery, connection: 
     held = expired(connection)
     assert recover(bank) == 1
     with pytest.raises(DataError):
-        records.complete(connection, held, "1", retention=60.0, lease=60.0)
+        ends.complete(connection, held, "1", retention=60.0, lease=60.0)
     assert status(connection, held.id) == "released"
 
 
@@ -310,7 +311,7 @@ def test_a_recovery_and_takeovers_at_once_leave_each_operation_to_one(
         if index == 0:
             return recover(bank)
         with engine.connect() as own:
-            return sum(isinstance(op.claim(own, orphan.id), records.Claimed) for orphan in orphans)
+            return sum(isinstance(op.claim(own, orphan.id), Claimed) for orphan in orphans)
 
     recovered, taken = at_once(2, race)
     # what was recovered is due, so it may have been claimed after that; nothing was claimed and then released

@@ -27,7 +27,7 @@ from idempotency.operate.operators import (
     resolve_effect,
 )
 from idempotency.store import dead_letters as letters
-from idempotency.store import records
+from idempotency.store import ends
 from idempotency.wire.message import Message
 from tests import bank as b
 from tests import operations as op
@@ -103,7 +103,7 @@ def test_a_release_delivers_again_and_fences_the_holder_off(bank: Celery, connec
     assert (entry.actor, entry.action, entry.reason, entry.key) == ("ann", "release", "ticket 42", "a")
     assert (entry.fence_before, entry.generation) == (held.fence, 1)
     assert entry.details == {"holder": op.HOLDER}
-    assert not records.release(connection, held, delay=0, error=None)
+    assert not ends.release(connection, held, delay=0, error=None)
 
 
 @pytest.mark.parametrize("make", [op.early, op.due, op.completed, op.failed])

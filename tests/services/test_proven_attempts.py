@@ -31,7 +31,7 @@ from idempotency.application import runtime_of
 from idempotency.attempt.attempt import ON_FAILED_TRIES
 from idempotency.operate import operators
 from idempotency.operate.operators import Change
-from idempotency.store import records
+from idempotency.store import effects
 from idempotency.store.recover import SPARE_CLAIMS
 from idempotency.upkeep import maintenance
 from tests import operations as op
@@ -388,7 +388,7 @@ def test_an_attempt_that_resumes_after_its_lease_calls_nothing(
 ) -> None:
     """It was paused between the beginning of its effect and the call, and its own heartbeat with it."""
     charged: list[str] = []
-    begin = records.begin_effect
+    begin = effects.begin_effect
     paused: list[int] = []
 
     def charge(*, idempotency_key: str) -> str:
@@ -411,7 +411,7 @@ def test_an_attempt_that_resumes_after_its_lease_calls_nothing(
         return begun
 
     task = make_task(bank, lambda self: self.effect("call", charge), on_failed=on_failed)
-    monkeypatch.setattr(records, "begin_effect", begin_and_freeze)
+    monkeypatch.setattr(effects, "begin_effect", begin_and_freeze)
     assert deliveries.deliver(task, key="k").value == "ch_1"
     assert (record("k").status, len(charged)) == ("completed", 1)
 

@@ -30,7 +30,8 @@ from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterCon
 from idempotency.operate import operators
 from idempotency.operate.operators import Change
 from idempotency.relay.reconcile import reconcile
-from idempotency.store import records
+from idempotency.store import claims
+from idempotency.store.answers import Answer, Claimed
 from idempotency.upkeep import maintenance
 from idempotency.wire import keys
 from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER
@@ -219,17 +220,17 @@ def test_an_answer_to_a_claim_that_takes_a_lease_begins_the_body_once(
 ) -> None:
     """After an outage, say."""
     runs: list[str] = []
-    claim = records.claim
+    claim = claims.claim
 
-    def wait_for_the_answer(*args: Any, **options: Any) -> records.Answer:
+    def wait_for_the_answer(*args: Any, **options: Any) -> Answer:
         answer = claim(*args, **options)
-        return replace(answer, asked_at=answer.asked_at - 61.0) if isinstance(answer, records.Claimed) else answer
+        return replace(answer, asked_at=answer.asked_at - 61.0) if isinstance(answer, Claimed) else answer
 
     def body(self: Any) -> str:
         runs.append("the client's mail is written")
         return pay(self)
 
-    monkeypatch.setattr(records, "claim", wait_for_the_answer)
+    monkeypatch.setattr(claims, "claim", wait_for_the_answer)
     assert deliveries.deliver(make_task(bank, body), key="k").value == "paid"
     assert (len(runs), record("k").attempts) == (1, 1)
 

@@ -15,8 +15,9 @@ from sqlalchemy.exc import DataError
 from sqlalchemy.pool import NullPool
 
 import services
-from idempotency.store import records
-from idempotency.store.records import Busy, Changed, Claimed, Completed, Failed, Mismatch, Renewal
+from idempotency.store import claims, clock, effects, ends, operations
+from idempotency.store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Mismatch, Renewal, error_text
+from idempotency.store.ends import FailedEnd
 from idempotency.wire.keys import OperationId
 from tests.operations import (
     ERROR,
@@ -186,7 +187,7 @@ def test_other_arguments_are_refused_in_every_state_and_touch_nothing(
 
 def test_a_claim_whose_reading_missed_the_row_is_asked_again(connection: Connection, engine: Engine) -> None:
     id = new_id()
-    answers: list[records.Answer] = []
+    answers: list[Answer] = []
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as winner:
         started(winner, id)
         # this claim begins before the winner commits, waits for it, and does not see its row
@@ -199,9 +200,9 @@ def test_a_claim_whose_reading_missed_the_row_is_asked_again(connection: Connect
     assert claim(connection, id) == Busy()
 
 
-def ask_once(engine: Engine, id: OperationId) -> records.Answer:
+def ask_once(engine: Engine, id: OperationId) -> Answer:
     with engine.connect() as connection:
-        return records.claim(
+        return claims.claim(
             connection, id, token="late", fingerprint=FINGERPRINT, message=MESSAGE, holder="h", lease=LEASE
         )
 
@@ -216,7 +217,7 @@ def wait_for_a_blocked_statement(connection: Connection) -> None:
 def test_a_claim_that_waited_for_a_lock_gets_its_whole_lease(connection: Connection, engine: Engine) -> None:
     # now() would be the time before the wait
     held = expired(connection)
-    answers: list[records.Answer] = []
+    answers: list[Answer] = []
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
         other.execute(text("SELECT FROM idempotency.records WHERE key = :key FOR UPDATE"), {"key": held.id.key})
         waiting = threading.Thread(target=lambda: answers.append(ask_once(engine, held.id)))
@@ -238,7 +239,7 @@ def test_the_fence_only_grows(connection: Connection) -> None:
         age(connection, id, locked_until=-1)
         held = started(connection, id)
         fences.append(held.fence)
-    assert records.release(connection, held, delay=0.0, error=None)
+    assert ends.release(connection, held, delay=0.0, error=None)
     fences.append(started(connection, id).fence)
     # also for a key that is used again after its record was purged
     connection.execute(text("DELETE FROM idempotency.records WHERE key = :key"), {"key": id.key})
@@ -257,10 +258,10 @@ class Racers:
         self._number = number
         self._barrier = threading.Barrier(number, timeout=60)
 
-    def claim(self, ids: list[OperationId]) -> list[list[records.Answer]]:
+    def claim(self, ids: list[OperationId]) -> list[list[Answer]]:
         """The final answers to every racer, key by key."""
 
-        def race(_: int) -> list[records.Answer]:
+        def race(_: int) -> list[Answer]:
             with self._engine.connect() as connection:
                 answers = []
                 for id in ids:
@@ -301,7 +302,7 @@ def test_a_finish_and_a_takeover_at_once_give_one_winner(engine: Engine, connect
         def race(index: int, held: Claimed = held) -> bool:
             with engine.connect() as own:
                 if index == 0:
-                    return finished(lambda: records.complete(own, held, "1", retention=RETENTION, lease=LEASE))
+                    return finished(lambda: ends.complete(own, held, "1", retention=RETENTION, lease=LEASE))
                 return isinstance(claim(own, held.id), Claimed)
 
         assert sorted(at_once(2, race)) == [False, True]
@@ -322,33 +323,33 @@ def finished(finish: Callable[[], None]) -> bool:
 
 
 def step(connection: Connection, held: Claimed) -> bool:
-    return finished(lambda: records.record_step(connection, held, "reserve", {"state": "done"}, lease=LEASE))
+    return finished(lambda: effects.record_step(connection, held, "reserve", {"state": "done"}, lease=LEASE))
 
 
 def complete(connection: Connection, held: Claimed) -> bool:
-    return finished(lambda: records.complete(connection, held, "1", retention=RETENTION, lease=LEASE))
+    return finished(lambda: ends.complete(connection, held, "1", retention=RETENTION, lease=LEASE))
 
 
 def fail(connection: Connection, held: Claimed) -> bool:
     # over the open effect of `with_a_begun_effect`, and where there is none
-    end = records.FailedEnd("effect_unknown", ERROR)
-    return finished(lambda: records.fail(connection, held, end, retention=RETENTION, lease=LEASE))
+    end = FailedEnd("effect_unknown", ERROR)
+    return finished(lambda: ends.fail(connection, held, end, retention=RETENTION, lease=LEASE))
 
 
 def release(connection: Connection, held: Claimed) -> bool:
-    return records.release(connection, held, delay=1.0, error=ERROR)
+    return ends.release(connection, held, delay=1.0, error=ERROR)
 
 
 def renew(connection: Connection, held: Claimed) -> bool:
-    return records.renew(connection, [held], LEASE)[held.token] is Renewal.HELD
+    return claims.renew(connection, [held], LEASE)[held.token] is Renewal.HELD
 
 
 def begin_effect(connection: Connection, held: Claimed) -> bool:
-    return records.begin_effect(connection, held, "notify", {"state": "begun"}) is not None
+    return effects.begin_effect(connection, held, "notify", {"state": "begun"}) is not None
 
 
 def change_effect(connection: Connection, held: Claimed) -> bool:
-    return records.change_effect(connection, held, "charge", {"state": "done"})
+    return effects.change_effect(connection, held, "charge", {"state": "done"})
 
 
 HOLDERS_ONLY = [renew, begin_effect, change_effect, step, complete, fail, release]
@@ -356,7 +357,7 @@ HOLDERS_ONLY = [renew, begin_effect, change_effect, step, complete, fail, releas
 
 def with_a_begun_effect(connection: Connection) -> Claimed:
     held = started(connection)
-    assert records.begin_effect(connection, held, "charge", {"state": "begun"}) is not None
+    assert effects.begin_effect(connection, held, "charge", {"state": "begun"}) is not None
     return held
 
 
@@ -392,7 +393,7 @@ def test_who_is_not_the_holder_changes_nothing(
 
 
 def released_now(connection: Connection, held: Claimed) -> None:
-    assert records.release(connection, held, delay=0.0, error=None)
+    assert ends.release(connection, held, delay=0.0, error=None)
 
 
 def completed_now(connection: Connection, held: Claimed) -> None:
@@ -445,7 +446,7 @@ def test_a_holder_whose_lease_is_over_but_not_taken_is_still_the_holder(
 
 def test_completing_stores_the_result_and_the_retention(connection: Connection) -> None:
     held = started(connection)
-    records.complete(connection, held, '{"b": 1, "a": 2}', retention=100.0, lease=LEASE)
+    ends.complete(connection, held, '{"b": 1, "a": 2}', retention=100.0, lease=LEASE)
     row = record(connection, held.id)
     assert row is not None
     assert (row.status, row.result, row.response_code) == ("completed", '{"b": 1, "a": 2}', 200)
@@ -457,8 +458,8 @@ def test_failing_stores_the_error_and_keeps_the_first_one(connection: Connection
     held = early(connection)
     age(connection, held.id, available_at=-1)
     again = started(connection, held.id)
-    last = records.error_text("card_declined", "the card was declined")
-    records.fail(connection, again, records.FailedEnd("card_declined", last), retention=100.0, lease=LEASE)
+    last = error_text("card_declined", "the card was declined")
+    ends.fail(connection, again, FailedEnd("card_declined", last), retention=100.0, lease=LEASE)
     row = record(connection, held.id)
     assert row is not None
     assert (row.status, row.error, row.first_error, row.response_code) == ("failed", last, ERROR, 422)
@@ -498,7 +499,7 @@ def test_a_finish_that_is_rolled_back_never_was(
 
 def test_releasing_writes_the_next_delivery_with_it(connection: Connection) -> None:
     held = started(connection)
-    assert records.release(connection, held, delay=100.0, error=ERROR)
+    assert ends.release(connection, held, delay=100.0, error=ERROR)
     row = record(connection, held.id)
     assert row is not None
     assert (row.status, row.token, row.locked_until, row.locked_by) == ("released", None, None, None)
@@ -521,7 +522,7 @@ def test_a_release_that_is_rolled_back_delivers_nothing(connection: Connection, 
 
 def test_a_release_may_give_its_attempt_back(connection: Connection) -> None:
     held = started(connection)
-    assert records.release(connection, held, delay=0.0, error=None, give_back=True)
+    assert ends.release(connection, held, delay=0.0, error=None, give_back=True)
     row = record(connection, held.id)
     assert row is not None
     assert (row.attempts, row.error) == (0, None)
@@ -530,7 +531,7 @@ def test_a_release_may_give_its_attempt_back(connection: Connection) -> None:
 
 def test_an_eager_release_delivers_nothing(connection: Connection) -> None:
     held = started(connection)
-    assert records.release(connection, held, delay=0.0, error=None, deliver=False)
+    assert ends.release(connection, held, delay=0.0, error=None, deliver=False)
     assert outbox(connection, held.id) == []
     assert started(connection, held.id).attempts == 2
 
@@ -538,10 +539,10 @@ def test_an_eager_release_delivers_nothing(connection: Connection) -> None:
 def test_the_last_error_is_the_newest_and_the_first_stays(connection: Connection) -> None:
     held = due(connection)
     again = started(connection, held.id)
-    second = records.error_text("TimeoutError", "no answer")
-    assert records.release(connection, again, delay=0.0, error=second)
+    second = error_text("TimeoutError", "no answer")
+    assert ends.release(connection, again, delay=0.0, error=second)
     third = started(connection, held.id)
-    assert records.release(connection, third, delay=0.0, error=None)
+    assert ends.release(connection, third, delay=0.0, error=None)
     row = record(connection, held.id)
     assert row is not None
     assert (row.first_error, row.error) == (ERROR, second)
@@ -552,15 +553,15 @@ def test_the_last_error_is_the_newest_and_the_first_stays(connection: Connection
 
 def test_an_effect_is_begun_once_and_changed_while_it_is_open(connection: Connection) -> None:
     held = started(connection)
-    begun_at = records.begin_effect(connection, held, "charge", {"state": "begun", "key": "k1"})
+    begun_at = effects.begin_effect(connection, held, "charge", {"state": "begun", "key": "k1"})
     assert begun_at is not None
-    assert 0 <= records.database_time(connection) - begun_at < 10
-    assert records.begin_effect(connection, held, "charge", {"state": "begun", "key": "k2"}) is None
-    assert records.change_effect(connection, held, "charge", {"ended_at": 1.5})
-    assert records.change_effect(connection, held, "charge", {"state": "done", "result": "1"})
+    assert 0 <= clock.database_time(connection) - begun_at < 10
+    assert effects.begin_effect(connection, held, "charge", {"state": "begun", "key": "k2"}) is None
+    assert effects.change_effect(connection, held, "charge", {"ended_at": 1.5})
+    assert effects.change_effect(connection, held, "charge", {"state": "done", "result": "1"})
     # a recorded result is never replaced
-    assert not records.change_effect(connection, held, "charge", {"state": "done", "result": "2"})
-    assert records.begin_effect(connection, held, "charge", {"state": "begun"}) is None
+    assert not effects.change_effect(connection, held, "charge", {"state": "done", "result": "2"})
+    assert effects.begin_effect(connection, held, "charge", {"state": "begun"}) is None
     row = record(connection, held.id)
     assert row is not None
     assert row.effects["charge"] == {
@@ -570,17 +571,17 @@ def test_an_effect_is_begun_once_and_changed_while_it_is_open(connection: Connec
 
 def test_an_effect_that_did_not_happen_may_be_begun_again(connection: Connection) -> None:
     held = started(connection)
-    records.begin_effect(connection, held, "charge", {"state": "begun", "number": 1})
-    assert records.change_effect(connection, held, "charge", {"state": "not_happened"})
-    assert not records.change_effect(connection, held, "charge", {"state": "done", "result": "1"})
-    assert records.begin_effect(connection, held, "charge", {"state": "begun", "number": 2}) is not None
-    assert records.change_effect(connection, held, "charge", {"state": "done", "result": "1"})
+    effects.begin_effect(connection, held, "charge", {"state": "begun", "number": 1})
+    assert effects.change_effect(connection, held, "charge", {"state": "not_happened"})
+    assert not effects.change_effect(connection, held, "charge", {"state": "done", "result": "1"})
+    assert effects.begin_effect(connection, held, "charge", {"state": "begun", "number": 2}) is not None
+    assert effects.change_effect(connection, held, "charge", {"state": "done", "result": "1"})
 
 
 def test_an_effect_that_was_never_begun_cannot_change(connection: Connection) -> None:
     held = with_a_begun_effect(connection)
-    assert not records.change_effect(connection, held, "notify", {"state": "done"})
-    assert records.change_effect(connection, held, "charge", {"state": "done"})
+    assert not effects.change_effect(connection, held, "notify", {"state": "done"})
+    assert effects.change_effect(connection, held, "charge", {"state": "done"})
 
 
 def test_a_step_is_recorded_once(connection: Connection) -> None:
@@ -595,8 +596,8 @@ def test_a_step_is_recorded_once(connection: Connection) -> None:
 @pytest.mark.parametrize("name", ["it's", 'a"b', "a{b}", "0", "é", "a,b"])
 def test_any_name_is_one_name(connection: Connection, name: str) -> None:
     held = started(connection)
-    assert records.begin_effect(connection, held, name, {"state": "begun"}) is not None
-    assert records.change_effect(connection, held, name, {"state": "done"})
+    assert effects.begin_effect(connection, held, name, {"state": "begun"}) is not None
+    assert effects.change_effect(connection, held, name, {"state": "done"})
     row = record(connection, held.id)
     assert row is not None
     assert row.effects[name]["state"] == "done"
@@ -605,7 +606,7 @@ def test_any_name_is_one_name(connection: Connection, name: str) -> None:
 
 def test_effects_come_back_with_the_next_claim(connection: Connection) -> None:
     held = with_a_begun_effect(connection)
-    assert records.change_effect(connection, held, "charge", {"state": "done", "result": '{"b":1,"a":1e16}'})
+    assert effects.change_effect(connection, held, "charge", {"state": "done", "result": '{"b":1,"a":1e16}'})
     assert step(connection, held)
     age(connection, held.id, locked_until=-1)
     taken = started(connection, held.id)
@@ -624,15 +625,15 @@ def duplicates(connection: Connection, id: OperationId) -> int:
 
 def test_a_duplicate_of_a_running_operation_is_counted_and_the_holder_named(connection: Connection) -> None:
     held = started(connection)
-    assert records.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)
-    assert records.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)
     assert duplicates(connection, held.id) == 2
     assert complete(connection, held)
 
 
 def test_a_duplicate_of_an_operation_that_is_not_due_yet_is_counted(connection: Connection) -> None:
     held = early(connection)
-    assert records.count_duplicate(connection, held.id, FINGERPRINT) == (True, None)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, None)
     assert duplicates(connection, held.id) == 1
 
 
@@ -642,7 +643,7 @@ def test_a_duplicate_of_what_may_need_it_or_has_ended_is_not_counted(
 ) -> None:
     held = state(connection)
     before = record(connection, held.id)
-    assert records.count_duplicate(connection, held.id, FINGERPRINT) == (False, None)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (False, None)
     assert record(connection, held.id) == before
 
 
@@ -651,15 +652,15 @@ def test_a_duplicate_under_another_fingerprint_tenant_operation_or_key_is_not_co
     connection: Connection, state: Callable[[Connection], Claimed]
 ) -> None:
     id = state(connection).id
-    assert records.count_duplicate(connection, id, OTHER) == (False, None)
+    assert claims.count_duplicate(connection, id, OTHER) == (False, None)
     for other in (
         OperationId("another", id.operation, id.key),
         OperationId(id.tenant, "another", id.key),
         OperationId(id.tenant, id.operation, "another"),
     ):
-        assert records.count_duplicate(connection, other, FINGERPRINT) == (False, None)
+        assert claims.count_duplicate(connection, other, FINGERPRINT) == (False, None)
     assert duplicates(connection, id) == 0
-    assert records.count_duplicate(connection, id, FINGERPRINT)[0]
+    assert claims.count_duplicate(connection, id, FINGERPRINT)[0]
 
 
 # ---------------------------------------------------------------- renewing
@@ -669,7 +670,7 @@ def test_renewing_moves_the_lease_of_every_held_operation(connection: Connection
     held = [started(connection) for _ in range(5)]
     for one in held:
         age(connection, one.id, locked_until=1)
-    assert records.renew(connection, held, LEASE) == {one.token: Renewal.HELD for one in held}
+    assert claims.renew(connection, held, LEASE) == {one.token: Renewal.HELD for one in held}
     for one in held:
         assert LEASE - 10 < seconds_from_now(connection, one.id, "locked_until") <= LEASE
 
@@ -678,7 +679,7 @@ def test_what_was_taken_over_is_lost_and_the_rest_is_renewed(connection: Connect
     mine, taken = started(connection), expired(connection)
     new = started(connection, taken.id)
     age(connection, new.id, locked_until=5)
-    assert records.renew(connection, [taken, mine], LEASE) == {taken.token: Renewal.LOST, mine.token: Renewal.HELD}
+    assert claims.renew(connection, [taken, mine], LEASE) == {taken.token: Renewal.LOST, mine.token: Renewal.HELD}
     # a foreign lease is not made longer
     assert seconds_from_now(connection, new.id, "locked_until") < 6
 
@@ -689,7 +690,7 @@ def test_what_is_not_started_under_this_fence_is_lost(
 ) -> None:
     held = started(connection)
     meanwhile(connection, held)
-    assert records.renew(connection, [held], LEASE) == {held.token: Renewal.LOST}
+    assert claims.renew(connection, [held], LEASE) == {held.token: Renewal.LOST}
 
 
 def test_a_row_that_somebody_has_locked_is_unknown_and_the_others_are_renewed(
@@ -701,20 +702,20 @@ def test_a_row_that_somebody_has_locked_is_unknown_and_the_others_are_renewed(
         age(connection, one.id, locked_until=1)
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
         other.execute(text("SELECT FROM idempotency.records WHERE key = :key FOR UPDATE"), {"key": locked.id.key})
-        verdicts = records.renew(connection, held, LEASE)
+        verdicts = claims.renew(connection, held, LEASE)
         other.rollback()
     assert verdicts == {locked.token: Renewal.UNKNOWN} | {one.token: Renewal.HELD for one in others}
     assert seconds_from_now(connection, locked.id, "locked_until") < 2
-    assert records.renew(connection, [locked], LEASE) == {locked.token: Renewal.HELD}
+    assert claims.renew(connection, [locked], LEASE) == {locked.token: Renewal.HELD}
 
 
 def test_its_own_uncommitted_finish_makes_a_lease_unknown_not_lost(connection: Connection, engine: Engine) -> None:
     held = started(connection)
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
         assert complete(other, held)
-        assert records.renew(connection, [held], LEASE) == {held.token: Renewal.UNKNOWN}
+        assert claims.renew(connection, [held], LEASE) == {held.token: Renewal.UNKNOWN}
         other.commit()
-    assert records.renew(connection, [held], LEASE) == {held.token: Renewal.LOST}
+    assert claims.renew(connection, [held], LEASE) == {held.token: Renewal.LOST}
 
 
 # ---------------------------------------------------------------- tenants
@@ -727,11 +728,11 @@ def test_a_tenant_meets_nothing_of_another_one_s(
     theirs = state(connection)
     before = record(connection, theirs.id)
     mine = OperationId("another", theirs.id.operation, theirs.id.key)
-    assert records.lookup(connection, mine) is None
+    assert operations.lookup(connection, mine) is None
     # the same key with other arguments is no mismatch here
     held = started(connection, mine, fingerprint=OTHER)
     assert (held.attempts, held.effects) == (1, {})
-    records.complete(connection, held, '"mine"', retention=RETENTION, lease=LEASE)
+    ends.complete(connection, held, '"mine"', retention=RETENTION, lease=LEASE)
     assert claim(connection, mine, fingerprint=OTHER) == Completed('"mine"')
     assert record(connection, theirs.id) == before
 
@@ -745,8 +746,8 @@ def test_operations_of_one_key_are_independent(connection: Connection) -> None:
 def test_looking_up_shows_the_record_and_changes_nothing(connection: Connection) -> None:
     held = completed(connection)
     before = record(connection, held.id)
-    row = records.lookup(connection, held.id)
+    row = operations.lookup(connection, held.id)
     assert row is not None
     assert (row.status, row.result, row.generation, row.attempts) == ("completed", '{"b": 1, "a": 2}', 1, 1)
     assert record(connection, held.id) == before
-    assert records.lookup(connection, new_id()) is None
+    assert operations.lookup(connection, new_id()) is None

@@ -41,9 +41,10 @@ from idempotency.operate.operators import Change, ChangeRefused, Shown
 from idempotency.relay import relay as relaying
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
-from idempotency.store import dead_letters, letters, outbox, records
+from idempotency.store import claims, dead_letters, effects, ends, letters, outbox
+from idempotency.store.answers import Busy, Claimed, Completed, Failed, Mismatch, Renewal, error_text
 from idempotency.store.dead_letters import ReplayRefused
-from idempotency.store.records import Busy, Claimed, Completed, Failed, Mismatch, Renewal
+from idempotency.store.ends import FailedEnd
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import maintenance
 from idempotency.wire import keys
@@ -400,7 +401,7 @@ class Machine(RuleBasedStateMachine):
             self.delivery(id, amount),
             generation=generation,
             reason="fingerprint_mismatch",
-            error=records.error_text("fingerprint_mismatch", "other arguments"),
+            error=error_text("fingerprint_mismatch", "other arguments"),
         )
         self._store(Letter(id, fingerprint(id, amount), "fingerprint_mismatch", "operation", generation))
 
@@ -408,7 +409,7 @@ class Machine(RuleBasedStateMachine):
     def count_duplicate(self, id: OperationId, amount: int) -> None:
         record = self.records.get(id)
         counts = record is not None and record.fingerprint == fingerprint(id, amount) and record.is_busy
-        counted, token = records.count_duplicate(self.connection, id, fingerprint(id, amount))
+        counted, token = claims.count_duplicate(self.connection, id, fingerprint(id, amount))
         assert counted == counts
         if record is not None and counts:
             record.duplicates += 1
@@ -420,7 +421,7 @@ class Machine(RuleBasedStateMachine):
     @rule(chosen=st.lists(which, min_size=1, max_size=3))
     def renew(self, chosen: list[int]) -> None:
         claims = {holder.claim.token: holder.claim for holder in (nth(self.holders, n) for n in chosen)}
-        verdicts = records.renew(self.connection, list(claims.values()), LEASE)
+        verdicts = claims.renew(self.connection, list(claims.values()), LEASE)
         for token, held in claims.items():
             record = self._held(held)
             assert verdicts[token] == (Renewal.LOST if record is None else Renewal.HELD)
@@ -452,7 +453,7 @@ class Machine(RuleBasedStateMachine):
             "position": 1,
             "ended_at": None,
         }
-        begun_at = records.begin_effect(self.connection, held, name, entry)
+        begun_at = effects.begin_effect(self.connection, held, name, entry)
         if record is not None and record.effects.get(name) in (None, "not_happened"):
             assert begun_at is not None
             record.effects[name] = "begun"
@@ -462,11 +463,11 @@ class Machine(RuleBasedStateMachine):
     def _change_effect(self, held: Claimed, name: str, change: dict[str, str]) -> None:
         record = self._held(held)
         open_ = record is not None and record.effects.get(name) == "begun"
-        assert records.change_effect(self.connection, held, name, change) == open_
+        assert effects.change_effect(self.connection, held, name, change) == open_
         if record is not None and open_:
             record.effects[name] = change["state"]
             # what is recorded stays
-            assert not records.change_effect(self.connection, held, name, {"state": "done", "result": "2"})
+            assert not effects.change_effect(self.connection, held, name, {"state": "done", "result": "2"})
 
     def _step(self, held: Claimed, name: str) -> None:
         record = self._held(held)
@@ -474,7 +475,7 @@ class Machine(RuleBasedStateMachine):
         matches = record is not None and name not in record.effects
         with self.finishing(matches) as connection:
             connection.execute(INSERT, {"account": account(held.id), "amount": 1})
-            records.record_step(connection, held, name, entry, lease=LEASE)
+            effects.record_step(connection, held, name, entry, lease=LEASE)
         if record is not None and matches:
             record.effects[name] = "done"
             record.steps.add(name)
@@ -489,7 +490,7 @@ class Machine(RuleBasedStateMachine):
         held, record = holder.claim, self._held(holder.claim)
         with self.finishing(record is not None) as connection:
             connection.execute(INSERT, {"account": account(held.id), "amount": 1})
-            records.complete(connection, held, result, retention=RETENTION, lease=LEASE)
+            ends.complete(connection, held, result, retention=RETENTION, lease=LEASE)
         if record is not None:
             record.end("completed", result=result)
             self.entries[account(held.id)] += 1
@@ -502,12 +503,12 @@ class Machine(RuleBasedStateMachine):
     def _fail(self, holder: Holder, code: str) -> None:
         held, record = holder.claim, self._held(holder.claim)
         code = code if record is None else record.concluded(code)
-        error = records.error_text(code, "no")
+        error = error_text(code, "no")
         with self.finishing(record is not None) as connection:
             connection.execute(FAILURE, {"account": held.id.key, "code": code})
             delivery = self.delivery(held.id, holder.amount)
             letters.store_failure(connection, held.id, delivery, held, reason=code, last_error=error)
-            records.fail(connection, held, records.FailedEnd(code, error), retention=RETENTION, lease=LEASE)
+            ends.fail(connection, held, FailedEnd(code, error), retention=RETENTION, lease=LEASE)
         if record is not None:
             record.end("failed", code=code)
             self.failures[held.id.key] += 1
@@ -520,9 +521,9 @@ class Machine(RuleBasedStateMachine):
 
     def _release(self, holder: Holder, *, due: bool, give_back: bool) -> None:
         held, record = holder.claim, self._held(holder.claim)
-        error = None if give_back else records.error_text("flaky", "no")
+        error = None if give_back else error_text("flaky", "no")
         delay = 0.0 if due else LATER
-        released = records.release(self.connection, held, delay=delay, error=error, give_back=give_back)
+        released = ends.release(self.connection, held, delay=delay, error=error, give_back=give_back)
         assert released == (record is not None)
         if record is not None:
             record.release(due=due, code=None if give_back else "flaky")
@@ -778,7 +779,7 @@ class Machine(RuleBasedStateMachine):
             and not record.has_ended
             and (record.revoked is None or not remembered)
         )
-        assert records.revoke(self.connection, id, fingerprint(id, amount), remembered=remembered) == may
+        assert claims.revoke(self.connection, id, fingerprint(id, amount), remembered=remembered) == may
         if record is not None and may:
             record.revoked = record.generation
 

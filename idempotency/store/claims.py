@@ -1,0 +1,237 @@
+"""Claiming an operation and keeping it: the claim, duplicates that meet it, and the lease."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection
+
+from ..wire.keys import OperationId
+from ..wire.message import Message
+from .answers import Answer, Changed, Claimed, Renewal, explained
+from .record import MINE, ROW, mine, named
+from .statements import execute
+
+_CLAIM = f"""
+WITH claimed AS (
+    INSERT INTO idempotency.records AS r
+        (tenant, operation, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue)
+    VALUES (%(tenant)s, %(operation)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
+            clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s,
+            %(queue)s)
+    ON CONFLICT (tenant, operation, key) DO UPDATE SET
+        status = 'started',
+        fence = nextval('idempotency.fence'),
+        token = excluded.token,
+        -- the same token again is the same attempt, resolving a doubt
+        attempts = r.attempts + (r.token IS DISTINCT FROM excluded.token)::int,
+        locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
+        locked_by = excluded.locked_by,
+        taken_over = r.status = 'started' AND r.token IS DISTINCT FROM excluded.token,
+        available_at = NULL,
+        updated_at = clock_timestamp()
+    WHERE r.fingerprint = ANY(%(fingerprints)s)
+      AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
+        OR r.status = 'released' AND r.available_at <= clock_timestamp())
+    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, fingerprint,
+        taken_over, spent_at,
+        -- xmax is 0 in a row that was inserted
+        CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
+)
+SELECT 'claimed' AS answer, fence, attempts, generation, effects,
+       extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over, spent_at
+FROM claimed
+UNION ALL
+SELECT CASE
+           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
+           WHEN status IN ('completed', 'failed') THEN status
+           WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
+           WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
+           ELSE 'changed'
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL, NULL
+FROM idempotency.records
+WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
+"""
+
+# The only proof that allows a duplicate in flight to be acknowledged: one row, under this guard. Zero rows flush
+# nothing and prove nothing.
+_COUNT_DUPLICATE = f"""
+UPDATE idempotency.records
+SET duplicates = duplicates + 1, updated_at = clock_timestamp()
+WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s)
+  AND (status = 'started' AND locked_until > clock_timestamp()
+    OR status = 'released' AND available_at > clock_timestamp())
+RETURNING token
+"""
+
+# A skipped row is locked by somebody (its own finish, perhaps): unknown, not lost. Without SKIP LOCKED one slow
+# transaction would keep every lease of the process from being renewed.
+_RENEW = """
+WITH held AS (
+    SELECT * FROM unnest(%(tenants)s::text[], %(operations)s::text[], %(keys)s::text[],
+                         %(fences)s::bigint[], %(tokens)s::text[])
+        AS h(tenant, operation, key, fence, token)
+), mine AS MATERIALIZED (
+    SELECT r.tenant, r.operation, r.key
+    FROM idempotency.records r JOIN held h USING (tenant, operation, key)
+    WHERE r.status = 'started' AND r.fence = h.fence AND r.token = h.token
+    ORDER BY r.tenant, r.operation, r.key
+    FOR UPDATE OF r SKIP LOCKED
+), renewed AS (
+    UPDATE idempotency.records r SET locked_until = clock_timestamp() + make_interval(secs => %(lease)s)
+    FROM mine WHERE (r.tenant, r.operation, r.key) = (mine.tenant, mine.operation, mine.key)
+    RETURNING r.token
+)
+SELECT h.token,
+       EXISTS (SELECT FROM renewed WHERE renewed.token = h.token) AS renewed,
+       EXISTS (SELECT FROM idempotency.records r
+               WHERE (r.tenant, r.operation, r.key) = (h.tenant, h.operation, h.key)
+                 AND r.status = 'started' AND r.fence = h.fence AND r.token = h.token) AS still_mine
+FROM held h
+"""
+
+# The rows of a repeated request are as many as its repetitions.
+_ACCEPTED = f"""
+(SELECT message FROM idempotency.records WHERE {ROW} AND fingerprint = %(fingerprint)s)
+UNION ALL
+(SELECT message FROM idempotency.outbox WHERE {ROW} AND fingerprint = %(fingerprint)s ORDER BY id LIMIT 10)
+"""
+
+# What is used up is counted from here, and not from `max_attempts`, which the next deploy may lower.
+_NOTE_SPENT = f"""
+UPDATE idempotency.records
+SET spent_at = coalesce(spent_at, attempts + %(in)s), updated_at = clock_timestamp()
+WHERE {MINE} RETURNING spent_at
+"""
+
+# A worker remembers revoked task ids for hours, and a replay has the same one: its memory counts only once.
+_REVOKE = f"""
+UPDATE idempotency.records SET revoked_generation = generation, updated_at = clock_timestamp()
+WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
+  AND (revoked_generation IS NULL OR NOT %(remembered)s)
+RETURNING 1
+"""
+
+
+def claim(
+    connection: Connection,
+    id: OperationId,
+    *,
+    token: str,
+    fingerprint: str,
+    message: str,
+    holder: str,
+    lease: float,
+    queue: str = "",
+    synchronous: bool = True,
+    also: Sequence[str] = (),
+) -> Answer:
+    """Claim the operation by writing first; read only to explain a lost claim.
+
+    One statement: a new record, one that is due again, one whose lease is over, or our own claim after a doubt.
+    `also`: the fingerprints of the same arguments by other rules than that of `fingerprint`. Raises `UnknownVersion`
+    for a record whose fingerprint is of a rule that is not known here.
+
+    Without `synchronous` the commit of a *new* record does not wait for the disk; only for a caller that acknowledges
+    nothing on its strength. Every later write about it is flushed, and the claim, earlier in the log, with it. Should
+    a crash of Postgres undo the claim before that, those writes match nothing and the holder claims again.
+    """
+    asked_at = time.monotonic()
+    row = execute(
+        connection,
+        _CLAIM,
+        named(id)
+        | {
+            "token": token,
+            "fingerprint": fingerprint,
+            "fingerprints": [fingerprint, *also],
+            "message": message,
+            "queue": queue,
+            "holder": holder,
+            "lease": lease,
+            "synchronous": synchronous,
+        },
+    ).fetchone()
+    if row is None:
+        return Changed()
+    if row.answer == "claimed":
+        return Claimed(
+            id,
+            row.fence,
+            token,
+            row.attempts,
+            row.generation,
+            max(row.age, 0.0),
+            row.effects or {},
+            row.attempts == 1,
+            taken_over=row.taken_over,
+            revoked=row.revoked,
+            fingerprint=row.fingerprint,
+            spent_at=row.spent_at,
+            asked_at=asked_at,
+        )
+    return explained(row)
+
+
+def count_duplicate(
+    connection: Connection, id: OperationId, fingerprint: str, also: Sequence[str] = ()
+) -> tuple[bool, str | None]:
+    """Count a duplicate of an operation in flight. Returns whether a row was counted, and its holder's token."""
+    row = execute(connection, _COUNT_DUPLICATE, named(id) | {"fingerprints": [fingerprint, *also]}).fetchone()
+    return (False, None) if row is None else (True, row.token)
+
+
+def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> dict[str, Renewal]:
+    """Renew all leases of a process in one statement. Returns the verdict by token."""
+    rows = execute(
+        connection,
+        _RENEW,
+        {
+            "tenants": [claim.id.tenant for claim in claims],
+            "operations": [claim.id.operation for claim in claims],
+            "keys": [claim.id.key for claim in claims],
+            "fences": [claim.fence for claim in claims],
+            "tokens": [claim.token for claim in claims],
+            "lease": lease,
+        },
+    )
+    return {row.token: _renewal(row) for row in rows}
+
+
+def _renewal(row: Any) -> Renewal:
+    if row.renewed:
+        return Renewal.HELD
+    return Renewal.UNKNOWN if row.still_mine else Renewal.LOST
+
+
+def revoke(
+    connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool, also: Sequence[str] = ()
+) -> bool:
+    """Mark this generation as revoked: the next claim ends it, with a last look at most. False: it has ended, or is unknown.
+
+    `remembered`: a worker's memory of a task id, which does not revoke a generation after the one it did revoke.
+    """
+    parameters = {"fingerprints": [fingerprint, *also], "remembered": remembered}
+    return execute(connection, _REVOKE, named(id) | parameters).fetchone() is not None
+
+
+def note_spent(connection: Connection, claim: Claimed, *, within: int) -> int | None:
+    """Note that this attempt (`within` 0) or the next one (1) has none left. Returns the first such; None: not the holder."""
+    row = execute(connection, _NOTE_SPENT, mine(claim) | {"in": within}).fetchone()
+    return None if row is None else int(row.spent_at)
+
+
+def is_accepted(connection: Connection, id: OperationId, fingerprint: str, body: str) -> bool:
+    """Whether a message with this very body was accepted under a fingerprint: its arguments are those, as text."""
+    rows = execute(connection, _ACCEPTED, named(id) | {"fingerprint": fingerprint}).fetchall()
+    return any(_body(row.message) == body for row in rows)
+
+
+def _body(message: str) -> str | None:
+    try:
+        return Message.from_text(message).body
+    except ValueError:
+        return None

@@ -1,0 +1,56 @@
+"""The effects and steps of an attempt, as its record keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection
+
+from .answers import Claimed
+from .record import FINISH, MINE, idle_ms, mine
+from .statements import execute
+
+Parameters = Mapping[str, Any]
+
+_BEGIN_EFFECT = f"""
+UPDATE idempotency.records
+SET effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
+        || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)),
+    updated_at = clock_timestamp()
+WHERE {MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' IN ('not_happened', 'compensated'))
+RETURNING effects -> %(name)s ->> 'begun_at'
+"""
+
+_CHANGE_EFFECT = f"""
+UPDATE idempotency.records
+SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(change)s::jsonb),
+    updated_at = clock_timestamp()
+WHERE {MINE} AND effects -> %(name)s ->> 'state' = 'begun'
+RETURNING 1
+"""
+
+_RECORD_STEP = FINISH.format(
+    changes="""effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
+        || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8))""",
+    guard=f"{MINE} AND NOT effects ? %(name)s",
+)
+
+
+def begin_effect(connection: Connection, claim: Claimed, name: str, effect: Parameters) -> float | None:
+    """Record that an effect is about to be called. Returns the database's time in seconds; None: not the holder."""
+    row = execute(connection, _BEGIN_EFFECT, mine(claim) | {"name": name, "effect": json.dumps(effect)}).fetchone()
+    return None if row is None else float(row[0])
+
+
+def change_effect(connection: Connection, claim: Claimed, name: str, change: Parameters) -> bool:
+    """Record what became of an effect that was begun. False: not the holder, or no longer open."""
+    row = execute(connection, _CHANGE_EFFECT, mine(claim) | {"name": name, "change": json.dumps(change)}).fetchone()
+    return row is not None
+
+
+def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:
+    """Record a step's result in its own transaction; raises `DivisionByZero` when not the holder."""
+    parameters = {"name": name, "effect": json.dumps(effect), "idle_ms": idle_ms(lease)}
+    execute(connection, _RECORD_STEP, mine(claim) | parameters)

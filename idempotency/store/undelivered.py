@@ -1,0 +1,228 @@
+"""A message that no worker took: it comes back for a while, or its operation ends; a copy is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Connection
+
+from ..wire import keys
+from ..wire.keys import OperationId
+from .answers import Busy, Changed, Completed, Failed, Mismatch, explained
+from .ends import FailedEnd
+from .record import ROW, idle_ms, named
+from .statements import execute
+
+# Whether something else than the message in hand will deliver the operation. The newest row of the newest generation
+# is what reconcile would send again; the message in hand is a copy if that is another row, or is about to leave again.
+# (A row that a relay holds at this moment, itself or by its lane, is the message in hand: it was refused before its
+# confirm was noted.)
+_ELSEWHERE = f"""(EXISTS (
+    SELECT FROM (
+        SELECT event_id, status, coalesce(relayed_until, (
+            SELECT l.relayed_until FROM idempotency.lanes l
+            WHERE (l.operation, l.ordering_key) = (o.operation, o.ordering_key))) AS relayed_until
+        FROM idempotency.outbox o WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+        ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
+    WHERE event_id IS DISTINCT FROM %(event_id)s
+       OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))
+    OR EXISTS (
+        SELECT FROM idempotency.outbox
+        WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'pending'
+          AND event_id IS DISTINCT FROM %(event_id)s))"""
+
+# What is started goes on by its holder or by recover, whatever its lease. What is released ends only if it is as this
+# statement's snapshot has it: a release since then has brought a delivery that the snapshot does not show.
+_ENDS = f"""r.status = 'released' AND (%(generation)s::int IS NULL OR r.generation = %(generation)s::int)
+      AND r.fence = (SELECT fence FROM idempotency.records WHERE {ROW} AND status = 'released')"""
+
+# The fence moves, so that whatever a former holder still sends matches nothing.
+_GIVE_UP = f"""
+WITH settings AS (
+    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
+           set_config('synchronous_commit', 'on', true)
+), deliveries AS MATERIALIZED (
+    SELECT {_ELSEWHERE} AS elsewhere
+), given_up AS (
+    INSERT INTO idempotency.records AS r
+        (tenant, operation, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
+         error_code, response_code, completed_at, expires_at)
+    SELECT %(tenant)s, %(operation)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
+           %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
+           clock_timestamp() + make_interval(secs => %(retention)s)
+    FROM settings, deliveries WHERE NOT elsewhere
+    ON CONFLICT (tenant, operation, key) DO UPDATE SET
+        status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
+        available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
+        -- what the end may conclude is said in the same transaction, by `conclude`
+        error_code = CASE
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.state == "begun")') THEN 'effect_unknown'
+            WHEN jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
+            ELSE excluded.error_code END,
+        response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
+        updated_at = clock_timestamp()
+    WHERE r.fingerprint = ANY(%(fingerprints)s)
+      AND {_ENDS}
+    RETURNING generation, attempts, first_error, fence, effects, fingerprint
+)
+SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error,
+       fingerprint
+FROM given_up
+UNION ALL
+SELECT CASE
+           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
+           WHEN status IN ('completed', 'failed') THEN status
+           WHEN status = 'started' OR elsewhere THEN 'busy'
+           WHEN generation <> %(generation)s::int THEN 'busy'
+           ELSE 'changed'
+       END, generation, attempts, first_error, NULL, NULL, result, error, fingerprint
+FROM deliveries LEFT JOIN idempotency.records ON {ROW}
+WHERE NOT EXISTS (SELECT FROM given_up)
+"""
+
+# Something was counted and flushed before a copy is acknowledged: the record it rests on may be younger than the last
+# flush. A copy of an earlier generation that is not to be sent again must not hide the row that is.
+_COUNT_COPY = f"""
+WITH counted AS (
+    UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
+    WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
+)
+UPDATE idempotency.outbox copy SET settled_at = clock_timestamp()
+WHERE event_id = %(event_id)s AND settled_at IS NULL AND status = 'published'
+  AND EXISTS (SELECT FROM idempotency.outbox
+              WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+                AND generation > copy.generation)
+"""
+
+# No worker took it, and nothing is wrong with it that can be seen: a deploy, perhaps. It comes back later by its own
+# row, or by one that is written for it; nothing is in the broker alone meanwhile. An ordered row would hold up those
+# behind it.
+_PUT_BACK = f"""
+WITH own AS (
+    SELECT id FROM idempotency.outbox
+    WHERE event_id = %(event_id)s AND settled_at IS NULL AND status <> 'failed' AND ordering_key IS NULL
+), free AS (
+    SELECT WHERE NOT {_ELSEWHERE}
+      AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW}
+                      AND fingerprint = ANY(%(fingerprints)s)
+                      AND (status <> 'released' OR generation <> %(generation)s::int))
+), in_time AS (
+    SELECT FROM free WHERE NOT EXISTS (
+        SELECT FROM idempotency.records
+        WHERE {ROW} AND fingerprint <> ALL(%(fingerprints)s) AND split_part(fingerprint, ':', 1) = ANY(%(rules)s))
+), again AS (
+    UPDATE idempotency.outbox o
+    -- it has come through, so the next loss is the first one again
+    SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
+        first_refused_at = coalesce(first_refused_at, clock_timestamp()),
+        available_at = clock_timestamp()
+            + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))
+    FROM own, in_time
+    WHERE o.id = own.id AND o.settled_at IS NULL AND o.status <> 'failed'
+      AND (first_refused_at IS NULL OR first_refused_at > clock_timestamp() - make_interval(secs => %(grace)s))
+    RETURNING 1
+), first AS (
+    INSERT INTO idempotency.outbox
+        (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at, generation, refusals,
+         first_refused_at)
+    SELECT gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s,
+           'retry', clock_timestamp() + make_interval(secs => %(pause)s), coalesce(%(generation)s::int, 1), 1,
+           clock_timestamp()
+    FROM in_time WHERE NOT EXISTS (SELECT FROM own)
+    RETURNING 1
+)
+SELECT CASE WHEN EXISTS (SELECT FROM again) OR EXISTS (SELECT FROM first) THEN 'put_back'
+            WHEN EXISTS (SELECT FROM free) THEN 'over'
+            ELSE 'copy' END AS answer
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Ended as failed, because no worker will run its message. The dead letter and `conclude` go in the same transaction."""
+
+    generation: int
+    attempts: int
+    first_error: str
+    fence: int
+    effects: dict[str, dict[str, Any]]
+    fingerprint: str
+
+
+class PutBack(StrEnum):
+    """What became of a message that no worker took, and with which nothing is wrong that can be seen."""
+
+    PUT_BACK = "put_back"  # it comes back
+    OVER = "over"  # it has come back for long enough
+    COPY = "copy"  # its operation has ended, or something else will deliver it
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A message that no worker took: which operation it was to deliver, and by which outbox row and generation."""
+
+    id: OperationId
+    fingerprint: str
+    also: Sequence[str]
+    event_id: str | None
+    generation: int | None
+    message: str
+    queue: str
+
+    def parameters(self) -> dict[str, Any]:
+        return named(self.id) | {
+            "fingerprint": self.fingerprint,
+            "fingerprints": [self.fingerprint, *self.also],
+            "event_id": self.event_id,
+            "generation": self.generation,
+            "message": self.message,
+            "queue": self.queue,
+        }
+
+
+def put_back(connection: Connection, dead: Dead, *, pause: float, cap: float, grace: float) -> PutBack:
+    """Send a message again after a pause that doubles from `pause` to `cap`, until it has come back for `grace`.
+
+    All in seconds; by its own outbox row, or by one that is written for it.
+    """
+    # a record's fingerprint by another rule than these may be that of the same request
+    rules = [keys.fingerprint_version(each) for each in (dead.fingerprint, *dead.also)]
+    parameters = {"pause": pause, "cap": cap, "grace": grace, "rules": rules}
+    return PutBack(execute(connection, _PUT_BACK, dead.parameters() | parameters).fetchone().answer)
+
+
+def count_copy(connection: Connection, dead: Dead) -> None:
+    """Count a message that need not be delivered, because something else will deliver its operation."""
+    execute(connection, _COUNT_COPY, dead.parameters())
+
+
+def give_up(
+    connection: Connection,
+    dead: Dead,
+    *,
+    end: FailedEnd,
+    retention: float,
+    lease: float,
+) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
+    """End as failed what has no record yet or is released, and what nothing else will deliver; else say what it is.
+
+    `Busy`: it is started, or will be delivered by something else. Raises `UnknownVersion`, as `claim` does.
+    """
+    row = execute(
+        connection,
+        _GIVE_UP,
+        dead.parameters()
+        | {
+            "retention": retention,
+            "idle_ms": idle_ms(lease),
+        }
+        | end.parameters(),
+    ).fetchone()
+    if row is None:
+        return Changed()
+    if row.answer == "given_up":
+        return GivenUp(row.generation, row.attempts, row.first_error, row.fence, row.effects, row.fingerprint)
+    return explained(row)
