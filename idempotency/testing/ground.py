@@ -18,6 +18,7 @@ from sqlalchemy.pool import NullPool
 from ..application import settings_of
 from ..attempt.lease import lease_name
 from ..attempt.runtime import make_engine
+from ..store import testing as stored
 from ..store.schema import SCHEMA
 from ..store.statements import describe
 from ..wire.keys import OperationId
@@ -27,13 +28,6 @@ from .differences import HEADINGS, Masked, Row
 # Nobody else works in this database; whoever keeps a table locked for so long will not let go.
 LOCK_TIMEOUT = "10s"
 
-_OWN = "(tenant, operation, key) = (:tenant, :operation, :key)"
-_RIPEN = f"""
-UPDATE idempotency.records
-SET locked_until = CASE WHEN status = 'started' THEN clock_timestamp() - interval '1 second' END,
-    available_at = CASE WHEN status = 'released' THEN clock_timestamp() - interval '1 second' END
-WHERE {_OWN} AND status IN ('started', 'released')
-"""
 _TABLES = """
 SELECT c.oid::regclass::text AS name
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -57,7 +51,7 @@ class Ground:
             self._allow(allow_database)
             self.tables = {name: self._quoted(name) for name in map(_name_of, tables)}
             # rows of the outbox up to here are somebody else's
-            self._newest = self._newest_row()
+            self._newest = stored.newest_row(self._connection)
         except BaseException:
             self.close()
             raise
@@ -112,10 +106,9 @@ class Ground:
                     "leave no transaction open in the test or its fixtures"
                 ) from None
         # what the last scenario enqueued must not be sent by anybody
-        self._connection.execute(text("DELETE FROM idempotency.outbox WHERE id > :newest"), {"newest": self._newest})
-        for table in ("records", "outbox", "dead_letters"):
-            for id in self._ids:
-                self._connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
+        stored.forget_rows_after(self._connection, self._newest)
+        for id in self._ids:
+            stored.forget(self._connection, id)
         if self._settings.redis_url is not None and self._ids:
             try:
                 with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
@@ -127,8 +120,7 @@ class Ground:
         """Count this operation among those of the check."""
         if id not in self._ids:
             self._ids.add(id)
-            for table in ("records", "outbox", "dead_letters"):
-                self._connection.execute(text(f"DELETE FROM idempotency.{table} WHERE {_OWN}"), _row(id))
+            stored.forget(self._connection, id)
 
     def close(self) -> None:
         self._connection.close()
@@ -137,11 +129,11 @@ class Ground:
 
     def ripen(self, id: OperationId) -> None:
         """Let its lease be over, or its next delivery be due."""
-        self._connection.execute(text(_RIPEN), _row(id))
+        stored.ripen(self._connection, id)
 
     def status(self, id: OperationId) -> str | None:
-        row = self._connection.execute(text(f"SELECT status FROM idempotency.records WHERE {_OWN}"), _row(id))
-        return row.scalar_one_or_none()
+        record = stored.outcome(self._connection, id)
+        return None if record is None else str(record.status)
 
     # ------------------------------------------------------------ after
 
@@ -154,15 +146,12 @@ class Ground:
 
     def record(self, id: OperationId) -> Any:
         """Status, result, error and effects of the operation; None without a record."""
-        query = text(f"SELECT status, result, error, effects FROM idempotency.records WHERE {_OWN}")
-        return self._connection.execute(query, _row(id)).one_or_none()
+        return stored.outcome(self._connection, id)
 
     def enqueued(self) -> list[Row]:
         """The messages left in the outbox since `clear`, but for the check's own operations."""
-        query = text("SELECT tenant, operation, key, message FROM idempotency.outbox WHERE id > :newest ORDER BY id")
-        rows = self._connection.execute(query, {"newest": self._newest}).all()
         found: list[Row] = []
-        for row in rows:
+        for row in stored.rows_after(self._connection, self._newest):
             if OperationId(row.tenant, row.operation, row.key) not in self._ids:
                 found.append({"task": row.operation, "key": row.key, **_said(row.message)})
         return found
@@ -172,9 +161,6 @@ class Ground:
         parameters = {"schema": SCHEMA, "named": list(self.tables.values())}
         names: Sequence[str] = self._connection.execute(text(_TABLES), parameters).scalars().all()
         return {name: tuple(self._connection.exec_driver_sql(_state(name)).one()) for name in names}
-
-    def _newest_row(self) -> int:
-        return int(self._connection.exec_driver_sql("SELECT coalesce(max(id), 0) FROM idempotency.outbox").scalar_one())
 
 
 def _name_of(table: object) -> str:
@@ -200,7 +186,3 @@ def _all(table: str) -> str:
 
 def _state(table: str) -> str:
     return f"SELECT count(*), coalesce(max(xmin::text::bigint), 0) FROM {table}"
-
-
-def _row(id: OperationId) -> dict[str, str]:
-    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}

@@ -1,4 +1,4 @@
-"""What the library's SQL never does, whatever the statement."""
+"""What the library's SQL never does, whatever the statement, and where it stands."""
 
 from __future__ import annotations
 
@@ -12,6 +12,32 @@ LIBRARY = Path(__file__).parents[2] / "idempotency"
 # Our own parameters are written as JSON by us; columns of type jsonb are parsed already.
 PARAMETER = re.compile(r"%\(\w+\)s::jsonb")
 PARSED = re.compile(r"::jsonb?\b|\bAS jsonb?\b")
+
+
+STORE = LIBRARY / "store"
+TABLES = sorted(
+    {
+        name
+        for migration in (STORE / "migrations").rglob("*.py")
+        for name in re.findall(r"CREATE TABLE (?:IF NOT EXISTS )?idempotency\.(\w+)", migration.read_text())
+    }
+)
+# A table's name may also be put in later.
+NAMED = re.compile(rf"\bidempotency\.(?:{'|'.join(TABLES)}|\{{)")
+
+
+def texts_in(source: str) -> list[str]:
+    """The texts of a module, with `{}` for what is put into them; without its docstrings."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs | parts:
+            found.append(node.value)
+    return found
 
 
 def parses_text(sql: str) -> bool:
@@ -29,3 +55,29 @@ def test_no_text_is_parsed_as_json_in_sql(module: Path) -> None:
 @pytest.mark.parametrize("sql", ["SELECT message::json ->> 'headers'", "SELECT cast(error AS jsonb) -> 'code'"])
 def test_such_a_statement_would_be_noticed(sql: str) -> None:
     assert parses_text(sql)
+
+
+def test_every_statement_about_our_tables_stands_in_the_store() -> None:
+    assert {"records", "outbox", "dead_letters", "audit", "processes", "set_aside"} <= set(TABLES)
+    outside = [module for module in LIBRARY.rglob("*.py") if STORE not in module.parents]
+    assert len(outside) > 40
+    wrong = {
+        (str(module.relative_to(LIBRARY)), text)
+        for module in outside
+        for text in texts_in(module.read_text())
+        if NAMED.search(text)
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["q = 'DELETE FROM idempotency.outbox WHERE id = 1'", 'def f(t):\n    run(f"SELECT 1 FROM idempotency.{t}")'],
+)
+def test_a_statement_outside_the_store_would_be_noticed(source: str) -> None:
+    assert any(NAMED.search(text) for text in texts_in(source))
+
+
+def test_dead_letters_are_inserted_in_one_place() -> None:
+    texts = [text for module in LIBRARY.rglob("*.py") for text in texts_in(module.read_text())]
+    assert sum("INSERT INTO idempotency.dead_letters " in " ".join(text.split()) for text in texts) == 1

@@ -1,0 +1,51 @@
+"""What a check of idempotency does to our tables in its own test database: forget, make due, read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from ..wire.keys import OperationId
+from .record import ROW, named
+
+_RIPEN = f"""
+UPDATE idempotency.records
+SET locked_until = CASE WHEN status = 'started' THEN clock_timestamp() - interval '1 second' END,
+    available_at = CASE WHEN status = 'released' THEN clock_timestamp() - interval '1 second' END
+WHERE {ROW} AND status IN ('started', 'released')
+"""
+
+
+def forget(connection: Connection, id: OperationId) -> None:
+    """Delete an operation's record, its rows and its dead letters."""
+    for table in ("records", "outbox", "dead_letters"):
+        connection.exec_driver_sql(f"DELETE FROM idempotency.{table} WHERE {ROW}", named(id))
+
+
+def newest_row(connection: Connection) -> int:
+    """The id of the newest row of the outbox; 0 while there is none."""
+    return int(connection.exec_driver_sql("SELECT coalesce(max(id), 0) FROM idempotency.outbox").scalar_one())
+
+
+def forget_rows_after(connection: Connection, newest: int) -> None:
+    """Delete the rows that were written after that one: they are not to be sent."""
+    connection.exec_driver_sql("DELETE FROM idempotency.outbox WHERE id > %(newest)s", {"newest": newest})
+
+
+def rows_after(connection: Connection, newest: int) -> Sequence[Row[Any]]:
+    """The operations and messages of the rows that were written after that one."""
+    query = "SELECT tenant, operation, key, message FROM idempotency.outbox WHERE id > %(newest)s ORDER BY id"
+    return connection.exec_driver_sql(query, {"newest": newest}).all()
+
+
+def ripen(connection: Connection, id: OperationId) -> None:
+    """Let an operation's lease be over, or its next delivery be due."""
+    connection.exec_driver_sql(_RIPEN, named(id))
+
+
+def outcome(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """Status, result, error and effects of an operation."""
+    query = f"SELECT status, result, error, effects FROM idempotency.records WHERE {ROW}"
+    return connection.exec_driver_sql(query, named(id)).one_or_none()
