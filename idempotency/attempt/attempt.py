@@ -265,6 +265,7 @@ class Attempt:
                 after_due=max(delay, self.runtime.settings.lease) if is_eager else 0.0,
                 error=described,
                 give_back=give_back,
+                deliver=bool(self.delivery.message),
             )
         crash_point("released")
         if not released:

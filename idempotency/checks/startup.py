@@ -1,7 +1,6 @@
 """A worker, a relay or a beat does not start on a set-up that would lose work or do it twice.
 
-Importing the library is enough: Celery announces each worker before it opens its pool, and each beat before its first
-tick. Applications without an idempotent task are left alone. A database that does not answer stops neither: claims wait
+Celery announces each worker before it opens its pool, and each beat before its first tick. Applications without an idempotent task are left alone. A database that does not answer stops neither: claims wait
 for it.
 """
 
@@ -14,11 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from celery import Celery
-from celery.signals import beat_init, celeryd_after_setup, celeryd_init, worker_init, worker_process_init
 from sqlalchemy.exc import DBAPIError
 
 
-@celeryd_init.connect
 def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
     """End the process with one line before Celery reads the address: its own error would show parts of it."""
     from ..errors import SettingsError
@@ -32,7 +29,6 @@ def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
         raise SystemExit(f"idempotency: refused to start: {error}; correct it") from None
 
 
-@worker_process_init.connect
 def collect_often(**_: Any) -> None:
     """Keep the memory of a pool process flat.
 
@@ -43,7 +39,6 @@ def collect_often(**_: Any) -> None:
     gc.collect()
 
 
-@celeryd_after_setup.connect
 def warn_of_few_connections(instance: Any, **_: Any) -> None:
     """Say when a worker has more concurrency than connections; not known before its options are read."""
     from . import configuration
@@ -55,9 +50,7 @@ def warn_of_few_connections(instance: Any, **_: Any) -> None:
             _warn(configuration.connections(pool, instance.concurrency, settings))
 
 
-@worker_init.connect
-@beat_init.connect
-def refuse_to_lose(sender: Any, **_: Any) -> None:
+def check_worker_start(sender: Any, **_: Any) -> None:
     """End the process with status 1 and one line per reason, if there is any."""
     if (unanswered := refuse_to_start(sender.app)) is not None:
         print(f"idempotency: the database does not answer ({unanswered}): claims wait", file=sys.stderr)  # noqa: T201

@@ -20,7 +20,6 @@ from typing import Any
 
 from celery import Celery, bootsteps
 from celery.platforms import EX_FAILURE
-from celery.signals import beat_init, worker_init
 from sqlalchemy import Connection, Row, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -219,14 +218,12 @@ class WorkerSign(bootsteps.StartStopStep):
             self._life.end()
 
 
-@worker_init.connect
 def sign_as_worker(sender: Any, **_: Any) -> None:
     """Give the worker its step; its steps are put together after this signal."""
     if _has_idempotent_tasks(sender.app):
         sender.app.steps["worker"].add(WorkerSign)
 
 
-@beat_init.connect
 def sign_as_beat(sender: Any, **_: Any) -> None:
     """Sign for as long as beat's loop ticks, and end with it."""
     if not _has_idempotent_tasks(sender.app):

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from celery import Celery, bootsteps
-from celery.signals import worker_init
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 from sqlalchemy.exc import SQLAlchemyError
@@ -241,8 +240,7 @@ def keeps_rejected(app: Celery) -> bool:
     return all("x-dead-letter-exchange" in (queue.queue_arguments or {}) for queue in app.amqp.queues.values())
 
 
-@worker_init.connect
-def install(sender: Any, **_: Any) -> None:
+def add_guard(sender: Any, **_: Any) -> None:
     """Put the guard into the worker of an application with idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
         read_any_time()

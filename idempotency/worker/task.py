@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..application import runtime_of
@@ -70,6 +71,8 @@ from .calls import KeyedTask
 from .waiting import Unanswered, Waiting
 
 T = TypeVar("T")
+# By name, as Celery names its parts: what it installs imports this module.
+INSTALL = "idempotency.installation:install"
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -132,6 +135,11 @@ class IdempotentTask(KeyedTask):
             cls.on_failed = staticmethod(on_failed)
         if cls.on_busy not in ("ack", "wait", "raise"):
             raise SettingsError(f"on_busy: must be 'ack', 'wait' or 'raise', got {cls.on_busy!r}")
+
+    @classmethod
+    def on_bound(cls, app: Any) -> None:
+        super().on_bound(app)
+        symbol_by_name(INSTALL)()
 
     # ------------------------------------------------------------ one delivery
 

@@ -53,7 +53,7 @@ from idempotency import (
 )
 from idempotency.application import close_runtime, runtime_of
 from idempotency.checks import doctor as diagnosis
-from idempotency.checks.startup import refuse_to_lose
+from idempotency.checks.startup import check_worker_start
 from idempotency.cli.dead_letter_commands import _chosen
 from idempotency.errors import IdempotencyError
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
@@ -661,7 +661,7 @@ def configured(bank: Celery) -> Iterator[Celery]:
 def refusals(app: Celery) -> list[str]:
     """Why a worker does not start: one line for each reason."""
     try:
-        refuse_to_lose(SimpleNamespace(app=app))
+        check_worker_start(SimpleNamespace(app=app))
     except SystemExit as refused:
         return str(refused.code).splitlines()
     return []
