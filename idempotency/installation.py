@@ -15,8 +15,9 @@ from celery.signals import (
 )
 
 from .checks import startup
+from .letters import guard
 from .upkeep import presence
-from .worker import eager, guard, waiting
+from .worker import eager, waiting
 
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (celeryd_init, startup.refuse_a_broken_broker_address),

@@ -15,13 +15,14 @@ from typing import Any
 from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
+from ..errors import SettingsError
+from ..worker.task import idempotent_tasks
+from . import configuration
+
 
 def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
     """End the process with one line before Celery reads the address: its own error would show parts of it."""
-    from ..errors import SettingsError
-    from . import configuration
-
-    if not configuration.idempotent_tasks(instance.app):
+    if not idempotent_tasks(instance.app):
         return
     try:
         configuration.require_broker_address(instance.app)
@@ -41,9 +42,7 @@ def collect_often(**_: Any) -> None:
 
 def warn_of_few_connections(instance: Any, **_: Any) -> None:
     """Say when a worker has more concurrency than connections; not known before its options are read."""
-    from . import configuration
-
-    if configuration.idempotent_tasks(instance.app):
+    if idempotent_tasks(instance.app):
         settings, _findings = configuration.read_settings(instance.app)
         if settings is not None:
             pool = getattr(instance.pool_cls, "__module__", str(instance.pool_cls))
@@ -61,10 +60,10 @@ def refuse_to_start(app: Celery) -> str | None:
     # alembic logs the set-up of each of its plugins while it is imported
     logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     # imported here, because only these processes need them
-    from . import configuration, doctor
+    from . import doctor
     from .findings import Level
 
-    if not configuration.idempotent_tasks(app):
+    if not idempotent_tasks(app):
         return None
     unanswered = None
     settings, findings = configuration.read_settings(app)

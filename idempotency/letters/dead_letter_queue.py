@@ -60,8 +60,8 @@ from ..wire.message import (
     TENANT_HEADER,
     Message,
 )
-from ..worker.guard import Examined, examine
 from ..worker.task import IdempotentTask
+from .examine import Examined, examine
 
 # How often an empty queue is asked.
 POLL = 1.0

@@ -28,6 +28,7 @@ from ..application import settings_of
 from ..attempt.lease import _native as native
 from ..checks import startup as _startup  # noqa: F401  its checks are connected first: a set-up that is refused never signs
 from ..observe.logs import log
+from ..worker.task import idempotent_tasks
 
 # Seconds to connect, and for the statement. The end of a process waits this long at most for its row to be removed.
 PATIENCE = 2
@@ -220,13 +221,13 @@ class WorkerSign(bootsteps.StartStopStep):
 
 def sign_as_worker(sender: Any, **_: Any) -> None:
     """Give the worker its step; its steps are put together after this signal."""
-    if _has_idempotent_tasks(sender.app):
+    if idempotent_tasks(sender.app):
         sender.app.steps["worker"].add(WorkerSign)
 
 
 def sign_as_beat(sender: Any, **_: Any) -> None:
     """Sign for as long as beat's loop ticks, and end with it."""
-    if not _has_idempotent_tasks(sender.app):
+    if not idempotent_tasks(sender.app):
         return
     life, scheduler = SignOfLife(sender.app, "beat"), sender.scheduler
     tick, close = scheduler.tick, scheduler.close
@@ -244,12 +245,6 @@ def sign_as_beat(sender: Any, **_: Any) -> None:
     scheduler.tick, scheduler.close = tick_and_say_so, close_and_end
     life.progressed()
     life.start()
-
-
-def _has_idempotent_tasks(app: Celery) -> bool:
-    from ..checks import configuration  # imported here, because only these processes need it
-
-    return bool(configuration.idempotent_tasks(app))
 
 
 def _version() -> str:

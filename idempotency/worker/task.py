@@ -24,6 +24,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
+from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -137,7 +138,7 @@ class IdempotentTask(KeyedTask):
             raise SettingsError(f"on_busy: must be 'ack', 'wait' or 'raise', got {cls.on_busy!r}")
 
     @classmethod
-    def on_bound(cls, app: Any) -> None:
+    def on_bound(cls, app: Celery) -> None:
         super().on_bound(app)
         symbol_by_name(INSTALL)()
 
@@ -382,3 +383,8 @@ class IdempotentTask(KeyedTask):
 
     def replace(self, sig: Any) -> NoReturn:
         raise UnsupportedControl("replace: the record would never end; enqueue the other task instead")
+
+
+def idempotent_tasks(app: Celery) -> list[IdempotentTask]:
+    """The application's tasks that are idempotent, by name."""
+    return [task for _, task in sorted(app.tasks.items()) if isinstance(task, IdempotentTask)]

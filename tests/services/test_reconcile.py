@@ -11,13 +11,13 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime
+from idempotency.letters import guard
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, Message
-from idempotency.worker import guard
 from tests import bank as app_module
 from tests import operations as op
 from tests.processes import eventually
