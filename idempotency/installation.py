@@ -19,6 +19,7 @@ from .letters import guard
 from .upkeep import presence
 from .worker import eager, waiting
 
+# Celery calls them in this order: a set-up that is refused never signs.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (celeryd_init, startup.refuse_a_broken_broker_address),
     (celeryd_after_setup, startup.warn_of_few_connections),

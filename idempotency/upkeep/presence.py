@@ -26,7 +26,6 @@ from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
 from ..attempt.lease import _native as native
-from ..checks import startup as _startup  # noqa: F401  its checks are connected first: a set-up that is refused never signs
 from ..observe.logs import log
 from ..worker.task import idempotent_tasks
 
