@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
-from ..attempt.lease import _native as native
+from ..attempt.heartbeat import native
 from ..observe.logs import log
 from ..worker.task import idempotent_tasks
 

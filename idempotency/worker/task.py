@@ -31,10 +31,11 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..application import runtime_of
 from ..attempt import claim
-from ..attempt.attempt import Attempt, Policy
+from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed, Undo
 from ..attempt.effects import Reconcile
 from ..attempt.endings import MAX_DELAY, Ended, Finished, Release
+from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..attempt.session import AttemptSession
 from ..errors import (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from idempotency.attempt import lease
+from idempotency.attempt import hints
 from idempotency.store import records
 from tests.chaos.checker import Violation
 from tests.controls.run import PATIENCE, Outcome, run
@@ -61,9 +61,9 @@ def test_a_removed_safeguard_is_gone_and_comes_back(name):
 
 def test_a_safeguard_that_is_not_where_it_was_is_an_error_and_nothing_stays_changed(monkeypatch):
     for script in ("_DROP", "_DROP_ALL", "_TAKE"):
-        monkeypatch.setattr(lease, script, "redis.call('UNLINK', KEYS[1])")
+        monkeypatch.setattr(hints, script, "redis.call('UNLINK', KEYS[1])")
     before = records._COMPLETE
-    with pytest.raises(NothingToRemove, match="lease"):
+    with pytest.raises(NothingToRemove, match="hints"):
         remove(["fence", "lease_compare"])
     assert before == records._COMPLETE
     with pytest.raises(NothingToRemove, match="no statement has"), without("fence", "fence"):

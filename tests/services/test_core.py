@@ -488,7 +488,7 @@ def age(engine, key, by="-1 second"):
 
 
 def leave_lease(redis_url, row, *, guarded):
-    from idempotency.attempt.lease import lease_name
+    from idempotency.attempt.hints import lease_name
     from idempotency.wire.keys import OperationId
 
     id = OperationId(row.tenant, row.operation, row.key)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import services
 from idempotency import NotSent, publish
 from idempotency.application import close_runtime, runtime_of
-from idempotency.attempt.lease import Hint
+from idempotency.attempt.hints import Hint
 from idempotency.cli.main import cli
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.operate import discards, operators

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
 from idempotency.application import runtime_of
 from idempotency.attempt import runtime as runtime_module
-from idempotency.attempt.runtime import is_provably_dead, process_identity
+from idempotency.attempt.liveness import is_provably_dead, process_identity
 from idempotency.settings import Settings
 from idempotency.store import outbox, records, sweeps
 from idempotency.upkeep.maintenance import BATCH, SPARE_CLAIMS, purge, recover

@@ -31,7 +31,7 @@ from sqlalchemy.exc import DataError
 
 from idempotency.application import runtime_of
 from idempotency.attempt.effects import Happened
-from idempotency.attempt.runtime import process_identity
+from idempotency.attempt.liveness import process_identity
 from idempotency.broker.publisher import Published, Refusal
 from idempotency.errors import OperationNotFound
 from idempotency.letters import dead_letter_queue

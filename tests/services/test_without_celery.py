@@ -12,7 +12,7 @@ from sqlalchemy import Engine, text
 SCRIPT = """
 import json, sys, time
 from sqlalchemy import text
-from idempotency.attempt.attempt import Policy
+from idempotency.attempt.policy import Policy
 from idempotency.attempt.claim import claim
 from idempotency.attempt.effects import DidNotHappen
 from idempotency.attempt.endings import Ended, Finished, Release
