@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import threading
 import time
@@ -25,6 +24,7 @@ from ..checks import configuration
 from ..checks.doctor import WRONG_ADDRESS, Level, reason
 from ..checks.doctor import doctor as diagnose
 from ..checks.startup import refuse_to_start
+from ..environment import environment
 from ..errors import IdempotencyError, SettingsError
 from ..letters.dead_letter_queue import DeadLetterConsumer
 from ..observe import metrics
@@ -189,7 +189,7 @@ def serve_metrics(
     ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
-    if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+    if environment().prometheus_multiproc_dir is None:
         raise SettingsError("PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this need the same directory there")
     counted = metrics.of_all_processes()
     if app is not None:
