@@ -22,9 +22,9 @@ import services
 from idempotency.attempt.runtime import Runtime
 from idempotency.relay.relay import Relay
 from idempotency.upkeep.maintenance import recover
-from tests.deliveries import Deliveries
-from tests.outside import OutsideWorld
-from tests.processes import Processes, Worker
+from tests.support.deliveries import Deliveries
+from tests.support.outside import OutsideWorld
+from tests.support.processes import Processes, Worker
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def servers() -> Iterator[services.Services]:
 @pytest.fixture(scope="session")
 def template(servers: services.Services) -> Iterator[str]:
     """A migrated database; each test gets a copy of it."""
-    from tests import bank
+    from tests.support import bank
 
     name = f"template_{uuid4().hex[:8]}"
     bank.prepare(servers.create_database(name))
@@ -114,8 +114,8 @@ def environment(servers: services.Services, database: str, redis_url: str) -> It
 
 @pytest.fixture
 def bank(environment: dict[str, str]) -> Iterator[Celery]:
-    """The application of tests/bank.py, configured for this test, in this process."""
-    from tests import bank
+    """The application of tests/support/bank.py, configured for this test, in this process."""
+    from tests.support import bank
 
     bank.configure(environment)
     yield bank.app
@@ -125,7 +125,7 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
 
 
 def delete_queue(environment: dict[str, str]) -> None:
-    from tests import bank
+    from tests.support import bank
 
     with bank.app.connection_for_write() as connection:
         for name in (environment["BANK_QUEUE"], f"{environment['BANK_QUEUE']}-dead"):

@@ -23,8 +23,8 @@ from idempotency.errors import StoredFailure, StoredRefusal
 from idempotency.queues import quorum_queue
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep import maintenance
-from tests import crashing
 from tests.chaos import ledgers, provider
+from tests.support import crashing
 
 app = Celery("chaos")
 

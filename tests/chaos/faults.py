@@ -24,10 +24,10 @@ from sqlalchemy.exc import DBAPIError
 import services
 from idempotency.queues import dead_letter_queues
 from services import process
-from tests import crashing
 from tests.chaos import application
 from tests.chaos.fleet import BEAT, CALLER, RELAY, WORKER, Fleet, Member
-from tests.proxy import Proxy
+from tests.support import crashing
+from tests.support.proxy import Proxy
 
 # Longer than the lease, so that what is stopped is taken over, and short enough that it goes on within the run.
 STOPPED = application.LEASE + 2.0

@@ -41,7 +41,7 @@ from tests.chaos.provider import FAULTS as PROVIDER_FAULTS
 from tests.chaos.provider import Provider
 from tests.chaos.report import Report, unproved
 from tests.chaos.traffic import TENANTS, Traffic
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 
 # Accepted and not ended: enough to keep every worker busy, few enough that the quiet afterwards is short.
 WINDOW = 250

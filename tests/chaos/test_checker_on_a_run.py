@@ -11,11 +11,11 @@ from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters
 from idempotency.upkeep.maintenance import recover
-from tests import bank, crashing
 from tests.chaos import ledgers
 from tests.chaos.checker import Accepted, Evidence, check
 from tests.controls.stage import stage
-from tests.processes import eventually
+from tests.support import bank, crashing
+from tests.support.processes import eventually
 
 POINTS = (
     "lease.taken",

@@ -29,7 +29,7 @@ import services
 from idempotency.wire.message import KEY_HEADER
 from tests.faults import accounts, cells
 from tests.faults.scene import scene as scene
-from tests.processes import Processes
+from tests.support.processes import Processes
 
 FOLDER = Path(__file__).parent
 # What the reporting plug-in reads: the cell and what was seen in it.

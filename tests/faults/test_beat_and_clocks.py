@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults import clocks
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import eventually
+from tests.support.processes import eventually
 
 DAY = 86400
 
@@ -143,7 +143,7 @@ def test_what_was_orphaned_while_beat_was_down_for_an_hour_is_done_after_its_fir
 def test_recoveries_of_several_processes_at_once_release_an_orphan_once(scene, cell):
     orphan(scene, "P2")
     scene.age()
-    command = [sys.executable, "-m", "idempotency.cli", "recover", "-A", "tests.bank", "--json"]
+    command = [sys.executable, "-m", "idempotency.cli", "recover", "-A", "tests.support.bank", "--json"]
     running = [
         subprocess.Popen(command, env=scene.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for _ in range(3)

@@ -10,7 +10,7 @@ from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay, Relayed
 from services import RabbitMQ
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import eventually
+from tests.support.processes import eventually
 
 WHILE_FROZEN = Relayed(0, 0, broker_away=True)
 

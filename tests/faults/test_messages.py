@@ -10,9 +10,9 @@ import pytest
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.queues import DELIVERY_LIMIT
 from idempotency.upkeep import maintenance
-from tests import bank, crashing
 from tests.faults.scene import PATIENCE, POINTS, Scene
-from tests.processes import eventually
+from tests.support import bank, crashing
+from tests.support.processes import eventually
 
 COPIES = 8
 

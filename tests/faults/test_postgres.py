@@ -14,10 +14,10 @@ from sqlalchemy.exc import OperationalError
 from idempotency.attempt.runtime import Runtime
 from idempotency.relay.relay import Relay, Relayed
 from services.postgres import Postgres
-from tests import bank as app_module
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template, plain  # noqa: F401
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import eventually
+from tests.support import bank as app_module
+from tests.support.processes import eventually
 
 # as psycopg sends it; "BEGIN ISOLATION LEVEL READ COMMITTED" is something else
 COMMIT = b"\x0bCOMMIT\x00"

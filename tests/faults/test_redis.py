@@ -13,7 +13,7 @@ import redis as client
 from idempotency.upkeep import maintenance
 from services.redis import Redis
 from tests.faults import clocks
-from tests.processes import eventually
+from tests.support.processes import eventually
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from idempotency.relay.relay import Relay
-from tests import crashing
 from tests.faults.scene import PATIENCE, POINTS, Scene
-from tests.operations import at_once
-from tests.processes import eventually
+from tests.support import crashing
+from tests.support.operations import at_once
+from tests.support.processes import eventually
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -27,7 +27,7 @@ def held_relay(scene: Scene) -> Iterator[Start]:
     """Starts a relay as a process of its own, and returns when it is held in a phase of the scene's operation."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(phase: str, app: str = "tests.bank") -> subprocess.Popen[bytes]:
+    def start(phase: str, app: str = "tests.support.bank") -> subprocess.Popen[bytes]:
         crashing.plan(scene.directory, POINTS[phase], crashing.HOLD)
         command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", app]
         relay = subprocess.Popen(

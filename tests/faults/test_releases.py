@@ -9,9 +9,9 @@ import pytest
 
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import Processes, Worker, eventually
+from tests.support.processes import Processes, Worker, eventually
 
-OLD, NEW = "tests.bank", "tests.faults.new_code"
+OLD, NEW = "tests.support.bank", "tests.faults.new_code"
 # what the final row of each says
 WRITTEN_BY = {7: OLD, 8: NEW}
 OPEN = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"

@@ -12,10 +12,10 @@ import redis
 
 from idempotency.store import dead_letters
 from idempotency.store.dead_letters import ReplayRefused
-from tests import crashing
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template  # noqa: F401
 from tests.faults.scene import PATIENCE, POINTS
-from tests.processes import eventually
+from tests.support import crashing
+from tests.support.processes import eventually
 
 
 def flush(url: str) -> None:
@@ -85,7 +85,7 @@ def test_a_broker_and_a_relay_killed_before_the_confirm_was_read_leave_a_second_
     scene.declare_queues()
     crashing.plan(scene.directory, POINTS["P8"], crashing.HOLD)
     scene.accept()
-    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"]
     with subprocess.Popen(command, env=scene.environment, stderr=subprocess.DEVNULL) as relay:
         try:
             scene.held("P8")

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import Worker, eventually
-from tests.proxy import Proxy
+from tests.support.processes import Worker, eventually
+from tests.support.proxy import Proxy
 
 # these run with plain pytest, too
 QUICK = {("F1", "P3"), ("F3", "P4")}

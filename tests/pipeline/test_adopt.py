@@ -11,8 +11,8 @@ import pytest
 from kombu import Connection
 from sqlalchemy import text
 
-from tests import crashing
-from tests.processes import eventually
+from tests.support import crashing
+from tests.support.processes import eventually
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "adopt"
 # An order that earns 120 points and a voucher, and two more copies of its message.
@@ -29,7 +29,7 @@ LATER = "import shop; shop.place_order('o2', 'bob', 100); shop.award_points.dela
 # kills the worker when the task has returned and its message is not acknowledged yet
 CRASHES = """
 from celery.signals import task_postrun
-from tests import crashing
+from tests.support import crashing
 
 @task_postrun.connect(weak=False)
 def reach(task, **_):

@@ -20,9 +20,9 @@ from idempotency.operate.operators import Change
 from sandbox import ledger
 from sandbox import process as sandbox_process
 from sandbox.process import Sandbox
-from tests import operations as op
-from tests.deliveries import Deliveries, Outcome
-from tests.services.test_operators import deliver_row
+from tests.integration.test_operators import deliver_row
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries, Outcome
 
 ANN = Change("ann", "ticket 42")
 

@@ -10,9 +10,9 @@ import redis
 from celery import chain, group
 from celery.backends.redis import RedisBackend
 
-from tests import bank as app_module
-from tests import crashing
-from tests.processes import eventually
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.processes import eventually
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import redis as redis_client
 from sqlalchemy import text
 
-from tests import bank as app_module
-from tests import crashing
-from tests.processes import eventually
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.processes import eventually
 
 POINTS = (
     "lease.taken",
@@ -141,10 +141,13 @@ def test_a_duplicate_that_waits_comes_back_for_the_result(bank, worker, relay, e
     eventually((directory / "working.held").exists)
     duplicate = app_module.waited_deposit.apply_async(("a",), task_id="the-duplicate")
     eventually(
-        lambda: "the-duplicate" in worker.log and "Task tests.bank.waited_deposit[the-duplicate] ignored" in worker.log
+        lambda: (
+            "the-duplicate" in worker.log
+            and "Task tests.support.bank.waited_deposit[the-duplicate] ignored" in worker.log
+        )
     )
     (directory / "working.go").touch()
-    eventually(lambda: "Task tests.bank.waited_deposit[the-duplicate] succeeded" in worker.log, timeout=40)
+    eventually(lambda: "Task tests.support.bank.waited_deposit[the-duplicate] succeeded" in worker.log, timeout=40)
     assert duplicate.id == "the-duplicate"
     assert entries("a") == 1
 

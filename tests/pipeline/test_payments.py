@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from sandbox import ledger
 from sandbox import process as sandbox_process
-from tests.processes import Processes, eventually
+from tests.support.processes import Processes, eventually
 
 
 class Shop:

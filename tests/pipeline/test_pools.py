@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests import bank as app_module
-from tests.processes import eventually
+from tests.support import bank as app_module
+from tests.support.processes import eventually
 
 POOLS = {
     "prefork": ("--pool", "prefork", "--concurrency", "2"),

@@ -14,10 +14,10 @@ from sqlalchemy.orm import Session
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store.outbox import insert
 from idempotency.wire.message import Message
-from tests import bank as app_module
-from tests import crashing
-from tests.operations import FINGERPRINT, MESSAGE, age, completed
-from tests.processes import eventually
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.operations import FINGERPRINT, MESSAGE, age, completed
+from tests.support.processes import eventually
 
 POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
@@ -41,7 +41,7 @@ def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
     subtests, bank, worker, environment, engine, enqueue, entries
 ):
     directory = Path(environment["CRASH_DIRECTORY"])
-    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"]
     for point in POINTS:
         with subtests.test(point=point):
             crashing.plan(directory, point, crashing.KILL_CHILD)
@@ -214,7 +214,7 @@ def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(bank, e
         with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
             # a table that cannot be purged now
             other.execute(text("LOCK TABLE idempotency.dead_letters IN ACCESS EXCLUSIVE MODE"))
-            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"]
             relay = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
             try:
                 enqueue("a1")

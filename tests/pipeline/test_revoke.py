@@ -13,9 +13,9 @@ from sqlalchemy import Engine, Row, text
 
 from idempotency.attempt.runtime import Runtime
 from idempotency.store import dead_letters
-from tests import bank as b
-from tests import crashing
-from tests.processes import Processes, Worker, eventually
+from tests.support import bank as b
+from tests.support import crashing
+from tests.support.processes import Processes, Worker, eventually
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from tests import bank as app_module
-from tests import crashing
-from tests.processes import eventually
-from tests.services.test_core import make_task
+from tests.integration.test_core import make_task
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.processes import eventually
 
 PATIENCE = 20.0
 
@@ -59,7 +59,7 @@ def test_a_soft_limit_during_the_commit_is_a_doubt_that_the_record_resolves(
 
     row = completed("slow")
     assert (entries("slow"), row.attempts) == (1, 1)
-    eventually(lambda: f"Task tests.bank.deposit[{result.id}] succeeded" in worker.log)
+    eventually(lambda: f"Task tests.support.bank.deposit[{result.id}] succeeded" in worker.log)
     assert "commit_in_doubt" in worker.log
 
 

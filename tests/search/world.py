@@ -44,10 +44,10 @@ from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
 from idempotency.worker import waiting
-from tests.deliveries import Deliveries, Outcome
 from tests.search import application, connections
 from tests.search.connections import stopping
 from tests.search.scheduler import EVERYTHING, Actor, Scheduler, current, note, passed, stop_before, touched
+from tests.support.deliveries import Deliveries, Outcome
 
 PAYMENT, REFUND = "p1", "r1"
 CAPTURED = 1000

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.processes import eventually
-from tests.proxy import Proxy
+from tests.support.processes import eventually
+from tests.support.proxy import Proxy
 
 # Shorter than this nothing is silent, longer than this nothing is awaited.
 SILENCE = 0.2
