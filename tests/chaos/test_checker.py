@@ -37,15 +37,7 @@ from tests.chaos.hand import (
     enqueued_and_done,
     findings,
     reported,
-    writing,
 )
-
-
-@pytest.fixture
-def hand(engine):
-    with writing(engine) as hand:
-        yield hand
-
 
 # ---------------------------------------------------------------- nothing to report
 

@@ -29,7 +29,6 @@ from tests.chaos.hand import (
     deposited,
     findings,
     reported,
-    writing,
 )
 
 EFFECTS = "UPDATE idempotency.records SET effects = cast(:effects AS jsonb) WHERE :row"
@@ -64,12 +63,6 @@ def ended_as(code: str, *more: str) -> tuple[str, ...]:
     """The statements of a failing transaction with this code."""
     swapped = [each.replace("no_account", code) for each in (FAILURE, LETTER, FAIL)]
     return (*more, *swapped)
-
-
-@pytest.fixture
-def hand(engine):
-    with writing(engine) as hand:
-        yield hand
 
 
 def failing(**more: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay, Relayed
 from services import RabbitMQ
+from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, Scene
 from tests.support.processes import eventually
 
@@ -33,10 +34,6 @@ def relay(scene: Scene) -> Iterator[Relay]:
     relay = Relay(scene.app, confirm_timeout=1.0)
     yield relay
     relay.close()
-
-
-def cells(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=phase) for phase in phases]
 
 
 def publish(relay: Relay, scene: Scene) -> None:
@@ -186,7 +183,7 @@ def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(re
     cell.saw("W")
 
 
-@pytest.mark.parametrize("phase", cells("F8", "P8", "P9"))
+@pytest.mark.parametrize("phase", each("F8", "P8", "P9"))
 def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(phase, relay, scene, cell):
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
@@ -208,7 +205,7 @@ def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(pha
 # ---------------------------------------------------------------- the worker
 
 
-@pytest.mark.parametrize("phase", cells("F6", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
+@pytest.mark.parametrize("phase", each("F6", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
 def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(phase, scene, rabbitmq, cell):
     postgres = scene.postgres_proxy()
     scene.declare_queues()
@@ -225,7 +222,7 @@ def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(phase, scene
     cell.saw(scene.outcome())
 
 
-@pytest.mark.parametrize("phase", cells("F7", "P0", "P1", "P2", "P3", "P6"))
+@pytest.mark.parametrize("phase", each("F7", "P0", "P1", "P2", "P3", "P6"))
 def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(phase, scene, rabbitmq, cell, caplog):
     scene.worker()
     scene.bring_to(phase)
@@ -245,7 +242,7 @@ def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(phas
     cell.saw("W" if phase == "P0" else scene.outcome() if phase == "P6" else before)
 
 
-@pytest.mark.parametrize("phase", cells("F8", "P0", "P1", "P2", "P3", "P4", "P5"))
+@pytest.mark.parametrize("phase", each("F8", "P0", "P1", "P2", "P3", "P4", "P5"))
 def test_what_a_wiped_broker_had_is_done_after_a_sweep(phase, scene, cell):
     postgres = scene.postgres_proxy()
     scene.worker()

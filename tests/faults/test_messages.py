@@ -10,15 +10,12 @@ import pytest
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.queues import DELIVERY_LIMIT
 from idempotency.upkeep import maintenance
+from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, POINTS, Scene
 from tests.support import bank, crashing
 from tests.support.processes import eventually
 
 COPIES = 8
-
-
-def each(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=f"{fault}-{phase}") for phase in phases]
 
 
 # ---------------------------------------------------------------- F16: eight copies at once

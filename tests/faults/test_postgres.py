@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 from idempotency.attempt.runtime import Runtime
 from idempotency.relay.relay import Relay, Relayed
 from services.postgres import Postgres
+from tests.faults.marks import each
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template, plain  # noqa: F401
 from tests.faults.scene import PATIENCE, Scene
 from tests.support import bank as app_module
@@ -23,10 +24,6 @@ from tests.support.processes import eventually
 COMMIT = b"\x0bCOMMIT\x00"
 CLAIM = b"INSERT INTO idempotency.records"
 FINISH = b"'completed', result ="
-
-
-def cells(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=phase) for phase in phases]
 
 
 @pytest.fixture
@@ -60,7 +57,7 @@ def published_again(scene: Scene) -> str:
 # ---------------------------------------------------------------- F12: killed
 
 
-@pytest.mark.parametrize("phase", cells("F12", "P0", "P1", "P2", "P3", "P4", "P5"))
+@pytest.mark.parametrize("phase", each("F12", "P0", "P1", "P2", "P3", "P4", "P5"))
 def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(phase, scene, postgres, cell):
     proxy = scene.postgres_proxy()
     scene.worker()
@@ -89,7 +86,7 @@ def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after
     cell.saw(scene.outcome())
 
 
-@pytest.mark.parametrize("phase", cells("F12", "P7", "P8", "P9"))
+@pytest.mark.parametrize("phase", each("F12", "P7", "P8", "P9"))
 def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_copy_is_dropped(
     phase, scene, relay, postgres, cell
 ):
@@ -104,7 +101,7 @@ def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_cop
 # ---------------------------------------------------------------- F13: a reply that is lost with its connection
 
 
-@pytest.mark.parametrize("phase", cells("F13", "P0", "P1", "P4", "P5"))
+@pytest.mark.parametrize("phase", each("F13", "P0", "P1", "P4", "P5"))
 def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase, scene, cell):
     proxy = scene.postgres_proxy()
     scene.worker(children=1)
@@ -235,7 +232,7 @@ def writes(postgres: Postgres) -> Iterator[Writes]:
     "phase",
     [
         pytest.param("P0", marks=[pytest.mark.cell("F14", "P0"), pytest.mark.quick], id="P0"),
-        *cells("F14", "P1", "P2", "P3"),
+        *each("F14", "P1", "P2", "P3"),
     ],
 )
 def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(phase, scene, writes, cell):
@@ -263,7 +260,7 @@ def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stor
     cell.saw(scene.outcome())
 
 
-@pytest.mark.parametrize("phase", cells("F14", "P7", "P9"))
+@pytest.mark.parametrize("phase", each("F14", "P7", "P9"))
 def test_a_relay_that_must_not_write_its_mark_publishes_again_later(phase, scene, relay, writes, cell):
     scene.accept()
     scene.at({"P7": "relay.selected", "P9": "relay.confirmed"}[phase], writes.stop)
@@ -290,7 +287,7 @@ def disk_full(backend: int) -> Iterator[None]:
     assert "ENOSPC" in said, said
 
 
-@pytest.mark.parametrize("phase", cells("F14", "P4", "P5"))
+@pytest.mark.parametrize("phase", each("F14", "P4", "P5"))
 def test_a_commit_for_which_the_disk_has_no_space_is_not_one(phase, scene, postgres, cell):
     if shutil.which("strace") is None:
         cell.not_run("no strace")

@@ -10,16 +10,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from idempotency.relay.relay import Relay
+from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, POINTS, Scene
 from tests.support import crashing
 from tests.support.operations import at_once
 from tests.support.processes import eventually
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
-
-
-def each(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=f"{fault}-{phase}") for phase in phases]
 
 
 @pytest.fixture

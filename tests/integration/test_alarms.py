@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, text
 
 from idempotency import settings
 from idempotency.checks.doctor import doctor
@@ -31,12 +30,6 @@ from tests.support.processes import Processes, eventually
 def environment(environment: dict[str, str]) -> dict[str, str]:
     """What no worker takes comes back, as by default."""
     return environment | {"UNKNOWN_TASK_GRACE": "3600"}
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, text
 
 from idempotency.attempt.runtime import Runtime
 from idempotency.store.sweeps import BATCH
@@ -90,12 +90,6 @@ def alerting(bank: Celery, receiver: Receiver) -> Iterator[Celery]:
     Runtime.discard(bank)
     for name in [*changed, "idempotency_report_smtp_url"]:
         bank.conf.pop(name, None)
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
 
 
 def store(connection: Connection, *reasons: str, service: str = "bank") -> None:

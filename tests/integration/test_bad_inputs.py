@@ -65,15 +65,15 @@ from idempotency.store.dead_letters import BULK_LIMIT, BulkRefused, ReplayRefuse
 from idempotency.wire import keys
 from idempotency.wire.message import KEY_HEADER, Message
 from tasks import validation
-from tests.integration.test_core import make_task
-from tests.integration.test_guard import PAST, REFUSED, headers, publish
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.dead_messages import headers, publish
 from tests.support.deliveries import Deliveries
 from tests.support.processes import Worker, eventually
+from tests.support.refused_messages import PAST, REFUSED, SECRET
+from tests.support.relaying import make_due
+from tests.support.tasks import make_task
 
-# In every body and every address; never in an error or a log.
-SECRET = "4000-0000-0000-0002"
 NOTHING_YET = {5, 6, 12, 15, 24, 25, 26, 27, 32, 33}
 ELSEWHERE = {
     13: ("tests/pipeline/test_payments.py", "test_a_bad_purchase_is_refused_by_field_and_nothing_is_written"),
@@ -103,12 +103,6 @@ ELSEWHERE = {
         "test_a_server_that_cannot_start_says_why_without_its_password",
     ),
 }
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -558,12 +552,6 @@ def write(connection: Connection, key: str, *, route: dict[str, Any] | None = No
     outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
 
 
-def make_due(connection: Connection) -> None:
-    connection.execute(
-        text("UPDATE idempotency.outbox SET available_at = clock_timestamp() - interval '1 s' WHERE status = 'pending'")
-    )
-
-
 @pytest.fixture
 def small_messages_only(servers: services.Services, bank: Celery) -> Iterator[None]:
     """RabbitMQ takes no message above 1 KiB, on channels opened from now."""
@@ -646,16 +634,6 @@ def test_a_row_without_a_queue_is_not_marked_and_alarms(
 
 
 # ---------------------------------------------------------------- settings, servers, addresses
-
-
-@pytest.fixture
-def configured(bank: Celery) -> Iterator[Celery]:
-    """The test application; what a test changes is put back."""
-    before = dict(bank.conf.changes)
-    yield bank
-    bank.conf.changes.clear()
-    bank.conf.changes.update(before)
-    bank.amqp.__dict__.pop("queues", None)
 
 
 def refusals(app: Celery) -> list[str]:

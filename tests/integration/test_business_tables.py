@@ -1,11 +1,10 @@
-"""The application's tables: made by its migrations in an empty database, and as its models say."""
+"""The application's tables: made by its migrations in an empty_database database, and as its models say."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -40,21 +39,14 @@ with sessionmaker(create_engine(environment.database_url.get_secret_value())).be
 
 
 @pytest.fixture
-def empty(servers: services.Services) -> Iterator[str]:
-    name = f"empty_{uuid4().hex[:8]}"
-    yield servers.create_database(name)
-    servers.drop_database(name)
-
-
-@pytest.fixture
-def engine(empty: str) -> Engine:
-    return create_engine(empty, poolclass=NullPool)
+def engine(empty_database: str) -> Engine:
+    return create_engine(empty_database, poolclass=NullPool)
 
 
 def test_in_an_empty_database_make_migrate_makes_what_a_payment_needs(
-    servers: services.Services, empty: str, engine: Engine
+    servers: services.Services, empty_database: str, engine: Engine
 ) -> None:
-    environment = {**os.environ, "DATABASE_URL": empty, "BROKER_URL": servers.broker_url}
+    environment = {**os.environ, "DATABASE_URL": empty_database, "BROKER_URL": servers.broker_url}
     for command in (["-m", "idempotency.cli", "migrate"], ["-m", "tasks.migrate"], ["-c", SUBMIT]):
         subprocess.run([sys.executable, *command], env=environment, check=True, timeout=60, capture_output=True)
     with engine.connect() as connection:

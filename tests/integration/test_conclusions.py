@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 from typing_extensions import TypedDict
@@ -19,7 +18,6 @@ from idempotency import (
     EffectOutcome,
     EffectUnknown,
     Happened,
-    Operation,
     OperationFailed,
     OperationId,
     PermanentError,
@@ -34,87 +32,27 @@ from idempotency.store import records
 from idempotency.upkeep import maintenance
 from idempotency.wire.message import Message
 from idempotency.worker import waiting
-from tests.integration.test_core import age, make_task
-from tests.integration.test_operators import deliver_row
 from tests.support import operations as op
-from tests.support.bank import INSERT, record_failure
-from tests.support.deliveries import Deliveries
-
-ANN = Change("ann", "ticket 42")
-Record = Callable[[str], Row[Any]]
-Entries = Callable[[str], int]
-told: list[tuple[str, Operation]] = []
-
-
-def on_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    told.append((error.code, operation))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_told() -> None:
-    told.clear()
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Any:
-    with engine.connect() as connection:
-        yield connection
-
-
-def write(session: Session, account: str) -> str:
-    session.execute(INSERT, {"account": account, "amount": 1})
-    return account
-
-
-def unwrite(session: Session, account: str) -> None:
-    """Undo `write`; the order of undos can be read off the rows it leaves."""
-    session.execute(text("DELETE FROM entries WHERE account = :account"), {"account": account})
-    session.execute(INSERT, {"account": f"undone {account}", "amount": 1})
-
-
-def unwrite_with_effects(session: Session, account: str, effects: dict[str, Any]) -> None:
-    unwrite(session, account)
-    session.execute(INSERT, {"account": f"reversed {effects['call']['charge']}", "amount": 1})
+from tests.support.bank import record_failure
+from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operations import Entries, Record, code, deaths, make_due
+from tests.support.operators import ANN, shown
+from tests.support.tasks import (
+    Provider,
+    lost,
+    make_task,
+    on_failed,
+    told,
+    told_codes,
+    unwrite,
+    unwrite_with_effects,
+    write,
+)
 
 
 def unwrite_broken(session: Session, account: str) -> None:
     unwrite(session, account)
     raise ValueError("a bug")
-
-
-class Provider:
-    """Acts when it is called; what it answers is scripted, an exception is raised after it has acted (or not)."""
-
-    def __init__(self, *script: Exception | None, acts: bool = True) -> None:
-        self.script = list(script)
-        self.acts = acts
-        self.keys: list[str] = []
-
-    def __call__(self, *, idempotency_key: str) -> dict[str, Any]:
-        if self.acts:
-            self.keys.append(idempotency_key)
-        if self.script and (error := self.script.pop(0)) is not None:
-            raise error
-        return {"charge": "ch_1"}
-
-
-def lost() -> Exception:
-    return ConnectionError("the reply was lost")
-
-
-def code(row: Row[Any]) -> tuple[str, str | None]:
-    """The code that the operation ended with, and the code of what ended it."""
-    error = json.loads(row.error)
-    assert error["code"] == row.error_code
-    return error["code"], error.get("cause", {}).get("code")
-
-
-def deaths(engine: Engine, key: str, attempts: int, *, spent_at: int | None = None) -> None:
-    """So many attempts have been used, and the process of the last one has died; `spent_at` found them used up."""
-    with engine.connect() as connection:
-        statement = """UPDATE idempotency.records SET attempts = :attempts, spent_at = coalesce(:spent_at, spent_at), status = 'started', available_at = NULL,
-            token = 't', locked_by = 'h', locked_until = clock_timestamp() - interval '1s' WHERE key = :key"""
-        connection.execute(text(statement), {"attempts": attempts, "spent_at": spent_at, "key": key})
 
 
 # ---------------------------------------------------------------- an ending belongs to its attempt
@@ -156,7 +94,7 @@ def test_an_ending_does_not_outlive_its_attempt(
                     text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s'")
                 )
             assert deliveries.deliver(task, key="k", origin="recover").state == "RETRY"
-            age(engine, "k")
+            make_due(engine, "k")
         self.step("reserve", reserve)
         if len(runs) == 2:
             raise ValueError("after the step")
@@ -201,7 +139,7 @@ def test_attempts_used_up_over_an_open_effect_end_as_unknown(
     task = make_task(bank, lambda self: self.effect("call", provider), max_attempts=2, on_failed=on_failed)
     for _ in range(2):
         assert deliveries.deliver(task, key="k").state == "RETRY"
-        age(engine, "k")
+        make_due(engine, "k")
     assert isinstance(deliveries.deliver(task, key="k").value, EffectUnknown)
     assert code(record("k")) == ("effect_unknown", "attempts_exhausted")
     assert len(provider.keys) == 2  # the last look begins nothing and repeats nothing
@@ -229,13 +167,13 @@ def test_a_last_look_that_finds_the_effect_completes_the_operation(
     deliveries.deliver(task, key="k")
     match how:
         case "errors":
-            age(engine, "k")
+            make_due(engine, "k")
             deliveries.deliver(task, key="k")
-            age(engine, "k")
+            make_due(engine, "k")
         case "deaths":
             deaths(engine, "k", 2)
         case "revoked":
-            age(engine, "k")
+            make_due(engine, "k")
             with engine.connect() as connection:
                 connection.execute(text("UPDATE idempotency.records SET revoked_generation = generation"))
     assert deliveries.deliver(task, key="k", origin="recover").value == {"charge": "found"}
@@ -256,7 +194,7 @@ def test_an_effect_that_happened_in_the_last_attempt_gets_a_last_look(
 
     task = make_task(bank, body, max_attempts=1, on_failed=on_failed)
     assert deliveries.deliver(task, key="k").state == "RETRY"
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == {"charge": "ch_1"}
     assert (record("k").status, entries("paid"), told, len(provider.keys)) == ("completed", 1, [], 1)
 
@@ -273,11 +211,11 @@ def test_a_last_look_that_learns_of_nothing_ends_plainly(
         on_failed=on_failed,
     )
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     deliveries.deliver(task, key="k")
     assert code(record("k")) == ("attempts_exhausted", None)
     assert (record("k").effects["call"]["state"], record("k").effects["call"]["number"]) == ("not_happened", 1)
-    assert [said for said, _ in told] == ["attempts_exhausted"]
+    assert told_codes() == ["attempts_exhausted"]
 
 
 def test_a_last_look_waits_for_a_search_that_lags(
@@ -290,10 +228,10 @@ def test_a_last_look_waits_for_a_search_that_lags(
         max_attempts=1,
     )
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").state == "RETRY"
     assert record("k").status == "released"
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == "found"
 
 
@@ -311,7 +249,7 @@ def test_a_body_that_swallows_the_end_of_a_last_look_does_not_complete(
 
     task = make_task(bank, body, max_attempts=1)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     deliveries.deliver(task, key="k")
     assert code(record("k")) == ("attempts_exhausted", None)
 
@@ -357,7 +295,7 @@ def test_a_cancel_over_an_open_effect_is_refused_unless_told_that_it_may_have_ha
     assert (record("k").status, told) == ("released", [])
     assert isinstance(operators.cancel(bank, shown, ANN, may_have_happened=True), EffectUnknown)
     assert code(record("k")) == ("effect_unknown", "cancelled")
-    assert [said for said, _ in told] == ["effect_unknown"]
+    assert told_codes() == ["effect_unknown"]
 
 
 def test_the_dead_letter_consumer_ends_an_open_effect_as_unknown(
@@ -494,7 +432,7 @@ def test_a_broken_undo_undoes_nothing_and_leaves_the_end_to_a_person(
     deliveries.deliver(make_task(bank, body, on_failed=on_failed), key="k")
     assert code(record("k")) == ("unfinished", "refused")
     assert (entries("one"), entries("two"), entries("undone two")) == (1, 1, 0)
-    assert (set(record("k").effects), [said for said, _ in told]) == ({"one", "two"}, ["unfinished"])
+    assert (set(record("k").effects), told_codes()) == ({"one", "two"}, ["unfinished"])
 
 
 def test_no_undo_runs_while_an_effect_is_unknown(
@@ -529,7 +467,7 @@ def test_a_refused_repeat_is_no_proof_about_the_first_call(
     provider = Provider(lost(), PermanentError("this API key was revoked", "key_revoked"))
     task = make_task(bank, lambda self: self.effect("call", provider), on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert isinstance(deliveries.deliver(task, key="k").value, EffectUnknown)
     assert (code(record("k"))[0], record("k").effects["call"]["state"]) == ("effect_unknown", "begun")
 
@@ -540,7 +478,7 @@ def test_a_refusal_that_the_provider_keeps_under_the_key_is_one(
     provider = Provider(lost(), StoredRefusal("the card was declined", "card_declined"))
     task = make_task(bank, lambda self: self.effect("call", provider))
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     deliveries.deliver(task, key="k")
     assert (code(record("k")), record("k").effects["call"]["state"]) == (("card_declined", None), "not_happened")
 
@@ -552,7 +490,7 @@ def test_after_a_refused_repeat_the_provider_is_asked(
     answers: list[Any] = [Happened("found"), StillUnknown()]
     task = make_task(bank, lambda self: self.effect("call", provider, reconcile=lambda doubt: answers.pop()))
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == "found"
 
 
@@ -596,10 +534,6 @@ def unknown(bank: Celery, deliveries: Deliveries) -> Any:
     return task
 
 
-def shown(connection: Connection, task: Any) -> operators.Shown:
-    return operators.read(connection, OperationId("default", task.name, "k"))
-
-
 def test_a_persons_result_is_checked_before_it_is_stored(
     bank: Celery, connection: Connection, unknown: Any, record: Record
 ) -> None:
@@ -622,7 +556,7 @@ def test_a_persons_word_with_end_undoes_what_the_end_had_to_leave(
     assert entries("reserved") == 1
     operators.resolve_effect(bank, shown(connection, unknown), "call", DidNotHappen(), ANN, end=True)
     assert (code(record("k")), entries("reserved")) == (("gave_up", None), 0)
-    assert [said for said, _ in told] == ["effect_unknown", "gave_up"]
+    assert told_codes() == ["effect_unknown", "gave_up"]
     # corrected afterwards: it has happened after all, so the plain end does not stand
     operators.resolve_effect(bank, shown(connection, unknown), "call", Happened({"charge": "ch_2"}), ANN)
     assert code(record("k"))[0] == "unfinished"
@@ -639,12 +573,12 @@ def test_an_end_after_a_refused_repeat_is_told_as_the_refusal(
 
     task = make_task(bank, body, on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     deliveries.deliver(task, key="k")
     assert (code(record("k")), entries("reserved")) == (("effect_unknown", "key_revoked"), 1)
     operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert (code(record("k")), entries("reserved")) == (("key_revoked", None), 0)
-    assert [said for said, _ in told] == ["effect_unknown", "key_revoked"]
+    assert told_codes() == ["effect_unknown", "key_revoked"]
 
 
 def test_an_end_of_what_was_only_unknown_is_a_persons_cancel(
@@ -661,7 +595,7 @@ def test_an_end_of_what_was_only_unknown_is_a_persons_cancel(
     operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert code(record("k")) == ("cancelled", None)
     assert json.loads(record("k").error)["message"] == ANN.reason
-    assert [said for said, _ in told] == ["effect_unknown", "cancelled"]
+    assert told_codes() == ["effect_unknown", "cancelled"]
 
 
 def test_a_word_is_not_corrected_once_an_undo_has_answered_for_it(

@@ -18,13 +18,13 @@ from idempotency import IdempotentTask
 from idempotency.attempt.lease import Holding
 from idempotency.attempt.runtime import Runtime
 from services.postgres import Postgres, create_database
-from tests.integration.test_core import ROW, make_task
 from tests.support import bank as app_module
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
 from tests.support.pooler import Pooler
 from tests.support.processes import eventually
 from tests.support.proxy import Proxy
+from tests.support.tasks import ROW, make_task
 
 # ---------------------------------------------------------------- what a body leaves behind
 

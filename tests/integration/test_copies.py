@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency.attempt.runtime import Runtime
@@ -20,30 +20,12 @@ from idempotency.wire.keys import OperationId, fingerprint
 from idempotency.wire.message import GENERATION_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.bank import enqueue_deposit
 from tests.support.dead_messages import die, headers
 from tests.support.deliveries import Deliveries
 
 ID = OperationId("default", b.deposit.name, "a1")
 FINGERPRINT = fingerprint({"account": "a1"})
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-@pytest.fixture
-def consumer(bank: Celery) -> Iterator[DeadLetterConsumer]:
-    consumer = DeadLetterConsumer(bank)
-    yield consumer
-    consumer.close()
-
-
-def enqueue(app: Celery) -> None:
-    with Session(Runtime.of(app).engine) as session:
-        b.deposit.enqueue(session, "a1")
-        session.commit()
 
 
 def dies(app: Celery, consumer: DeadLetterConsumer, marks: dict[str, Any]) -> None:
@@ -70,7 +52,7 @@ def lives(connection: Connection) -> bool:
 @pytest.fixture
 def replayed(bank: Celery, deliveries: Deliveries, connection: Connection) -> dict[str, Any]:
     """An operation that failed once and was replayed; returns the marks of its first message."""
-    enqueue(bank)
+    enqueue_deposit()
     first = op.sent(connection, ID)
     op.failed(connection, ID, fingerprint=FINGERPRINT)
     reconcile(bank, lambda _: 0)
@@ -93,7 +75,7 @@ def replayed(bank: Celery, deliveries: Deliveries, connection: Connection) -> di
 def test_a_copy_ends_nothing_whose_next_delivery_is_in_the_outbox(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, release: Callable[..., Any]
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     first = op.sent(connection, ID)
     release(connection, ID, fingerprint=FINGERPRINT)
     dies(bank, consumer, first)
@@ -141,7 +123,7 @@ def test_a_second_call_after_a_replay_ends_nothing_and_hides_nothing(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, replayed: dict[str, Any]
 ) -> None:
     of_replay = op.sent(connection, ID)
-    enqueue(bank)  # the same request again, with a row that is newer than the replay's
+    enqueue_deposit()  # the same request again, with a row that is newer than the replay's
     dies(bank, consumer, op.sent(connection, ID))
     assert state(connection) == ("released", 2, 0)
     connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour'"))
@@ -157,7 +139,7 @@ def test_a_second_call_after_a_replay_ends_nothing_and_hides_nothing(
 def test_a_copy_ends_nothing_that_is_started_whatever_its_lease(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, holder: Callable[..., Any]
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     holder(connection, ID, fingerprint=FINGERPRINT)
     dies(bank, consumer, op.sent(connection, ID))
     row = op.record(connection, ID)
@@ -173,9 +155,9 @@ def test_a_copy_ends_nothing_that_is_started_whatever_its_lease(
 def test_of_two_calls_the_first_to_die_leaves_the_other(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     first = op.sent(connection, ID)
-    enqueue(bank)
+    enqueue_deposit()
     second = op.sent(connection, ID)
     dies(bank, consumer, first)
     assert op.record(connection, ID) is None
@@ -188,7 +170,7 @@ def test_of_two_calls_the_first_to_die_leaves_the_other(
 def test_a_row_that_is_about_to_leave_again_lives(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     marks = op.sent(connection, ID)
     connection.execute(text("UPDATE idempotency.outbox SET status = 'pending'"))  # reconcile has sent it again
     dies(bank, consumer, marks)
@@ -199,7 +181,7 @@ def test_a_row_that_is_about_to_leave_again_lives(
 def test_a_message_is_refused_faster_than_its_confirm_is_noted(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     marks = op.sent(connection, ID)
     connection.execute(
         text("UPDATE idempotency.outbox SET status = 'pending', relayed_until = clock_timestamp() + interval '30 s'")
@@ -225,7 +207,7 @@ def test_what_is_lost_is_sent_again_by_the_row_of_the_newest_generation(
     bank: Celery, connection: Connection, replayed: dict[str, Any]
 ) -> None:
     op.sent(connection, ID)
-    enqueue(bank)  # the same request again: a newer row, of an older generation
+    enqueue_deposit()  # the same request again: a newer row, of an older generation
     op.sent(connection, ID)
     connection.execute(
         text("UPDATE idempotency.outbox SET queue = :queue, published_at = published_at - interval '1 hour'"),
@@ -237,7 +219,7 @@ def test_what_is_lost_is_sent_again_by_the_row_of_the_newest_generation(
 
 def test_a_delivery_committed_while_the_copy_is_judged_counts(bank: Celery, connection: Connection) -> None:
     """The judging statement waits for the row's lock; what it sees then is newer than its snapshot."""
-    enqueue(bank)
+    enqueue_deposit()
     marks = op.sent(connection, ID)
     held = op.started(connection, ID, fingerprint=FINGERPRINT)
     consumer = DeadLetterConsumer(bank)

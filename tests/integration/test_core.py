@@ -13,7 +13,6 @@ from sqlalchemy.orm import Session
 
 from idempotency import (
     FingerprintMismatch,
-    IdempotentTask,
     InvalidArguments,
     InvalidKey,
     InvalidResult,
@@ -24,7 +23,10 @@ from idempotency import (
     lookup,
 )
 from tests.support import bank, crashing
+from tests.support.bank import failures
+from tests.support.operations import leave_lease, make_due
 from tests.support.processes import eventually
+from tests.support.tasks import ROW, make_task
 
 # ---------------------------------------------------------------- duplicates
 
@@ -132,7 +134,7 @@ def test_another_request_under_a_busy_key_is_refused_and_not_swallowed(bank, del
 def test_a_resent_delivery_never_takes_redis_answer(deliveries, record, engine, entries, redis_url):
     # the holder died: recovery released the record, and Redis still has the dead holder's guarded lease
     deliveries.deliver(bank.failing, "a", "value")
-    age(engine, "a")
+    make_due(engine, "a")
     leave_lease(redis_url, record("a"), guarded=True)
 
     ordinary = deliveries.deliver(bank.failing, "a", "value")
@@ -145,7 +147,7 @@ def test_a_resent_delivery_never_takes_redis_answer(deliveries, record, engine, 
 
 def test_redis_saying_busy_does_not_stop_a_claim_that_postgres_allows(deliveries, record, engine, redis_url):
     deliveries.deliver(bank.failing, "a", "value")
-    age(engine, "a")
+    make_due(engine, "a")
     leave_lease(redis_url, record("a"), guarded=False)
 
     assert deliveries.deliver(bank.failing, "a", "value").state == "RETRY"
@@ -154,12 +156,12 @@ def test_redis_saying_busy_does_not_stop_a_claim_that_postgres_allows(deliveries
 
 def test_a_released_operation_is_not_run_before_it_is_due(deliveries, record, engine):
     deliveries.deliver(bank.failing, "a", "value")
-    age(engine, "a", "1 hour")  # due in an hour
+    make_due(engine, "a", "1 hour")  # due in an hour
     early = deliveries.deliver(bank.failing, "a", "value", origin="retry")
     assert early.state == "IGNORED"
     assert (record("a").attempts, record("a").duplicates) == (1, 1)
 
-    age(engine, "a", "-1 second")
+    make_due(engine, "a", "-1 second")
     assert deliveries.deliver(bank.failing, "a", "value", origin="retry").state == "RETRY"
 
 
@@ -216,7 +218,7 @@ def test_an_ordinary_error_is_retried_and_ends_as_a_dead_letter(deliveries, entr
     states = []
     for _ in range(3):
         states.append(deliveries.deliver(bank.failing, "a", "value", origin="retry").state)
-        age(engine, "a")
+        make_due(engine, "a")
 
     assert states == ["RETRY", "RETRY", "FAILURE"]
     assert (record("a").status, record("a").attempts, entries("a")) == ("failed", 3, 0)
@@ -227,7 +229,7 @@ def test_an_ordinary_error_is_retried_and_ends_as_a_dead_letter(deliveries, entr
 def test_a_deferral_uses_no_attempt(deliveries, record, engine):
     for _ in range(5):
         assert deliveries.deliver(bank.failing, "a", "defer", origin="retry").state == "RETRY"
-        age(engine, "a")
+        make_due(engine, "a")
     assert (record("a").status, record("a").attempts) == ("released", 0)
 
 
@@ -236,7 +238,7 @@ def test_a_deferral_beyond_its_budget_uses_attempts(deliveries, record, engine):
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.records SET opened_at = opened_at - interval '13 hours'"))
     for _ in range(3):
-        age(engine, "a")
+        make_due(engine, "a")
         last = deliveries.deliver(bank.failing, "a", "defer", origin="retry")
     assert (record("a").status, record("a").attempts, last.state) == ("failed", 3, "FAILURE")
 
@@ -459,45 +461,9 @@ def test_lookup_reads_the_stored_operation(bank, deliveries):
 
 # ---------------------------------------------------------------- what the tests above share
 
-ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
-
 
 def bank_task(name):
     return getattr(bank, name)
-
-
-def make_task(app, body, **options):
-    """A task of the test's own, known to the application for this test only."""
-    body.__name__ = "body"
-    name = f"test.{id(body)}"
-    app.tasks.pop(name, None)
-    return app.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(body)
-
-
-def age(engine, key, by="-1 second"):
-    """Make a released operation due `by` from now, instead of sleeping."""
-    with engine.connect() as connection:
-        connection.execute(
-            text(
-                "UPDATE idempotency.records SET available_at = clock_timestamp() + cast(:by AS interval) "
-                "WHERE key = :key AND status = 'released'"
-            ),
-            {"key": key, "by": by},
-        )
-
-
-def leave_lease(redis_url, row, *, guarded):
-    from idempotency.wire.keys import OperationId
-
-    id = OperationId(row.tenant, row.operation, row.key)
-    value = f"{'d' * 32} {row.fingerprint}" + (" guarded" if guarded else "")
-    with redis_client.Redis.from_url(redis_url) as client:
-        client.set(f"idempotency:lease:{id.digest}", value, px=60_000)
-
-
-def failures(engine):
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text("SELECT account, code FROM failures ORDER BY id"))]
 
 
 def outbox(engine):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import DataError
 
 from idempotency import IdempotentTask, PermanentError
@@ -22,8 +22,8 @@ from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, Message
 from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.deliveries import Deliveries, Outcome
-from tests.support.operations import age, at_once, record
+from tests.support.deliveries import Deliveries, Outcome, deliver_row
+from tests.support.operations import age, at_once, operation, record
 
 UNKNOWN = 4711
 
@@ -48,16 +48,6 @@ def repair(connection: Connection) -> None:
     connection.execute(text("INSERT INTO failures (account, code) VALUES ('', 'repaired')"))
 
 
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-def operation(task: Any, key: str = "a1") -> OperationId:
-    return OperationId("default", task.name, key)
-
-
 def entries(connection: Connection, account: str) -> int:
     count: int = connection.execute(
         text("SELECT count(*) FROM entries WHERE account = :account"), {"account": account}
@@ -70,20 +60,13 @@ def replay(app: Celery, letter: int) -> OperationId:
         return letters.replay(connection, letter)
 
 
-def deliver_row(deliveries: Deliveries, task: Any, row: Any) -> Outcome:
-    """Deliver what the relay would publish for this outbox row."""
-    message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)
-    args, kwargs, _ = json.loads(message.body)
-    return deliveries.deliver(task, *args, headers=message.headers, task_id=message.headers["id"], **kwargs)
-
-
 # ---------------------------------------------------------------- stored
 
 
 def test_a_failure_stores_its_dead_letter_with_the_record(deliveries: Deliveries, connection: Connection) -> None:
     outcome = deliveries.deliver(b.failing, "a1", "permanent", task_id="t-1", headers={"trace-id": "abc"})
     assert outcome.state == "FAILURE"
-    row = record(connection, operation(b.failing))
+    row = record(connection, operation(b.failing, "a1"))
     assert row is not None
     assert row.status == "failed"
     (letter,) = op.dead_letters(connection)
@@ -117,7 +100,7 @@ def test_the_letter_of_used_up_attempts_has_the_first_and_the_last_error(
                 text("UPDATE idempotency.records SET first_error = coalesce(nullif(first_error, error), :first)"),
                 {"first": records.error_text("First", "the first error")},
             )
-            age(connection, operation(b.failing), available_at=-1)
+            age(connection, operation(b.failing, "a1"), available_at=-1)
     assert outcome.state == "FAILURE"
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.attempts) == ("attempts_exhausted", 3)
@@ -129,7 +112,7 @@ def test_a_holder_that_lost_its_operation_leaves_no_dead_letter(
     bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
     deliveries.deliver(b.failing, "a1", "value")
-    id = operation(b.failing)
+    id = operation(b.failing, "a1")
     row = record(connection, id)
     assert row is not None
     age(connection, id, available_at=-1)
@@ -161,12 +144,12 @@ def test_a_mismatch_is_stored_once_per_fingerprint_and_touches_no_record(
     deliveries: Deliveries, connection: Connection
 ) -> None:
     first = deliveries.deliver(b.deposit, "a1", amount=5)
-    before = record(connection, operation(b.deposit))
+    before = record(connection, operation(b.deposit, "a1"))
     for amount, expected in [(6, 1), (6, 1), (7, 2), (6, 2)]:
         assert deliveries.deliver(b.deposit, "a1", amount=amount).state == "FAILURE"
         assert len(op.dead_letters(connection)) == expected
     assert {letter.reason for letter in op.dead_letters(connection)} == {"fingerprint_mismatch"}
-    assert record(connection, operation(b.deposit)) == before
+    assert record(connection, operation(b.deposit, "a1")) == before
     assert entries(connection, "a1") == 1
     assert deliveries.deliver(b.deposit, "a1", amount=5) == first
 
@@ -192,7 +175,7 @@ def test_a_replay_runs_the_operation_again_under_its_key_and_keeps_its_steps(
     deliveries: Deliveries, connection: Connection
 ) -> None:
     deliveries.deliver(repairable, "a1", 5, task_id="t-1")
-    id = operation(repairable)
+    id = operation(repairable, "a1")
     failed = record(connection, id)
     assert failed is not None
     assert failed.status == "failed"
@@ -239,7 +222,7 @@ def test_a_replay_that_fails_again_has_a_letter_of_its_own_generation(
     assert (first.generation, first.status) == (1, "replayed")
     assert (second.generation, second.status) == (2, "open")
     replay(deliveries.app, second.id)
-    reopened = record(connection, operation(repairable))
+    reopened = record(connection, operation(repairable, "a1"))
     assert reopened is not None
     assert reopened.generation == 3
 
@@ -276,11 +259,11 @@ def test_of_replays_at_once_one_wins_and_the_others_are_refused(deliveries: Deli
 def test_a_replay_that_is_rolled_back_changes_nothing(deliveries: Deliveries, connection: Connection) -> None:
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = op.dead_letters(connection)
-    before = record(connection, operation(b.failing))
+    before = record(connection, operation(b.failing, "a1"))
     with Runtime.of(deliveries.app).engine.connect() as transaction:
         letters.replay(transaction, letter.id)
         transaction.rollback()
-    assert record(connection, operation(b.failing)) == before
+    assert record(connection, operation(b.failing, "a1")) == before
     assert op.dead_letters(connection) == [letter]
     assert op.outbox(connection) == []
     replay(deliveries.app, letter.id)
@@ -317,10 +300,10 @@ def test_a_letter_that_is_settled_is_refused_with_its_status(
         text("UPDATE idempotency.dead_letters SET status = :status, settled_at = clock_timestamp()"),
         {"status": status},
     )
-    before = record(connection, operation(b.failing))
+    before = record(connection, operation(b.failing, "a1"))
     with pytest.raises(ReplayRefused, match=f"dead letter {letter.id}: already {status}"):
         replay(deliveries.app, letter.id)
-    assert record(connection, operation(b.failing)) == before
+    assert record(connection, operation(b.failing, "a1")) == before
     assert op.outbox(connection) == []
 
 
@@ -328,7 +311,7 @@ def test_a_letter_that_is_settled_is_refused_with_its_status(
 def test_a_letter_of_another_request_is_refused_whatever_became_of_the_operation(
     deliveries: Deliveries, connection: Connection, state: Callable[..., Any]
 ) -> None:
-    id = operation(b.deposit)
+    id = operation(b.deposit, "a1")
     state(connection, id)
     before, rows = record(connection, id), op.outbox(connection)
     assert before is not None
@@ -346,7 +329,7 @@ def test_a_letter_of_an_earlier_generation_is_refused_while_and_after_a_later_on
     deliveries: Deliveries, connection: Connection
 ) -> None:
     deliveries.deliver(repairable, "a1", 5)
-    id = operation(repairable)
+    id = operation(repairable, "a1")
     (letter,) = op.dead_letters(connection)
     replay(deliveries.app, letter.id)
     connection.execute(text("UPDATE idempotency.dead_letters SET status = 'open', settled_at = NULL"))
@@ -380,7 +363,7 @@ def test_a_letter_carries_the_key_that_the_call_gave(deliveries: Deliveries, con
 def test_a_letter_of_an_operation_that_has_not_failed_is_refused_and_of_a_failed_one_is_not(
     bank: Celery, connection: Connection, state: Callable[..., Any]
 ) -> None:
-    id, failed = operation(b.deposit), operation(b.deposit, "failed")
+    id, failed = operation(b.deposit, "a1"), operation(b.deposit, "failed")
     state(connection, id)
     op.failed(connection, failed)
     before, rows = record(connection, id), op.outbox(connection, id)
@@ -409,4 +392,4 @@ def test_a_letter_of_an_earlier_failure_does_not_replay_a_later_one(
     earlier, later = op.dead_letters(connection)
     with pytest.raises(ReplayRefused, match="only one that failed in the letter's generation"):
         replay(deliveries.app, earlier.id)
-    assert replay(deliveries.app, later.id) == operation(repairable)
+    assert replay(deliveries.app, later.id) == operation(repairable, "a1")

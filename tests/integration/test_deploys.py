@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency.attempt.runtime import Runtime
@@ -24,6 +24,7 @@ from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, VERSION_HEADER, Message
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.bank import enqueue_deposit
 from tests.support.dead_messages import die, headers, publish
 from tests.support.deliveries import Deliveries
 from tests.support.processes import Processes, eventually
@@ -39,19 +40,6 @@ def environment(environment: dict[str, str]) -> dict[str, str]:
     return environment | {"UNKNOWN_TASK_GRACE": "3600"}
 
 
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-@pytest.fixture
-def consumer(bank: Celery) -> Iterator[DeadLetterConsumer]:
-    consumer = DeadLetterConsumer(bank)
-    yield consumer
-    consumer.close()
-
-
 @contextmanager
 def without(app: Celery, name: str) -> Iterator[None]:
     """The application before it had this task."""
@@ -60,12 +48,6 @@ def without(app: Celery, name: str) -> Iterator[None]:
         yield
     finally:
         app.tasks[name] = task
-
-
-def enqueue(app: Celery, **options: Any) -> None:
-    with Session(Runtime.of(app).engine) as session:
-        b.deposit.enqueue(session, "a1", **options)
-        session.commit()
 
 
 def stored_message(connection: Connection) -> Message:
@@ -90,7 +72,7 @@ def past_the_grace(connection: Connection) -> None:
 def test_a_task_that_a_worker_does_not_know_comes_back_and_runs_once(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, known: bool
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     with without(bank, "tests.support.bank.failing" if known else ID.operation):
         dies(bank, consumer, connection)
     (row,) = op.outbox(connection, ID)
@@ -109,7 +91,7 @@ def test_a_task_that_a_worker_does_not_know_comes_back_and_runs_once(
 def test_what_came_back_is_looked_for_in_its_queue_again(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     connection.execute(text("UPDATE idempotency.outbox SET taken = true"))
     dies(bank, consumer, connection)
     (row,) = op.outbox(connection, ID)
@@ -119,7 +101,7 @@ def test_what_came_back_is_looked_for_in_its_queue_again(
 def test_it_comes_back_less_and_less_often_until_the_grace_is_over(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     delays = []
     for _ in range(8):
         dies(bank, consumer, connection)
@@ -137,7 +119,7 @@ def test_it_comes_back_less_and_less_often_until_the_grace_is_over(
 def test_after_the_grace_an_older_relay_keeps_the_message_as_a_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     with without(bank, ID.operation):
         dies(bank, consumer, connection)
         past_the_grace(connection)
@@ -178,7 +160,7 @@ def _die() -> None:
 def test_an_ordered_message_does_not_hold_up_those_behind_it(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank, ordering_key="account")
+    enqueue_deposit(ordering_key="account")
     dies(bank, consumer, connection)
     ordered, again = op.outbox(connection, ID)
     assert (ordered.status, ordered.ordering_key) == ("published", "account")
@@ -201,7 +183,7 @@ def test_a_later_delivery_that_is_refused_comes_back_too(
 def test_a_copy_of_what_is_started_or_has_ended_does_not_come_back(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any], known: bool
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     state(connection, ID, fingerprint=FINGERPRINT)
     with without(bank, "tests.support.bank.failing" if known else ID.operation):
         dies(bank, consumer, connection)
@@ -212,7 +194,7 @@ def test_a_copy_of_what_is_started_or_has_ended_does_not_come_back(
 def test_another_request_under_a_used_key_does_not_come_back(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     op.due(connection, ID, fingerprint="v1:another")
     connection.execute(text("DELETE FROM idempotency.outbox WHERE fingerprint = 'v1:another'"))
     dies(bank, consumer, connection)
@@ -255,7 +237,7 @@ def test_a_message_of_a_newer_version_waits_for_newer_code(
     bank: Celery, processes: Processes, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     worker = processes.worker()
-    enqueue(bank)
+    enqueue_deposit()
     connection.execute(
         text("UPDATE idempotency.outbox SET message = replace(message, :old, :new)"),
         {"old": f'"{VERSION_HEADER}": 1', "new": f'"{VERSION_HEADER}": 2'},
@@ -272,7 +254,7 @@ def test_a_message_of_a_newer_version_waits_for_newer_code(
 
 
 def test_every_message_says_its_version_and_its_fingerprint(bank: Celery, connection: Connection) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     sent = stored_message(connection).headers
     assert (sent[VERSION_HEADER], sent[FINGERPRINT_HEADER]) == (1, FINGERPRINT)
     Deliveries(bank).deliver(b.deposit, "a1", headers=sent)
@@ -313,11 +295,11 @@ def test_a_record_of_an_older_rule_is_compared_by_it(
 def test_a_message_of_an_older_rule_keeps_it_so_that_its_row_is_settled(
     bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     monkeypatch.setitem(keys.FINGERPRINT_RULES, "v2", lambda arguments: "v2:newer")
     assert deliveries.deliver(b.deposit, "a1", headers=stored_message(connection).headers).state == "SUCCESS"
     assert op.record(connection, ID).fingerprint == FINGERPRINT  # type: ignore[union-attr]
-    enqueue(bank)  # the same request by newer code
+    enqueue_deposit()  # the same request by newer code
     assert [row.fingerprint for row in op.outbox(connection, ID)] == [FINGERPRINT, "v2:newer"]
     connection.execute(
         text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp() - interval '1 day'")
@@ -357,7 +339,7 @@ def test_a_dead_message_of_a_newer_rule_ends_a_record_of_an_older_one(
 def test_older_code_leaves_a_record_of_a_newer_rule_to_newer_code(
     bank: Celery, deliveries: Deliveries, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    enqueue(bank)
+    enqueue_deposit()
     op.due(connection, ID, fingerprint="v2:newer")
     connection.execute(text("DELETE FROM idempotency.outbox WHERE fingerprint = 'v2:newer'"))
     assert deliveries.deliver(b.deposit, "a1").state == "REJECTED"

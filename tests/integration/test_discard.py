@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 from typer.testing import CliRunner, Result
 
@@ -25,17 +25,12 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
 from tests.support.operations import at_once, record
+from tests.support.operators import act, snapshot
 
 ANN, BEN, EVE = Person("ann", "admin"), Person("ben", "admin"), Person("eve", "operator")
 # What a tenant would have: a token that belongs to no operator.
 TENANTS_TOKEN = "tenant-token"
 SETUP = Change("setup", "set-up")
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -66,19 +61,9 @@ def run(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return command
 
 
-def act(app: Celery, step: Callable[..., None], *arguments: Any) -> None:
-    with Runtime.of(app).engine.begin() as connection:
-        step(connection, *arguments)
-
-
 def audits(connection: Connection) -> list[tuple[str, str, str | None, str]]:
     rows = connection.execute(text("SELECT actor, action, key, reason FROM idempotency.audit ORDER BY id"))
     return [tuple(row) for row in rows]
-
-
-def snapshot(connection: Connection) -> list[Any]:
-    tables = ("records", "outbox", "dead_letters", "discards", "audit")
-    return [connection.execute(text(f"SELECT * FROM idempotency.{table}")).all() for table in tables]
 
 
 # ---------------------------------------------------------------- two people

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -47,26 +46,16 @@ def rabbitmq(servers: services.Services) -> None:
         pytest.skip("needs RabbitMQ")
 
 
-@pytest.fixture
-def sound(bank: Celery) -> Iterator[Celery]:
-    """The test application as it should be; what a test changes is put back."""
-    before = dict(bank.conf.changes)
-    yield bank
-    bank.conf.changes.clear()
-    bank.conf.changes.update(before)
-    bank.amqp.__dict__.pop("queues", None)
-
-
 # ---------------------------------------------------------------- configuration
 
 
-def test_a_sound_set_up_has_nothing_to_refuse(sound: Celery, rabbitmq: None) -> None:
-    with sound.connection_for_write() as connection:
-        queues = list(sound.amqp.queues.values())
+def test_a_sound_set_up_has_nothing_to_refuse(configured: Celery, rabbitmq: None) -> None:
+    with configured.connection_for_write() as connection:
+        queues = list(configured.amqp.queues.values())
         for queue in [*queues, *dead_letter_queues(queues)]:
             queue(connection.default_channel).declare()
-    sound.conf.task_time_limit = None
-    findings = doctor(sound)
+    configured.conf.task_time_limit = None
+    findings = doctor(configured)
     assert [str(finding) for finding in findings if finding.level is not Level.OK] == []
     assert {"tasks", "retention", "database", "database schema", "redis", "broker"} <= {f.subject for f in findings}
 
@@ -87,28 +76,28 @@ def test_a_sound_set_up_has_nothing_to_refuse(sound: Celery, rabbitmq: None) -> 
     ],
 )
 def test_a_setting_that_would_lose_work_is_refused_with_both_values(
-    sound: Celery, rabbitmq: None, setting: str, value: object, line: str
+    configured: Celery, rabbitmq: None, setting: str, value: object, line: str
 ) -> None:
-    sound.conf[setting] = value
-    assert any(line in refused for refused in refusals(sound))
+    configured.conf[setting] = value
+    assert any(line in refused for refused in refusals(configured))
 
 
-def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(sound: Celery, rabbitmq: None) -> None:
-    sound.conf.task_queues = [*sound.conf.task_queues, Queue("reports")]
-    sound.amqp.__dict__.pop("queues", None)
-    found = about(sound, "queue reports")
+def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Celery, rabbitmq: None) -> None:
+    configured.conf.task_queues = [*configured.conf.task_queues, Queue("reports")]
+    configured.amqp.__dict__.pop("queues", None)
+    found = about(configured, "queue reports")
     assert found
     assert all(finding.level is Level.WARNING for finding in found)
 
 
-def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(sound: Celery, rabbitmq: None) -> None:
-    queue = sound.conf.task_default_queue
-    task = sound.tasks["tests.support.bank.deposit"]
+def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(configured: Celery, rabbitmq: None) -> None:
+    queue = configured.conf.task_default_queue
+    task = configured.tasks["tests.support.bank.deposit"]
     task.time_limit = 3600
     try:
-        assert about(sound, f"queue {queue}")[0].level is Level.OK
+        assert about(configured, f"queue {queue}")[0].level is Level.OK
         task.time_limit = 5000
-        late = about(sound, f"queue {queue}")[0]
+        late = about(configured, f"queue {queue}")[0]
         assert late.level is Level.WARNING
         assert "100000 s above redelivery_horizon=86400.0" in late.found
     finally:
@@ -118,21 +107,21 @@ def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(soun
 # ---------------------------------------------------------------- servers
 
 
-def test_the_queue_that_is_there_must_be_the_one_that_is_declared(sound: Celery, rabbitmq: None) -> None:
-    name = sound.conf.task_default_queue
+def test_the_queue_that_is_there_must_be_the_one_that_is_declared(configured: Celery, rabbitmq: None) -> None:
+    name = configured.conf.task_default_queue
     other = quorum_queue(name, exchange=name, dead_letter_queue=f"{name}-dead", limit=50)
-    with sound.connection_for_write() as connection:
+    with configured.connection_for_write() as connection:
         other(connection.default_channel).declare()
-    (refused,) = refusals(sound)
+    (refused,) = refusals(configured)
     assert f"queue {name}: inequivalent arg 'x-delivery-limit'" in refused
     assert "'20'" in refused
     assert "'50'" in refused
 
 
-def test_the_doctor_declares_nothing(sound: Celery, rabbitmq: None) -> None:
-    name = sound.conf.task_default_queue
+def test_the_doctor_declares_nothing(configured: Celery, rabbitmq: None) -> None:
+    name = configured.conf.task_default_queue
     for _ in range(2):
-        assert f"queue {name}: not there yet; a worker or the relay declares it" in map(str, doctor(sound))
+        assert f"queue {name}: not there yet; a worker or the relay declares it" in map(str, doctor(configured))
 
 
 @pytest.mark.parametrize(
@@ -148,13 +137,13 @@ def test_the_doctor_declares_nothing(sound: Celery, rabbitmq: None) -> None:
     ],
 )
 def test_a_database_that_weakens_the_promise_is_found(
-    sound: Celery, database: str, change: str, level: Level, line: str
+    configured: Celery, database: str, change: str, level: Level, line: str
 ) -> None:
     engine = create_engine(database, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.execute(text(f"ALTER DATABASE {make_url(database).database} SET {change}"))
     engine.dispose()
-    assert any(finding.level is level and str(finding).startswith(line) for finding in doctor(sound))
+    assert any(finding.level is level and str(finding).startswith(line) for finding in doctor(configured))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +155,9 @@ def test_a_database_that_weakens_the_promise_is_found(
         ("REVOKE ALL ON idempotency.schema_version", "database rights on table schema_version: no SELECT;"),
     ],
 )
-def test_a_right_that_is_missing_is_refused_by_its_name(sound: Celery, database: str, grant: str, line: str) -> None:
+def test_a_right_that_is_missing_is_refused_by_its_name(
+    configured: Celery, database: str, grant: str, line: str
+) -> None:
     role = f"poor_{uuid4().hex[:8]}"
     engine = create_engine(database, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
@@ -178,10 +169,10 @@ def test_a_right_that_is_missing_is_refused_by_its_name(sound: Celery, database:
             )
             connection.execute(text(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA idempotency TO {role}"))
             url = make_url(database).set(username=role, password="p").render_as_string(hide_password=False)
-            sound.conf.idempotency_database_url = url
-            assert refusals(sound) == []
+            configured.conf.idempotency_database_url = url
+            assert refusals(configured) == []
             connection.execute(text(f"{grant} FROM {role}"))
-            assert any(refused.startswith(line) for refused in refusals(sound))
+            assert any(refused.startswith(line) for refused in refusals(configured))
         finally:
             connection.execute(text(f"DROP OWNED BY {role}"))
             connection.execute(text(f"DROP ROLE {role}"))
@@ -198,30 +189,30 @@ def test_a_right_that_is_missing_is_refused_by_its_name(sound: Celery, database:
     ],
 )
 def test_a_pooler_is_named_with_its_mode(
-    sound: Celery, database: str, mode: str, ignores_options: bool, level: Level, line: str
+    configured: Celery, database: str, mode: str, ignores_options: bool, level: Level, line: str
 ) -> None:
     with Pooler(database, mode=mode, ignores_options=ignores_options) as pooler:
-        sound.conf.idempotency_database_url = pooler.url
-        found = doctor(sound)
+        configured.conf.idempotency_database_url = pooler.url
+        found = doctor(configured)
     assert [str(finding) for finding in found if finding.level is level and str(finding).startswith(line)], found
 
 
 def test_a_connection_on_which_a_vanished_server_is_missed_for_long_is_a_warning(
-    sound: Celery, monkeypatch: pytest.MonkeyPatch
+    configured: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert about(sound, "database TCP_USER_TIMEOUT") == []
+    assert about(configured, "database TCP_USER_TIMEOUT") == []
     original = Wire.connect
     monkeypatch.setattr(Wire, "connect", lambda *args, tcp_user_timeout, **options: original(*args, **options))
-    (found,) = about(sound, "database TCP_USER_TIMEOUT")
+    (found,) = about(configured, "database TCP_USER_TIMEOUT")
     assert found.level is Level.WARNING
 
 
-def test_a_task_that_may_run_for_longer_than_its_lease_is_renewed_is_a_warning(sound: Celery) -> None:
-    task = sound.tasks["tests.support.bank.deposit"]
+def test_a_task_that_may_run_for_longer_than_its_lease_is_renewed_is_a_warning(configured: Celery) -> None:
+    task = configured.tasks["tests.support.bank.deposit"]
     for limit, expected in ((600, 0), (601, 1)):
         task.time_limit = limit
         try:
-            found = [each for each in about(sound, "task tests.support.bank.deposit") if "max_run" in each.found]
+            found = [each for each in about(configured, "task tests.support.bank.deposit") if "max_run" in each.found]
         finally:
             task.time_limit = None
         assert len(found) == expected
@@ -231,12 +222,12 @@ def test_a_task_that_may_run_for_longer_than_its_lease_is_renewed_is_a_warning(s
 
 @pytest.mark.parametrize(("pool", "expected"), [("threads", 1), ("gevent", 1), ("prefork", 0)])
 def test_a_pool_smaller_than_the_concurrency_of_one_process_is_a_warning(
-    sound: Celery, monkeypatch: pytest.MonkeyPatch, pool: str, expected: int
+    configured: Celery, monkeypatch: pytest.MonkeyPatch, pool: str, expected: int
 ) -> None:
-    sound.conf.worker_pool, sound.conf.worker_concurrency = pool, 21
-    assert len(about(sound, "idempotency_pool_size")) == expected
-    sound.conf.worker_concurrency = 20
-    assert about(sound, "idempotency_pool_size") == []
+    configured.conf.worker_pool, configured.conf.worker_concurrency = pool, 21
+    assert len(about(configured, "idempotency_pool_size")) == expected
+    configured.conf.worker_concurrency = 20
+    assert about(configured, "idempotency_pool_size") == []
 
 
 def test_a_worker_with_more_threads_than_connections_says_so_and_starts(bank: Celery, processes: Processes) -> None:
@@ -246,7 +237,7 @@ def test_a_worker_with_more_threads_than_connections_says_so_and_starts(bank: Ce
 
 
 def test_a_database_that_forgets_in_a_power_cut_is_refused(
-    sound: Celery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configured: Celery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("fsync", "full_page_writes"):
         monkeypatch.setitem(services.postgres._SETTINGS, name, "off")
@@ -255,8 +246,8 @@ def test_a_database_that_forgets_in_a_power_cut_is_refused(
     try:
         server.launch()
         server.wait_until_ready()
-        sound.conf.idempotency_database_url = server.url
-        refused = refusals(sound)
+        configured.conf.idempotency_database_url = server.url
+        refused = refusals(configured)
     finally:
         server.discard()
         shutil.rmtree(directory)
@@ -264,13 +255,13 @@ def test_a_database_that_forgets_in_a_power_cut_is_refused(
     assert "database full_page_writes: off, need on; a power cut can lose what was committed" in refused
 
 
-def test_a_redis_that_forgets_or_refuses_leases_is_a_warning(sound: Celery, servers: services.Services) -> None:
+def test_a_redis_that_forgets_or_refuses_leases_is_a_warning(configured: Celery, servers: services.Services) -> None:
     with redis.Redis.from_url(servers.redis_url) as client:
         before = client.config_get("maxmemory-policy")["maxmemory-policy"]
         try:
             client.config_set("maxmemory-policy", "allkeys-lru")
             client.replicaof("127.0.0.1", "1")
-            findings = doctor(sound)
+            findings = doctor(configured)
         finally:
             client.replicaof("NO", "ONE")
             client.config_set("maxmemory-policy", before)
@@ -279,25 +270,18 @@ def test_a_redis_that_forgets_or_refuses_leases_is_a_warning(sound: Celery, serv
     assert any(line.startswith("redis: role slave, need master") for line in warned)
 
 
-def test_clocks_that_differ_are_a_warning_only(sound: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_that_differ_are_a_warning_only(configured: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("idempotency.checks.doctor.time", SimpleNamespace(time=lambda: time.time() + 100))
     for subject in ("database clock", "redis clock"):
-        (found,) = about(sound, subject)
+        (found,) = about(configured, subject)
         assert found.level is Level.WARNING
         assert re.match(r"(99\.9|100\.)\d+ s behind this host, at most 1 s$", found.found)
         assert found.advice == "costs latency and misleads logs; loses nothing"
 
 
-def test_a_database_without_our_tables_is_refused_by_both_revisions(sound: Celery, empty_database: str) -> None:
-    sound.conf.idempotency_database_url = empty_database
-    assert any(line.startswith("database schema: at none, need ") for line in refusals(sound))
-
-
-@pytest.fixture
-def empty_database(servers: services.Services) -> Iterator[str]:
-    name = f"empty_{uuid4().hex[:8]}"
-    yield servers.create_database(name)
-    servers.drop_database(name)
+def test_a_database_without_our_tables_is_refused_by_both_revisions(configured: Celery, empty_database: str) -> None:
+    configured.conf.idempotency_database_url = empty_database
+    assert any(line.startswith("database schema: at none, need ") for line in refusals(configured))
 
 
 PASSWORD = "hunter2-9f3c"
@@ -336,10 +320,10 @@ def test_an_address_that_does_not_work_is_told_without_its_password(
     assert done.returncode == 1
 
 
-def test_an_address_without_its_password_is_told_so(sound: Celery, environment: dict[str, str]) -> None:
+def test_an_address_without_its_password_is_told_so(configured: Celery, environment: dict[str, str]) -> None:
     url = make_url(environment["DATABASE_URL"])._replace(password=None)
-    sound.conf.idempotency_database_url = str(url)
-    (refused,) = [finding for finding in doctor(sound) if finding.subject == "database"]
+    configured.conf.idempotency_database_url = str(url)
+    (refused,) = [finding for finding in doctor(configured) if finding.subject == "database"]
     assert (refused.level, refused.found) == (Level.REFUSAL, "unreachable: the address has no password")
 
 

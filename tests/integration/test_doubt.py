@@ -11,9 +11,9 @@ from sqlalchemy.engine import make_url
 
 from idempotency.attempt.runtime import Runtime
 from idempotency.store import records, statements
-from tests.integration.test_core import ROW, make_task
 from tests.support import bank
 from tests.support.proxy import Proxy
+from tests.support.tasks import ROW, make_task
 
 # as psycopg sends it; "BEGIN ISOLATION LEVEL READ COMMITTED" is something else
 COMMIT = b"\x0bCOMMIT\x00"

@@ -10,9 +10,9 @@ from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, OperationBusy, OperationFailed, PermanentError
 from idempotency.wire.keys import OperationId, fingerprint
-from tests.integration.test_core import ROW, make_task
 from tests.support import bank as app_module
 from tests.support import operations
+from tests.support.tasks import ROW, make_task
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ from idempotency.attempt.effects import provider_key
 from idempotency.observe import metrics
 from idempotency.store import dead_letters
 from idempotency.wire.keys import OperationId
-from tests.integration.test_core import ROW, age, make_task
 from tests.support import bank as app_module
+from tests.support.operations import make_due
+from tests.support.tasks import ROW, make_task
 
 KEY = OperationId("default", "t", "k")
 
@@ -50,7 +51,7 @@ def test_a_recorded_effect_is_not_called_again(bank, deliveries, outside, record
 
     task = make_task(bank, body)
     assert deliveries.deliver(task, key="k").state == "RETRY"
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == {"amount": 7}
     assert list(outside.calls.values()) == [1]
 
@@ -60,7 +61,7 @@ def test_a_call_whose_reply_was_lost_is_repeated_under_the_same_key(bank, delive
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url))
     assert deliveries.deliver(task, key="k").state == "RETRY"
     assert record("k").effects["call"]["state"] == "begun"
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").state == "SUCCESS"
     assert (list(outside.calls.values()), list(outside.acts.values())) == ([2], [1])
 
@@ -75,7 +76,7 @@ def test_the_provider_is_asked_before_it_is_called_again(bank, deliveries, outsi
     outside.script = ["fail after"]
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url, reconcile=find))
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == {"amount": 7, "found": True}
     assert list(outside.calls.values()) == [1]
     assert doubts[0].idempotency_key in outside.calls
@@ -89,7 +90,7 @@ def test_a_proven_no_moves_the_effect_to_its_next_key(bank, deliveries, outside,
         lambda self: self.effect("call", app_module.call, outside.url, reconcile=lambda url, *, doubt: DidNotHappen()),
     )
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").state == "SUCCESS"
     assert record("k").effects["call"]["number"] == 2
     assert (len(outside.calls), sum(outside.acts.values())) == (2, 1)
@@ -129,9 +130,9 @@ def test_a_stored_failure_that_asking_does_not_settle_is_asked_again_and_never_c
         bank, lambda self: self.effect("call", call, outside.url, reconcile=lambda url, *, doubt: found.pop(0))
     )
     assert deliveries.deliver(task, key="k").state == "RETRY"
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").state == "RETRY"
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == {"amount": 7}
     assert len(calls) == 1
     assert record("k").attempts == 1  # too early to tell is nobody's fault
@@ -167,7 +168,7 @@ def test_beyond_the_providers_key_retention_nobody_calls_again(bank, deliveries,
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url))
     deliveries.deliver(task, key="k")
     move_begun(engine, 25 * 3600)
-    age(engine, "k")
+    make_due(engine, "k")
     outcome = deliveries.deliver(task, key="k")
     assert isinstance(outcome.value, EffectUnknown)
     assert list(outside.calls.values()) == [1]
@@ -181,7 +182,7 @@ def test_within_the_retention_the_same_call_is_repeated(bank, deliveries, outsid
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url))
     deliveries.deliver(task, key="k")
     move_begun(engine, 23 * 3600)
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").state == "SUCCESS"
     assert list(outside.calls.values()) == [2]
 
@@ -244,7 +245,7 @@ def test_other_arguments_under_a_begun_name_are_refused(bank, deliveries, outsid
 
     task = make_task(bank, body)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert isinstance(deliveries.deliver(task, key="k").value, EffectUnknown)  # what was begun is still open
     assert json.loads(record("k").error)["cause"]["code"] == EffectMismatch.default_code
 
@@ -259,7 +260,7 @@ def test_a_step_is_committed_with_its_result_and_not_repeated(bank, deliveries, 
     task = make_task(bank, body)
     assert deliveries.deliver(task, key="k").state == "RETRY"
     assert entries("row") == 1
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == 1
     assert entries("row") == 1
 
@@ -329,7 +330,7 @@ def test_the_clock_of_this_process_plays_no_part(bank, deliveries, outside, engi
     deliveries.deliver(task, key="k")
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 2 * 86400)
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").state == "SUCCESS"
 
 
@@ -343,7 +344,7 @@ def test_an_answer_of_reconcile_that_is_none_is_an_ordinary_error(bank, deliveri
 
     task = make_task(bank, lambda self: self.effect("call", lost, reconcile=lambda doubt: answer))
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k", origin="retry").state == "RETRY"
     assert (record("k").effects["call"]["state"], len(calls)) == ("begun", 1)
     assert "reconcile must return" in record("k").error

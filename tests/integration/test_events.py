@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import InvalidArguments, SettingsError, events, publish, subscribe
 from idempotency.relay.relay import Relay
-from tests.integration.test_core import ROW
+from tests.support.tasks import ROW
 
 
 @pytest.fixture

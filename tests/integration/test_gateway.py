@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +26,8 @@ from sandbox import ledger, process
 from sandbox.process import Sandbox
 from tasks.circuit import Circuit, Unavailable
 from tasks.gateway import Gateway, GatewayError, StripeGateway
+from tests.support.processes import eventually
+from tests.support.sandbox import faults
 
 KEY = "sk_test_sandbox"
 
@@ -60,10 +62,6 @@ def key() -> str:
     return f"idem-{uuid.uuid4().hex}"
 
 
-def faults(sandbox: Sandbox, **plan: Any) -> None:
-    requests.post(sandbox.url + "/_sandbox/faults", json=plan, timeout=30).raise_for_status()
-
-
 def charges(sandbox: Sandbox, purchase: dict[str, Any]) -> list[ledger.Charge]:
     return [
         charge
@@ -84,13 +82,6 @@ def unreachable() -> str:
     with closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 # money moves

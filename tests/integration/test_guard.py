@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, create_engine, make_url, text
+from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
@@ -28,64 +27,20 @@ from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters as letters
 from idempotency.store import records
 from idempotency.store.dead_letters import ReplayRefused
-from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, MARKER_HEADER, Message
+from idempotency.wire.message import MARKER_HEADER, Message
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.bank import fingerprint_of
 from tests.support.dead_messages import die, headers, publish, reject
 from tests.support.deliveries import Deliveries
 from tests.support.operations import at_once, record
 from tests.support.processes import Processes, Worker, eventually
 from tests.support.proxy import Proxy
+from tests.support.refused_messages import PAST, REFUSED, SECRET
 
-# Nothing of a body may be in a log.
-SECRET = "4000-0000-0000-0002"
 DEPOSIT = b.deposit.name
 ID, ID_AFTER = (OperationId("default", DEPOSIT, key) for key in ("a1", "after"))
-BODY = json.dumps([[], {"account": SECRET}, {}])
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-@pytest.fixture
-def consumer(bank: Celery) -> Iterator[DeadLetterConsumer]:
-    consumer = DeadLetterConsumer(bank)
-    yield consumer
-    consumer.close()
-
-
-PAST = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
-REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
-    "no JSON": (f"{SECRET} {{", {}, "undecodable"),
-    "no UTF-8": (SECRET.encode() + b"\xff\xfe", {}, "undecodable"),
-    "broken compression": (BODY, {"headers": headers(compression="application/x-gzip")}, "undecodable"),
-    "an object": (json.dumps({"secret": SECRET}), {}, "envelope"),
-    "a number": ("5", {}, "envelope"),
-    "an empty list": ("[]", {}, "envelope"),
-    "two items": (json.dumps([[SECRET], {}]), {}, "envelope"),
-    "four items": (json.dumps([[SECRET], {}, {}, {}]), {}, "envelope"),
-    "other items": (json.dumps([SECRET, [], {}]), {}, "envelope"),
-    "pickle": (SECRET.encode(), {"content_type": "application/x-python-serialize"}, "content_type"),
-    "yaml": (f"!!python/object/apply:os.system ['{SECRET}']", {"content_type": "application/x-yaml"}, "content_type"),
-    "no content type": (BODY, {"content_type": "", "content_encoding": ""}, "content_type"),
-    "protocol 1": (json.dumps({"task": DEPOSIT, "id": "1", "args": [SECRET]}), {"headers": {}}, "protocol"),
-    "no task": (BODY, {"headers": headers(task=None)}, "missing_task"),
-    "a number as task": (BODY, {"headers": headers(task=5)}, "missing_task"),
-    "no id": (BODY, {"headers": headers(id=None)}, "missing_id"),
-    "unknown task": (BODY, {"headers": headers(task="bank.gone")}, "unknown_task"),
-    "no key": (json.dumps([[SECRET], {}, {}]), {"headers": headers(task=b.returning.name)}, "missing_key"),
-    "a bad key": (BODY, {"headers": headers(**{KEY_HEADER: "a\nb"})}, "invalid_key"),
-    "other arguments": (json.dumps([[], {"amount": 1, "iban": SECRET}, {}]), {}, "invalid_arguments"),
-    "expired": (BODY, {"headers": headers(expires=PAST)}, "expired"),
-    "no time": (BODY, {"headers": headers(eta="soon")}, "invalid_header"),
-    "no time limit": (BODY, {"headers": headers(timelimit=5)}, "invalid_header"),
-    "a NUL in a header": (BODY, {"headers": headers(task="bank.\0", id="\0")}, "unknown_task"),
-}
 
 
 def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
@@ -200,10 +155,6 @@ def _consumed(broker: Any, queue: str) -> bool:
         return bool(channel.queue_declare(queue, passive=True).message_count == 0)
 
 
-def fingerprint_of(app: Celery, account: str = "a1") -> str:
-    return keys.fingerprint({"account": account})
-
-
 def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
@@ -284,7 +235,7 @@ def test_a_plain_task_that_was_rejected_leaves_its_letter(
 def test_a_released_operation_ends_when_its_only_delivery_is_dead(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any]
 ) -> None:
-    held = state(connection, ID, fingerprint=fingerprint_of(bank))
+    held = state(connection, ID, fingerprint=fingerprint_of())
     die(bank, consumer, headers=headers(**op.sent(connection, ID)))
     assert consumer.run_once() == 1
     row = record(connection, ID)
@@ -300,7 +251,7 @@ def test_a_released_operation_ends_when_its_only_delivery_is_dead(
 def test_a_duplicate_of_what_is_held_or_has_ended_leaves_no_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any], duplicates: int
 ) -> None:
-    state(connection, ID, fingerprint=fingerprint_of(bank))
+    state(connection, ID, fingerprint=fingerprint_of())
     before = record(connection, ID)
     die(bank, consumer)
     assert consumer.run_once() == 1
@@ -452,7 +403,7 @@ def test_a_letter_of_an_unknown_task_is_replayed_once_the_task_is_known(
         with pytest.raises(ReplayRefused, match="already replayed"):
             replay()
         (row,) = op.outbox(connection, id)
-        assert row.fingerprint == fingerprint_of(bank)
+        assert row.fingerprint == fingerprint_of()
     finally:
         bank.tasks.unregister(known)
 

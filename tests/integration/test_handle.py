@@ -98,9 +98,3 @@ def test_waiting_no_time_looks_once(bank: Celery, connection: Connection) -> Non
     with pytest.raises(OperationBusy):
         Handle(bank, holder.id).wait(0)
     assert watched.taken == 1
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection

@@ -13,9 +13,9 @@ from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.wire.message import KEY_HEADER
 from services.postgres import Postgres, create_database
-from tests.integration.test_core import ROW, make_task
-from tests.integration.test_relay import drained
 from tests.support.bank import app, deposit, prepare, transfer
+from tests.support.queues import drained
+from tests.support.tasks import ROW, make_task
 
 
 @pytest.fixture(scope="module")

@@ -21,19 +21,8 @@ from idempotency.upkeep.maintenance import BATCH, SPARE_CLAIMS, purge, recover
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.support import operations as op
-from tests.support.operations import age, at_once, completed, due, early, expired, failed, record, started
+from tests.support.operations import age, at_once, completed, due, early, expired, failed, record, started, status
 from tests.support.processes import eventually
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-def status(connection: Connection, id: OperationId) -> str | None:
-    row = record(connection, id)
-    return None if row is None else str(row.status)
 
 
 def used(connection: Connection, id: OperationId, attempts: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId
@@ -28,44 +28,17 @@ from idempotency.operate.operators import (
 )
 from idempotency.store import dead_letters as letters
 from idempotency.store import records
-from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.deliveries import Deliveries, Outcome
+from tests.support.bank import failures
+from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operations import operation
+from tests.support.operators import ANN, snapshot
 from tests.support.outside import OutsideWorld
-
-ANN = Change("ann", "ticket 42")
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
 
 
 def audits(connection: Connection) -> Sequence[Row[Any]]:
     return connection.execute(text("SELECT * FROM idempotency.audit ORDER BY id")).all()
-
-
-def failures(connection: Connection) -> Sequence[Any]:
-    return [tuple(row) for row in connection.execute(text("SELECT account, code FROM failures"))]
-
-
-def state(connection: Connection) -> list[Any]:
-    """Everything that a refused change must leave as it is."""
-    tables = ("records", "outbox", "dead_letters", "audit")
-    return [connection.execute(text(f"SELECT * FROM idempotency.{table}")).all() for table in tables]
-
-
-def operation(task: Any, key: str = "a") -> OperationId:
-    return OperationId("default", task.name, key)
-
-
-def deliver_row(deliveries: Deliveries, task: Any, row: Any) -> Outcome:
-    """Deliver what the relay would publish for this outbox row."""
-    message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)
-    args, kwargs, _ = json.loads(message.body)
-    return deliveries.deliver(task, *args, headers=message.headers, task_id=message.headers["id"], **kwargs)
 
 
 # ---------------------------------------------------------------- the audit table
@@ -109,10 +82,10 @@ def test_a_release_delivers_again_and_fences_the_holder_off(bank: Celery, connec
 @pytest.mark.parametrize("make", [op.early, op.due, op.completed, op.failed])
 def test_only_a_started_operation_can_be_released(bank: Celery, connection: Connection, make: Any) -> None:
     held = make(connection, operation(b.deposit))
-    before = state(connection)
+    before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="can only release what is started"):
         release(bank, read(connection, held.id), ANN)
-    assert state(connection) == before
+    assert snapshot(connection) == before
 
 
 def test_two_operators_at_once_release_once(bank: Celery, connection: Connection) -> None:
@@ -134,10 +107,10 @@ def test_two_operators_at_once_release_once(bank: Celery, connection: Connection
 def test_a_release_under_another_holders_fence_is_refused(bank: Celery, connection: Connection) -> None:
     shown = read(connection, op.expired(connection, operation(b.deposit)).id)
     op.started(connection, shown.id)  # taken over meanwhile
-    before = state(connection)
+    before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="is started now; look again"):
         release(bank, shown, ANN)
-    assert state(connection) == before
+    assert snapshot(connection) == before
 
 
 def test_a_release_against_a_finishing_worker_has_one_winner(
@@ -191,7 +164,7 @@ def test_a_cancelled_operation_fails_with_its_dead_letter_and_the_rows_of_on_fai
     assert json.loads(row.first_error)["code"] == "ValueError"
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.status, letter.attempts, letter.payload) == ("cancelled", "open", 1, row.message)
-    assert failures(connection) == [("a", "cancelled")]
+    assert failures(connection.engine) == [("a", "cancelled")]
     (entry,) = audits(connection)
     assert (entry.action, entry.fence_before, entry.fence_after) == ("cancel", shown.fence, row.fence)
     # the delivery that was on its way, and then a replay
@@ -217,7 +190,7 @@ def test_an_accepted_operation_without_a_record_is_cancelled(
 
     row = op.record(connection, shown.id)
     assert (row.status, row.attempts) == ("failed", 0)
-    assert (len(op.dead_letters(connection)), failures(connection)) == (1, [("a", "cancelled")])
+    assert (len(op.dead_letters(connection)), failures(connection.engine)) == (1, [("a", "cancelled")])
     assert [entry.details for entry in audits(connection)] == [{"was": "accepted", "ended_as": "cancelled"}]
     (sent,) = op.outbox(connection)
     late = deliver_row(deliveries, b.deposit, sent)
@@ -231,19 +204,19 @@ def test_an_accepted_operation_that_has_begun_meanwhile_is_not_cancelled(
         b.deposit.enqueue(transaction, "a", 5)
     shown = read(connection, operation(b.deposit))
     deliver_row(deliveries, b.deposit, op.outbox(connection)[0])
-    before = state(connection)
+    before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="has begun since"):
         cancel(bank, shown, ANN)
-    assert (state(connection), entries("a")) == (before, 1)
+    assert (snapshot(connection), entries("a")) == (before, 1)
 
 
 @pytest.mark.parametrize("make", [op.started, op.completed, op.failed])
 def test_what_has_begun_or_ended_is_not_cancelled(bank: Celery, connection: Connection, make: Any) -> None:
     held = make(connection, operation(b.deposit))
-    before = state(connection)
+    before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="can only cancel what is released"):
         cancel(bank, read(connection, held.id), ANN)
-    assert state(connection) == before
+    assert snapshot(connection) == before
 
 
 def test_a_cancel_and_a_claim_at_once_have_one_winner(
@@ -284,7 +257,7 @@ def test_a_broken_on_failed_does_not_keep_an_operation_from_being_cancelled(
     deliveries.deliver(fragile, "a")
     cancel(bank, read(connection, operation(fragile)), ANN)
     assert [letter.reason for letter in op.dead_letters(connection)] == ["on_failed_error"]
-    assert failures(connection) == []
+    assert failures(connection.engine) == []
     assert audits(connection)[0].details["on_failed_error"] == "ValueError: a bug"
 
 
@@ -348,14 +321,14 @@ def test_an_effect_is_resolved_once_and_only_where_its_outcome_is_unknown(
     bank: Celery, connection: Connection, unknown: OperationId
 ) -> None:
     shown = read(connection, unknown)
-    before = state(connection)
+    before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="no effect 'other'; it has: call"):
         resolve_effect(bank, shown, "other", DidNotHappen(), ANN)
     with pytest.raises(ChangeRefused, match="no effect 'reserve'"):  # a step
         resolve_effect(bank, shown, "reserve", DidNotHappen(), ANN)
     with pytest.raises(InvalidResult, match="at most"):
         resolve_effect(bank, shown, "call", Happened("x" * 300_000), ANN)
-    assert state(connection) == before
+    assert snapshot(connection) == before
 
     def attempt(_: int) -> bool:
         try:

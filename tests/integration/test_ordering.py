@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -22,33 +22,15 @@ from idempotency.store import dead_letters, outbox, overview
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import GENERATION_HEADER, KEY_HEADER, Message
-from tests.integration.test_plans import explain, rows_read
-from tests.integration.test_relay import cut, drained, keys, make_due, states
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.operations import at_once
+from tests.support.plans import explain, rows_read
+from tests.support.queues import drained, keys
+from tests.support.relaying import cut, make_due, states
 
 ASTRAY = {"exchange": "nowhere", "routing_key": "nowhere"}
 TOO_LONG = {"exchange": "x" * 300, "routing_key": "y"}
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-@pytest.fixture
-def relays(bank: Celery) -> Iterator[Callable[..., Relay]]:
-    made: list[Relay] = []
-
-    def make(**options: Any) -> Relay:
-        made.append(Relay(bank, **options))
-        return made[-1]
-
-    yield make
-    for relay in made:
-        relay.close()
 
 
 def write(connection: Connection | Session, key: str, lane: str | None, **options: Any) -> str:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +23,6 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die
 from tests.support.processes import Processes, eventually
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
 
 
 def seen(connection: Connection, kind: str) -> list[Any]:

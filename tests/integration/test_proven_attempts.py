@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
-from sqlalchemy import Connection, Engine, Row, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -30,37 +30,16 @@ from idempotency import (
 from idempotency.attempt.attempt import ON_FAILED_TRIES
 from idempotency.attempt.runtime import Runtime
 from idempotency.operate import operators
-from idempotency.operate.operators import Change
 from idempotency.store import records
 from idempotency.upkeep import maintenance
 from idempotency.upkeep.maintenance import SPARE_CLAIMS
-from tests.integration.test_conclusions import Provider, code, deaths, lost, unwrite, write
-from tests.integration.test_core import age, make_task
-from tests.integration.test_operators import deliver_row
-from tests.integration.test_proven_ends import recover_now, replay, shown
 from tests.support import operations as op
-from tests.support.deliveries import Deliveries
+from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operations import Entries, Record, code, deaths, make_due, recover_now
+from tests.support.operators import ANN, replay, shown
+from tests.support.tasks import Provider, lost, make_task, on_failed, told, told_codes, unwrite, write
 
-ANN = Change("ann", "ticket 42")
-Record = Callable[[str], Row[Any]]
-Entries = Callable[[str], int]
 NOTE = text("INSERT INTO failures (account, code) VALUES ('note', 'x')")
-told: list[str] = []
-
-
-def on_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    told.append(error.code)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_told() -> None:
-    told.clear()
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
 
 
 # ---------------------------------------------------------------- refusals
@@ -92,9 +71,9 @@ def test_a_refusal_that_a_body_handles_is_handled_in_its_next_attempt(
 
     task = make_task(bank, body, on_failed=on_failed)
     assert deliveries.deliver(task, key="k").state == "RETRY"
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k", origin="retry").value == {"charge": "ch_1"}
-    assert (record("k").status, told, len(set(second_card.keys))) == ("completed", [], 1)
+    assert (record("k").status, told_codes(), len(set(second_card.keys))) == ("completed", [], 1)
 
 
 class Slotted(StoredRefusal):
@@ -156,7 +135,7 @@ def test_a_refusal_that_cannot_be_made_again_keeps_its_code_and_message(
 
     task = make_task(bank, body)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k", origin="retry").state == "FAILURE"
     assert (runs, code(record("k"))) == ([type(refusal), StoredRefusal], ("card_declined", None))
     assert json.loads(record("k").error)["message"] == str(refusal)
@@ -191,7 +170,7 @@ def test_a_refusal_comes_back_with_the_attributes_its_handler_reads(
     task = make_task(bank, body, max_attempts=3)
     for _ in range(3):
         outcome = deliveries.deliver(task, key="k", origin="retry")
-        age(engine, "k")
+        make_due(engine, "k")
     assert (outcome.value, len(set(second.keys)), record("k").status) == ({"charge": "ch_1"}, 1, "completed")
     assert said == ["the card was declined (use second)"] * 3
 
@@ -214,7 +193,7 @@ def test_a_code_set_after_the_constructor_ends_its_operation(
         raise Coded("the card was declined", value)
 
     assert deliveries.deliver(make_task(bank, body, on_failed=on_failed), key="k").state == "FAILURE"
-    assert (code(record("k")), record("k").attempts, told) == ((stored, None), 1, [stored])
+    assert (code(record("k")), record("k").attempts, told_codes()) == ((stored, None), 1, [stored])
 
 
 @pytest.mark.parametrize("value", ["declined\0", "declined\ud800", 402], ids=["NUL", "half a pair", "a number"])
@@ -245,11 +224,11 @@ def test_a_lower_max_attempts_runs_undo_and_on_failed(
     task = make_task(bank, body, max_attempts=10, on_failed=on_failed)
     for _ in range(8):
         assert deliveries.deliver(task, key="k", origin="retry").state == "RETRY"
-        age(engine, "k")
+        make_due(engine, "k")
     type(task).max_attempts = 2  # the deploy
     deliveries.deliver(task, key="k", origin="retry")
     assert code(record("k")) == ("attempts_exhausted", None)
-    assert (entries("reserved"), entries("undone reserved"), told) == (0, 1, ["attempts_exhausted"])
+    assert (entries("reserved"), entries("undone reserved"), told_codes()) == (0, 1, ["attempts_exhausted"])
 
 
 def test_a_lower_max_attempts_asks_the_provider_before_an_end(
@@ -265,11 +244,11 @@ def test_a_lower_max_attempts_asks_the_provider_before_an_end(
     )
     for _ in range(4):
         deliveries.deliver(task, key="k", origin="retry")
-        age(engine, "k")
+        make_due(engine, "k")
     answers.append(lambda doubt: Happened({"charge": "ch_1"}))
     type(task).max_attempts = 2
     assert deliveries.deliver(task, key="k", origin="retry").value == {"charge": "ch_1"}
-    assert (record("k").status, told) == ("completed", [])
+    assert (record("k").status, told_codes()) == ("completed", [])
 
 
 def test_a_lower_max_attempts_leaves_the_end_to_a_worker(
@@ -324,8 +303,8 @@ def test_retries_used_up_get_a_last_look_like_attempts(
     task = make_task(bank, body, max_attempts=2 if limit == "max_attempts" else None, on_failed=on_failed)
     for _ in range(3):
         outcome = deliveries.deliver(task, key="k", origin="retry")
-        age(engine, "k")
-    assert (outcome.value, record("k").status, told) == ({"charge": "ch_1"}, "completed", [])
+        make_due(engine, "k")
+    assert (outcome.value, record("k").status, told_codes()) == ({"charge": "ch_1"}, "completed", [])
 
 
 @pytest.mark.parametrize("options", [{}, {"autoretry_for": (Exception,), "retry_backoff": False}], ids=str)
@@ -347,7 +326,7 @@ def test_a_lock_that_somebody_holds_uses_no_attempt(
             for _ in range(4):
                 assert deliveries.deliver(task, key="k", origin="recover").state == "RETRY"
                 assert record("k").attempts == 0
-                age(engine, "k")
+                make_due(engine, "k")
     assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
 
 
@@ -429,7 +408,7 @@ def test_a_call_is_not_repeated_when_its_key_could_expire_on_the_way(
                 to_jsonb((effects -> 'call' ->> 'begun_at')::float8 - :earlier))"""),
         {"earlier": earlier},
     )
-    age(engine, "k")
+    make_due(engine, "k")
     deliveries.deliver(task, key="k", origin="retry")
     assert (code(record("k"))[0], len(provider.keys)) == ("effect_unknown", 1)
 
@@ -449,10 +428,10 @@ def test_an_operation_does_not_complete_over_a_call_that_it_passed_over(
     task = make_task(bank, body, on_failed=on_failed, max_attempts=1 if used_up else 5)
     deliveries.deliver(task, key="k")
     cancelled.append(1)
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k", origin="retry").state == "FAILURE"
     assert code(record("k")) == ("effect_unknown", "attempts_exhausted" if used_up else None)
-    assert (told, len(op.dead_letters(connection))) == (["effect_unknown"], 1)
+    assert (told_codes(), len(op.dead_letters(connection))) == (["effect_unknown"], 1)
     operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
     assert replay(bank, connection, deliveries, task).value == {"status": "cancelled, nothing charged"}
 
@@ -483,7 +462,7 @@ def test_on_failed_is_told_one_type_for_each_code(
         bank, lambda self: self.effect("call", provider), max_attempts=1, on_failed=lambda *told: heard.append(told[2])
     )
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     deliveries.deliver(task, key="k", origin="retry")
     operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert [(type(error), error.code) for error in heard] == [
@@ -502,7 +481,7 @@ def test_a_renamed_parameter_does_not_strand_what_is_between_attempts(
     with Session(engine) as session, session.begin():
         task.enqueue(session, "a", idempotency_key="k")
     assert deliver_row(deliveries, task, op.outbox(connection)[0]).state == "RETRY"
-    age(engine, "k")
+    make_due(engine, "k")
 
     def new(self: Any, account_id: str) -> str:
         return account_id
@@ -517,34 +496,34 @@ def test_a_renamed_parameter_does_not_strand_what_is_between_attempts(
 
 
 def commit_the_connection(session: Session, operation: Operation, error: PermanentError) -> None:
-    told.append(error.code)
+    told.append((error.code, operation))
     session.execute(NOTE)
     session.connection().commit()
 
 
 def roll_the_connection_back(session: Session, operation: Operation, error: PermanentError) -> None:
-    told.append(error.code)
+    told.append((error.code, operation))
     session.execute(NOTE)
     session.connection().rollback()
 
 
 def invalidate(session: Session, operation: Operation, error: PermanentError) -> None:
     """SQLAlchemy's advice after a gevent time-out."""
-    told.append(error.code)
+    told.append((error.code, operation))
     session.execute(NOTE)
     session.invalidate()
 
 
 def commit_in_sql(session: Session, operation: Operation, error: PermanentError) -> None:
     """Hand-written SQL."""
-    told.append(error.code)
+    told.append((error.code, operation))
     session.execute(NOTE)
     session.execute(text("COMMIT"))
 
 
 def commit_behind_another_statement(session: Session, operation: Operation, error: PermanentError) -> None:
     """In one string with another statement, where nothing sees it before Postgres does."""
-    told.append(error.code)
+    told.append((error.code, operation))
     session.execute(text("INSERT INTO failures (account, code) VALUES ('note', 'x'); COMMIT"))
 
 
@@ -570,7 +549,7 @@ def test_an_on_failed_that_ends_its_transaction_ends_its_operation_without_it(
     task = make_task(bank, declined, on_failed=handler)
     assert deliveries.deliver(task, key="k2").state == "FAILURE"
     assert (code(record("k2"))[0], record("k2").attempts) == ("declined", 1)
-    assert told == ["cancelled", "declined"]
+    assert told_codes() == ["cancelled", "declined"]
     assert [letter.reason for letter in op.dead_letters(connection)] == ["on_failed_error"] * 2
 
 
@@ -585,14 +564,14 @@ def test_undos_that_on_failed_has_committed_are_not_run_again(
     task = make_task(bank, body, on_failed=commit_behind_another_statement)
     deliveries.deliver(task, key="k")
     assert code(record("k")) == ("unfinished", "declined")
-    assert (entries("undone reserved"), told) == (1, ["declined"])
+    assert (entries("undone reserved"), told_codes()) == (1, ["declined"])
 
 
 def test_a_soft_time_limit_in_the_applications_part_is_no_end(
     bank: Celery, deliveries: Deliveries, record: Record, entries: Entries
 ) -> None:
     def hurry(session: Session, operation: Operation, error: PermanentError) -> None:
-        told.append(error.code)
+        told.append((error.code, operation))
         if len(told) == 1:
             raise SoftTimeLimitExceeded
 
@@ -602,7 +581,7 @@ def test_a_soft_time_limit_in_the_applications_part_is_no_end(
 
     task = make_task(bank, body, on_failed=hurry)
     assert deliveries.deliver(task, key="k").state == "FAILURE"
-    assert (code(record("k")), told) == (("declined", None), ["declined", "declined"])
+    assert (code(record("k")), told_codes()) == (("declined", None), ["declined", "declined"])
     assert (entries("reserved"), entries("undone reserved")) == (0, 1)
 
 

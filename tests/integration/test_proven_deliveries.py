@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,31 +14,18 @@ from idempotency.attempt.runtime import Runtime
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.operate import discards, operators
 from idempotency.operate.discards import DiscardRefused, Person
-from idempotency.operate.operators import Change
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.store import sweeps
 from idempotency.upkeep import maintenance
-from tests.integration.test_conclusions import deaths, unwrite, write
-from tests.integration.test_core import age, make_task
-from tests.integration.test_discard import act, snapshot
-from tests.integration.test_operators import deliver_row
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die, headers
-from tests.support.deliveries import Deliveries
-
-ANN = Change("ann", "ticket 42")
-Record = Callable[[str], Row[Any]]
-Entries = Callable[[str], int]
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Any:
-    with engine.connect() as connection:
-        yield connection
-
+from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operations import Entries, Record, deaths, make_due
+from tests.support.operators import ANN, act, snapshot
+from tests.support.tasks import make_task, unwrite, write
 
 ASKS, APPROVES = Person("ann", "operator"), Person("bob", "admin")
 
@@ -178,7 +164,7 @@ def test_the_last_way_on_of_an_operation_is_not_discarded_until_it_has_ended(
 ) -> None:
     task = reserving(bank)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     letter = unpublishable(bank, connection)
     act(bank, discards.request, ASKS, letter.id, "too large")
     before = snapshot(connection)
@@ -209,7 +195,7 @@ def test_discarding_a_broken_copy_of_a_retry_sends_the_retry_again(
 ) -> None:
     task = reserving(bank)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     lose(connection)
     (retry,) = op.outbox(connection)
     break_copy(bank, task, retry)

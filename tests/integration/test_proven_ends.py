@@ -2,65 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import DidNotHappen, EffectUnknown, Happened, Operation, OperationId, PermanentError
+from idempotency import DidNotHappen, EffectUnknown, Happened, Operation, PermanentError
 from idempotency.attempt import attempt
 from idempotency.operate import operators
 from idempotency.operate.operators import Change, ChangeRefused
-from idempotency.upkeep import maintenance
 from idempotency.wire.message import REVOKED_HEADER
-from tests.integration.test_conclusions import Provider, code, deaths, lost, unwrite, unwrite_with_effects, write
-from tests.integration.test_core import age, make_task
-from tests.integration.test_operators import deliver_row
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
-
-ANN = Change("ann", "ticket 42")
-Record = Callable[[str], Row[Any]]
-Entries = Callable[[str], int]
-told: list[tuple[str, Operation]] = []
-
-
-def on_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    told.append((error.code, operation))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_told() -> None:
-    told.clear()
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Any:
-    with engine.connect() as connection:
-        yield connection
-
-
-def shown(connection: Connection, task: Any, key: str = "k") -> operators.Shown:
-    return operators.read(connection, OperationId("default", task.name, key))
-
-
-def replay(app: Celery, connection: Connection, deliveries: Deliveries, task: Any) -> Any:
-    """Replay the newest open letter of the operation and deliver it."""
-    id = OperationId("default", task.name, "k")
-    letter = [each for each in op.dead_letters(connection, id) if each.status == "open"][-1]
-    operators.replay(app, letter.id, ANN)
-    return deliver_row(deliveries, task, op.outbox(connection, id)[-1])
-
-
-def recover_now(app: Celery, connection: Connection) -> None:
-    """The lease of what is started is over; a sweep releases it."""
-    connection.execute(
-        text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s' WHERE status = 'started'")
-    )
-    maintenance.recover(app)
+from tests.support.operations import Entries, Record, code, deaths, make_due, recover_now
+from tests.support.operators import ANN, replay, shown
+from tests.support.tasks import (
+    Provider,
+    lost,
+    make_task,
+    on_failed,
+    told,
+    told_codes,
+    unwrite,
+    unwrite_with_effects,
+    write,
+)
 
 
 def expire_key(connection: Connection) -> None:
@@ -273,7 +241,7 @@ def test_a_last_look_that_reaches_an_effect_not_begun_ends_as_unfinished(
     deaths(engine, "k", 2)
     assert deliveries.deliver(task, key="k", origin="recover").state == "FAILURE"
     assert code(record("k")) == ("unfinished", "attempts_exhausted")
-    assert ([said for said, _ in told], second.keys) == (["unfinished"], [])
+    assert (told_codes(), second.keys) == (["unfinished"], [])
     assert [letter.reason for letter in op.dead_letters(connection)] == ["unfinished"]
 
 
@@ -458,7 +426,7 @@ def test_a_step_and_an_effect_under_one_name_are_a_mismatch(
     task = make_task(bank, body)
     deliveries.deliver(task, key="k")
     calls = list(provider.keys)
-    age(engine, "k")
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k").state == "FAILURE"
     expected = ("effect_mismatch", None) if was == "step" else ("effect_unknown", "effect_mismatch")
     assert (code(record("k")), provider.keys) == (expected, calls)

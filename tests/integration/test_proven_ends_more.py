@@ -23,22 +23,15 @@ from idempotency.relay.reconcile import reconcile
 from idempotency.store import dead_letters
 from idempotency.store.dead_letters import ReplayRefused, Selection
 from idempotency.upkeep import maintenance
-from tests.integration.test_conclusions import Provider, code, lost, unwrite, write
-from tests.integration.test_core import age, make_task
-from tests.integration.test_operators import deliver_row
-from tests.integration.test_proven_ends import ANN, DEFERRED, Entries, Record, open_case, shown
+from tests.integration.test_proven_ends import DEFERRED, open_case
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.bank import INSERT
 from tests.support.dead_messages import die, headers, reject
-from tests.support.deliveries import Deliveries
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Any:
-    with engine.connect() as connection:
-        yield connection
-
+from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operations import Entries, Record, code, make_due
+from tests.support.operators import ANN, shown
+from tests.support.tasks import Provider, lost, make_task, unwrite, write
 
 # ---------------------------------------------------------------- letters
 
@@ -161,7 +154,7 @@ def test_deferrals_leave_at_most_a_few_outbox_rows(
         connection.execute(
             text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp() - interval '1d'")
         )
-        age(engine, "k")
+        make_due(engine, "k")
         deliver_row(deliveries, task, op.outbox(connection)[-1])
         reconcile(bank, lambda queue: 1_000_000)
         maintenance.purge(bank)
@@ -179,7 +172,7 @@ def test_a_dead_message_ends_over_an_on_failed_that_cannot_commit(
 
     task = make_task(bank, body, on_failed=open_case)
     deliveries.deliver(task, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     marks = op.sent(connection, OperationId("default", task.name, "k"))
     consumer = DeadLetterConsumer(bank)
     message = headers(task=task.name) | {"idempotency-key": "k"} | marks

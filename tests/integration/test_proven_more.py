@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -28,39 +28,22 @@ from idempotency.attempt.runtime import Runtime
 from idempotency.letters import dead_letter_queue
 from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
 from idempotency.operate import operators
-from idempotency.operate.operators import Change
 from idempotency.relay.reconcile import reconcile
 from idempotency.store import records
 from idempotency.upkeep import maintenance
 from idempotency.wire import keys
 from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER
-from tests.integration.test_conclusions import Provider, code, deaths, lost, unwrite, write
-from tests.integration.test_core import age, make_task
-from tests.integration.test_operators import deliver_row
-from tests.integration.test_proven_attempts import commit_in_sql, told
-from tests.integration.test_proven_ends import replay, shown
+from tests.integration.test_proven_attempts import commit_in_sql
 from tests.integration.test_purge import SETTLED, a_retention_later, deliver_again, past_its_time
 from tests.integration.test_stuck_letters import body as message_body
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.bank import INSERT
 from tests.support.dead_messages import die, headers
-from tests.support.deliveries import Deliveries
-
-ANN = Change("ann", "ticket 42")
-Record = Callable[[str], Row[Any]]
-Entries = Callable[[str], int]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_told() -> None:
-    told.clear()
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
+from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operations import Entries, Record, code, deaths, make_due
+from tests.support.operators import ANN, replay, shown
+from tests.support.tasks import Provider, lost, make_task, told, told_codes, unwrite, write
 
 
 def pay(self: Any) -> str:
@@ -116,7 +99,7 @@ def test_a_signature_that_a_deploy_broke_leaves_the_other_attempts(
     for found in (None, lambda in_doubt: StillUnknown()):
         reconciles += [found] if found else []
         assert deliveries.deliver(task, key="k", origin="retry").state == "RETRY"
-        age(engine, "k")
+        make_due(engine, "k")
     reconciles.pop()
     assert deliveries.deliver(task, key="k", origin="retry").value == {"charge": "ch_1"}
     assert (record("k").attempts, len(set(provider.keys))) == (3, 1)
@@ -144,7 +127,7 @@ def test_an_eager_call_that_meets_a_lock_raises_it_and_uses_no_attempt(
             with pytest.raises(OperationalError, match="lock timeout"):
                 task.apply(idempotency_key="k", throw=True).get()
             assert (record("k").status, record("k").attempts) == ("released", 0)
-            age(engine, "k")
+            make_due(engine, "k")
     assert task.apply(idempotency_key="k", throw=True).get() == "paid"
     assert len(runs) == 4
 
@@ -260,7 +243,7 @@ def test_a_message_with_other_arguments_does_not_run_as_the_accepted_one(
 
     task = make_task(bank, body)
     deliveries.deliver(task, 5, key="k")
-    age(engine, "k")
+    make_due(engine, "k")
     accepted = {FINGERPRINT_HEADER: record("k").fingerprint}
     assert isinstance(deliveries.deliver(task, 600, key="k", headers=accepted).value, FingerprintMismatch)
     assert deliveries.deliver(task, 5, key="k", headers=accepted).value == 5
@@ -388,7 +371,7 @@ def test_an_undo_is_not_committed_by_on_failed_and_a_replay_repeats_its_step(
 
     task = make_task(bank, body, on_failed=commit_in_sql)
     deliveries.deliver(task, key="k")
-    assert (code(record("k")), told) == (("declined", None), ["declined"])
+    assert (code(record("k")), told_codes()) == (("declined", None), ["declined"])
     assert (entries("reserved"), entries("undone reserved")) == (0, 1)
     assert "on_failed_error" in [letter.reason for letter in op.dead_letters(connection)]
     declined.clear()
@@ -404,7 +387,7 @@ def test_an_accepted_operation_is_cancelled_although_on_failed_commits(
     with Session(engine) as session, session.begin():
         task.enqueue(session, idempotency_key="k")
     operators.cancel(bank, shown(connection, task), ANN)
-    assert (code(record("k"))[0], told) == ("cancelled", ["cancelled"])
+    assert (code(record("k"))[0], told_codes()) == ("cancelled", ["cancelled"])
     assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 0
     assert connection.execute(text("SELECT action FROM idempotency.audit")).scalars().all() == ["cancel"]
     assert deliver_row(deliveries, task, op.outbox(connection)[0]).state != "SUCCESS"
@@ -420,7 +403,7 @@ def test_a_dead_message_gets_its_letter_although_on_failed_commits(
     die(bank, consumer, headers=headers(expires="2001-01-01T00:00:00+00:00"))
     consumer.run_once()
     consumer.close()
-    assert (record("a1").status, told) == ("failed", ["expired"])
+    assert (record("a1").status, told_codes()) == ("failed", ["expired"])
     (letter,) = op.dead_letters(connection)
     assert (letter.operation, letter.key, letter.status) == (b.deposit.name, "a1", "open")
 
@@ -443,7 +426,7 @@ def test_an_end_goes_on_after_an_on_failed_that_has_set_its_role(
     """Row level security by `SET LOCAL ROLE`, which outlives its savepoint."""
 
     def handler(session: Session, operation: Operation, error: PermanentError) -> None:
-        told.append(error.code)
+        told.append((error.code, operation))
         session.execute(text(f"SET LOCAL ROLE {role}"))
         session.execute(text("INSERT INTO failures (account, code) VALUES ('told', 'x')"))
 
@@ -451,5 +434,5 @@ def test_an_end_goes_on_after_an_on_failed_that_has_set_its_role(
         raise PermanentError("no", "declined")
 
     assert deliveries.deliver(make_task(bank, body, on_failed=handler), key="k").state == "FAILURE"
-    assert (code(record("k")), told) == (("declined", None), ["declined"])
+    assert (code(record("k")), told_codes()) == (("declined", None), ["declined"])
     assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 1

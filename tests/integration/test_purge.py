@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,24 +17,25 @@ from idempotency.upkeep import maintenance
 from idempotency.upkeep.maintenance import Purged, purge, purge_once
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
-from tests.integration.test_plans import explain
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
-from tests.support.operations import age, at_once, completed, due, early, expired, failed, new_id, record, started
+from tests.support.operations import (
+    age,
+    at_once,
+    completed,
+    due,
+    early,
+    expired,
+    failed,
+    new_id,
+    record,
+    started,
+    status,
+)
+from tests.support.plans import explain
 
 DAY = 24 * 3600.0
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-def status(connection: Connection, id: OperationId) -> str | None:
-    row = record(connection, id)
-    return None if row is None else str(row.status)
 
 
 # ---------------------------------------------------------------- operations

@@ -14,14 +14,15 @@ from idempotency.attempt.runtime import Runtime
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
-from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, Message
 from idempotency.worker import guard
-from tests.integration.test_plans import rows_read
 from tests.support import bank as app_module
 from tests.support import operations as op
+from tests.support.bank import fingerprint_of
+from tests.support.plans import rows_read
 from tests.support.processes import eventually
+from tests.support.queues import depth
 
 
 @pytest.fixture
@@ -44,11 +45,6 @@ def sent(bank, engine):
     send.relay = relay
     yield send
     relay.close()
-
-
-def depth(bank):
-    with bank.connection_for_write() as connection:
-        return connection.default_channel.queue_declare(bank.conf.task_default_queue, passive=True).message_count
 
 
 def purge_queue(bank):
@@ -319,10 +315,6 @@ def test_a_row_that_has_begun_is_looked_at_once(bank, sent, engine):
         reconcile(bank)
         assert connection.execute(text("SELECT taken FROM idempotency.outbox")).scalar_one()
     assert reconcile(bank).resent == 0
-
-
-def fingerprint_of(account):
-    return keys.fingerprint({"account": account})
 
 
 def test_no_statement_of_a_pass_reads_what_waits(bank, sent, engine):

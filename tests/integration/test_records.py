@@ -66,12 +66,6 @@ def engine(database_url: str) -> Iterator[Engine]:
     engine.dispose()
 
 
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
 def seconds_from_now(connection: Connection, id: OperationId, column: str) -> float:
     value: float = connection.execute(
         text(

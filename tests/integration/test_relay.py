@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from prometheus_client import REGISTRY
-from sqlalchemy import Connection, Engine, make_url, text
+from sqlalchemy import Connection, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency.attempt.runtime import Runtime
@@ -24,32 +23,14 @@ from idempotency.relay.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed
 from idempotency.store import dead_letters, outbox
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
-from tests.integration.test_plans import rows_read
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.operations import at_once
+from tests.support.plans import rows_read
+from tests.support.queues import drained, keys
+from tests.support.relaying import cut, make_due, states
 
 IDLE = Relayed(0, 0)
-
-
-@pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-@pytest.fixture
-def relays(bank: Celery) -> Iterator[Callable[..., Relay]]:
-    """Makes relays that the test runs pass by pass."""
-    made: list[Relay] = []
-
-    def make(**options: Any) -> Relay:
-        made.append(Relay(bank, **options))
-        return made[-1]
-
-    yield make
-    for relay in made:
-        relay.close()
 
 
 @pytest.fixture
@@ -66,25 +47,6 @@ def at_point() -> Iterator[Callable[[str, Callable[[], None]], None]]:
     crash_points.install(None)
 
 
-def drained(app: Celery) -> list[Any]:
-    """Every message in the queue, taken out of it."""
-    messages = []
-    with app.connection_for_write() as broker:
-        queue = app.amqp.queues[app.conf.task_default_queue](broker.default_channel)
-        queue.declare()
-        while (message := queue.get(no_ack=True)) is not None:
-            messages.append(message)
-    return messages
-
-
-def keys(messages: list[Any]) -> list[str]:
-    return [message.headers[KEY_HEADER] for message in messages]
-
-
-def states(connection: Connection) -> list[str]:
-    return [row.status for row in op.outbox(connection)]
-
-
 def write(connection: Connection, key: str, *, route: dict[str, Any] | None = None, **properties: Any) -> str:
     """A row with a message of its own; without a route to the queue of the test."""
     composed = Message.composed(
@@ -92,13 +54,6 @@ def write(connection: Connection, key: str, *, route: dict[str, Any] | None = No
     )
     message = Message(composed.headers, composed.body, route or composed.route, composed.properties | properties)
     return outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
-
-
-def make_due(connection: Connection) -> None:
-    """Let back-offs and leases of relays be over."""
-    past = "clock_timestamp() - interval '1 s'"
-    connection.execute(text(f"UPDATE idempotency.outbox SET available_at = {past} WHERE status = 'pending'"))
-    connection.execute(text(f"UPDATE idempotency.outbox SET relayed_until = {past} WHERE relayed_until IS NOT NULL"))
 
 
 # ---------------------------------------------------------------- what is published
@@ -370,16 +325,6 @@ def test_the_relay_survives_its_connection_being_closed_under_it(
     assert states(connection) == ["published", "pending"]
     assert relay.run_once() == Relayed(1, 0)
     assert keys(drained(bank)) == ["before", "after"]
-
-
-def cut(relay: Relay) -> None:
-    """Close the relay's socket, as a broker that dies would; what had arrived and was not read is lost with it."""
-    assert relay.publisher._broker is not None
-    connection = relay.publisher._broker.connection.transport.sock
-    connection.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(ConnectionError):
-        while connection.recv(65536):
-            pass
 
 
 def test_exactly_the_confirmed_rows_are_marked_when_the_connection_breaks_in_a_batch(

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import stripe
 from sandbox import ledger, process
 from sandbox.faults import FaultPlan, fires
 from sandbox.process import Sandbox
+from tests.support.processes import eventually
+from tests.support.sandbox import faults
 
 KEY = "sk_test_sandbox"
 
@@ -77,10 +79,6 @@ def refund(sandbox: Sandbox, intent: str, amount: int, key: str | None = None) -
     )
 
 
-def faults(sandbox: Sandbox, **plan: Any) -> None:
-    requests.post(sandbox.url + "/_sandbox/faults", json=plan, timeout=30).raise_for_status()
-
-
 def charges(sandbox: Sandbox, purchase: str) -> list[ledger.Charge]:
     return [charge for charge in ledger.read(sandbox.data).charges if charge.metadata.get("purchase_id") == purchase]
 
@@ -91,13 +89,6 @@ def response(thing: stripe.PaymentIntent) -> Any:
 
 def replayed(error: stripe.StripeError) -> bool:
     return (error.headers or {}).get("Idempotent-Replayed") == "true"
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 # what it does when nothing goes wrong

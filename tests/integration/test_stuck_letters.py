@@ -43,19 +43,6 @@ STUCK = OperationId("default", b.deposit.name, "stuck")
 
 
 @pytest.fixture
-def connection(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        yield connection
-
-
-@pytest.fixture
-def consumer(bank: Celery) -> Iterator[DeadLetterConsumer]:
-    consumer = DeadLetterConsumer(bank)
-    yield consumer
-    consumer.close()
-
-
-@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A letter that waits is tried again in each pass."""
     monkeypatch.setattr(dead_letter_queue, "HELD_PAUSE", 0.0)

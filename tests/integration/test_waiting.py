@@ -24,11 +24,12 @@ from idempotency.wire.message import ETA_HEADER, ORIGIN_HEADER
 from idempotency.worker import waiting
 from idempotency.worker.waiting import Unanswered, Waiting
 from tests.faults.clocks import Clock, can_be_built
-from tests.integration.test_core import leave_lease
 from tests.support import bank as app_module
 from tests.support.deliveries import Deliveries, Outcome
+from tests.support.operations import leave_lease
 from tests.support.processes import Processes, eventually
 from tests.support.proxy import Proxy
+from tests.support.queues import depth
 
 Records = Callable[[str], Any]
 
@@ -237,11 +238,6 @@ def test_a_worker_that_waits_for_postgres_stops_when_told_and_keeps_no_message(
     proxy.heal()
     processes.worker("--concurrency", "1")
     eventually(lambda: entries("a") == 1)
-
-
-def depth(app: Celery) -> int:
-    with app.connection_for_read() as connection:
-        return int(connection.default_channel.queue_declare(app.conf.task_default_queue, passive=True).message_count)
 
 
 # ---------------------------------------------------------------- Redis' word and the holder's own redelivery

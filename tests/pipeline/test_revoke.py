@@ -15,6 +15,7 @@ from idempotency.attempt.runtime import Runtime
 from idempotency.store import dead_letters
 from tests.support import bank as b
 from tests.support import crashing
+from tests.support.bank import failures
 from tests.support.processes import Processes, Worker, eventually
 
 
@@ -35,11 +36,6 @@ def revoke(app: Celery, task_id: str, *, terminate: bool = False) -> None:
 def status(record: Any, key: str) -> str | None:
     row = record(key)
     return None if row is None else str(row.status)
-
-
-def failures(engine: Engine) -> Sequence[Any]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text("SELECT account, code FROM failures"))]
 
 
 def test_a_task_revoked_before_it_starts_ends_as_a_dead_letter_and_can_be_replayed(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from tests.integration.test_core import make_task
 from tests.support import bank as app_module
 from tests.support import crashing
 from tests.support.processes import eventually
+from tests.support.tasks import make_task
 
 PATIENCE = 20.0
 

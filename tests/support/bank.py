@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 from celery import Celery
 from celery.exceptions import Ignore
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import Defer, IdempotentTask, Operation, PermanentError
+from idempotency.attempt.runtime import Runtime
 from idempotency.queues import quorum_queue
 from idempotency.store import schema
+from idempotency.wire import keys
 from tests.support import crashing
 
 app = Celery("bank")
@@ -167,6 +169,25 @@ def lonely_deposit(self: IdempotentTask, account: str, seconds: float, busy: boo
     if (self.session, self.request.attempt, attempt.claim.id.key, mine) != (session, attempt, account, [account]):
         raise PermanentError(f"another attempt was seen: {mine}", "not_alone")
     return account
+
+
+def enqueue_deposit(**options: Any) -> None:
+    """Accept one deposit to account a1."""
+    with Session(Runtime.of(app).engine) as session:
+        deposit.enqueue(session, "a1", **options)
+        session.commit()
+
+
+def fingerprint_of(account: str = "a1") -> str:
+    """The fingerprint of a deposit to this account."""
+    return keys.fingerprint({"account": account})
+
+
+def failures(engine: Engine) -> list[tuple[str, str]]:
+    """What `record_failure` was told: accounts and codes."""
+    with engine.connect() as connection:
+        rows = connection.execute(text("SELECT account, code FROM failures ORDER BY id"))
+        return [(row.account, row.code) for row in rows]
 
 
 if "BANK_QUEUE" in os.environ:

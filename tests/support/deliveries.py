@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -11,8 +12,9 @@ from celery import Celery
 from celery.app.trace import build_tracer
 from celery.exceptions import Reject
 from kombu.utils.json import dumps, loads
+from sqlalchemy import Row
 
-from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER
+from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER, Message
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,10 @@ def _state(error: Exception) -> str:
             return "RETRY"
         case _:
             return "FAILURE"
+
+
+def deliver_row(deliveries: Deliveries, task: Any, row: Row[Any]) -> Outcome:
+    """Deliver what the relay would publish for this outbox row."""
+    message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)
+    args, kwargs, _ = json.loads(message.body)
+    return deliveries.deliver(task, *args, headers=message.headers, task_id=message.headers["id"], **kwargs)

@@ -5,16 +5,20 @@ Time passes by UPDATE: rows are aged, nobody sleeps.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, text
+import redis
+from celery import Celery
+from sqlalchemy import Connection, Engine, Row, text
 
 from idempotency.store import records
 from idempotency.store.records import Answer, Changed, Claimed
+from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.support.processes import eventually
@@ -28,6 +32,9 @@ ERROR = records.error_text("no_account", "no such account")
 FAILED = records.FailedEnd("no_account", ERROR)
 
 T = TypeVar("T")
+# What the fixtures `record` and `entries` are: the row of a key, and how many entries an account has.
+Record = Callable[[str], Row[Any]]
+Entries = Callable[[str], int]
 
 
 def new_id(tenant: str = "default", operation: str = "tests.support.bank.deposit") -> OperationId:
@@ -120,6 +127,42 @@ def age(connection: Connection, id: OperationId, **seconds: float) -> None:
         assert changed.rowcount == 1
 
 
+def make_due(engine: Engine, key: str, by: str = "-1 second") -> None:
+    """Make a released operation due `by` from now."""
+    with engine.connect() as connection:
+        connection.execute(
+            text(
+                "UPDATE idempotency.records SET available_at = clock_timestamp() + cast(:by AS interval) "
+                "WHERE key = :key AND status = 'released'"
+            ),
+            {"key": key, "by": by},
+        )
+
+
+def recover_now(app: Celery, connection: Connection) -> None:
+    """The lease of what is started is over; a sweep releases it."""
+    connection.execute(
+        text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s' WHERE status = 'started'")
+    )
+    maintenance.recover(app)
+
+
+def deaths(engine: Engine, key: str, attempts: int, *, spent_at: int | None = None) -> None:
+    """So many attempts have been used, and the process of the last one has died; `spent_at` found them used up."""
+    with engine.connect() as connection:
+        statement = """UPDATE idempotency.records SET attempts = :attempts, spent_at = coalesce(:spent_at, spent_at), status = 'started', available_at = NULL,
+            token = 't', locked_by = 'h', locked_until = clock_timestamp() - interval '1s' WHERE key = :key"""
+        connection.execute(text(statement), {"attempts": attempts, "spent_at": spent_at, "key": key})
+
+
+def leave_lease(redis_url: str, row: Row[Any], *, guarded: bool) -> None:
+    """A lease of this operation in Redis, as another process holds it."""
+    id = OperationId(row.tenant, row.operation, row.key)
+    value = f"{'d' * 32} {row.fingerprint}" + (" guarded" if guarded else "")
+    with redis.Redis.from_url(redis_url) as client:
+        client.set(f"idempotency:lease:{id.digest}", value, px=60_000)
+
+
 # ---------------------------------------------------------------- what is there
 
 
@@ -129,6 +172,23 @@ def record(connection: Connection, id: OperationId) -> Row[Any] | None:
         text("SELECT * FROM idempotency.records WHERE tenant = :tenant AND operation = :operation AND key = :key"),
         {"tenant": id.tenant, "operation": id.operation, "key": id.key},
     ).one_or_none()
+
+
+def status(connection: Connection, id: OperationId) -> str | None:
+    row = record(connection, id)
+    return None if row is None else str(row.status)
+
+
+def code(row: Row[Any]) -> tuple[str, str | None]:
+    """The code that the operation ended with, and the code of what ended it."""
+    error = json.loads(row.error)
+    assert error["code"] == row.error_code
+    return error["code"], error.get("cause", {}).get("code")
+
+
+def operation(task: Any, key: str = "a") -> OperationId:
+    """The operation of this task and key."""
+    return OperationId("default", task.name, key)
 
 
 def outbox(connection: Connection, id: OperationId | None = None) -> Sequence[Row[Any]]:
