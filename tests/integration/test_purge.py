@@ -11,12 +11,11 @@ from sqlalchemy import Connection, Engine, text
 
 from idempotency import IdempotentTask, events
 from idempotency.attempt.runtime import Runtime
-from idempotency.store import outbox, sweeps
+from idempotency.store import sweeps
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import maintenance
 from idempotency.upkeep.maintenance import Purged, purge, purge_once
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -34,31 +33,12 @@ from tests.support.operations import (
     status,
 )
 from tests.support.plans import explain
+from tests.support.purging import PUBLISHED, SETTLED, a_retention_later, deliver_again, past_its_time
 
 DAY = 24 * 3600.0
 
 
 # ---------------------------------------------------------------- operations
-
-
-def past_its_time(connection: Connection, state: Callable[..., Any] = completed) -> OperationId:
-    held = state(connection)
-    age(connection, held.id, expires_at=-1)
-    return held.id
-
-
-def deliver_again(
-    connection: Connection, id: OperationId, *, fingerprint: str = op.FINGERPRINT, **columns: str
-) -> None:
-    """An outbox row of the operation, in the state that the columns say."""
-    event_id = outbox.insert(connection, id, fingerprint, Message.from_text(op.MESSAGE))
-    changes = ", ".join(f"{column} = {value}" for column, value in columns.items())
-    if changes:
-        connection.execute(text(f"UPDATE idempotency.outbox SET {changes} WHERE event_id = :id"), {"id": event_id})
-
-
-# Longer ago than it may still be delivered.
-PUBLISHED = {"status": "'published'", "published_at": "clock_timestamp() - interval '25 hours'"}
 
 
 def an_hour_later(connection: Connection) -> None:
@@ -199,7 +179,6 @@ def test_a_purged_key_is_new_again_under_a_higher_fence(bank: Celery, connection
 
 # ---------------------------------------------------------------- rows without a record
 
-SETTLED = PUBLISHED | {"settled_at": "clock_timestamp() - interval '31 days'"}
 # Ways in which a row comes to be settled without a record to go with.
 SETTLED_ALONE = {
     "an external event": SETTLED | {"operation": "'idempotency.external_event'"},
@@ -229,10 +208,6 @@ def letter(connection: Connection, id: OperationId, *, of_row: bool, settled_day
             "days": settled_days_ago,
         },
     )
-
-
-def a_retention_later(connection: Connection) -> None:
-    connection.execute(text("UPDATE idempotency.outbox SET kept_at = kept_at - interval '31 days'"))
 
 
 @pytest.mark.parametrize("columns", SETTLED_ALONE.values(), ids=SETTLED_ALONE)

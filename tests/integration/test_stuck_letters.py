@@ -21,7 +21,7 @@ from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.dead_messages import bury, die, reject, waiting
+from tests.support.dead_messages import body_of, bury, die, reject, waiting
 
 # Those that are looked at; what Celery sends besides is only copied.
 HEADERS = [
@@ -46,10 +46,6 @@ STUCK = OperationId("default", b.deposit.name, "stuck")
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A letter that waits is tried again in each pass."""
     monkeypatch.setattr(dead_letter_queue, "HELD_PAUSE", 0.0)
-
-
-def body(account: str) -> str:
-    return json.dumps([[account], {}, {}])
 
 
 def wait_for_a_lock_that_is_held(session: Session, operation: Any, error: Any) -> None:
@@ -84,8 +80,8 @@ def tries(connection: Connection) -> list[int]:
 def test_a_letter_that_waits_for_a_lock_lets_the_others_go_on(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, locked: Connection, impatient: None
 ) -> None:
-    die(bank, consumer, body("stuck"))
-    reject(bank, body("a1"), dead=2)
+    die(bank, consumer, body_of("stuck"))
+    reject(bank, body_of("a1"), dead=2)
     assert consumer.run_once() == 2
     assert keys_of_letters(connection) == [("a1", "rejected")]
     assert tries(connection) == [1]
@@ -120,7 +116,7 @@ def test_after_its_tries_a_letter_is_stored_without_on_failed(
     bank: Celery, connection: Connection, locked: Connection, impatient: None
 ) -> None:
     consumer = DeadLetterConsumer(bank)
-    die(bank, consumer, body("stuck"))
+    die(bank, consumer, body_of("stuck"))
     for number in range(1, ON_FAILED_TRIES + 1):
         op.eventually(consumer.run_once)
         assert tries(connection) == [number]
@@ -140,7 +136,7 @@ def test_after_its_tries_a_letter_is_stored_without_on_failed(
 def test_a_letter_that_waits_is_tried_less_and_less_often(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, locked: Connection
 ) -> None:
-    die(bank, consumer, body("stuck"))
+    die(bank, consumer, body_of("stuck"))
     for _ in range(4):
         consumer.run_once()
     assert tries(connection) == [2]  # at once, in the next pass, and then not for five seconds
@@ -155,7 +151,7 @@ def test_an_on_failed_that_always_meets_an_operational_error_ends(
         raise OperationalError("SELECT 1", None, Exception("connection refused"), connection_invalidated=True)
 
     monkeypatch.setattr(bank.tasks[b.deposit.name], "on_failed", elsewhere)
-    die(bank, consumer, body("stuck"))
+    die(bank, consumer, body_of("stuck"))
     for _ in range(ON_FAILED_TRIES + 1):
         consumer.run_once()
     assert keys_of_letters(connection) == [("stuck", "on_failed_error")]
@@ -175,7 +171,7 @@ def test_a_postgres_that_goes_away_is_no_try(
         b.record_failure(session, operation, error)
 
     monkeypatch.setattr(bank.tasks[b.deposit.name], "on_failed", cut_off)
-    die(bank, consumer, body("stuck"))
+    die(bank, consumer, body_of("stuck"))
     while outages > 0:
         consumer.run_once()
     consumer.run_once()
@@ -187,7 +183,7 @@ def test_an_on_failed_that_ends_its_process_is_counted(
     bank: Celery, connection: Connection, environment: dict[str, str]
 ) -> None:
     consumer = DeadLetterConsumer(bank)
-    die(bank, consumer, body("stuck"))
+    die(bank, consumer, body_of("stuck"))
     consumer.close()
     deadly = """
 import os
@@ -216,8 +212,8 @@ def test_a_record_that_is_locked_keeps_no_other_letter_waiting(
 ) -> None:
     monkeypatch.setattr(dead_letter_queue, "LOCK_PATIENCE", "20ms")
     op.failed(connection, STUCK, fingerprint="v1:other")
-    die(bank, consumer, body("stuck"))
-    reject(bank, body("a1"), dead=2)
+    die(bank, consumer, body_of("stuck"))
+    reject(bank, body_of("a1"), dead=2)
     own = create_engine(engine.url)
     with own.connect() as holder:
         holder.execute(text("SELECT * FROM idempotency.records WHERE key = 'stuck' FOR UPDATE"))
@@ -321,15 +317,15 @@ def test_a_letter_that_surprises_is_stored_raw_in_the_end(
     op.early(connection, STUCK)
     connection.execute(text("DELETE FROM idempotency.outbox"))
     untouched = op.record(connection, STUCK)
-    die(bank, consumer, body("stuck"))
-    reject(bank, body("a1"), dead=2)
+    die(bank, consumer, body_of("stuck"))
+    reject(bank, body_of("a1"), dead=2)
     for _ in range(ON_FAILED_TRIES):
         consumer.run_once()
         assert keys_of_letters(connection) == [("a1", "rejected")]
     consumer.run_once()
     (_, letter) = op.dead_letters(connection)
     assert (letter.key, letter.reason, letter.task) == (None, "unhandled", b.deposit.name)
-    assert json.loads(letter.payload)["body"] == body("stuck")
+    assert json.loads(letter.payload)["body"] == body_of("stuck")
     assert op.record(connection, STUCK) == untouched
     assert (consumer.run_once(), waiting(bank)) == (0, 0)
 
@@ -338,7 +334,7 @@ def test_a_letter_that_cannot_even_be_stored_raw_stays_held(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, refused: None
 ) -> None:
     connection.execute(text("ALTER TABLE idempotency.dead_letters ADD CONSTRAINT none CHECK (reason <> 'unhandled')"))
-    die(bank, consumer, body("stuck"))
+    die(bank, consumer, body_of("stuck"))
     for _ in range(ON_FAILED_TRIES + 2):
         consumer.run_once()
     assert keys_of_letters(connection) == []

@@ -14,19 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.checking import (
-    CAPTURE,
-    MAIL,
-    REFUND,
-    SUPPORT,
-    Books,
-    Notification,
-    Payment,
-    Posting,
-    Record,
-    Refund,
-    check,
-)
+from demo.checking import CAPTURE, MAIL, REFUND, SUPPORT, Books, Notification, Payment, Posting, Record, Refund, check
 from demo.faults import PROVIDER_FAULTS
 from demo.input import InputError, Intake, Line
 from sandbox import ledger

@@ -18,6 +18,11 @@ DEPOSIT = b.deposit.name
 BODY = json.dumps([["a1"], {}, {}])
 
 
+def body_of(account: str) -> str:
+    """The body of a deposit's message."""
+    return json.dumps([[account], {}, {}])
+
+
 def headers(**changes: Any) -> dict[str, Any]:
     """What Celery's producer sends, changed; None leaves a header out."""
     sent = {"task": DEPOSIT, "id": str(uuid4()), "lang": "py", "argsrepr": "", "kwargsrepr": ""} | changes

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import text
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, Operation, PermanentError
+from idempotency import IdempotentTask, Operation, OperationId, PermanentError
 from tests.support.bank import INSERT
 
 ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
@@ -23,6 +23,13 @@ def make_task(app: Celery, body: Callable[..., Any], **options: Any) -> Any:
     name = f"test.{id(body)}"
     app.tasks.pop(name, None)
     return app.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(body)
+
+
+def accept(engine: Engine, task: Any, *arguments: Any) -> OperationId:
+    """Accept an operation of key `a`, as an application does."""
+    with Session(engine) as session, session.begin():
+        task.enqueue(session, *arguments)
+    return OperationId("default", task.name, "a")
 
 
 def on_failed(session: Session, operation: Operation, error: PermanentError) -> None:
@@ -50,6 +57,12 @@ def unwrite(session: Session, account: str) -> None:
 def unwrite_with_effects(session: Session, account: str, effects: dict[str, Any]) -> None:
     unwrite(session, account)
     session.execute(INSERT, {"account": f"reversed {effects['call']['charge']}", "amount": 1})
+
+
+def pay(self: Any) -> str:
+    """A body that writes one row."""
+    self.session.execute(INSERT, {"account": "paid", "amount": 1})
+    return "paid"
 
 
 # ---------------------------------------------------------------- effects

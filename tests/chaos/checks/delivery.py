@@ -6,17 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from tests.chaos.books import (
-    TERMINAL,
-    Books,
-    becomes,
-    deliveries_in,
-    id_of,
-    name_of,
-    sha256,
-    time_of,
-    whereabouts,
-)
+from tests.chaos.books import TERMINAL, Books, becomes, deliveries_in, id_of, name_of, sha256, time_of, whereabouts
 from tests.chaos.evidence import Id, Violation
 
 

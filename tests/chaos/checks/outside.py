@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from tests.chaos.books import (
-    ENDING,
-    UNFINISHED,
-    UNKNOWN,
-    Books,
-    Event,
-    code_of,
-    in_state,
-    name_of,
-    rows_of,
-)
+from tests.chaos.books import ENDING, UNFINISHED, UNKNOWN, Books, Event, code_of, in_state, name_of, rows_of
 from tests.chaos.evidence import Accepted, Id, Violation
 
 
