@@ -191,6 +191,18 @@ def operation(task: Any, key: str = "a") -> OperationId:
     return OperationId("default", task.name, key)
 
 
+def seconds_from_now(connection: Connection, id: OperationId, column: str) -> float:
+    """How far ahead a time of the record is."""
+    value: float = connection.execute(
+        text(
+            f"SELECT extract(epoch FROM {column} - clock_timestamp())::float8 FROM idempotency.records "
+            "WHERE tenant = :tenant AND operation = :operation AND key = :key"
+        ),
+        {"tenant": id.tenant, "operation": id.operation, "key": id.key},
+    ).scalar_one()
+    return value
+
+
 def outbox(connection: Connection, id: OperationId | None = None) -> Sequence[Row[Any]]:
     """The outbox rows of an operation, or all."""
     return connection.execute(
