@@ -19,6 +19,7 @@ from idempotency.store import overview
 from idempotency.upkeep import alarms
 from idempotency.upkeep.backlog import Backlog
 from idempotency.upkeep.presence import SignOfLife
+from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
@@ -158,7 +159,7 @@ def test_neither_a_delay_that_was_asked_for_nor_a_begun_operation_is_old(
     assert now(bank) == []
     connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp() - interval '1000 s'"))
     assert f"accepted/{queue}" in now(bank)
-    op.started(connection, op.OperationId("default", b.deposit.name, "account 0"), queue=queue)
+    op.started(connection, OperationId("default", b.deposit.name, "account 0"), queue=queue)
     assert now(bank) == []
 
 
@@ -166,7 +167,7 @@ def test_what_no_worker_knows_stays_accepted_while_it_comes_back(
     bank: Celery, queue: str, connection: Connection
 ) -> None:
     enqueue(connection, 1)
-    id = op.OperationId("default", b.deposit.name, "account 0")
+    id = OperationId("default", b.deposit.name, "account 0")
     message = Message.from_text(op.outbox(connection, id)[0].message)
     consumer = DeadLetterConsumer(bank)
     die(bank, consumer, message.body, headers=message.headers | op.sent(connection, id))

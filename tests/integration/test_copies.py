@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from idempotency.attempt.runtime import Runtime
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
-from idempotency.store import dead_letters
+from idempotency.store import dead_letters, records
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId, fingerprint
 from idempotency.wire.message import GENERATION_HEADER
@@ -226,7 +226,7 @@ def test_a_delivery_committed_while_the_copy_is_judged_counts(bank: Celery, conn
     die(bank, consumer, headers=headers(**marks))
     with Runtime.of(bank).engine.connect() as other:
         other.begin()
-        op.records.release(other, held, delay=0.0, error=None)
+        records.release(other, held, delay=0.0, error=None)
         judged = op.in_background(consumer.run_once)
         op.wait_for_a_lock(connection)
         other.commit()

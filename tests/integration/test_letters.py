@@ -23,7 +23,7 @@ from idempotency.operate.discards import DiscardRefused, Person
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
-from idempotency.store import dead_letters, sweeps
+from idempotency.store import dead_letters, records, sweeps
 from idempotency.store.dead_letters import ReplayRefused, Selection
 from idempotency.wire import keys
 from idempotency.wire.message import KEY_HEADER
@@ -33,6 +33,7 @@ from tests.support.dead_messages import body_of, die, headers, reject
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, make_due
 from tests.support.operators import ANN, act, shown, snapshot
+from tests.support.processes import eventually
 from tests.support.tasks import Provider, accept, lost, make_task, unwrite, write
 
 
@@ -48,7 +49,7 @@ def break_copy(app: Celery, task: Any, row: Row[Any]) -> None:
     """A copy of this row's message comes to the dead-letter queue as something that is no JSON."""
     consumer = DeadLetterConsumer(app)
     die(app, consumer, "not JSON", headers=headers(task=task.name) | {"idempotency-outbox-id": row.event_id})
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     consumer.close()
 
 
@@ -189,7 +190,7 @@ def test_no_letter_of_a_running_operation_is_discarded(bank: Celery, engine: Eng
     act(bank, discards.request, ASKS, letter.id, "too large")
     with pytest.raises(DiscardRefused, match="is running"):
         act(bank, discards.approve, APPROVES, letter.id)
-    op.records.complete(connection, held, "1", retention=60.0, lease=60.0)
+    records.complete(connection, held, "1", retention=60.0, lease=60.0)
     act(bank, discards.approve, APPROVES, letter.id)
 
 
@@ -337,7 +338,7 @@ def test_a_dead_message_ends_nothing_that_an_older_row_will_deliver(
     later = op.outbox(connection, id)[0]
     consumer = DeadLetterConsumer(bank)
     die(bank, consumer, json.dumps([["a"], {}, {}]), headers=headers() | op.sent(connection, id))
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     consumer.close()
     assert (later.status, record("a"), op.dead_letters(connection)) == ("pending", None, [])
     deliver_row(deliveries, b.deposit, later)
@@ -356,7 +357,7 @@ def test_a_discarded_letter_settles_the_row_of_its_own_message_only(
     connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     consumer = DeadLetterConsumer(bank)
     die(bank, consumer, "not JSON", headers=headers() | marks)
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     consumer.close()
     (letter,) = op.dead_letters(connection)
     assert letter.reason == "undecodable"

@@ -24,6 +24,7 @@ from tests.support.dead_messages import die, headers
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, deaths, make_due, recover_now
 from tests.support.operators import ANN, replay, shown
+from tests.support.processes import eventually
 from tests.support.tasks import Provider, lost, make_task, on_failed, pay, told, told_codes, unwrite, write
 
 # The constraint of `cases` is checked when its transaction commits.
@@ -337,7 +338,7 @@ def test_a_dead_message_ends_over_an_on_failed_that_cannot_commit(
     consumer = DeadLetterConsumer(bank)
     message = headers(task=task.name) | {"idempotency-key": "k"} | marks
     die(bank, consumer, json.dumps([[], {}, {}]), headers=message)
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     consumer.close()
     (letter,) = op.dead_letters(connection)
     assert (record("k").status, letter.status, letter.reason) == ("failed", "open", "on_failed_error")

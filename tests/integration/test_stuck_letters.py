@@ -22,6 +22,7 @@ from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENA
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import body_of, bury, die, reject, waiting
+from tests.support.processes import eventually
 
 # Those that are looked at; what Celery sends besides is only copied.
 HEADERS = [
@@ -118,11 +119,11 @@ def test_after_its_tries_a_letter_is_stored_without_on_failed(
     consumer = DeadLetterConsumer(bank)
     die(bank, consumer, body_of("stuck"))
     for number in range(1, ON_FAILED_TRIES + 1):
-        op.eventually(consumer.run_once)
+        eventually(consumer.run_once)
         assert tries(connection) == [number]
         consumer.close()  # a relay that restarts: the broker hands the message out again
         consumer = DeadLetterConsumer(bank)
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     assert keys_of_letters(connection) == [("stuck", "on_failed_error")]
     assert tries(connection) == []
     row = op.record(connection, STUCK)
@@ -197,7 +198,7 @@ DeadLetterConsumer(bank.app).run_once()
     assert tries(connection) == [1]
     connection.execute(text("UPDATE idempotency.dead_letter_tries SET tries = :tries"), {"tries": ON_FAILED_TRIES})
     consumer = DeadLetterConsumer(bank)
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     consumer.close()
     assert keys_of_letters(connection) == [("stuck", "on_failed_error")]
 
@@ -268,7 +269,7 @@ def test_more_letters_than_may_be_held_wait_and_others_go_on(
     stored = {key for key, _ in keys_of_letters(connection)}
     assert {"free", *accounts[:5]} <= stored  # the oldest were parked, and have come back
     consumer.close()  # the others are tried much later: they return
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     assert {key for key, _ in keys_of_letters(connection)} == {"free", *accounts}
 
 
@@ -352,7 +353,7 @@ def test_the_dead_letter_queue_drops_nothing_that_comes_back_25_times(
     with bank.connection_for_read() as broker:
         channel = broker.channel()
         for _ in range(25):
-            message = op.eventually(lambda: channel.basic_get(queue.name, no_ack=False))
+            message = eventually(lambda: channel.basic_get(queue.name, no_ack=False))
             channel.basic_reject(message.delivery_tag, requeue=True)
-    op.eventually(consumer.run_once)
+    eventually(consumer.run_once)
     assert keys_of_letters(connection) == [("a1", "rejected")]

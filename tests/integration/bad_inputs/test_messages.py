@@ -15,11 +15,7 @@ from celery import Celery
 from sqlalchemy import Connection, text
 
 import services
-from idempotency import (
-    IdempotentTask,
-    OperationId,
-    OperationNotFound,
-)
+from idempotency import IdempotentTask, OperationId, OperationNotFound
 from idempotency.attempt.runtime import Runtime
 from idempotency.cli.dead_letter_commands import _chosen
 from idempotency.errors import IdempotencyError

@@ -23,9 +23,7 @@ from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.exc import OperationalError
 
 import services
-from idempotency import (
-    lookup,
-)
+from idempotency import lookup
 from idempotency.attempt.runtime import Runtime
 from idempotency.checks import doctor as diagnosis
 from idempotency.checks.startup import refuse_to_lose
