@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import Engine, text
 
-from idempotency import settings
+from idempotency.application import settings_of
 from idempotency.store import overview
 
 from . import jobs
@@ -49,7 +49,7 @@ def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
             connection.execute(text(statement), {"rows": waiting})
         connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.records"))
     took = Seconds()
-    given = settings.from_app(jobs.app)
+    given = settings_of(jobs.app)
     for _ in range(rounds):
         for ask, seconds in ((overview.look, took.look), (overview.status, took.status)):
             began = time.perf_counter()

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import events
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime, runtime_of
 from idempotency.operate import discards
 from idempotency.relay import reconcile, relay
 from idempotency.store import dead_letters, outbox, records
@@ -70,7 +70,7 @@ def measure(
             for name in ("redelivery_horizon", "retention_completed", "retention_failed", "retention_dead_letters")
         }
     )
-    Runtime.discard(jobs.app)
+    close_runtime(jobs.app)
     with database.connect() as connection:
         return _live(connection, database, workers, SMALL), _live(connection, database, workers, operations)
 
@@ -133,7 +133,7 @@ def _through_sql(number: int) -> None:
     """One wave, from acceptance to its end, by the library's statements in bulk."""
     ids = [OperationId("default", OPERATION, uuid4().hex) for _ in range(number)]
     message = Message({"task": OPERATION, "id": "0"}, "[[], {}, {}]", {"queue": "idle"}, {}).to_text()
-    with Runtime.of(jobs.app).autocommit() as connection:
+    with runtime_of(jobs.app).autocommit() as connection:
         outside = [OperationId("default", events.EXTERNAL, uuid4().hex) for _ in ids[::EXTERNAL]]
         _accept(connection, ids, message, settled=False)
         _accept(connection, outside, message, settled=True)

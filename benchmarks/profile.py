@@ -21,6 +21,7 @@ from rich.table import Table
 from sqlalchemy import Engine, create_engine, text
 
 import services
+from idempotency.application import close_runtime, runtime_of
 from idempotency.observe import metrics
 from idempotency.store import schema
 
@@ -31,7 +32,6 @@ def main(attempts: Annotated[int, typer.Option(min=10, max=100_000)] = 1000) -> 
     """Run attempts in this process, as a pool child does, with no broker in the way."""
     with services.running(needs=("postgres", "redis")) as running:
         os.environ.update(running.environment(), BROKER_URL="memory://")
-        from idempotency.attempt.runtime import Runtime
 
         from . import jobs
 
@@ -42,7 +42,7 @@ def main(attempts: Annotated[int, typer.Option(min=10, max=100_000)] = 1000) -> 
         engine.dispose()
         jobs.app.finalize()
         client = redis.Redis.from_url(running.redis_url)
-        runtime = Runtime.of(jobs.app)
+        runtime = runtime_of(jobs.app)
         table = Table("", "CPU ms", "wall ms", "Postgres round trips", "Redis commands, those in scripts included")
         for task, engines in (
             (jobs.plain, [jobs.engine(os.getpid())]),
@@ -68,7 +68,7 @@ def main(attempts: Annotated[int, typer.Option(min=10, max=100_000)] = 1000) -> 
             phases.add_row(name, f"{1e3 * seconds:.2f}")
         Console().print(phases)
         client.close()
-        Runtime.discard(jobs.app)
+        close_runtime(jobs.app)
 
 
 def _run(task: Any, attempts: int) -> None:

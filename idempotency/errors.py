@@ -10,6 +10,7 @@ Those of commands (`ChangeRefused`, `ReplayRefused`, `DiscardRefused` …) stand
     │   └── InvalidArguments
     ├── PermanentError              ends the operation as failed, without another attempt
     │   ├── AttemptsExhausted
+    │   │   └── RetriesExhausted    by the body's own max_retries
     │   ├── EffectMismatch          the same name with other arguments
     │   ├── EffectNameReused        the same name twice in one attempt
     │   ├── EffectUnknown           an effect was begun and its outcome is not known: a person decides
@@ -20,6 +21,7 @@ Those of commands (`ChangeRefused`, `ReplayRefused`, `DiscardRefused` …) stand
     │   ├── SessionNotYours         commit() on the attempt's session
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
     ├── Defer                       not the operation's fault: later, without using an attempt
+    ├── Again                       the body asks for another attempt, as Celery's retry() does
     ├── StoredFailure               the provider replays a stored failure under this key
     ├── LeaseLost                   this attempt is no longer the holder: it must stop
     ├── OutcomeInDoubt              a COMMIT whose reply was lost: the operation is claimed again
@@ -94,6 +96,10 @@ class AttemptsExhausted(PermanentError):
     default_code = "attempts_exhausted"
 
 
+class RetriesExhausted(AttemptsExhausted):
+    """`retry()` was called beyond its `max_retries`: told from a body's own AttemptsExhausted, which is a last word."""
+
+
 class EffectMismatch(PermanentError):
     """An effect or step was begun under this name with other arguments."""
 
@@ -166,6 +172,15 @@ class Defer(IdempotencyError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+class Again(IdempotencyError):
+    """The body asks for another attempt: after `delay` seconds, or when the back-off says. `cause` is why."""
+
+    def __init__(self, delay: float | None, cause: BaseException) -> None:
+        super().__init__(delay, cause)
+        self.delay = delay
+        self.cause = cause
 
 
 class StoredFailure(IdempotencyError):

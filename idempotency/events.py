@@ -20,7 +20,7 @@ from celery import Celery, current_app
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
-from .attempt.runtime import Runtime
+from .application import runtime_of
 from .errors import InvalidArguments, SettingsError
 from .store import outbox
 from .wire import keys
@@ -117,7 +117,7 @@ def publish(
         "datacontenttype": "application/json",
     }
     data = json.loads(keys.canonical_json({"data": payload}))["data"]
-    settings = Runtime.of(application).settings
+    settings = runtime_of(application).settings
     if (size := len(json.dumps(data))) > settings.arguments_limit:
         raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
     for subscription in _subscriptions_of(application):

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import Celery
 
-from .attempt.runtime import Runtime
+from .application import runtime_of
 from .errors import OperationBusy, OperationFailed, OperationNotFound
 from .store import records
 from .wire import results
@@ -49,7 +49,7 @@ class Handle:
 
     def lookup(self) -> StoredOperation | None:
         """The stored operation; None before its first attempt."""
-        with Runtime.of(self.app).autocommit() as connection:
+        with runtime_of(self.app).autocommit() as connection:
             row = records.lookup(connection, self.id)
         if row is None:
             return None
@@ -87,7 +87,7 @@ class Handle:
 
 def lookup(app: Celery, operation: str, key: str, *, tenant: str | None = None) -> StoredOperation:
     """Read the stored operation of a task name and key. Raises `OperationNotFound`."""
-    id = OperationId(tenant or Runtime.of(app).settings.tenant, operation, key)
+    id = OperationId(tenant or runtime_of(app).settings.tenant, operation, key)
     stored = Handle(app, id).lookup()
     if stored is None:
         raise OperationNotFound(f"{operation}: no operation has this key")

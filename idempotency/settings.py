@@ -6,11 +6,11 @@ They live in Celery's configuration under `idempotency_`, so that an application
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Self
 
 import redis
-from celery import Celery
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -170,31 +170,29 @@ class Settings(BaseModel):
             raise ValueError(f"max_run must not be shorter than the lease: max_run={self.max_run} lease={self.lease}")
         return self
 
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """The settings with these values, named without the prefix.
+
+        Raises `SettingsError`: one line per problem, naming the setting and, where two disagree, both values; never
+        a URL or a password.
+        """
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            raise SettingsError("\n".join(map(_described, problems))) from None
+
     @property
     def longest_run(self) -> float:
         """Seconds for which one attempt is renewed."""
         return self.max_run or 10 * self.lease
 
 
-def from_app(app: Celery) -> Settings:
-    """Read the settings of a Celery application.
-
-    Raises `SettingsError`: one line per problem, naming the setting and, where two disagree, both values; never
-    a URL or a password.
-    """
-    given: dict[str, Any] = {
-        name.removeprefix(PREFIX): value for name, value in app.conf.items() if name.startswith(PREFIX)
-    }
-    given.setdefault("service", app.main or "celery")
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        lines = []
-        for problem in error.errors(include_url=False, include_context=False, include_input=False):
-            field = PREFIX + ".".join(map(str, problem["loc"])) if problem["loc"] else "settings"
-            said = problem["msg"].removeprefix("Value error, ")
-            if problem["type"] == "extra_forbidden":
-                near = get_close_matches(str(problem["loc"][0]), Settings.model_fields, n=1)
-                said = "no such setting" + "".join(f"; did you mean {PREFIX}{name}?" for name in near)
-            lines.append(f"{field}: {said}")
-        raise SettingsError("\n".join(lines)) from None
+def _described(problem: Any) -> str:
+    field = PREFIX + ".".join(map(str, problem["loc"])) if problem["loc"] else "settings"
+    said = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        near = get_close_matches(str(problem["loc"][0]), Settings.model_fields, n=1)
+        said = "no such setting" + "".join(f"; did you mean {PREFIX}{name}?" for name in near)
+    return f"{field}: {said}"

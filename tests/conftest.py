@@ -19,7 +19,7 @@ from sqlalchemy import Row, create_engine, text
 from sqlalchemy.engine import Engine, make_url
 
 import services
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
 from idempotency.upkeep.maintenance import recover
 from tests.support.deliveries import Deliveries
@@ -119,7 +119,7 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
 
     bank.configure(environment)
     yield bank.app
-    Runtime.discard(bank.app)
+    close_runtime(bank.app)
     delete_queue(environment)
     kombu.pools.reset()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from celery.exceptions import SoftTimeLimitExceeded
+from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -71,7 +71,9 @@ class Attempt:
     def __init__(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> None:
         self.runtime = runtime
         self.claim = claim
-        self.delivery = delivery
+        # a record stored under an older rule keeps its fingerprint, and letters name it so
+        is_same = claim.fingerprint == delivery.fingerprint
+        self.delivery = delivery if is_same else replace(delivery, fingerprint=claim.fingerprint)
         self.policy = policy
         self.names_used: set[str] = set()
         # The effects that the body has reached, to be asked about once more before an end.

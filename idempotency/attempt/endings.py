@@ -1,8 +1,4 @@
-"""How an attempt ends: what an exception of the body means for its operation, as a value.
-
-Ordinary outcomes are values to match on; the exception that leaves the task is chosen here, because whatever Celery
-sees decides whether the message is acknowledged.
-"""
+"""How an attempt ends: what an exception of the body means for its operation, as a value to match on."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from celery.exceptions import Ignore, Reject, Retry
 from sqlalchemy.exc import DBAPIError
 
-from ..errors import AttemptsExhausted, CallRefused, Defer, PermanentError, UnsupportedControl
+from ..errors import Again, AttemptsExhausted, CallRefused, Defer, PermanentError, RetriesExhausted
+from ..store.records import Claimed
 from ..store.statements import describe
 from . import conclusions
 from .attempt import Attempt
@@ -24,17 +20,21 @@ LOCK_NOT_AVAILABLE = "55P03"
 MAX_DELAY = 10 * 365 * 86400.0
 
 
-class RetriesExhausted(AttemptsExhausted):
-    """`retry()` was called beyond its `max_retries`: told from a body's own AttemptsExhausted, which is a last word."""
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The result is committed."""
+
+    decided_under: Claimed
+    result: Any
+
+    def apply(self, attempt: Attempt) -> Finished:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    value: Any
+class Ended:
+    """The operation has ended without success, by this error."""
 
-
-@dataclass(frozen=True, slots=True)
-class Raised:
     error: BaseException
 
 
@@ -42,37 +42,39 @@ class Raised:
 class Fail:
     """The operation ends without success."""
 
+    decided_under: Claimed
     failure: PermanentError
-    outcome: BaseException
+    cause: BaseException
 
-    def apply(self, attempt: Attempt) -> BaseException:
-        """Returns what Celery is told."""
-        ended = attempt.fail(self.failure, cause=self.outcome)
+    def apply(self, attempt: Attempt) -> Ended:
+        ended = attempt.fail(self.failure, cause=self.cause)
         if ended is self.failure:
-            return self.outcome
-        ended.__cause__ = ended.__cause__ or self.outcome  # Celery's log shows both
-        return ended
+            return Ended(self.cause)
+        ended.__cause__ = ended.__cause__ or self.cause  # a log shows both
+        return Ended(ended)
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
     """Another attempt later."""
 
+    decided_under: Claimed
     delay: float
     cause: BaseException | None
-    outcome: BaseException
     give_back: bool = False
     is_spent: bool = False  # the next claim has a last look, whatever `max_attempts` says
+    ends_process: BaseException | None = None  # raised once the operation is released
 
-    def apply(self, attempt: Attempt) -> BaseException:
-        """Returns what Celery is told."""
+    def apply(self, attempt: Attempt) -> Release:
         if self.is_spent:
             attempt.note_spent(within=1)
         attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back)
-        return self.outcome
+        if self.ends_process is not None:
+            raise self.ends_process
+        return self
 
 
-Ending = Fail | Release
+Ending = Finished | Fail | Release
 
 
 def _is_lock_timeout(error: BaseException) -> bool:
@@ -81,42 +83,37 @@ def _is_lock_timeout(error: BaseException) -> bool:
     return "NOWAIT" not in (error.statement or "").upper()  # there it was the body that would not wait
 
 
-def end_for(error: BaseException, attempt: Attempt) -> Ending:
+def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
     """What an exception of the body means for the operation."""
-    policy, settings, attempts = attempt.policy, attempt.runtime.settings, attempt.claim.attempts
+    claim, policy, settings = attempt.claim, attempt.policy, attempt.runtime.settings
     match error:
         case SystemExit() | KeyboardInterrupt():
             # The worker shuts down: due at once, elsewhere, and no attempt used. A hard time limit begins with the
             # same SIGTERM, so it is not for free for ever.
-            return Release(0.0, None, error, give_back=attempt.claim.age <= settings.longest_run)
-        case RetriesExhausted() if attempt.claim.spent_at is None and conclusions.has_acted(attempt.claim.effects):
-            # a last look, as when the attempts are used up
-            return Release(0.0, error, Retry(exc=error, when=0.0), is_spent=True)
+            return Release(claim, 0.0, None, give_back=claim.age <= settings.longest_run, ends_process=error)
+        case RetriesExhausted() if claim.spent_at is None and conclusions.has_acted(claim.effects):
+            return Release(claim, 0.0, error, is_spent=True)  # a last look, as when the attempts are used up
         case PermanentError():
-            return Fail(error, error)
+            return Fail(claim, error, error)
         case CallRefused():
             # a call the body makes is refused the same way every time
-            return Fail(PermanentError(describe(error), "call_refused"), error)
-        case Ignore() | Reject():
-            refused = UnsupportedControl(f"{type(error).__name__} from a body would acknowledge past the record")
-            return Fail(refused, refused)
-        case Defer(seconds=seconds) if attempt.claim.age + seconds <= settings.defer_budget:
-            return Release(seconds, error, Retry(exc=error, when=seconds), give_back=True)
+            return Fail(claim, PermanentError(describe(error), "call_refused"), error)
+        case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
+            return Release(claim, seconds, error, give_back=True)
         case _ if isinstance(error, policy.permanent_errors):
-            return Fail(PermanentError(describe(error), type(error).__name__), error)
-    cause = (error.exc or error) if isinstance(error, Retry) else error
-    if _is_lock_timeout(cause) and attempt.claim.age + settings.lease <= settings.defer_budget:
-        # A lock that somebody holds is not this operation's fault: of a frozen holder it outlives several leases.
-        delay = random.uniform(0.0, settings.lease)
-        return Release(delay, cause, Retry(exc=cause, when=delay), give_back=True)
-    if attempts == policy.max_attempts and conclusions.has_acted(attempt.claim.effects):
+            return Fail(claim, PermanentError(describe(error), type(error).__name__), error)
+    cause = error.cause if isinstance(error, Again) else error
+    if _is_lock_timeout(cause) and claim.age + settings.lease <= settings.defer_budget:
+        # Another's lock is not this operation's fault: a frozen holder keeps it for several leases.
+        return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
+    if claim.attempts == policy.max_attempts and conclusions.has_acted(claim.effects):
         # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.
-        return Release(0.0, cause, Retry(exc=cause, when=0.0))
-    if attempts >= policy.max_attempts:
-        last = f"attempt {attempts} of {policy.max_attempts}: {describe(cause)}"
-        return Fail(AttemptsExhausted(last), cause)
-    if isinstance(error, Retry) and isinstance(error.when, int | float):
-        return Release(min(float(error.when), MAX_DELAY), cause, error)
+        return Release(claim, 0.0, cause)
+    if claim.attempts >= policy.max_attempts:
+        last = f"attempt {claim.attempts} of {policy.max_attempts}: {describe(cause)}"
+        return Fail(claim, AttemptsExhausted(last), cause)
+    if isinstance(error, Again) and error.delay is not None:
+        return Release(claim, min(error.delay, MAX_DELAY), cause)
     # full jitter: a burst that failed together does not come back together
-    delay = random.uniform(0.0, min(settings.retry_cap, settings.retry_base * 2.0 ** min(attempts - 1, 60)))
-    return Release(delay, cause, Retry(exc=cause, when=delay))
+    highest = min(settings.retry_cap, settings.retry_base * 2.0 ** min(claim.attempts - 1, 60))
+    return Release(claim, random.uniform(0.0, highest), cause)

@@ -8,20 +8,16 @@ from __future__ import annotations
 import math
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import psycopg
-from celery import Celery
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import PoolResetState, StaticPool
 
-from .. import settings
 from ..errors import SettingsError
 from ..settings import Settings
 from ..store import records
@@ -32,14 +28,11 @@ from .session import refuse_others_commits
 
 
 class Runtime:
-    """The open ends of one process. Use `Runtime.of(app)`; do not construct it."""
+    """The settings of one process and what it holds open under them. With Celery: `application.runtime_of(app)`."""
 
-    _by_app: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
-    _lock = threading.Lock()
-
-    def __init__(self, app: Celery) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.pid = os.getpid()
-        self.settings = settings.from_app(app)
+        self.settings = settings
         self.holder = process_identity()
         self.engine = make_attempts_engine(self.settings, pool_reset_on_return=None)
         refuse_others_commits(self.engine)
@@ -81,36 +74,21 @@ class Runtime:
             longest_run=self.settings.longest_run,
         )
 
-    @classmethod
-    def of(cls, app: Celery) -> Runtime:
-        """The runtime of this application in this process. Raises `SettingsError`."""
-        runtime = cls._by_app.get(app)
-        if runtime is None or runtime.pid != os.getpid():
-            with cls._lock:
-                runtime = cls._by_app.get(app)
-                if runtime is None or runtime.pid != os.getpid():
-                    if runtime is not None:
-                        runtime.abandon()
-                    runtime = cls._by_app[app] = cls(app)
-        return runtime
-
-    @classmethod
-    def discard(cls, app: Celery) -> None:
-        """Close what this process holds open for the application; the next use opens it anew."""
-        with cls._lock:
-            runtime = cls._by_app.pop(app, None)
-        if runtime is not None:
-            runtime.heartbeat.stop()
-            runtime.leases.flush()
-            runtime.engine.dispose()
-            runtime._autocommit_engine.dispose()
-            runtime._heartbeat_engine.dispose()
+    def close(self) -> None:
+        """Close everything; it is not used again."""
+        self.heartbeat.stop()
+        self.leases.flush()
+        for engine in self._engines:
+            engine.dispose()
 
     def abandon(self) -> None:
         """Forget inherited connections without closing the parent's sockets."""
-        self.engine.dispose(close=False)
-        self._autocommit_engine.dispose(close=False)
-        self._heartbeat_engine.dispose(close=False)
+        for engine in self._engines:
+            engine.dispose(close=False)
+
+    @property
+    def _engines(self) -> tuple[Engine, ...]:
+        return self.engine, self._autocommit_engine, self._heartbeat_engine
 
     @contextmanager
     def autocommit(self) -> Iterator[Connection]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed
 from amqp.serialization import dumps as amqp_dumps
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
-from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection as BrokerConnection
 from kombu.exceptions import KombuError
 

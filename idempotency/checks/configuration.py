@@ -10,6 +10,7 @@ from celery.exceptions import QueueNotFound
 from kombu import Queue
 
 from .. import settings
+from ..application import settings_of
 from ..errors import SettingsError
 from ..queues import DELIVERY_LIMIT
 from ..settings import Settings
@@ -61,7 +62,7 @@ def require_broker_address(app: Celery) -> None:
 def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
     """The settings, or why there are none."""
     try:
-        return settings.from_app(app), []
+        return settings_of(app), []
     except SettingsError as error:
         lines = (line.partition(": ") for line in str(error).splitlines())
         return None, [refusal(subject, found + _got(app, subject), "correct it") for subject, _, found in lines]

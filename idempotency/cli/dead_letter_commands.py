@@ -17,6 +17,7 @@ from celery import Celery
 from rich.console import Console
 from rich.progress import track
 
+from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..checks import configuration
 from ..errors import IdempotencyError
@@ -81,7 +82,7 @@ def list_letters(
     """The newest dead letters, or how many there are of each kind."""
     selection = Selection(None if status is Status.ALL else status.value, operation, error, service, tenant)
     groups: list[Group] = [group.value for group in by or ()]
-    with Runtime.of(application(app)).autocommit() as connection:
+    with runtime_of(application(app)).autocommit() as connection:
         if groups:
             rows = dead_letters.group_letters(connection, selection, groups, limit=limit)
         else:
@@ -100,7 +101,7 @@ _COLUMNS = ("id", "consumer_service", "task", "key", "reason", "status", "failed
 @letters.command("show")
 def show_letter(letter: LetterArgument, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """One dead letter with its errors; headers and payload only with --json."""
-    with Runtime.of(application(app)).autocommit() as connection:
+    with runtime_of(application(app)).autocommit() as connection:
         fields = dead_letters.show(connection, letter)._asdict()
     if as_json:
         print_json(fields)
@@ -150,7 +151,7 @@ def discard_letters(
     as_json: JsonOption = False,
 ) -> None:
     """Ask for dead letters to be discarded; somebody else has to approve. Your token: IDEMPOTENCY_TOKEN."""
-    runtime = Runtime.of(celery := application(app))
+    runtime = runtime_of(celery := application(app))
     person = discards.authenticate(
         runtime, os.environ.get(TOKEN_VARIABLE), role="operator", action="discard", letter=_single(ids)
     )
@@ -169,7 +170,7 @@ def approve_discards(
     ids: Annotated[list[int], typer.Argument(metavar="ID...")], app: AppOption = "tasks", as_json: JsonOption = False
 ) -> None:
     """Discard what somebody else has asked to discard. For the role admin. Your token: IDEMPOTENCY_TOKEN."""
-    runtime = Runtime.of(application(app))
+    runtime = runtime_of(application(app))
     person = discards.authenticate(
         runtime, os.environ.get(TOKEN_VARIABLE), role="admin", action="approve", letter=_single(ids)
     )
@@ -192,7 +193,7 @@ def report_letters(
 ) -> None:
     """Per service: what has become a dead letter, what was done about it, and what is open."""
     days = reports.DAYS if weekly else days
-    runtime = Runtime.of(application(app))
+    runtime = runtime_of(application(app))
     with runtime.autocommit() as connection:
         rows = dead_letters.report(connection, days=days)
     if mail:
@@ -238,7 +239,7 @@ def add_operator(
     as_json: JsonOption = False,
 ) -> None:
     """Add a person and print their token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
-    runtime = Runtime.of(application(app))
+    runtime = runtime_of(application(app))
     actor = _admin(runtime, "operators add")
     with runtime.engine.begin() as connection:
         token = discards.add_operator(connection, Change(actor, f"operators add {name}"), name, role.value, days=days)
@@ -252,7 +253,7 @@ def add_operator(
 @people.command("list")
 def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Who has a token, and until when."""
-    with Runtime.of(application(app)).autocommit() as connection:
+    with runtime_of(application(app)).autocommit() as connection:
         rows = [row._asdict() for row in discards.list_operators(connection)]
     if as_json:
         print_json(rows)
@@ -264,7 +265,7 @@ def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> Non
 @people.command("remove")
 def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Remove a person; their token stops working. Only an admin may: IDEMPOTENCY_TOKEN."""
-    runtime = Runtime.of(application(app))
+    runtime = runtime_of(application(app))
     actor = _admin(runtime, "operators remove")
     with runtime.engine.begin() as connection:
         discards.remove_operator(connection, Change(actor, f"operators remove {name}"), name)
@@ -291,7 +292,7 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
         return ids
     if selection == Selection("open"):
         raise typer.BadParameter("name dead letters, or choose by --operation, --error, --service or --tenant")
-    with Runtime.of(app).autocommit() as connection:
+    with runtime_of(app).autocommit() as connection:
         chosen = dead_letters.select_ids(connection, selection, limit=limit)
     if not chosen and (name := selection.operation) is not None:
         app.loader.import_default_modules()

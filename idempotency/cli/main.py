@@ -20,8 +20,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
-from .. import settings
-from ..attempt.runtime import Runtime, make_engine
+from ..application import runtime_of, settings_of
+from ..attempt.runtime import make_engine
 from ..checks import configuration
 from ..checks.doctor import WRONG_ADDRESS, Level, reason
 from ..checks.doctor import doctor as diagnose
@@ -64,7 +64,7 @@ NOT_MIGRATED = ("42P01", "42703", "3F000")
 def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Bring the database's tables to this version."""
     # on a connection without the time-outs of attempts: building an index may take long
-    revision = schema.migrate(make_engine(settings.from_app(_app(app))))
+    revision = schema.migrate(make_engine(settings_of(_app(app))))
     if as_json:
         print_json({"revision": revision})
     else:
@@ -94,7 +94,7 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
     Each has its own thread: a slow receiver of alerts, an `on_failed` that waits, or a long purge delays no message, and
     none of these delays another. When any of them hangs, the relay falls silent, which the others notice.
     """
-    sweep = Runtime.of(celery).settings.sweep
+    sweep = runtime_of(celery).settings.sweep
     running, life = Relay(celery), SignOfLife(celery, "relay")
     due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep}
 
@@ -151,7 +151,7 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
     while not stop.is_set():
         if unanswered is None:
             try:
-                with Runtime.of(celery).autocommit() as connection:
+                with runtime_of(celery).autocommit() as connection:
                     schema.require_compatible(connection)
                 return
             except OperationalError as error:

@@ -16,9 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.bar import Bar
 
-from .. import settings
+from ..application import runtime_of, settings_of
 from ..attempt.effects import DidNotHappen, Happened
-from ..attempt.runtime import Runtime
 from ..operate import operators
 from ..operate.operators import Change, ChangeRefused, Shown
 from ..store import dead_letters, overview
@@ -66,7 +65,7 @@ WithoutTaskOption = Annotated[
 def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """What waits in which queue, who works on it, how many operations are where, and what is getting old."""
     celery = application(app)
-    given = settings.from_app(celery)
+    given = settings_of(celery)
     with overview.looking(given) as connection:
         seen = overview.status(connection, celery, given)
     if as_json:
@@ -131,7 +130,7 @@ def list_operations(
     as_json: JsonOption = False,
 ) -> None:
     """The oldest operations, without their arguments and results. Those accepted have no record yet."""
-    with overview.looking(settings.from_app(application(app))) as connection:
+    with overview.looking(settings_of(application(app))) as connection:
         rows = overview.list_operations(
             connection, operation=operation, status=status, tenant=tenant, older_than=older_than, limit=limit
         )
@@ -158,7 +157,7 @@ def show_operation(
     as_json: JsonOption = False,
 ) -> None:
     """One operation: its record, effects, deliveries, dead letters and what people did to it."""
-    with Runtime.of(application(app)).autocommit() as connection:
+    with runtime_of(application(app)).autocommit() as connection:
         id = operators.find(connection, key, operation=operation, tenant=tenant)
         shown = overview.operation(connection, id, with_payload=with_payload)
     if as_json:
@@ -249,7 +248,7 @@ def forget_process(
     as_json: JsonOption = False,
 ) -> None:
     """Forget a worker, relay or beat that is silent and will not come back: its alarm ends."""
-    runtime = Runtime.of(application(app))
+    runtime = runtime_of(application(app))
     with runtime.engine.begin() as connection:
         forgotten = presence.forget(connection, name, runtime.settings.alarm_silence)
         if not forgotten:
@@ -299,7 +298,7 @@ def resolve(
     shown = _shown(app, key, operation, tenant, fence)
     change = Change(actor, reason, request_id)
     code = operators.resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
-    with Runtime.of(celery).autocommit() as connection:
+    with runtime_of(celery).autocommit() as connection:
         letter = dead_letters.open_letter(connection, shown.id)
     if as_json:
         _print_change("resolved", shown, as_json, effect=name, ended_as=code, dead_letter=letter)
@@ -310,7 +309,7 @@ def resolve(
 
 
 def _shown(app: str, key: str, operation: str | None, tenant: str | None, fence: int | None) -> Shown:
-    with Runtime.of(application(app)).autocommit() as connection:
+    with runtime_of(application(app)).autocommit() as connection:
         shown = operators.read(connection, operators.find(connection, key, operation=operation, tenant=tenant))
     # compared in the change's own transaction, after it is known not to be a repetition
     return shown if fence is None else replace(shown, fence=fence)

@@ -34,6 +34,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
+from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.attempt import Policy
 from ..attempt.runtime import Runtime
@@ -173,7 +174,7 @@ class DeadLetterConsumer:
         """
         if self._app.connection_for_read().transport.driver_type != "amqp":
             return 0
-        with Runtime.of(self._app).autocommit() as connection:
+        with runtime_of(self._app).autocommit() as connection:
             # Nothing is taken while Postgres is away: each return to the queue counts towards a delivery limit.
             connection.exec_driver_sql("SELECT 1")
         channel, taken, began = self._connect(), 0, time.monotonic()
@@ -207,7 +208,7 @@ class DeadLetterConsumer:
             else:
                 _store_unhandled(self._app, taken.message)
         except Exception as error:
-            with Runtime.of(self._app).autocommit() as connection:
+            with runtime_of(self._app).autocommit() as connection:
                 connection.exec_driver_sql("SELECT 1")  # raises when Postgres is away: no letter is to blame
             taken.surprises += not isinstance(error, _NOT_THE_LETTERS)
             self._hold(taken, error)
@@ -333,13 +334,13 @@ def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed:
     given = message.headers.get(FINGERPRINT_HEADER)
     if given in computed or not keys.is_fingerprint(given):
         return computed
-    with Runtime.of(app).autocommit() as connection:
+    with runtime_of(app).autocommit() as connection:
         accepted = records.is_accepted(connection, id, str(given), _body(message.body)[0])
     return [str(given), *computed] if accepted else computed
 
 
 def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None:
-    with Runtime.of(app).engine.begin() as connection:
+    with runtime_of(app).engine.begin() as connection:
         _wait_at_most(connection, patience)
         connection.exec_driver_sql(_FORGET_TRIES, {"digest": letter.digest})
         return dead_letters.store_message(connection, letter)
@@ -354,7 +355,7 @@ def _came_back(app: Celery, dead: Dead, letter: BrokerLetter, patience: str) -> 
 
     False: it has come back for the time of grace, and is to be stored.
     """
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     if runtime.settings.unknown_task_grace == 0:
         return False
     with runtime.engine.begin() as connection:
@@ -397,7 +398,7 @@ def _end(
     *,
     skip: str | None = None,
 ) -> int | None:
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
     while True:
         with _noting_outages(runtime, letter, interrupted) as session:
@@ -498,7 +499,7 @@ def _dead(
     id = examined.id
     if id is None and letter.reason in ("unknown_task", "unknown_version"):
         given = headers.get(FINGERPRINT_HEADER)
-        tenant = headers.get(TENANT_HEADER, Runtime.of(app).settings.tenant)
+        tenant = headers.get(TENANT_HEADER, runtime_of(app).settings.tenant)
         try:
             # the same rules hold for a fingerprint: short, printable
             fingerprints = [keys.check_key(given, field="fingerprint")]
@@ -545,7 +546,7 @@ def _letter(
         fingerprint=None,
         queue=_text(queue),
         task=_text(headers.get("task")),
-        service=Runtime.of(app).settings.service,
+        service=runtime_of(app).settings.service,
         reason=reason,
         first_error=None,
         last_error=records.error_text(reason, _EXPLANATIONS[reason]),

@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from celery import Celery
-from kombu.utils.json import loads
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Row
 
+from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.attempt import Policy
 from ..attempt.conclusions import Concluded, Entry, PartBroken
@@ -40,7 +40,7 @@ from ..observe.logs import log
 from ..store import dead_letters, records
 from ..store.records import Claimed, FailedEnd
 from ..store.statements import describe, storable
-from ..wire import keys, results
+from ..wire import encoding, keys, results
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.message import Message
@@ -157,7 +157,7 @@ def release(app: Celery, shown: Shown, change: Change) -> None:
     For a holder that is alive but will not end: it finds its lease lost and its writes match nothing. What it has
     called outside is found begun by the next attempt. The attempt stays used.
     """
-    with Runtime.of(app).engine.begin() as connection:
+    with runtime_of(app).engine.begin() as connection:
         if _repeated(connection, change, "release", shown.id) is not None:
             return
         row = _locked(connection, shown, "release", "started")
@@ -185,7 +185,7 @@ def cancel(
 def _cancel(
     app: Celery, shown: Shown, change: Change, may_have_happened: bool, without_task: bool, *, skip: str | None = None
 ) -> PermanentError:
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     error = PermanentError(change.reason, "cancelled")
     with runtime.engine.begin() as connection:
         if (done := _repeated(connection, change, "cancel", shown.id)) is not None:
@@ -257,7 +257,7 @@ def _resolve(
     *,
     skip: str | None = None,
 ) -> str:
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     said = {"effect": name, "outcome": _digest(outcome), "end": end}
     with runtime.engine.begin() as connection:
         if (done := _repeated(connection, change, "resolve", shown.id, said=said)) is not None:
@@ -300,7 +300,7 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
 
     Raises `OperationNotFound` and `ReplayRefused`.
     """
-    with Runtime.of(app).engine.begin() as connection:
+    with runtime_of(app).engine.begin() as connection:
         if (done := _repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.operation, done.key)
         id = dead_letters.replay(connection, letter, app=app)
@@ -447,8 +447,8 @@ def _task_of(
         return unknown, {}, "no task of this name is known to this process"
     policy = Policy.of(task, runtime.settings)
     try:
-        args, kwargs, _ = loads(Message.from_text(row.message).body)
-        return policy, keys.bind(task._signature, args, kwargs), None
+        args, kwargs, _ = encoding.loads(Message.from_text(row.message).body)
+        return policy, keys.bind(task.signature_of_run, args, kwargs), None
     except Exception as error:  # another version's message
         return policy, {}, describe(error)
 

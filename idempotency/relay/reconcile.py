@@ -20,6 +20,7 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
+from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..broker.publisher import BrokerAway, Publisher, Seen
 from ..observe import metrics
@@ -274,7 +275,7 @@ def reconcile(
     Nothing is sent again while the broker is away. `publisher` is used where one is open already. `depth` tells how
     many messages are ready in a queue of a broker that is not first in, first out.
     """
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     with runtime.autocommit() as connection:
         settled = _settle(connection)
         if depth is not None:

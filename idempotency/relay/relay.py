@@ -20,6 +20,7 @@ from celery import Celery
 from sqlalchemy import Row
 from sqlalchemy.exc import OperationalError
 
+from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..broker.publisher import BrokerAway, Published, Publisher, Refusal
 from ..observe import metrics
@@ -181,7 +182,7 @@ class Relay:
 
     def run_once(self) -> Relayed:
         """Lease a batch in one commit, publish outside any transaction, mark exactly what was confirmed."""
-        runtime = Runtime.of(self._app)
+        runtime = runtime_of(self._app)
         options = {"batch": self._batch, "lease": RELAY_LEASE}
         with runtime.autocommit() as connection:
             rows = sorted(connection.exec_driver_sql(_LEASE_ROWS, options), key=lambda row: row.id)
@@ -265,7 +266,7 @@ class Relay:
 
     def _sleep(self, stop: threading.Event) -> None:
         """Wait for a NOTIFY, or for the poll; says so in the database, so that writers know whom to wake."""
-        runtime = Runtime.of(self._app)
+        runtime = runtime_of(self._app)
         if self._ear is None or self._ear.closed:
             self._ear = runtime.listen("idempotency_outbox")
         with runtime.autocommit() as connection:

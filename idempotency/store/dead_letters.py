@@ -19,7 +19,7 @@ from ..errors import CallRefused, IdempotencyError, OperationNotFound
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
-from ..wire.message import KEY_HEADER, TENANT_HEADER, Message
+from ..wire.message import Message
 from .outbox import refresh_lanes
 from .records import Claimed, FailedEnd
 
@@ -432,10 +432,9 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
         raise ReplayRefused(f"dead letter {letter}: {task.name} is not an idempotent task; it could run twice")
     try:
         args, kwargs, _ = json.loads(message.body)
-        arguments = keys.bind(task._signature, args, kwargs)
-        id = task._operation(arguments, message.headers.get(KEY_HEADER), message.headers.get(TENANT_HEADER))
-        fingerprint = keys.fingerprint(arguments)
+        named = task.named_by(args, kwargs, message.headers)
+        fingerprint = keys.fingerprint(named.arguments)
     except Exception as error:  # the application's own key function, too
         why = str(error) if isinstance(error, CallRefused) else f"not a task message ({type(error).__name__})"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
-    return id, fingerprint
+    return named.id, fingerprint

@@ -15,7 +15,7 @@ from sqlalchemy import Table, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from .. import settings
+from ..application import settings_of
 from ..attempt.lease import _name as lease_name
 from ..attempt.runtime import make_engine
 from ..store.schema import SCHEMA
@@ -47,7 +47,7 @@ class Ground:
     """One check's view of the database. Raises `ValueError` for what it will not touch."""
 
     def __init__(self, app: Celery, tables: Iterable[object], *, allow_database: str | None) -> None:
-        self._settings = settings.from_app(app)
+        self._settings = settings_of(app)
         self._engine = make_engine(self._settings, isolation_level="AUTOCOMMIT", poolclass=NullPool)
         self._ids: set[OperationId] = set()
         # one for the whole check; the forked deliveries inherit it and leave it alone

@@ -31,6 +31,7 @@ from sqlalchemy import Connection, event
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import Pool
 
+from ..application import close_runtime, runtime_of
 from ..attempt.runtime import Runtime
 from ..observe import crash_points
 from ..store import records, statements
@@ -159,12 +160,12 @@ def _live(
         _record_messages(app, write)
         _install(app, interruption, write)
         # interruptions use attempts up, which must not decide how the operation ends
-        task.max_attempts = (task.max_attempts or Runtime.of(app).settings.max_attempts) + INTERRUPTIONS
+        task.max_attempts = (task.max_attempts or runtime_of(app).settings.max_attempts) + INTERRUPTIONS
         worker_process_init.send(sender=None)
         if barrier is not None:
             os.read(barrier, 1)
         write(**_deliver(app, task, message))
-        Runtime.discard(app)
+        close_runtime(app)
     except BaseException:
         write(broken=traceback.format_exc()[-4000:])
     finally:
@@ -259,7 +260,7 @@ def _install(app: Celery, interruption: Interruption | None, write: Any) -> None
                 carried_out = interruption.does is Does.LOSE_ANSWER
                 # an attempt that never opens its session finishes without COMMIT, in one statement
                 breaks = _break_statement if point == "body.entered" else _break_commit
-                breaks(Runtime.of(app), carried_out=carried_out)
+                breaks(runtime_of(app), carried_out=carried_out)
 
     crash_points.install(reach)
 

@@ -14,6 +14,7 @@ from typing import Any
 from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
+from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..observe import metrics
 from ..observe.logs import log
@@ -118,7 +119,7 @@ def run_once(app: Celery) -> int:
     Does nothing while another process has looked within the last `WATCH` seconds. May hold up its caller for several
     seconds: Postgres, the broker and the receiver each have a few.
     """
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     settings = runtime.settings
     service = {"service": settings.service}
     with runtime.autocommit() as connection:

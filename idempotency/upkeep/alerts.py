@@ -17,7 +17,7 @@ from typing import Any
 from celery import Celery
 from sqlalchemy import Connection
 
-from ..attempt.runtime import Runtime
+from ..application import runtime_of
 from ..observe import metrics
 from ..observe.logs import log
 from ..relay.relay import STUCK
@@ -80,7 +80,7 @@ def run_once(app: Celery) -> int:
 
     Holds up its caller for `alert_timeout` seconds or a little longer, so it belongs beside the work and not into it.
     """
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     settings = runtime.settings
     with runtime.engine.begin() as connection:
         if not connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({ALERT_LOCK})").scalar_one():

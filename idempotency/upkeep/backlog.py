@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import DBAPIError
 
-from .. import settings
+from ..application import settings_of
 from ..store import overview
 from ..store.overview import Look
 
@@ -37,7 +37,7 @@ class Backlog(Collector):
 
     def __init__(self, app: Celery) -> None:
         self._app = app
-        self._settings = settings.from_app(app)
+        self._settings = settings_of(app)
 
     def describe(self) -> list[Metric]:
         """Nothing: else the registry would ask Postgres before the first scrape."""

@@ -13,6 +13,7 @@ from typing import Any
 from celery import Celery
 from sqlalchemy import Connection, Row
 
+from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.runtime import Runtime, is_provably_dead
 from ..errors import AttemptsExhausted
@@ -189,7 +190,7 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
     kills its worker must come to an end, and one that kills even the claims which would end it is failed here. Death
     is proven only on this host; elsewhere the lease decides.
     """
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     with runtime.autocommit() as connection:
         dead = [holder for (holder,) in connection.exec_driver_sql(_HOLDERS) if _is_dead(holder)]
         parameters = {"dead": dead} | _bounds(app, runtime)
@@ -288,7 +289,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     open dead letter, or an outbox row that is not published or was within the `redelivery_horizon`; never a row that is
     not published or not settled. The audit stays.
     """
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     settings = runtime.settings
     letters_kept = settings.retention_dead_letters
     with runtime.autocommit() as connection:

@@ -25,7 +25,7 @@ from sqlalchemy import Connection, Row, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from .. import settings
+from ..application import settings_of
 from ..attempt.lease import _native as native
 from ..checks import startup as _startup  # noqa: F401  its checks are connected first: a set-up that is refused never signs
 from ..observe.logs import log
@@ -80,7 +80,7 @@ class SignOfLife:
     def __init__(
         self, app: Celery, kind: str, name: str | None = None, *, queues: Callable[[], Sequence[str]] = tuple
     ) -> None:
-        given = settings.from_app(app)
+        given = settings_of(app)
         host = socket.gethostname()
         self._interval = given.sign_of_life
         self._queues = queues

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from celery import Celery
 from sqlalchemy import Row
 
-from ..attempt.runtime import Runtime
+from ..application import runtime_of
 from ..errors import IdempotencyError
 from ..settings import Settings
 from ..store import dead_letters
@@ -74,7 +74,7 @@ def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
 
 def mail_weekly(app: Celery) -> bool:
     """Mail the report if it is due and somebody wants it; returns whether it was sent. For beat, any number of them."""
-    runtime = Runtime.of(app)
+    runtime = runtime_of(app)
     if runtime.settings.report_mail_to is None:
         return False
     with runtime.engine.begin() as connection:  # not sent: rolled back, and due again

@@ -27,6 +27,7 @@ class Delivery:
     resent: bool = False
     is_eager: bool = False
     also: Sequence[str] = ()  # the fingerprints of the same arguments by other rules
+    is_revoked: bool = False  # Celery's worker remembers that its task id was revoked
     eta: datetime | None = None  # not before this time by the database's clock
 
 

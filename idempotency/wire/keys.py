@@ -16,9 +16,8 @@ from typing import Any
 from urllib.parse import quote
 from uuid import UUID
 
-from kombu.utils.json import dumps as kombu_dumps
-
 from ..errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
+from . import encoding
 
 # The limit Stripe and the IETF draft's implementers use; also what a text index carries comfortably.
 MAX_KEY_LENGTH = 255
@@ -134,11 +133,11 @@ FINGERPRINT_RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {"v1": _v1}
 def canonical_json(value: Any) -> str:
     """Write JSON in one way only: members sorted, no white space, no NaN.
 
-    Goes through Celery's own encoder first, so that a UUID or a datetime counts as what the wire carries.
+    Goes through Celery's encoding first, so that a UUID or a datetime counts as what the wire carries.
     Raises `InvalidArguments` for what is not JSON, or nested more than 100 deep.
     """
     try:
-        plain = json.loads(kombu_dumps(value))
+        plain = json.loads(encoding.dumps(value))
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except RecursionError:
         raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep") from None

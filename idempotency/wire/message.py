@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from celery import Celery
-from kombu.utils.json import dumps as kombu_dumps
+from . import encoding
+
+if TYPE_CHECKING:
+    from celery import Celery
+
 
 KEY_HEADER = "idempotency-key"
 TENANT_HEADER = "idempotency-tenant"
@@ -102,7 +105,7 @@ class Message:
             properties["priority"] = priority
         # the record's available_at decides when, never the broker
         fields = {name: value for name, value in wire.headers.items() if name not in ("eta", "expires")}
-        return cls({**fields, **headers}, kombu_dumps(wire.body), route, properties)
+        return cls({**fields, **headers}, encoding.dumps(wire.body), route, properties)
 
     @classmethod
     def delivered(cls, request: Any) -> Message:
@@ -126,7 +129,7 @@ class Message:
         route = {"exchange": exchange, "routing_key": routing_key}
         if cls.was_delayed(exchange):
             route = {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
-        return cls({**headers, **custom}, kombu_dumps(body), route, properties)
+        return cls({**headers, **custom}, encoding.dumps(body), route, properties)
 
     def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
         """The same message, for the queue to which the application routes this call."""

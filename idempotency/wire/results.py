@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kombu.utils.json import dumps as kombu_dumps
-from kombu.utils.json import loads as kombu_loads
-
 from ..errors import InvalidResult
+from . import encoding
 
 
 def to_text(value: Any, *, limit: int, what: str = "result") -> str:
     """Write a value as JSON, in the encoding Celery's results have. Raises `InvalidResult` naming type or size."""
     try:
-        text: str = kombu_dumps(value, allow_nan=False)
+        text = encoding.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidResult(f"{what}: must be JSON, got {type(value).__name__} ({type(error).__name__})") from None
     if len(text) > limit:
@@ -23,4 +21,4 @@ def to_text(value: Any, *, limit: int, what: str = "result") -> str:
 
 def from_text(text: str) -> Any:
     """Read a stored value."""
-    return kombu_loads(text)
+    return encoding.loads(text)

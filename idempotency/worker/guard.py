@@ -22,15 +22,15 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 from sqlalchemy.exc import SQLAlchemyError
 
+from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..relay.reconcile import marker_taken
-from ..wire import keys
 from ..wire import message as task_message
 from ..wire.keys import OperationId
-from ..wire.message import KEY_HEADER, MARKER_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER
+from ..wire.message import MARKER_HEADER, MESSAGE_VERSION, VERSION_HEADER
 from .task import IdempotentTask
 
 Handler = Callable[[Message], object]
@@ -106,8 +106,7 @@ def _time(app: Celery, value: Any) -> datetime:
 def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Examined:
     args, kwargs, _ = payload
     try:
-        arguments = keys.bind(task._signature, args, kwargs)
-        id = task._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
+        named = task.named_by(args, kwargs, headers)
     except MissingKey:
         return Examined("missing_key", task)
     except InvalidArguments:
@@ -118,7 +117,7 @@ def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Ex
         return Examined(None)  # not the message's fault
     except Exception:  # the application's own key function
         return Examined("invalid_key", task)
-    return Examined(None, task, id, arguments)
+    return Examined(None, task, named.id, named.arguments)
 
 
 class Guard(bootsteps.StartStopStep):
@@ -181,7 +180,7 @@ class Guard(bootsteps.StartStopStep):
     def _note(self, message: Message, marker: str) -> None:
         """A marker has done its work by arriving. Its own thread: Postgres must not keep the broker waiting."""
         message.ack_log_error(log, self._consumer.connection_errors)
-        runtime = Runtime.of(self._app)  # here, so that no fork finds its lock held
+        runtime = runtime_of(self._app)  # here, so that no fork finds its lock held
         threading.Thread(target=_note_marker, args=(runtime, marker), daemon=True).start()
 
     def _refuse(self, message: Message, reason: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from sqlalchemy import Row, text
 from sqlalchemy.exc import DBAPIError
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from tests.chaos.application import TENANT, app
 
 # What was made before that had its calls before this process started.
@@ -32,7 +32,7 @@ def main() -> NoReturn:
     while True:
         calls: list[Row[Any]] = []
         try:
-            with Runtime.of(app).autocommit() as connection:
+            with runtime_of(app).autocommit() as connection:
                 last = connection.execute(_LATEST).scalar_one() - RECENT if last is None else last
                 calls = list(connection.execute(_CALLS, {"last": last}))
         except DBAPIError:

@@ -19,8 +19,8 @@ from kombu.exceptions import OperationalError as BrokerError
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from idempotency.application import runtime_of
 from idempotency.attempt.effects import DidNotHappen, Happened
-from idempotency.attempt.runtime import Runtime
 from idempotency.errors import IdempotencyError, OperationNotFound
 from idempotency.operate import discards, operators
 from idempotency.operate.discards import Person
@@ -152,9 +152,9 @@ class People:
             return
 
         def discard(change: Change) -> None:
-            with Runtime.of(self._app).engine.begin() as connection:
+            with runtime_of(self._app).engine.begin() as connection:
                 discards.request(connection, ANN, letter, change.reason)
-            with Runtime.of(self._app).engine.begin() as connection:
+            with runtime_of(self._app).engine.begin() as connection:
                 discards.approve(connection, BOB, letter)
 
         self._give("discard", discard)
@@ -181,10 +181,10 @@ class People:
                 break
 
     def _one(self, query: str, read: Callable[[Any], Any] = lambda row: OperationId(*row)) -> Any:
-        with Runtime.of(self._app).autocommit() as connection:
+        with runtime_of(self._app).autocommit() as connection:
             rows = connection.exec_driver_sql(query).all()
         return read(self._chance.choice(rows)) if rows else None
 
     def _shown(self, id: OperationId) -> operators.Shown:
-        with Runtime.of(self._app).autocommit() as connection:
+        with runtime_of(self._app).autocommit() as connection:
             return operators.read(connection, id)

@@ -23,7 +23,7 @@ from rich.console import Console
 from sqlalchemy import create_engine
 
 import services
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.observe import metrics
 from idempotency.store import schema
 from tests.chaos import application, ledgers
@@ -153,7 +153,7 @@ class _Stage:
             "CHAOS_QUEUE": "chaos",
         }
         application.configure(environment)
-        stack.callback(Runtime.discard, application.app)
+        stack.callback(close_runtime, application.app)
         self.submitting = create_engine(environment["DATABASE_URL"], connect_args={"connect_timeout": 5})
         stack.callback(self.submitting.dispose)
         self.fleet = Fleet(

@@ -19,8 +19,8 @@ from amqp.exceptions import MessageNacked
 from sqlalchemy.orm import Session
 
 from idempotency import OperationNotFound, lookup
+from idempotency.application import runtime_of
 from idempotency.attempt.lease import _name as lease_name
-from idempotency.attempt.runtime import Runtime
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep.maintenance import recover
@@ -217,7 +217,7 @@ def guarded_mark(stage: Stage) -> Sequence[Violation]:
     worker = stage.worker().wait_until_ready()
     # An eager caller that died before its claim: there is no record, and nothing that the broker would hand out again.
     id, headers = bank.deposit._checked(("a",), {}, None, None)
-    Runtime.of(stage.app).leases.take(id, "the dead one's", headers[FINGERPRINT_HEADER])
+    runtime_of(stage.app).leases.take(id, "the dead one's", headers[FINGERPRINT_HEADER])
     stage.send(bank.deposit, "a")
     ignored = re.compile(rf"Task {bank.deposit.name}\[[^]]+\] ignored")
     eventually(

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row, create_engine, text
 from sqlalchemy.orm import Session
 
 import services
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
 from idempotency.wire.message import OUTBOX_HEADER
 from tests.chaos import ledgers
@@ -133,7 +133,7 @@ class Stage:
     def close(self) -> None:
         self.processes.kill_all()
         self.relay.close()
-        Runtime.discard(self.app)
+        close_runtime(self.app)
         with self.app.connection_for_write() as connection:
             for name in (self.queue, f"{self.queue}-dead"):
                 connection.default_channel.queue_delete(name)

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay, Relayed
 from services.postgres import Postgres
 from tests.faults.marks import each
@@ -142,7 +142,7 @@ def proxied_relay(scene: Scene) -> Iterator[Relay]:
     assert relay.run_once() == Relayed(0, 0)
     yield relay
     relay.close()
-    Runtime.discard(scene.app)
+    close_runtime(scene.app)
     scene.environment["DATABASE_URL"] = direct
     app_module.configure(scene.environment)
 

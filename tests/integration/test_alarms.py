@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, text
 
-from idempotency import settings
+from idempotency.application import settings_of
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
@@ -73,7 +73,7 @@ def enqueue(
 
 
 def now(app: Celery) -> list[str]:
-    given = settings.from_app(app)
+    given = settings_of(app)
     with overview.looking(given) as connection:
         return [alarm.name for alarm in alarms.lasting(overview.look(connection, app, given), given)]
 
@@ -87,7 +87,7 @@ def test_payments_behind_a_stopped_worker_show_everywhere(
     enqueue(connection, 25, is_published=False)
 
     def state() -> dict[str, Any]:
-        given = settings.from_app(bank)
+        given = settings_of(bank)
         with overview.looking(given) as asked:
             found: dict[str, Any] = overview.status(asked, bank, given)["queues"][queue]
             return found

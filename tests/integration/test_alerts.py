@@ -19,7 +19,7 @@ from aiosmtpd.smtp import AuthResult
 from celery import Celery
 from sqlalchemy import Connection, text
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import alerts, maintenance, reports
 from idempotency.upkeep.reports import MailRefused
@@ -87,7 +87,7 @@ def alerting(bank: Celery, receiver: Receiver) -> Iterator[Celery]:
     }
     bank.conf.update(changed)
     yield bank
-    Runtime.discard(bank)
+    close_runtime(bank)
     for name in [*changed, "idempotency_report_smtp_url"]:
         bank.conf.pop(name, None)
 
@@ -191,7 +191,7 @@ def test_a_receiver_in_trouble_holds_nothing_up_and_is_told_later(
     receiver.status = 200
     if trouble == "gone":
         alerting.conf.idempotency_alert_webhook_url = receiver.url
-        Runtime.discard(alerting)
+        close_runtime(alerting)
     later(connection)
     assert alerts.run_once(alerting) == 1
     assert receiver.texts[-1] == "Dead letters\nbank: 1 new, envelope"

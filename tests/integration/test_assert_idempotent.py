@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 from idempotency import IdempotentTask, PermanentError, events, publish, subscribe
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.store import records
 from idempotency.testing import NotIdempotent
 from idempotency.testing.processes import Delivery, Does, Interruption
@@ -423,7 +423,7 @@ def test_without_the_fence_a_right_task_is_found_wrong(bank, report, monkeypatch
 
 
 def test_without_an_end_to_doubts_a_right_task_is_found_wrong(bank, report, monkeypatch):
-    monkeypatch.setattr("idempotency.worker.task.DOUBT_ROUNDS", 1)
+    monkeypatch.setattr("idempotency.attempt.run.DOUBT_ROUNDS", 1)
 
     said = report(deposit, "a")
     assert "a delivery was rejected" in said
@@ -458,7 +458,7 @@ def test_a_database_whose_name_does_not_say_test_is_left_alone(servers, template
     try:
         with shop.begin() as connection:
             connection.execute(ROW)
-        Runtime.discard(bank)
+        close_runtime(bank)
         bank.conf.idempotency_database_url = url
         with pytest.raises(ValueError, match=f"allow_database='{name}' does"):
             assert_idempotent(deposit, "a", tables=["entries"])
@@ -467,7 +467,7 @@ def test_a_database_whose_name_does_not_say_test_is_left_alone(servers, template
         with pytest.raises(ValueError, match="there is no table 'elsewhere'"):  # it would have been emptied now
             assert_idempotent(deposit, "a", tables=["elsewhere"], allow_database=name)
     finally:
-        Runtime.discard(bank)
+        close_runtime(bank)
         shop.dispose()
         servers.drop_database(name)
         admin.dispose()

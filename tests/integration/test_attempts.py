@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency import AttemptsExhausted, Happened, PermanentError, StillUnknown
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime, runtime_of
 from idempotency.errors import OutcomeInDoubt
 from idempotency.store import records
 from idempotency.upkeep import maintenance
@@ -307,7 +307,7 @@ def test_a_body_that_holds_the_interpreter_beyond_its_lease_completes(
 
     def body(self: Any) -> str:
         runs.append(1)
-        (holding,) = Runtime.of(bank).heartbeat._holdings.values()
+        (holding,) = runtime_of(bank).heartbeat._holdings.values()
         holding.renewed_at -= 61.0
         return pay(self)
 
@@ -359,7 +359,7 @@ def test_only_an_application_that_knows_the_task_ends_its_operations_as_spent(
         maintenance.recover(other)
         assert record("k").status in ("started", "released")
     finally:
-        Runtime.discard(other)
+        close_runtime(other)
     maintenance.recover(bank)
     assert record("k").status == "released"
     assert deliveries.deliver(task, key="k", origin="recover").value == "paid"

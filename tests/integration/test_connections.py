@@ -15,6 +15,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
 from idempotency import IdempotentTask
+from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.lease import Holding
 from idempotency.attempt.runtime import Runtime
 from services.postgres import Postgres, create_database
@@ -96,7 +97,7 @@ def test_the_next_attempt_on_a_connection_finds_nothing_that_an_earlier_one_has_
 def test_a_connection_whose_server_has_gone_is_given_back_in_silence_and_replaced(
     bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime = Runtime.of(bank)
+    runtime = runtime_of(bank)
     with runtime.engine.connect() as connection:
         gone = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
         connection.commit()
@@ -123,7 +124,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
 def unconfirmed(alone: Postgres, bank: Celery, environment: dict[str, str]) -> Iterator[Celery]:
     url = create_database(alone.url, f"alone_{uuid4().hex[:8]}")
     app_module.prepare(url)
-    Runtime.discard(bank)
+    close_runtime(bank)
     app_module.configure(environment | {"DATABASE_URL": url})
     admin = create_engine(
         alone.url, isolation_level="AUTOCOMMIT", connect_args={"options": "-c synchronous_commit=local"}
@@ -160,7 +161,7 @@ def unconfirmed(alone: Postgres, bank: Celery, environment: dict[str, str]) -> I
     stop.set()
     thread.join()
     admin.dispose()
-    Runtime.discard(bank)
+    close_runtime(bank)
 
 
 WAYS: dict[str, Callable[[Runtime], None]] = {}
@@ -193,7 +194,7 @@ def a_person_s_change(runtime: Runtime) -> None:
 def test_no_commit_is_believed_that_a_synchronous_standby_has_not_confirmed(
     unconfirmed: Celery, commit: Callable[[Runtime], None]
 ) -> None:
-    runtime = Runtime.of(unconfirmed)
+    runtime = runtime_of(unconfirmed)
     with runtime.autocommit() as connection:
         op.started(connection)
     commit(runtime)
@@ -214,14 +215,14 @@ def proxied(environment: dict[str, str], database: str, bank: Celery) -> Iterato
     through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
     app_module.configure(environment | {"DATABASE_URL": through, "LEASE": "2"})
     yield proxy
-    Runtime.discard(bank)
+    close_runtime(bank)
     proxy.close()
 
 
 @pytest.fixture
 def held(bank: Celery) -> Iterator[Holding]:
     """Held by this process, and renewed only when the test says so."""
-    runtime = Runtime.of(bank)
+    runtime = runtime_of(bank)
     with runtime.autocommit() as connection:
         holding = Holding(op.started(connection, lease=2.0), op.FINGERPRINT, 2.0)
     runtime.heartbeat._holdings[holding.claim.token] = holding
@@ -230,7 +231,7 @@ def held(bank: Celery) -> Iterator[Holding]:
 
 
 def test_the_heartbeat_keeps_its_connection(bank: Celery, held: Holding) -> None:
-    runtime, opened = Runtime.of(bank), []
+    runtime, opened = runtime_of(bank), []
     event.listen(runtime._heartbeat_engine, "connect", lambda *_: opened.append(1))
     for _ in range(3):
         before = held.renewed_at
@@ -244,7 +245,7 @@ def test_a_heartbeat_whose_connection_answers_nothing_renews_over_another_within
     bank: Celery, proxied: Proxy, direction: str, request: pytest.FixtureRequest
 ) -> None:
     held: Holding = request.getfixturevalue("held")
-    heartbeat = Runtime.of(bank).heartbeat
+    heartbeat = runtime_of(bank).heartbeat
     heartbeat.run_once()
     begun = held.renewed_at
     proxied.black_hole(direction)  # type: ignore[arg-type]
@@ -258,7 +259,7 @@ def test_a_heartbeat_whose_connection_answers_nothing_renews_over_another_within
 
 
 def test_a_claim_whose_answer_never_arrives_counts_as_lost(bank: Celery, proxied: Proxy) -> None:
-    runtime = Runtime.of(bank)
+    runtime = runtime_of(bank)
     with runtime.autocommit() as connection:
         driver = connection.connection.driver_connection
         driver.patience = 0.2
@@ -276,7 +277,7 @@ def pooled(database: str, bank: Celery, environment: dict[str, str]) -> Iterator
     with Pooler(database) as pooler:
         app_module.configure(environment | {"DATABASE_URL": pooler.url})
         yield bank
-        Runtime.discard(bank)
+        close_runtime(bank)
 
 
 def test_attempts_behind_a_pooler_in_transaction_mode_prepare_nothing(
@@ -294,6 +295,6 @@ def test_attempts_behind_a_pooler_in_transaction_mode_prepare_nothing(
 def test_attempts_without_a_pooler_prepare_their_statements(bank: Celery, deliveries: Deliveries) -> None:
     for number in range(12):
         deliveries.deliver(app_module.deposit, str(number))
-    with Runtime.of(bank).autocommit() as connection:
+    with runtime_of(bank).autocommit() as connection:
         prepared = connection.exec_driver_sql("SELECT statement FROM pg_prepared_statements").scalars().all()
     assert any("INSERT INTO idempotency.records" in statement for statement in prepared)

@@ -11,7 +11,7 @@ from celery import Celery
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
 from idempotency.store import dead_letters, records
@@ -65,7 +65,7 @@ def replayed(bank: Celery, deliveries: Deliveries, connection: Connection) -> di
         """)
     )
     (letter,) = op.dead_letters(connection)
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         dead_letters.replay(transaction, letter.id)
     assert state(connection) == ("released", 2, 0)
     return first
@@ -193,7 +193,7 @@ def test_a_message_is_refused_faster_than_its_confirm_is_noted(
 def test_a_message_of_an_ordering_key_is_refused_faster_than_its_confirm_is_noted(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    with Session(Runtime.of(bank).engine) as session:
+    with Session(runtime_of(bank).engine) as session:
         b.deposit.enqueue(session, "a1", ordering_key="k")
         session.commit()
     marks = op.sent(connection, ID)
@@ -224,7 +224,7 @@ def test_a_delivery_committed_while_the_copy_is_judged_counts(bank: Celery, conn
     held = op.started(connection, ID, fingerprint=FINGERPRINT)
     consumer = DeadLetterConsumer(bank)
     die(bank, consumer, headers=headers(**marks))
-    with Runtime.of(bank).engine.connect() as other:
+    with runtime_of(bank).engine.connect() as other:
         other.begin()
         records.release(other, held, delay=0.0, error=None)
         judged = op.in_background(consumer.run_once)

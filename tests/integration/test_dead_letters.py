@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DataError
 
 from idempotency import IdempotentTask, PermanentError
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.errors import OperationNotFound
 from idempotency.store import dead_letters as letters
 from idempotency.store import records
@@ -56,7 +56,7 @@ def entries(connection: Connection, account: str) -> int:
 
 
 def replay(app: Celery, letter: int) -> OperationId:
-    with Runtime.of(app).engine.begin() as connection:
+    with runtime_of(app).engine.begin() as connection:
         return letters.replay(connection, letter)
 
 
@@ -119,7 +119,7 @@ def test_a_holder_that_lost_its_operation_leaves_no_dead_letter(
     held = op.started(connection, id, fingerprint=row.fingerprint)
     age(connection, id, locked_until=-1)
     op.started(connection, id, fingerprint=row.fingerprint)
-    with Runtime.of(bank).engine.connect() as transaction:
+    with runtime_of(bank).engine.connect() as transaction:
         letters.store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR)
         assert len(op.dead_letters(transaction)) == 1
         with pytest.raises(DataError):
@@ -260,7 +260,7 @@ def test_a_replay_that_is_rolled_back_changes_nothing(deliveries: Deliveries, co
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = op.dead_letters(connection)
     before = record(connection, operation(b.failing, "a1"))
-    with Runtime.of(deliveries.app).engine.connect() as transaction:
+    with runtime_of(deliveries.app).engine.connect() as transaction:
         letters.replay(transaction, letter.id)
         transaction.rollback()
     assert record(connection, operation(b.failing, "a1")) == before

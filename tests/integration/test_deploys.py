@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.letters import dead_letter_queue
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.observe import crash_points
@@ -127,7 +127,7 @@ def test_after_the_grace_an_older_relay_keeps_the_message_as_a_letter(
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.operation, letter.key) == ("unknown_task", ID.operation, "a1")
     assert op.record(connection, ID) is None
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         assert dead_letters.replay(transaction, letter.id, app=bank) == ID
 
 
@@ -315,7 +315,7 @@ def test_what_failed_under_an_older_rule_is_replayed_under_it(
     op.due(connection, id, fingerprint=keys.FINGERPRINT_RULES["v1"]({"account": "a1", "how": "permanent"}))
     assert deliveries.deliver(b.failing, "a1", "permanent").state == "FAILURE"
     (letter,) = op.dead_letters(connection)
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         dead_letters.replay(transaction, letter.id)
     assert op.record(connection, id).generation == 2  # type: ignore[union-attr]
 
@@ -370,7 +370,7 @@ def test_workers_of_two_releases_share_a_queue_and_every_operation_completes(
     older = processes.start("--concurrency", "1", app="tests.faults.older_code")
     newer = processes.start("--concurrency", "1")
     older.wait_until_ready(), newer.wait_until_ready()
-    with Session(Runtime.of(bank).engine) as session:
+    with Session(runtime_of(bank).engine) as session:
         for account in accounts:
             b.transfer.enqueue(session, account, outside.url)
             b.deposit.enqueue(session, f"{account}/deposit")

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 from typer.testing import CliRunner, Result
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.cli.main import cli
 from idempotency.errors import IdempotencyError
 from idempotency.operate import discards
@@ -176,7 +176,7 @@ def test_the_database_itself_refuses_what_is_not_two_people(
 def test_only_a_valid_token_of_the_right_role_is_accepted_and_every_refusal_is_noted(
     bank: Celery, connection: Connection
 ) -> None:
-    runtime = Runtime.of(bank)
+    runtime = runtime_of(bank)
     tokens = {role: discards.add_operator(connection, SETUP, role, role, days=1) for role in ("operator", "admin")}
     tokens["late"] = discards.add_operator(connection, SETUP, "late", "admin", days=1)
     connection.execute(text("UPDATE idempotency.operators SET expires_at = clock_timestamp() WHERE name = 'late'"))

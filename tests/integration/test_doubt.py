@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.engine import make_url
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.store import records, statements
 from tests.support import bank
 from tests.support.proxy import Proxy
@@ -27,7 +27,7 @@ def proxy(database, environment) -> Iterator[Proxy]:
     through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
     environment["DATABASE_URL"] = through
     yield proxy
-    Runtime.discard(bank.app)
+    close_runtime(bank.app)
     proxy.close()
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, StillUnknown
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.operate import operators
 from idempotency.store import records
 from idempotency.upkeep import maintenance
@@ -65,7 +65,7 @@ def test_an_attempt_that_resumes_after_its_lease_calls_nothing(
         if paused:
             return begun
         paused.append(1)
-        (holding,) = Runtime.of(bank).heartbeat._holdings.values()
+        (holding,) = runtime_of(bank).heartbeat._holdings.values()
         holding.renewed_at -= 600.0  # ten leases pass
         connection.execute(text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '9 min'"))
         connection.execute(text("UPDATE idempotency.records SET revoked_generation = generation"))
@@ -87,7 +87,7 @@ def test_a_call_is_not_repeated_when_its_key_could_expire_on_the_way(
     provider = Provider(lost())
     task = make_task(bank, lambda self: self.effect("call", provider), on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    settings = Runtime.of(bank).settings
+    settings = runtime_of(bank).settings
     earlier = settings.provider_key_retention - settings.longest_run + 1.0
     connection.execute(
         text("""UPDATE idempotency.records SET effects = jsonb_set(effects, '{call,begun_at}',

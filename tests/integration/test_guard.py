@@ -20,7 +20,7 @@ from sqlalchemy.pool import NullPool
 
 import services
 from idempotency import IdempotentTask
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime, runtime_of
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer, consume_once
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
@@ -115,7 +115,7 @@ def test_a_postgres_that_dies_in_the_middle_of_a_pass_loses_and_doubles_nothing(
     elif moment == "after the commit":
         crash_points.install(lambda point: kill_at_the_second(counted) if point == "dead_letter.stored" else None)
     else:
-        Runtime.discard(bank)
+        close_runtime(bank)
         bank.conf.idempotency_database_url = address.set(port=proxy.port).render_as_string(hide_password=False)
         proxy.cut_reply_to(b"COMMIT", skip=1)
 
@@ -170,7 +170,7 @@ def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
     assert connection.execute(text("SELECT account, code FROM failures")).all() == [("a1", "rejected")]
     # a late original finds the end; a replay runs it
     assert Deliveries(bank).deliver(b.deposit, "a1").state == "FAILURE"
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         letters.replay(transaction, letter.id)
     (row,) = op.outbox(connection, ID)
     message = Message.from_text(row.message)
@@ -186,7 +186,7 @@ def test_an_expired_message_ends_its_operation_and_its_replay_does_not_expire(
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.key) == ("expired", "a1")
     assert json.loads(letter.headers)["expires"] == PAST
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         letters.replay(transaction, letter.id)
     (row,) = op.outbox(connection, ID)
     assert "expires" not in Message.from_text(row.message).headers
@@ -302,7 +302,7 @@ def test_what_the_broker_delivered_too_often_is_given_up(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     consumer.run_once()
-    with bank.connection_for_write() as broker, Session(Runtime.of(bank).engine) as session:
+    with bank.connection_for_write() as broker, Session(runtime_of(bank).engine) as session:
         b.deposit.enqueue(session, "a1")
         session.commit()
         relay = Relay(bank)
@@ -387,7 +387,7 @@ def test_a_letter_of_an_unknown_task_is_replayed_once_the_task_is_known(
     assert (letter.reason, letter.task, letter.operation) == ("unknown_task", "tests.known_later", None)
 
     def replay() -> OperationId:
-        with Runtime.of(bank).engine.begin() as transaction:
+        with runtime_of(bank).engine.begin() as transaction:
             return letters.replay(transaction, letter.id, app=bank)
 
     with pytest.raises(ReplayRefused, match="unknown_task, and no task of this application can run it"):
@@ -423,7 +423,7 @@ def test_a_letter_that_is_no_task_message_is_not_replayed(
     die(bank, consumer, body, headers=sent)
     consumer.run_once()
     (letter,) = op.dead_letters(connection)
-    with pytest.raises(ReplayRefused, match=why), Runtime.of(bank).engine.begin() as transaction:
+    with pytest.raises(ReplayRefused, match=why), runtime_of(bank).engine.begin() as transaction:
         letters.replay(transaction, letter.id, app=bank)
     assert op.dead_letters(connection) == [letter]
     assert op.outbox(connection) == []

@@ -13,7 +13,7 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, event
 
 from idempotency import Handle
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime, runtime_of
 from idempotency.errors import OperationBusy
 from idempotency.store import records
 from tests.support import operations as op
@@ -25,7 +25,7 @@ WAITERS = 100
 def small_pool(bank: Celery) -> Iterator[Celery]:
     bank.conf.idempotency_pool_size = 2
     yield bank
-    Runtime.discard(bank)
+    close_runtime(bank)
     bank.conf.pop("idempotency_pool_size")
 
 
@@ -52,7 +52,7 @@ class Watched:
 def test_a_hundred_waiters_share_a_small_pool_and_all_get_their_results(
     small_pool: Celery, connection: Connection
 ) -> None:
-    watched = Watched(Runtime.of(small_pool)._autocommit_engine)
+    watched = Watched(runtime_of(small_pool)._autocommit_engine)
     holders = [op.started(connection) for _ in range(WAITERS)]
     waiting = threading.Barrier(WAITERS + 1, timeout=60)
 
@@ -73,7 +73,7 @@ def test_a_hundred_waiters_share_a_small_pool_and_all_get_their_results(
 def test_a_long_wait_asks_seldom_and_holds_no_connection_between_two_looks(
     bank: Celery, connection: Connection
 ) -> None:
-    watched = Watched(Runtime.of(bank)._autocommit_engine)
+    watched = Watched(runtime_of(bank)._autocommit_engine)
     holder = op.started(connection)
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
@@ -93,7 +93,7 @@ def test_a_long_wait_asks_seldom_and_holds_no_connection_between_two_looks(
 
 
 def test_waiting_no_time_looks_once(bank: Celery, connection: Connection) -> None:
-    watched = Watched(Runtime.of(bank)._autocommit_engine)
+    watched = Watched(runtime_of(bank)._autocommit_engine)
     holder = op.started(connection)
     with pytest.raises(OperationBusy):
         Handle(bank, holder.id).wait(0)

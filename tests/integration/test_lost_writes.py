@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import create_engine, text
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.wire.message import KEY_HEADER
@@ -39,7 +39,7 @@ def database(postgres: Postgres) -> Iterator[str]:
     url = create_database(postgres.url, name)
     prepare(url)
     yield url
-    Runtime.discard(app)
+    close_runtime(app)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_mark_of_the_relay_that_a_crash_has_undone_is_made_again_and_the_opera
     postgres.kill()
     postgres.start()
     engine.dispose()
-    Runtime.discard(bank)
+    close_runtime(bank)
 
     with engine.connect() as connection:
         left = connection.execute(text("SELECT status, relayed_until FROM idempotency.outbox")).one()

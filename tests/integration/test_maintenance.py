@@ -13,8 +13,9 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
+from idempotency.application import runtime_of
 from idempotency.attempt import runtime as runtime_module
-from idempotency.attempt.runtime import Runtime, is_provably_dead, process_identity
+from idempotency.attempt.runtime import is_provably_dead, process_identity
 from idempotency.settings import Settings
 from idempotency.store import outbox, records, sweeps
 from idempotency.upkeep.maintenance import BATCH, SPARE_CLAIMS, purge, recover
@@ -40,7 +41,7 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
     bank: Celery, connection: Connection, short: int, ends: str
 ) -> None:
     held = expired(connection)
-    bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
+    bound = runtime_of(bank).settings.max_attempts + SPARE_CLAIMS
     used(connection, held.id, bound - short)
     assert recover(bank) == 1
     row = record(connection, held.id)
@@ -63,7 +64,7 @@ def test_what_is_to_be_ended_is_not_released_because_somebody_had_it_locked_when
     bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = expired(connection)
-    bound = Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS
+    bound = runtime_of(bank).settings.max_attempts + SPARE_CLAIMS
     used(connection, held.id, bound)
     monkeypatch.setattr(sweeps, "find", lambda *_: [])  # what a look finds that skips every locked row
     assert recover(bank) == 0
@@ -163,9 +164,7 @@ def fill_with_orphans(connection: Connection, number: int) -> None:
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
     """A real process that says its name and lives until its input ends."""
-    script = (
-        "import sys; from idempotency.runtime import process_identity as i; print(i(), flush=True); sys.stdin.read()"
-    )
+    script = "import sys; from idempotency.attempt.runtime import process_identity as i; print(i(), flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -229,7 +228,7 @@ def test_another_process_under_a_used_pid_does_not_keep_the_operation(bank: Cele
 
 
 # A /proc of its own: to remount the one that is there would hide the processes of the whole machine.
-SAYS = "import os, sys; from idempotency.runtime import is_provably_dead as dead; os.setgid(65534); os.setuid(65534);"
+SAYS = "import os, sys; from idempotency.attempt.runtime import is_provably_dead as dead; os.setgid(65534); os.setuid(65534);"
 SAYS += "print(os.path.exists(f'/proc/{sys.argv[1].split(chr(124))[3]}'), dead(sys.argv[1]))"
 
 
@@ -328,7 +327,7 @@ def message(headers: str) -> str:
 def spent(bank: Celery, connection: Connection, id: OperationId | None = None, **options: Any) -> OperationId:
     """An operation whose process died in every claim."""
     held = expired(connection, id, **options)
-    used(connection, held.id, Runtime.of(bank).settings.max_attempts + SPARE_CLAIMS)
+    used(connection, held.id, runtime_of(bank).settings.max_attempts + SPARE_CLAIMS)
     return held.id
 
 

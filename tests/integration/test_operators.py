@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.errors import InvalidResult, OperationNotFound
 from idempotency.operate.operators import (
     Change,
@@ -171,7 +171,7 @@ def test_a_cancelled_operation_fails_with_its_dead_letter_and_the_rows_of_on_fai
     late = deliver_row(deliveries, b.failing, op.outbox(connection)[0])
     assert isinstance(late.value, OperationFailed)
     assert entries("a") == 0
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         letters.replay(transaction, letter.id)
     assert op.record(connection, shown.id).status == "released"
 
@@ -180,7 +180,7 @@ def test_a_cancelled_operation_fails_with_its_dead_letter_and_the_rows_of_on_fai
 def test_an_accepted_operation_without_a_record_is_cancelled(
     bank: Celery, deliveries: Deliveries, connection: Connection, entries: Any, published: bool
 ) -> None:
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         b.deposit.enqueue(transaction, "a", 5)
     if published:
         connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
@@ -200,7 +200,7 @@ def test_an_accepted_operation_without_a_record_is_cancelled(
 def test_an_accepted_operation_that_has_begun_meanwhile_is_not_cancelled(
     bank: Celery, deliveries: Deliveries, connection: Connection, entries: Any
 ) -> None:
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         b.deposit.enqueue(transaction, "a", 5)
     shown = read(connection, operation(b.deposit))
     deliver_row(deliveries, b.deposit, op.outbox(connection)[0])
@@ -224,7 +224,7 @@ def test_a_cancel_and_a_claim_at_once_have_one_winner(
 ) -> None:
     for number in range(5):
         key = f"a{number}"
-        with Runtime.of(bank).engine.begin() as transaction:
+        with runtime_of(bank).engine.begin() as transaction:
             b.deposit.enqueue(transaction, key)
         shown = read(connection, operation(b.deposit, key))
 
@@ -306,7 +306,7 @@ def test_a_persons_word_and_a_replay_bring_an_unknown_effect_to_its_end(
     (entry,) = audits(connection)
     assert (entry.action, entry.details["effect"]) == ("resolve", "call")
     (letter,) = op.dead_letters(connection)
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         letters.replay(transaction, letter.id)
 
     (replayed,) = [row for row in op.outbox(connection) if row.origin == "replay"]

@@ -12,8 +12,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from idempotency import settings
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of, settings_of
 from idempotency.observe import crash_points
 from idempotency.operate import discards
 from idempotency.relay import relay as relay_module
@@ -100,7 +99,7 @@ def test_two_transactions_that_publish_to_two_keys_in_two_orders_do_not_deadlock
     orders = ("ab", "ba")
 
     def run(index: int) -> None:
-        with Session(Runtime.of(bank).engine) as session, session.begin():
+        with Session(runtime_of(bank).engine) as session, session.begin():
             first, second = orders[index]
             write(session, f"{first}{index}", first)
             session.flush()
@@ -124,7 +123,7 @@ def states_of(connection: Connection, lane: str) -> list[str]:
 def test_rows_of_a_savepoint_that_was_rolled_back_take_no_place(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
-    with Session(Runtime.of(bank).engine) as session, session.begin():
+    with Session(runtime_of(bank).engine) as session, session.begin():
         with session.begin_nested() as savepoint:
             write(session, "never", "a")
             savepoint.rollback()
@@ -137,7 +136,7 @@ def test_rows_of_a_savepoint_that_was_rolled_back_take_no_place(
 
 def test_a_commit_that_fails_leaves_no_lane(bank: Celery, connection: Connection) -> None:
     connection.execute(text("CREATE TABLE strict (id int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
-    with Runtime.of(bank).engine.connect() as transaction:
+    with runtime_of(bank).engine.connect() as transaction:
         transaction.execute(text("INSERT INTO strict VALUES (1), (1)"))
         write(transaction, "a1", "a")
         with pytest.raises(IntegrityError):
@@ -171,7 +170,7 @@ def test_relays_and_writers_at_once_keep_the_order_of_every_key(
             while not written.is_set() or racing[index].run_once().published:
                 racing[index].run_once()
             return
-        with Runtime.of(bank).engine.connect() as own:
+        with runtime_of(bank).engine.connect() as own:
             for number in range(30):
                 write(own, f"{index} {number}", "abc"[number % 3])
                 own.commit()
@@ -292,7 +291,7 @@ def test_a_discarded_row_holds_back_its_key_no_longer(
     bank: Celery, blocked: tuple[Relay, int], connection: Connection
 ) -> None:
     relay, letter = blocked
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         discards.request(transaction, discards.Person("ann", "operator"), letter, "of no use")
         discards.approve(transaction, discards.Person("bob", "admin"), letter)
     assert relay.run_once() == Relayed(2, 0)
@@ -307,7 +306,7 @@ def test_a_replayed_row_goes_in_its_old_place(bank: Celery, blocked: tuple[Relay
     connection.execute(
         text("UPDATE idempotency.outbox SET message = :message WHERE status = 'failed'"), {"message": mended.to_text()}
     )
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         dead_letters.replay(transaction, letter)
     assert relay.run_once() == Relayed(3, 0)
     assert keys(drained(bank)) == ["a1", "a2", "a3"]
@@ -326,7 +325,7 @@ def test_a_replayed_row_delivers_the_generation_that_was_opened(
     op.failed(connection, OperationId("default", b.deposit.name, "a1"), fingerprint="v1:f")
     # as `store_end` leaves it for a copy that reached a worker
     connection.execute(text("UPDATE idempotency.dead_letters SET generation = 1 WHERE id = :id"), {"id": letter})
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         dead_letters.replay(transaction, letter)
     assert [row.generation for row in op.outbox(connection)] == [2, 1, 1]
     assert relay.run_once() == Relayed(3, 0)
@@ -346,7 +345,7 @@ def test_the_purge_leaves_what_holds_back_a_key(
 
     assert purged() == 0
     assert lanes(connection) == {"a": True}
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         discards.request(transaction, discards.Person("ann", "operator"), letter, "of no use")
         discards.approve(transaction, discards.Person("bob", "admin"), letter)
     assert purged() == 1
@@ -358,7 +357,7 @@ def test_rows_behind_a_failed_one_are_counted_as_unpublished(
     bank: Celery, blocked: tuple[Relay, int], connection: Connection
 ) -> None:
     write(connection, "b1", None)
-    with overview.looking(settings.from_app(bank)) as looking:
+    with overview.looking(settings_of(bank)) as looking:
         found = looking.exec_driver_sql(overview._UNPUBLISHED, {"bound": overview.BOUND}).one()
     assert (found.pending, found.unpublished, found.failed) == (3, 3, 1)
 
@@ -367,7 +366,7 @@ def test_a_replay_that_fails_again_blocks_its_key_again(
     bank: Celery, blocked: tuple[Relay, int], connection: Connection
 ) -> None:
     relay, letter = blocked
-    with Runtime.of(bank).engine.begin() as transaction:
+    with runtime_of(bank).engine.begin() as transaction:
         dead_letters.replay(transaction, letter)
     assert lanes(connection) == {"a": False}
     for _ in range(relay_module.OWN_ERRORS):
@@ -387,7 +386,7 @@ def test_a_discard_and_a_relay_at_once_leave_the_key_open(
     event_id = write(connection, "a1", "a", route=TOO_LONG)
     write(connection, "a2", "a")
     letter = fail(connection, relay, event_id)
-    with Runtime.of(bank).engine.connect() as person:
+    with runtime_of(bank).engine.connect() as person:
         discards.request(person, discards.Person("ann", "operator"), letter, "of no use")
         discards.approve(person, discards.Person("bob", "admin"), letter)
         late = threading.Thread(target=refresh, args=(bank, (b.deposit.name, "a")))
@@ -400,7 +399,7 @@ def test_a_discard_and_a_relay_at_once_leave_the_key_open(
 
 
 def refresh(bank: Celery, lane: tuple[str, str]) -> None:
-    with Runtime.of(bank).autocommit() as connection:
+    with runtime_of(bank).autocommit() as connection:
         outbox.refresh_lanes(connection, [lane])
 
 
@@ -409,7 +408,7 @@ def test_a_lane_stays_while_a_row_of_it_is_being_committed(
 ) -> None:
     relay = relays()
     write(connection, "a1", "a")
-    with Runtime.of(bank).engine.connect() as slow:
+    with runtime_of(bank).engine.connect() as slow:
         write(slow, "a2", "a")
         slow.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))  # as far as a COMMIT that waits for its standby
         assert relay.run_once() == Relayed(1, 0)
@@ -451,7 +450,7 @@ def test_blocked_rows_are_not_read_by_a_pass(
     ("statement", "index"), [("_LEASE_ROWS", "outbox_pending"), ("_LEASE_LANES", "outbox_ordered")]
 )
 def test_the_relay_leases_by_its_indexes(bank: Celery, statement: str, index: str) -> None:
-    with Runtime.of(bank).autocommit() as connection:
+    with runtime_of(bank).autocommit() as connection:
         plan = explain(connection, getattr(relay_module, statement))
     assert f"using {index}" in plan, plan
     assert "Seq Scan on outbox" not in plan

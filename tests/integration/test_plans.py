@@ -10,8 +10,7 @@ from collections.abc import Callable
 import pytest
 from celery import Celery
 
-from idempotency import settings
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of, settings_of
 from idempotency.relay import relay
 from idempotency.store import overview, records
 from idempotency.upkeep import maintenance
@@ -25,7 +24,7 @@ def planned(bank: Celery) -> Plan:
     """Explain a statement on a connection like the one it runs on."""
 
     def planned(statement: str, *, in_session: bool) -> str:
-        runtime = Runtime.of(bank)
+        runtime = runtime_of(bank)
         with runtime.engine.connect() if in_session else runtime.autocommit() as connection:
             return explain(connection, statement)
 
@@ -76,7 +75,7 @@ def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
     ],
 )
 def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str) -> None:
-    with overview.looking(settings.from_app(bank)) as connection:
+    with overview.looking(settings_of(bank)) as connection:
         plan = explain(connection, getattr(overview, name))
     assert index in plan, plan
     assert "Seq Scan" not in plan, plan

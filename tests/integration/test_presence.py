@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, make_url, text
 
-from idempotency.cli import main as cli
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.upkeep import alarms, presence
 from idempotency.upkeep.presence import LONGEST_TURN, SignOfLife, WorkerSign, sign_as_worker
@@ -23,6 +23,9 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die
 from tests.support.processes import Processes, eventually
+
+# The module: its package exports a function of the same name.
+cli = importlib.import_module("idempotency.cli.main")
 
 
 def seen(connection: Connection, kind: str) -> list[Any]:

@@ -10,7 +10,7 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
 from idempotency import IdempotentTask, events
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.store import sweeps
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import maintenance
@@ -430,7 +430,7 @@ def test_a_purge_finds_its_rows_by_index_in_order(
     if planned_while == "full":
         connection.exec_driver_sql(MANY)
     sweep, _, index = SWEEPS[name]
-    with Runtime.of(bank).autocommit() as planning, sweeps.sweeping(planning):
+    with runtime_of(bank).autocommit() as planning, sweeps.sweeping(planning):
         plan = explain(planning, sweep.batch)
     assert f"Index Scan using {index}" in plan, plan
     due = plan[: plan.index("->  Index Scan using " + index)]
@@ -443,7 +443,7 @@ def test_a_purge_finds_its_rows_by_index_in_order(
     [(maintenance._FORGET_ALERTS, "alerts_sent"), (maintenance._FORGET_SET_ASIDE, "set_aside_until")],
 )
 def test_what_is_forgotten_is_found_by_index(bank: Celery, statement: str, index: str) -> None:
-    with Runtime.of(bank).autocommit() as planning:
+    with runtime_of(bank).autocommit() as planning:
         assert index in explain(planning, statement)
 
 
@@ -452,7 +452,7 @@ def test_what_stays_costs_the_next_purge_nothing(many: Celery, connection: Conne
     purge_once(many, limit=100_000)
     connection.exec_driver_sql("VACUUM ANALYZE idempotency.records, idempotency.outbox, idempotency.dead_letters")
     sweep, parameters, _ = SWEEPS[name]
-    with Runtime.of(many).autocommit() as planning, sweeps.sweeping(planning):
+    with runtime_of(many).autocommit() as planning, sweeps.sweeping(planning):
         explained = planning.exec_driver_sql(
             f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sweep.batch}", {**parameters, "batch": BATCH}
         ).scalar_one()

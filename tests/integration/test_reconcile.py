@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
@@ -181,7 +181,7 @@ def test_a_backlog_of_sixty_thousand_is_not_sent_again_and_is_after_a_wipe(bank,
             text("UPDATE idempotency.outbox SET status = 'published', resends = 0 WHERE status = 'pending'")
         )
     assert reconcile(bank, lambda queue: 0).resent == 60_001
-    Runtime.discard(bank)
+    close_runtime(bank)
 
 
 # ---------------------------------------------------------------- markers, and what consumers hold

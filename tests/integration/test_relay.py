@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import Connection, make_url, text
 from sqlalchemy.orm import Session
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.broker.publisher import BrokerAway
 from idempotency.observe import crash_points
 from idempotency.queues import quorum_queue
@@ -93,12 +93,12 @@ def test_a_rolled_back_row_is_never_published(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     relay = relays()
-    with Session(Runtime.of(bank).engine) as session:
+    with Session(runtime_of(bank).engine) as session:
         b.deposit.enqueue(session, account="rolled back")
         session.flush()
         assert relay.run_once() == IDLE
         session.rollback()
-    with Session(Runtime.of(bank).engine) as session, session.begin():
+    with Session(runtime_of(bank).engine) as session, session.begin():
         b.deposit.enqueue(session, account="committed")
         with session.begin_nested() as savepoint:
             b.deposit.enqueue(session, account="to the savepoint")
@@ -113,7 +113,7 @@ def test_a_row_committed_late_with_a_small_id_is_not_skipped(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     relay = relays()
-    with Runtime.of(bank).engine.connect() as slow:
+    with runtime_of(bank).engine.connect() as slow:
         b.deposit.enqueue(slow, account="early id")
         b.deposit.enqueue(connection, account="late id")
         assert relay.run_once() == Relayed(1, 0)

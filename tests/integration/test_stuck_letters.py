@@ -189,7 +189,7 @@ def test_an_on_failed_that_ends_its_process_is_counted(
     deadly = """
 import os
 from tests.support import bank
-from idempotency.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 bank.app.tasks[bank.deposit.name].on_failed = lambda *_: os._exit(7)
 DeadLetterConsumer(bank.app).run_once()
 """

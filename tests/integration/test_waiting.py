@@ -17,7 +17,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.observe import metrics
 from idempotency.store import dead_letters, outbox, statements
 from idempotency.wire.message import ETA_HEADER, ORIGIN_HEADER
@@ -52,7 +52,7 @@ def proxy(database: str, environment: dict[str, str], bank: Celery) -> Iterator[
     environment["DATABASE_URL"] = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
     app_module.configure(environment)
     yield proxy
-    Runtime.discard(bank)
+    close_runtime(bank)
     proxy.close()
 
 
@@ -69,7 +69,7 @@ def poor(engine: Engine, database: str, environment: dict[str, str], bank: Celer
         connection.execute(text(f"REVOKE ALL ON idempotency.records FROM {role}"))
     app_module.configure(environment | {"DATABASE_URL": url})
     yield role
-    Runtime.discard(bank)
+    close_runtime(bank)
     with engine.connect() as connection:
         connection.execute(text(f"DROP OWNED BY {role}"))
         connection.execute(text(f"DROP ROLE {role}"))

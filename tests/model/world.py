@@ -15,7 +15,7 @@ from kombu.serialization import prepare_accept_content
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.operate.operators import Shown
 from idempotency.relay.relay import Relay
 from idempotency.store.records import Claimed
@@ -37,7 +37,7 @@ class World(RuleBasedStateMachine):
 
     def __init__(self, app: Celery, connection: Connection) -> None:
         super().__init__()
-        self.app, self.connection, self.runtime = app, connection, Runtime.of(app)
+        self.app, self.connection, self.runtime = app, connection, runtime_of(app)
         connection.exec_driver_sql(CLEAN)
         self.relay = Relay(app)
         self.tokens = 0

@@ -14,7 +14,7 @@ from sqlalchemy.pool import NullPool
 
 import services
 from idempotency import DidNotHappen, Happened, OperationId, PermanentError
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.operate import operators
 from sandbox import ledger
 from sandbox import process as sandbox_process
@@ -55,7 +55,7 @@ class Shop:
             idempotency_redis_url=None,
             idempotency_retry_base=0.0,
         )
-        Runtime.discard(tasks.app)
+        close_runtime(tasks.app)
         self.app, self.payments, self.refunds, self.notifications = tasks.app, payments, refunds, notifications
         self.engine, self.provider, self.mail = engine, provider, mail
         own = create_engine(database, poolclass=NullPool)
@@ -142,7 +142,7 @@ def shop(
     shop = Shop(engine, database, servers.broker_url, provider, mail, monkeypatch)
     yield shop
     shop.mailer.close()
-    Runtime.discard(shop.app)
+    close_runtime(shop.app)
 
 
 # ---------------------------------------------------------------- payments

@@ -14,7 +14,7 @@ from celery import Celery
 from sqlalchemy import Engine, text
 
 from idempotency import OperationId, cli
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.cli.operator_commands import this_user
 from idempotency.store import overview
 from idempotency.upkeep.presence import SignOfLife
@@ -73,7 +73,7 @@ def test_status_counts_what_is_where(run: Run, bank: Celery, deliveries: Deliver
     deliveries.deliver(b.failing, "b", "permanent")
     deliveries.deliver(b.failing, "c", "flaky")
     started(engine, "d")
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         b.deposit.enqueue(connection, "e")
 
     status = run("status", "--json").document
@@ -91,7 +91,7 @@ def test_status_counts_what_is_where(run: Run, bank: Celery, deliveries: Deliver
 
 def test_status_says_what_waits_in_which_queue_and_who_works(run: Run, bank: Celery, engine: Engine) -> None:
     queue = bank.conf.task_default_queue
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         for key in ("a", "b", "begun"):
             b.deposit.enqueue(connection, key)
         b.deposit.enqueue(connection, "tomorrow", countdown=86400)
@@ -132,7 +132,7 @@ def test_a_broker_that_is_away_is_unknown_and_not_zero(run: Run, bank: Celery, m
 
 def test_counts_stop_and_say_so(run: Run, bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview, "BOUND", 10)
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         for number in range(12):
             b.deposit.enqueue(connection, f"a{number}")
         connection.execute(text("UPDATE idempotency.outbox SET queue = 'another' WHERE key IN ('a10', 'a11')"))
@@ -195,7 +195,7 @@ def test_list_answers_by_status_task_tenant_and_age(run: Run, deliveries: Delive
 
 
 def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, deliveries: Deliveries) -> None:
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         for key in ("a", "begun", "c", "c", "refused"):  # c was enqueued twice
             b.deposit.enqueue(connection, key)
         b.deposit.enqueue(connection, "d", tenant="other")
@@ -218,7 +218,7 @@ def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, d
 
 
 def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: Engine) -> None:
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         b.deposit.enqueue(connection, "a")
         put_back = """UPDATE idempotency.outbox SET origin = 'retry', refusals = 3, published_at = clock_timestamp(),
                       first_refused_at = clock_timestamp() - interval '90 s'"""
@@ -241,7 +241,7 @@ def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: 
 
 
 def test_status_warns_of_due_rows_without_a_relay(run: Run, bank: Celery) -> None:
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         b.deposit.enqueue(connection, "a")
         connection.execute(text("UPDATE idempotency.outbox SET available_at = available_at - interval '90 s'"))
     assert "no relay is running; rows due: 1, for 1 min 3" in run("status").out
@@ -267,7 +267,7 @@ def test_show_prints_effects_in_order_with_what_to_look_up(
 def test_show_has_everything_but_arguments_and_results_unless_asked(
     run: Run, bank: Celery, deliveries: Deliveries, outside: OutsideWorld
 ) -> None:
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         b.transfer.enqueue(connection, "a", outside.url)
     outside.script = ["fail before"]
     deliveries.deliver(b.transfer, "a", outside.url)
@@ -301,7 +301,7 @@ def test_show_has_everything_but_arguments_and_results_unless_asked(
 
 
 def test_amounts_are_shown_to_who_asks_for_them(run: Run, bank: Celery, deliveries: Deliveries) -> None:
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         b.deposit.enqueue(connection, "a", AMOUNT)
     deliveries.deliver(b.deposit, "a", AMOUNT)
     for options in ((), ("--json",)):

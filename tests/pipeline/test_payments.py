@@ -16,6 +16,7 @@ import requests
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
+from idempotency.application import close_runtime
 from sandbox import ledger
 from sandbox import process as sandbox_process
 from tests.support.processes import Processes, eventually
@@ -43,7 +44,6 @@ class Shop:
         import threading
 
         import tasks
-        from idempotency.attempt.runtime import Runtime
         from idempotency.relay.relay import Relay
         from idempotency.upkeep.maintenance import recover
         from tasks import migrate, payments, refunds
@@ -59,7 +59,7 @@ class Shop:
         self.engine = create_engine(database)
         stack.callback(self.engine.dispose)
         migrate.migrate(self.engine)
-        stack.callback(Runtime.discard, tasks.app)
+        stack.callback(close_runtime, tasks.app)
         self.processes = Processes({**os.environ, "PYTHONPATH": os.getcwd()})
         stack.callback(self.processes.kill_all)
         queues = "payments,refunds,notifications,maintenance"

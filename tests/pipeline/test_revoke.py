@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Engine, Row, text
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.store import dead_letters
 from tests.support import bank as b
 from tests.support import crashing
@@ -50,7 +50,7 @@ def test_a_task_revoked_before_it_starts_ends_as_a_dead_letter_and_can_be_replay
     assert (entries("a"), failures(engine)) == (0, [("a", "revoked")])
 
     # the worker remembers the task id for hours, but a person has asked since
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         dead_letters.replay(connection, letter.id)
     eventually(lambda: status(record, "a") == "completed")
     assert entries("a") == 1
@@ -60,7 +60,7 @@ def test_an_operation_that_waits_for_its_next_attempt_is_revoked_when_it_comes(
     bank: Celery, worker: Worker, relay: Any, engine: Engine, record: Any, letters: Any
 ) -> None:
     id = str(uuid4())
-    with Runtime.of(bank).engine.begin() as connection:
+    with runtime_of(bank).engine.begin() as connection:
         b.failing.enqueue(connection, "a", "defer long", task_id=id)
     eventually(lambda: status(record, "a") == "released")
     revoke(bank, id)

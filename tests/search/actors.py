@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from celery.exceptions import Reject
 from sqlalchemy.exc import OperationalError
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.errors import OperationNotFound
 from idempotency.operate import discards, operators
 from idempotency.operate.discards import DiscardRefused, Person
@@ -147,7 +147,7 @@ def _replay(world: World) -> None:
 
 def _discard(world: World) -> None:
     stop_before("looks for a dead letter")
-    engine = Runtime.of(application.app).engine
+    engine = runtime_of(application.app).engine
     with _refusals():
         for letter in world.letters()[:1]:
             with engine.begin() as connection:

@@ -30,6 +30,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
+import idempotency.application as celery_application
+from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.effects import DidNotHappen, Happened
 from idempotency.attempt.runtime import Runtime
 from idempotency.broker.publisher import Published, Refusal
@@ -346,7 +348,7 @@ class World:
 
     def _accept(self) -> Envelope:
         if self.scenario.sent == "outbox":
-            with Session(Runtime.of(application.app).engine) as session:
+            with Session(runtime_of(application.app).engine) as session:
                 self.task.enqueue(session, REFUND)
                 session.commit()
             self.relay()
@@ -469,7 +471,7 @@ class World:
     # ------------------------------------------------------------ operators
 
     def shown(self) -> Shown:
-        with Runtime.of(application.app).autocommit() as connection:
+        with runtime_of(application.app).autocommit() as connection:
             return operators.read(connection, self.id)
 
     def letters(self) -> list[int]:
@@ -540,7 +542,7 @@ def _plain(database_url: str) -> str:
 
 def _process() -> Runtime:
     """Another process: its own connections, opened before anybody is scheduled."""
-    runtime = Runtime(application.app)
+    runtime = Runtime(settings_of(application.app))
     runtime.heartbeat._thread = -1  # nothing is renewed by itself
     runtime.holder = f"search|{uuid4().hex}"
     with mock.patch.object(connections, "opening", runtime.holder):
@@ -548,6 +550,14 @@ def _process() -> Runtime:
             with engine.connect() as connection:
                 connection.exec_driver_sql("SELECT 1")
     return runtime
+
+
+class OfActors(dict[Any, Runtime]):
+    """The open runtimes: each actor is a process of its own."""
+
+    def get(self, app: Any, default: Any = None) -> Any:
+        actor = current()
+        return super().get(app, default) if actor is None else actor.process
 
 
 @contextmanager
@@ -570,15 +580,9 @@ def opened(database_url: str) -> Iterator[World]:
         connection.exec_driver_sql(WITNESS)
     engine.dispose()
     application.configure(database_url)
-    original = Runtime.of.__func__  # type: ignore[attr-defined]
-
-    def runtime_of(cls: type[Runtime], app: Any) -> Runtime:
-        actor = current()
-        return original(cls, app) if actor is None else actor.process
-
     with ExitStack() as stack:
         stack.enter_context(stopping())
-        stack.enter_context(mock.patch.object(Runtime, "of", classmethod(runtime_of)))
+        stack.enter_context(mock.patch.object(celery_application, "_open", OfActors()))
         stack.enter_context(mock.patch.object(waiting, "time", Sleep()))
         admin = stack.enter_context(psycopg.connect(_plain(database_url), autocommit=True, row_factory=namedtuple_row))
         world = World(admin)
@@ -595,11 +599,11 @@ def opened(database_url: str) -> Iterator[World]:
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
         stack.callback(logging.disable, before)
-        Runtime.of(application.app).heartbeat._thread = -1
+        runtime_of(application.app).heartbeat._thread = -1
         try:
             yield world
         finally:
             for runtime in world._processes:
                 for engine in (runtime.engine, runtime._autocommit_engine, runtime._heartbeat_engine):
                     engine.dispose()
-            Runtime.discard(application.app)
+            close_runtime(application.app)

@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import Defer, IdempotentTask, Operation, PermanentError
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.queues import quorum_queue
 from idempotency.store import schema
 from idempotency.wire import keys
@@ -173,7 +173,7 @@ def lonely_deposit(self: IdempotentTask, account: str, seconds: float, busy: boo
 
 def enqueue_deposit(**options: Any) -> None:
     """Accept one deposit to account a1."""
-    with Session(Runtime.of(app).engine) as session:
+    with Session(runtime_of(app).engine) as session:
         deposit.enqueue(session, "a1", **options)
         session.commit()
 

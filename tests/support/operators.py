@@ -9,7 +9,7 @@ from celery import Celery
 from sqlalchemy import Connection, text
 
 from idempotency import OperationId
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.operate import operators
 from idempotency.operate.operators import Change
 from tests.support import operations as op
@@ -32,7 +32,7 @@ def replay(app: Celery, connection: Connection, deliveries: Deliveries, task: An
 
 def act(app: Celery, step: Callable[..., None], *arguments: Any) -> None:
     """One step of a discard, in a transaction."""
-    with Runtime.of(app).engine.begin() as connection:
+    with runtime_of(app).engine.begin() as connection:
         step(connection, *arguments)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from celery import Celery
 from sqlalchemy import Connection
 
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 
 
 def explain(connection: Connection, statement: str) -> str:
@@ -21,7 +21,7 @@ def explain(connection: Connection, statement: str) -> str:
 
 def rows_read(app: Celery, statement: str, **parameters: Any) -> int:
     """The most rows that one node of a statement's plan read or threw away, without its changes."""
-    with Runtime.of(app).autocommit() as connection, connection.begin() as transaction:
+    with runtime_of(app).autocommit() as connection, connection.begin() as transaction:
         connection.exec_driver_sql("BEGIN")
         plan = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()
         connection.exec_driver_sql("ROLLBACK")

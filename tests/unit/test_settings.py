@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from idempotency.application import settings_of
 from idempotency.errors import SettingsError
-from idempotency.settings import Settings, from_app
+from idempotency.settings import Settings
 
 HOUR = 3600.0
 PASSWORD = "s3cret-Pa55"
@@ -21,7 +22,7 @@ URLS = {
 def settings(**given: Any) -> Settings:
     app = Celery("settings", set_as_current=False)
     app.conf.update({f"idempotency_{name}": value for name, value in (URLS | given).items()})
-    return from_app(app)
+    return settings_of(app)
 
 
 def refusal(**given: Any) -> str:
@@ -48,9 +49,9 @@ def test_the_defaults_are_the_documented_ones() -> None:
 def test_only_the_database_has_to_be_named() -> None:
     app = Celery("settings", set_as_current=False)
     with pytest.raises(SettingsError, match=r"^idempotency_database_url: Field required$"):
-        from_app(app)
+        settings_of(app)
     app.conf.idempotency_database_url = URLS["database_url"]
-    assert from_app(app).redis_url is None
+    assert settings_of(app).redis_url is None
 
 
 # The twin that is accepted, the one that is refused, and the two values that the refusal names.
@@ -159,7 +160,7 @@ def test_an_unknown_setting_is_refused_by_its_name() -> None:
 def test_settings_of_others_are_left_alone() -> None:
     app = Celery("settings", set_as_current=False)
     app.conf.update(idempotency_database_url=URLS["database_url"], task_acks_late=True, idempotence_lease=1)
-    assert from_app(app).lease == 60
+    assert settings_of(app).lease == 60
 
 
 def test_every_problem_has_its_line() -> None:

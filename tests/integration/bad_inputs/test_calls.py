@@ -56,7 +56,9 @@ def given(error: type[Exception], says: str, value: Any) -> Call:
 
 
 CALLS = {
-    "01-no-key": Call(MissingKey, r"tests\.bank\.returning: give idempotency_key=, or the task a key template"),
+    "01-no-key": Call(
+        MissingKey, r"tests\.support\.bank\.returning: give idempotency_key=, or the task a key template"
+    ),
     "01-no-argument-for-the-key": Call(MissingKey, "argument account: .* not given", b.deposit, (None, 5)),
     "02-key-empty": keyed(InvalidKey, "idempotency key: must not be empty or blank", ""),
     "02-key-blank": keyed(InvalidKey, "idempotency key: must not be empty or blank", " \t "),
@@ -183,7 +185,7 @@ def test_a_key_that_is_running_is_busy(
 ) -> None:
     state(connection, ID, fingerprint=fingerprint(5))
     with nothing_happens():
-        with pytest.raises(OperationBusy, match=r"tests\.bank\.deposit: another attempt holds this operation"):
+        with pytest.raises(OperationBusy, match=r"tests\.support\.bank\.deposit: another attempt holds this operation"):
             b.deposit("a1", 5)
         assert deliveries.deliver(b.deposit, "a1", 5).state == "IGNORED"
     row = op.record(connection, ID)
@@ -203,7 +205,7 @@ def test_another_tenants_key_is_independent_and_not_hinted_at(
         state(connection, theirs, fingerprint=fingerprint(666))
         before = op.record(connection, theirs)
     # the same words whether they have it or not
-    with pytest.raises(OperationNotFound, match=r"^tests\.bank\.deposit: no operation has this key$"):
+    with pytest.raises(OperationNotFound, match=r"^tests\.support\.bank\.deposit: no operation has this key$"):
         lookup(bank, b.deposit.name, "a1", tenant="mine")
     outcome = deliveries.deliver(b.deposit, "a1", 5, tenant="mine")
     assert (outcome.state, outcome.value) == ("SUCCESS", {"account": "a1", "amount": 5})

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, text
 
 import services
 from idempotency import IdempotentTask, OperationId, OperationNotFound
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _chosen
 from idempotency.errors import IdempotencyError
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
@@ -275,7 +275,7 @@ def test_a_replay_that_cannot_be_is_refused_and_changes_nothing(
     elif state != "unknown":
         set_status(connection, state)
     before = op.dead_letters(connection), connection.execute(text("SELECT * FROM idempotency.records")).all()
-    with nothing_happens(), pytest.raises(error) as refused, Runtime.of(bank).engine.begin() as transaction:
+    with nothing_happens(), pytest.raises(error) as refused, runtime_of(bank).engine.begin() as transaction:
         letters.replay(transaction, letter, app=bank)
     assert str(refused.value).startswith(says.replace("letter 1:", f"letter {letter}:"))
     assert (op.dead_letters(connection), connection.execute(text("SELECT * FROM idempotency.records")).all()) == before

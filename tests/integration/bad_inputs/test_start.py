@@ -24,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 
 import services
 from idempotency import lookup
-from idempotency.attempt.runtime import Runtime
+from idempotency.application import close_runtime
 from idempotency.checks import doctor as diagnosis
 from idempotency.checks.startup import refuse_to_lose
 from idempotency.relay.relay import Relay, Relayed
@@ -157,12 +157,12 @@ def test_a_wrong_address_is_an_error_without_its_password(
     try:
         with caplog.at_level(logging.DEBUG):
             b.configure(environment | {"DATABASE_URL": spoilt("DATABASE_URL")})
-            Runtime.discard(bank)
+            close_runtime(bank)
             with pytest.raises(OperationalError) as refused:
                 lookup(bank, b.deposit.name, "a1")
             errors.append(refused.value)
             b.configure(environment | {"BROKER_URL": spoilt("BROKER_URL"), "REDIS_URL": spoilt("REDIS_URL")})
-            Runtime.discard(bank)
+            close_runtime(bank)
             with pytest.raises((BrokerError, AMQPError)) as refused:
                 b.deposit.apply_async(("a1",), retry=False)
             errors.append(refused.value)
@@ -173,7 +173,7 @@ def test_a_wrong_address_is_an_error_without_its_password(
             assert Deliveries(bank).deliver(b.deposit, "a1").state == "SUCCESS"
     finally:
         b.configure(environment)
-        Runtime.discard(bank)
+        close_runtime(bank)
     said = "".join(line for error in errors for line in [*traceback.format_exception(error), repr(error.args)])
     assert SECRET not in said + caplog.text
 

@@ -1,0 +1,47 @@
+"""What belongs to one Celery application: its settings, and what each of its processes holds open."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from .attempt.runtime import Runtime
+from .settings import PREFIX, Settings
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+_open: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def settings_of(app: Celery) -> Settings:
+    """Read the settings from the application's configuration. Raises `SettingsError`, as `Settings.read` does."""
+    given = {name.removeprefix(PREFIX): value for name, value in app.conf.items() if name.startswith(PREFIX)}
+    return Settings.read({"service": app.main or "celery"} | given)
+
+
+def runtime_of(app: Celery) -> Runtime:
+    """The runtime of this application in this process, opened on first use. Raises `SettingsError`.
+
+    A forked pool child gets its own, so it never shares a socket with its parent.
+    """
+    runtime = _open.get(app)
+    if runtime is None or runtime.pid != os.getpid():
+        with _lock:
+            runtime = _open.get(app)
+            if runtime is None or runtime.pid != os.getpid():
+                if runtime is not None:
+                    runtime.abandon()
+                runtime = _open[app] = Runtime(settings_of(app))
+    return runtime
+
+
+def close_runtime(app: Celery) -> None:
+    """Close what this process holds open for the application; the next use opens it anew."""
+    with _lock:
+        runtime = _open.pop(app, None)
+    if runtime is not None:
+        runtime.close()

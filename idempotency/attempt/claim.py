@@ -1,0 +1,105 @@
+"""The claim: first Redis, which may save the question, then Postgres, which decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from sqlalchemy import Connection
+
+from ..observe import metrics
+from ..observe.crash_points import crash_point
+from ..store import records
+from ..store.records import Busy, Changed, Claimed, Completed, Failed, Mismatch
+from ..wire.delivery import Delivery
+from .lease import Hint
+from .runtime import Runtime
+
+T = TypeVar("T")
+
+
+class Patience(Protocol):
+    """Asks until there is an answer, or gives up by an exception of its own."""
+
+    def __call__(self, ask: Callable[[], T], /) -> T: ...
+
+
+def at_once(ask: Callable[[], T], /) -> T:
+    """Ask once: for a caller that is there to be told that Postgres is away."""
+    return ask()
+
+
+def claim(
+    runtime: Runtime, delivery: Delivery, token: str, patiently: Patience = at_once
+) -> Claimed | Completed | Failed | Mismatch | Busy:
+    """Claim the operation, or learn from its record why not. Raises what `patiently` does.
+
+    `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
+    it, so this delivery may go.
+    """
+    leases, id = runtime.leases, delivery.id
+    hint = Hint.FREE if delivery.resent else leases.take(id, token, delivery.fingerprint)
+    if hint is Hint.GUARDED:
+        metrics.busy.labels(id.operation).inc()
+        return Busy()  # a duplicate was counted before this one: the record will be finished without it
+    crash_point("lease.taken")
+    answer = patiently(lambda: _answer(runtime, delivery, token, duplicate_first=hint is Hint.HELD))
+    if isinstance(answer, Claimed):
+        if hint is Hint.HELD or delivery.resent:
+            leases.hold([(id, token, delivery.fingerprint)])
+    elif hint is Hint.FREE:
+        leases.drop(id, token, delivery.fingerprint)
+    _count(answer, id.operation)
+    return answer
+
+
+def _answer(
+    runtime: Runtime, delivery: Delivery, token: str, *, duplicate_first: bool
+) -> Claimed | Completed | Failed | Mismatch | Busy:
+    with runtime.autocommit() as connection:
+        if duplicate_first and _counted(runtime, connection, delivery):
+            return Busy()
+        while True:
+            answer = ask(runtime, connection, delivery, token, synchronous=False)
+            if isinstance(answer, Busy) and _counted(runtime, connection, delivery):
+                return answer
+            if not isinstance(answer, Changed | Busy):
+                return answer
+            # the row became claimable meanwhile
+
+
+def ask(
+    runtime: Runtime, connection: Connection, delivery: Delivery, token: str, *, synchronous: bool = True
+) -> records.Answer:
+    """Claim the operation of a delivery on the record, by one statement."""
+    return records.claim(
+        connection,
+        delivery.id,
+        token=token,
+        fingerprint=delivery.fingerprint,
+        message=delivery.message,
+        holder=runtime.holder,
+        lease=runtime.settings.lease,
+        queue=delivery.queue,
+        synchronous=synchronous,
+        also=delivery.also,
+    )
+
+
+def _counted(runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
+    counted, holder = records.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
+    if counted and holder is not None:
+        runtime.leases.guard(delivery.id, holder, delivery.fingerprint)
+    return counted
+
+
+def _count(answer: records.Answer, operation: str) -> None:
+    match answer:
+        case Claimed(taken_over=taken_over):
+            metrics.claims.labels(operation).inc()
+            if taken_over:
+                metrics.takeovers.labels(operation).inc()
+        case Completed() | Failed():
+            metrics.duplicates.labels(operation).inc()
+        case Busy():
+            metrics.busy.labels(operation).inc()

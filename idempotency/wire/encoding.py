@@ -1,0 +1,74 @@
+"""JSON with the types that Celery's JSON carries, written as Celery writes them; kombu is used if it is loaded.
+
+Results and fingerprints are the same text with Celery and without it (kombu.utils.json, version 5.6). Types that an
+application has registered with kombu are known where kombu is.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+# By type, the more special one first: its marker, how a value is written, and how it is read.
+_TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    datetime: ("datetime", datetime.isoformat, datetime.fromisoformat),
+    date: ("date", date.isoformat, lambda text: datetime.fromisoformat(text).date()),
+    time: ("time", time.isoformat, time.fromisoformat),
+    Decimal: ("decimal", str, Decimal),
+    UUID: ("uuid", lambda value: {"hex": value.hex}, lambda fields: UUID(**fields)),
+}
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{marker: read for marker, _, read in _TYPES.values()},
+    "bytes": lambda text: text.encode(),
+    "base64": lambda text: base64.b64decode(text.encode()),
+}
+
+
+def dumps(value: Any, *, allow_nan: bool = True) -> str:
+    """Write a value as JSON. Raises `TypeError` for a type that is not known, `ValueError` for NaN unless allowed."""
+    return json.dumps(value, default=_encoded, allow_nan=allow_nan)
+
+
+def loads(text: str) -> Any:
+    """Read what `dumps` has written. Raises `ValueError` for a type that is not known."""
+    return json.loads(text, object_hook=_decoded)
+
+
+def _encoded(value: Any) -> Any:
+    if (kombu := _kombu()) is not None:
+        return kombu.JSONEncoder().default(value)
+    if (reduce := getattr(value, "__json__", None)) is not None:
+        return reduce()
+    for kind, (marker, write, _) in _TYPES.items():
+        if isinstance(value, kind):
+            return _marked(marker, write(value))
+    if isinstance(value, bytes):
+        try:
+            return _marked("bytes", value.decode())
+        except UnicodeDecodeError:
+            return _marked("base64", base64.b64encode(value).decode())
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _decoded(fields: dict[str, Any]) -> Any:
+    if fields.keys() != {"__type__", "__value__"}:
+        return fields
+    if (kombu := _kombu()) is not None:
+        return kombu.object_hook(fields)
+    if (read := _READERS.get(fields["__type__"])) is None:
+        raise ValueError(f"unknown type {fields['__type__']!r}")
+    return read(fields["__value__"])
+
+
+def _marked(marker: str, value: Any) -> dict[str, Any]:
+    return {"__type__": marker, "__value__": value}
+
+
+def _kombu() -> Any:
+    return sys.modules.get("kombu.utils.json")

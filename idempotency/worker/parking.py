@@ -1,0 +1,106 @@
+"""Deliveries whose time has not come, or that got no answer: they wait in the outbox, never in a worker's slot."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from celery import Celery
+from celery.exceptions import Ignore, Reject
+from kombu.utils.uuid import uuid
+from sqlalchemy import Connection
+
+from ..application import runtime_of
+from ..broker.publisher import Published, Publisher
+from ..observe import metrics
+from ..observe.logs import log
+from ..store import outbox, records
+from ..wire.delivery import Delivery
+from ..wire.message import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER, Message
+from .waiting import is_stopping
+
+# Seconds in the outbox for a delivery that got no answer though Postgres takes it there: somebody has to mend that.
+PUT_BACK = 60.0
+# Seconds for the confirm of a copy; the hard time limit may be near.
+CONFIRM_TIMEOUT = 5.0
+
+
+def park_if_early(connection: Connection, delivery: Delivery) -> bool:
+    """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none."""
+    if delivery.eta is None or records.has_come(connection, delivery.eta):
+        return False
+    _park(connection, delivery, Message.from_text(delivery.message), eta=delivery.eta)
+    return True
+
+
+def park_until_held_no_more(connection: Connection, delivery: Delivery, *, patience: float) -> None:
+    """Let a duplicate in flight come back for the result, after 0.5, 1, 2 … seconds, for about `patience` seconds."""
+    waits = int(delivery.headers.get(WAITS_HEADER, 0))
+    if 0.5 * (2**waits - 1) < patience:
+        message = Message.from_text(delivery.message)
+        message.headers[WAITS_HEADER] = waits + 1
+        _park(connection, delivery, message, countdown=0.5 * 2**waits)
+
+
+def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:
+    """Keep the message of a delivery that has waited long enough for an answer. Returns what Celery is to be told.
+
+    The outbox keeps it, if Postgres takes that; otherwise the broker, as a confirmed copy at the end of its queue:
+    a message that is only handed back comes at once, and its delivery limit counts that. Only a worker that shuts
+    down, or has lost the broker, leaves it at that.
+    """
+    to, message = "queue", Message.from_text(delivery.message)
+    if not is_stopping():
+        to = "outbox" if _parked(app, delivery, message) else "copy" if _copied(app, delivery, message) else to
+    metrics.put_back.labels(delivery.id.operation, to).inc()
+    log.warning("put_back", operation=delivery.id.operation, key=delivery.id.key, to=to)
+    return Reject("no answer from Postgres", requeue=True) if to == "queue" else Ignore()
+
+
+def _park(
+    connection: Connection,
+    delivery: Delivery,
+    message: Message,
+    *,
+    countdown: float = 0.0,
+    eta: datetime | None = None,
+) -> None:
+    """Write the next delivery of this message to the outbox: the relay sends it when it is due."""
+    outbox.insert(
+        connection,
+        delivery.id,
+        delivery.fingerprint,
+        message,
+        queue=delivery.queue,
+        countdown=countdown,
+        eta=eta,
+        origin="retry",
+        generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+    )
+
+
+def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
+    try:
+        with runtime_of(app).autocommit() as connection:
+            _park(connection, delivery, message, countdown=PUT_BACK, eta=delivery.eta)
+    except Exception:
+        return False
+    return True
+
+
+def _copied(app: Celery, delivery: Delivery, message: Message) -> bool:
+    id = str(delivery.headers.get(OUTBOX_HEADER) or uuid())
+    message = message.marked(
+        origin=delivery.headers.get(ORIGIN_HEADER) or "retry",
+        outbox_id=id,
+        generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+    )
+    if delivery.eta is not None:
+        message.headers["eta"] = delivery.eta.isoformat()
+    publisher, published = Publisher(app, confirm_timeout=CONFIRM_TIMEOUT), Published()
+    try:
+        publisher.publish([(id, message)], published)
+    except Exception:
+        return False
+    finally:
+        publisher.close()
+    return bool(published.confirmed)
