@@ -90,13 +90,14 @@ def test_without_redis_throughout_postgres_claims_renews_and_decides_alone(phase
 
 
 @pytest.fixture
-def clock(own_redis: Redis, tmp_path: Path, cell) -> clocks.Clock:
+def clock(own_redis: Redis, tmp_path: Path, cell, monkeypatch: pytest.MonkeyPatch) -> clocks.Clock:
     """The clock of the test's own Redis."""
     if not clocks.can_be_built():
         cell.not_run("no C compiler")
     clock = clocks.Clock(tmp_path)
     own_redis.discard()
-    own_redis._environment = lambda environment=own_redis._environment: environment() | clock.environment
+    environment = own_redis._environment
+    monkeypatch.setattr(own_redis, "_environment", lambda: environment() | clock.environment)
     own_redis.start()
     return clock
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -42,7 +43,7 @@ def relays(bank: Celery) -> Iterator[Callable[..., Relay]]:
     """Makes relays that the test runs pass by pass."""
     made: list[Relay] = []
 
-    def make(**options: object) -> Relay:
+    def make(**options: Any) -> Relay:
         made.append(Relay(bank, **options))
         return made[-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from uuid import uuid4
 
 import psycopg
@@ -155,7 +156,7 @@ def unconfirmed(alone: Postgres, bank: Celery, environment: dict[str, str]) -> I
 
     thread = threading.Thread(target=cancel)
     thread.start()
-    bank.standby = standby  # type: ignore[attr-defined]
+    bank.standby = standby
     yield bank
     standby("")
     stop.set()
@@ -198,10 +199,10 @@ def test_no_commit_is_believed_that_a_synchronous_standby_has_not_confirmed(
     with runtime.autocommit() as connection:
         op.started(connection)
     commit(runtime)
-    unconfirmed.standby("away")  # type: ignore[attr-defined]
+    unconfirmed.standby("away")
     with pytest.raises(OperationalError, match="not confirmed by a synchronous standby"):
         commit(runtime)
-    unconfirmed.standby("")  # type: ignore[attr-defined]
+    unconfirmed.standby("")
     commit(runtime)
 
 
@@ -211,6 +212,8 @@ def test_no_commit_is_believed_that_a_synchronous_standby_has_not_confirmed(
 @pytest.fixture
 def proxied(environment: dict[str, str], database: str, bank: Celery) -> Iterator[Proxy]:
     url = make_url(database)
+    assert url.host is not None
+    assert url.port is not None
     proxy = Proxy(url.host, url.port)
     through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
     app_module.configure(environment | {"DATABASE_URL": through, "LEASE": "2"})
@@ -261,7 +264,7 @@ def test_a_heartbeat_whose_connection_answers_nothing_renews_over_another_within
 def test_a_claim_whose_answer_never_arrives_counts_as_lost(bank: Celery, proxied: Proxy) -> None:
     runtime = runtime_of(bank)
     with runtime.autocommit() as connection:
-        driver = connection.connection.driver_connection
+        driver: Any = connection.connection.driver_connection
         driver.patience = 0.2
         proxied.black_hole("replies")
         with pytest.raises(OperationalError, match=r"no answer within 0\.2 s"):

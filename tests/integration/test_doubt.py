@@ -23,6 +23,8 @@ COMMIT = b"\x0bCOMMIT\x00"
 def proxy(database, environment) -> Iterator[Proxy]:
     """The application reaches Postgres through this; the test's own oracle does not."""
     url = make_url(database)
+    assert url.host is not None
+    assert url.port is not None
     proxy = Proxy(url.host, url.port)
     through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
     environment["DATABASE_URL"] = through

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -66,7 +67,7 @@ def crash(postgres: Postgres, engine) -> Iterator[Callable[..., None]]:
 def test_a_claim_that_a_crash_has_undone_is_made_again_and_the_effects_happen_once(
     crash, deliveries, engine, entries, record
 ):
-    left: list[object] = []
+    left: list[Any] = []
 
     def body(self):
         left.append(record("k"))

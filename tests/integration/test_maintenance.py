@@ -18,7 +18,8 @@ from idempotency.attempt import runtime as runtime_module
 from idempotency.attempt.runtime import is_provably_dead, process_identity
 from idempotency.settings import Settings
 from idempotency.store import outbox, records, sweeps
-from idempotency.upkeep.maintenance import BATCH, SPARE_CLAIMS, purge, recover
+from idempotency.store.sweeps import BATCH
+from idempotency.upkeep.maintenance import SPARE_CLAIMS, purge, recover
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.support import operations as op

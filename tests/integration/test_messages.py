@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from idempotency import Defer, FingerprintMismatch, IdempotentTask
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, Message
 from tests.support import bank as b
 from tests.support import operations as op
@@ -70,7 +71,7 @@ def test_a_parameter_renamed_before_the_first_attempt_makes_no_letter(
     task = make_task(bank, old)
     with Session(engine) as session, session.begin():
         task.enqueue(session, "a", idempotency_key="k")
-    op.sent(connection, op.outbox(connection)[0])
+    op.sent(connection, OperationId("default", task.name, "k"))
     del bank.tasks[task.name]
     renamed = bank.task(base=IdempotentTask, bind=True, name=task.name, shared=False)(new)
     assert deliver_row(deliveries, renamed, op.outbox(connection)[0]).value == "a"

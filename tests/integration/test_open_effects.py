@@ -342,7 +342,8 @@ def test_a_last_look_that_reaches_an_effect_not_begun_ends_as_unfinished(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record
 ) -> None:
     """A process died between two effects at its last attempt."""
-    first, second, runs = Provider(), Provider(), []
+    first, second = Provider(), Provider()
+    runs: list[int] = []
 
     def body(self: Any) -> Any:
         self.effect("first", first)
@@ -368,7 +369,8 @@ def test_an_operation_does_not_complete_over_a_call_that_it_passed_over(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record, used_up: bool
 ) -> None:
     """Attempt 1 called and the reply is lost; before attempt 2 the order is cancelled, so that its body returns early."""
-    provider, cancelled = Provider(lost()), []
+    provider = Provider(lost())
+    cancelled: list[Any] = []
 
     def body(self: Any) -> Any:
         if cancelled:

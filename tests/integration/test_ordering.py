@@ -96,7 +96,7 @@ def test_two_transactions_that_publish_to_two_keys_in_two_orders_do_not_deadlock
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     both_have_the_first = threading.Barrier(2, timeout=20)
-    orders = ("ab", "ba")
+    orders = (("a", "b"), ("b", "a"))
 
     def run(index: int) -> None:
         with Session(runtime_of(bank).engine) as session, session.begin():

@@ -118,7 +118,7 @@ def test_a_process_of_which_one_loop_hangs_falls_silent(bank: Celery, caplog: py
 @pytest.fixture
 def lives(monkeypatch: pytest.MonkeyPatch) -> list[SignOfLife]:
     """The signs of life of the relays that run in this process."""
-    made = []
+    made: list[SignOfLife] = []
 
     class Kept(SignOfLife):
         def __init__(self, *arguments: Any) -> None:

@@ -396,7 +396,7 @@ SELECT 'operation', 'default', 'o', 'settled' || n, 1, 'no', '{{}}', 'discarded'
 FROM generate_series(1, {STAY} + {GO}) n;
 ANALYZE
 """
-SWEEPS = {
+SWEEPS: dict[str, tuple[sweeps.Sweep, dict[str, Any], str]] = {
     "letters": (maintenance.LETTERS, {"retention": 30 * DAY}, "dead_letters_settled"),
     "operations": (maintenance.OPERATIONS, {"keep": 3600.0, "horizon": DAY}, "records_purgeable"),
     "published rows": (

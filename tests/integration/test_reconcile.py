@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import text
+from celery import Celery
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime
@@ -25,26 +27,31 @@ from tests.support.processes import eventually
 from tests.support.queues import depth
 
 
-@pytest.fixture
-def sent(bank, engine):
-    """Enqueue deposits, publish them, and let their age be `seconds`; returns the relay."""
-    relay = Relay(bank)
+class Sent:
+    """Accepts deposits and publishes them; then they are as old as the test says."""
 
-    def send(*accounts, seconds=3600):
-        with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
+    def __init__(self, app: Celery, engine: Engine) -> None:
+        self.relay = Relay(app)
+        self._engine = engine
+
+    def __call__(self, *accounts: str, seconds: float = 3600) -> None:
+        with Session(self._engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
             for account in accounts:
                 app_module.deposit.enqueue(session, account)
-        while relay.run_once().published:
+        while self.relay.run_once().published:
             pass
-        with engine.connect() as connection:
+        with self._engine.connect() as connection:
             connection.execute(
                 text("UPDATE idempotency.outbox SET published_at = published_at - make_interval(secs => :s)"),
                 {"s": seconds},
             )
 
-    send.relay = relay
-    yield send
-    relay.close()
+
+@pytest.fixture
+def sent(bank: Celery, engine: Engine) -> Iterator[Sent]:
+    sent = Sent(bank, engine)
+    yield sent
+    sent.relay.close()
 
 
 def purge_queue(bank):

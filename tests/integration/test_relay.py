@@ -213,11 +213,12 @@ def test_a_refused_row_is_counted_from_the_fifth_try_and_tried_on(
 ) -> None:
     write(connection, "astray", route={"exchange": bank.conf.task_default_queue, "routing_key": "nowhere"})
     relay, before = relays(), REGISTRY.get_sample_value("idempotency_outbox_stuck_total")
+    assert before is not None
     counted = []
     for _ in range(7):
         make_due(connection)
         assert relay.run_once() == Relayed(0, 1)
-        counted.append(REGISTRY.get_sample_value("idempotency_outbox_stuck_total") - before)
+        counted.append((REGISTRY.get_sample_value("idempotency_outbox_stuck_total") or 0.0) - before)
     assert counted == [0, 0, 0, 0, 1, 2, 3]
     assert states(connection) == ["pending"]
     assert op.dead_letters(connection) == []

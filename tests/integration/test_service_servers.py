@@ -112,7 +112,7 @@ def test_postgres_and_redis_refuse_a_wrong_password(light: services.Services) ->
     wrong_database = light.database_url.replace(light.postgres.password, "wrong")
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         query(wrong_database, "SELECT 1")
-    client = RedisClient(host="127.0.0.1", port=light.redis.port, password="wrong", retry=None)
+    client = RedisClient(host="127.0.0.1", port=light.redis.port, password="wrong", retry=None)  # type: ignore[arg-type]
     with client, pytest.raises(AuthenticationError):
         client.ping()
 

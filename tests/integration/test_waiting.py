@@ -48,6 +48,8 @@ def impatient(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def proxy(database: str, environment: dict[str, str], bank: Celery) -> Iterator[Proxy]:
     url = make_url(database)
+    assert url.host is not None
+    assert url.port is not None
     proxy = Proxy(url.host, url.port)
     environment["DATABASE_URL"] = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
     app_module.configure(environment)

@@ -124,7 +124,8 @@ class Claims(Holders):
             return
         match record:
             case Record(status="completed"):
-                assert answer == Completed(record.result)
+                assert isinstance(answer, Completed)
+                assert answer.result == record.result
                 return
             case Record(status="failed"):
                 assert isinstance(answer, Failed)

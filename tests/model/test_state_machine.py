@@ -94,7 +94,7 @@ def test_what_was_accepted_when_shown_and_replayed_since_is_not_cancelled(machin
 def test_record_outbox_and_dead_letters_stay_what_the_model_says(bank: Celery, engine: Engine) -> None:
     with engine.connect() as connection:
         run_state_machine_as_test(
-            lambda: Machine(bank, connection),
+            lambda: Machine(bank, connection),  # type: ignore[arg-type]  # it calls what it is given
             settings=settings(
                 max_examples=EXAMPLES,
                 stateful_step_count=40,

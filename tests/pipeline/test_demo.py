@@ -335,7 +335,7 @@ def test_the_check_sees_an_event_that_was_not_handled(tmp_path: Path) -> None:
     assert check(dataclasses.replace(agreeing, notifications={})).lost == 2
     records = {id: record for id, record in agreeing.records.items() if id != (MAIL, "event-1")}
     assert check(dataclasses.replace(agreeing, records=records)).lost == 1
-    records = agreeing.records | {(SUPPORT, "event-3"): Record("completed", None)}
+    records = dict(agreeing.records) | {(SUPPORT, "event-3"): Record("completed", None)}
     assert check(dataclasses.replace(agreeing, records=records)).discrepancies
 
 

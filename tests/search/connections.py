@@ -30,6 +30,8 @@ EVICTION = "idle_in_transaction_session_timeout"
 
 
 class Cursor(psycopg.Cursor[Any]):
+    connection: Any  # a `Connection` of this module
+
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
         # what a pool does with a connection that comes back is seen by nobody
         if (actor := current()) is None or not self.connection.is_taken or query == runtime._RESET:

@@ -30,7 +30,7 @@ def replay(app: Celery, connection: Connection, deliveries: Deliveries, task: An
     return deliver_row(deliveries, task, op.outbox(connection, id)[-1])
 
 
-def act(app: Celery, step: Callable[..., None], *arguments: Any) -> None:
+def act(app: Celery, step: Callable[..., object], *arguments: Any) -> None:
     """One step of a discard, in a transaction."""
     with runtime_of(app).engine.begin() as connection:
         step(connection, *arguments)

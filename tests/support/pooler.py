@@ -55,7 +55,7 @@ class Pooler:
 
     def __enter__(self) -> Self:
         with self._log.open("wb") as log:
-            command = [PROGRAM, "-u", "nobody", self._directory / "ini"]
+            command = [str(PROGRAM), "-u", "nobody", str(self._directory / "ini")]
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         eventually(lambda: self._process.poll() is not None or self._answers(), what="PgBouncer")
         assert self._process.poll() is None, self._log.read_text()

@@ -17,7 +17,7 @@ from uuid import uuid4
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T], *, timeout: float = 30.0, what: str = "") -> T:
+def eventually(condition: Callable[[], T | None], *, timeout: float = 30.0, what: str = "") -> T:
     """Poll until the condition holds and return its value; fail with what it was waiting for."""
     deadline = time.monotonic() + timeout
     while True:

@@ -18,8 +18,9 @@ DONE = {"status": "completed", "effects": {}}
 
 def account(**changes: Any) -> Account:
     """A key whose books are in order: completed, one row."""
-    well = {"record": DONE, "rows": 1, "step_rows": 0, "failure_rows": 0, "letters": 0, "in_outbox": 0}
-    return Account(**{"key": "k", "in_queues": 0, "acts": {}} | well | changes)
+    well: dict[str, Any] = {"key": "k", "record": DONE, "rows": 1, "step_rows": 0, "failure_rows": 0, "letters": 0}
+    well |= {"in_outbox": 0, "in_queues": 0, "acts": {}}
+    return Account(**well | changes)
 
 
 def test_books_in_order_show_no_violation():
@@ -90,23 +91,22 @@ def test_a_test_may_only_have_seen_what_its_cell_expects():
 def collected(*reports: tuple[str, str, str, list[str]]) -> report.Collector:
     """What is collected of tests in F1/P0, F1/P1 …: (node id, outcome, when, letters)."""
     collector = report.Collector()
-    items = []
+    items: list[Any] = []
     for number in range(4):
         mark = SimpleNamespace(args=("F1", f"P{number}"))
         items.append(SimpleNamespace(nodeid=f"t{number}", get_closest_marker=lambda name, mark=mark: mark))
     collector.pytest_collection_modifyitems(items)
     for nodeid, outcome, when, letters in reports:
-        collector.pytest_runtest_logreport(
-            SimpleNamespace(
-                nodeid=nodeid,
-                when=when,
-                duration=1.0,
-                failed=outcome == "failed",
-                skipped=outcome == "skipped",
-                longrepr=("file", 1, "Skipped: no root"),
-                user_properties=[(SAW, ("F1", "P0", letter)) for letter in letters],
-            )
+        seen: Any = SimpleNamespace(
+            nodeid=nodeid,
+            when=when,
+            duration=1.0,
+            failed=outcome == "failed",
+            skipped=outcome == "skipped",
+            longrepr=("file", 1, "Skipped: no root"),
+            user_properties=[(SAW, ("F1", "P0", letter)) for letter in letters],
         )
+        collector.pytest_runtest_logreport(seen)
     return collector
 
 

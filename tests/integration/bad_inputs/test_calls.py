@@ -112,7 +112,7 @@ def test_a_call_with_a_good_key_is_accepted(key: str, bank: Celery, connection: 
 
 def test_what_is_no_session_is_refused_by_its_type(bank: Celery, engine: Engine) -> None:
     with pytest.raises(InvalidArguments, match="must be a SQLAlchemy Session or Connection, got sessionmaker"):
-        b.deposit.enqueue(sessionmaker(engine), SECRET)  # type: ignore[arg-type]
+        b.deposit.enqueue(sessionmaker(engine), SECRET)
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_killed_at_any_moment_under_load_every_charge_has_its_answer_and_every_a
 
             with ThreadPoolExecutor(4) as threads:
                 running = [threads.submit(load, worker) for worker in range(4)]
-                eventually(lambda answered=answered: len(answered) >= 100)  # type: ignore[misc]
+                eventually(lambda answered=answered: len(answered) >= 100)
                 os.kill(sandbox.pid, signal.SIGKILL)
                 for worker in running:
                     worker.result()
