@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,14 +15,15 @@ import kombu.pools
 import pytest
 import redis
 from celery import Celery
-from sqlalchemy import Row, create_engine, text
-from sqlalchemy.engine import Engine, make_url
+from sqlalchemy import Engine, Row, create_engine, text
+from sqlalchemy.engine import make_url
 
 import services
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
 from idempotency.upkeep.maintenance import recover
 from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record
 from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, Worker
 
@@ -64,7 +65,7 @@ def engine(database: str) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def entries(engine: Engine) -> Callable[[str], int]:
+def entries(engine: Engine) -> Entries:
     """How many rows of an account are visible: the oracle of every test that counts effects."""
 
     def count(account: str) -> int:
@@ -76,7 +77,7 @@ def entries(engine: Engine) -> Callable[[str], int]:
 
 
 @pytest.fixture
-def record(engine: Engine) -> Callable[..., Row[Any] | None]:
+def record(engine: Engine) -> Record:
     """The record of a key, whatever its task."""
 
     def read(key: str) -> Row[Any] | None:

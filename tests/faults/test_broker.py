@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+import services
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay, Relayed
 from services import RabbitMQ
+from tests.faults.conftest import SeenCell
 from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, Scene
 from tests.support.processes import eventually
@@ -17,7 +19,7 @@ WHILE_FROZEN = Relayed(0, 0, broker_away=True)
 
 
 @pytest.fixture
-def rabbitmq(servers, cell) -> Iterator[RabbitMQ]:
+def rabbitmq(servers: services.Services, cell: SeenCell) -> Iterator[RabbitMQ]:
     """The run's own broker. It may be killed or frozen: it runs again at the end."""
     if servers.broker != "rabbitmq":
         cell.not_run("needs a RabbitMQ of our own")
@@ -66,7 +68,9 @@ def consumed(scene: Scene, copies: int) -> str:
 
 
 @pytest.mark.cell("F5", "P7")
-def test_a_relay_whose_connection_is_reset_before_it_publishes_sends_its_row_in_the_next_pass(relay, scene, cell):
+def test_a_relay_whose_connection_is_reset_before_it_publishes_sends_its_row_in_the_next_pass(
+    relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     assert relay.run_once() == Relayed(0, 0)
     relay.publisher.depth(scene.app.conf.task_default_queue)  # connected, and the queues are there
     scene.accept()
@@ -80,7 +84,9 @@ def test_a_relay_whose_connection_is_reset_before_it_publishes_sends_its_row_in_
 
 
 @pytest.mark.cell("F5", "P8")
-def test_a_relay_whose_connection_is_reset_before_the_confirm_publishes_again_on_a_new_channel(relay, scene, cell):
+def test_a_relay_whose_connection_is_reset_before_the_confirm_publishes_again_on_a_new_channel(
+    relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     former = relay.publisher._channel
     scene.proxy.black_hole("replies")
@@ -95,7 +101,9 @@ def test_a_relay_whose_connection_is_reset_before_the_confirm_publishes_again_on
 
 
 @pytest.mark.cell("F5", "P9")
-def test_a_relay_whose_connection_is_reset_after_the_confirm_marks_its_row_and_sends_nothing_again(relay, scene, cell):
+def test_a_relay_whose_connection_is_reset_after_the_confirm_marks_its_row_and_sends_nothing_again(
+    relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     scene.at("relay.confirmed", scene.proxy.reset)
     scene.accept()
     assert relay.run_once() == Relayed(1, 0)
@@ -105,7 +113,9 @@ def test_a_relay_whose_connection_is_reset_after_the_confirm_marks_its_row_and_s
 
 
 @pytest.mark.cell("F6", "P7")
-def test_a_relay_waits_for_a_killed_broker_and_then_publishes_what_it_had_selected(relay, scene, rabbitmq, cell):
+def test_a_relay_waits_for_a_killed_broker_and_then_publishes_what_it_had_selected(
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     scene.declare_queues()
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
@@ -120,7 +130,9 @@ def test_a_relay_waits_for_a_killed_broker_and_then_publishes_what_it_had_select
 
 
 @pytest.mark.cell("F6", "P8")
-def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(relay, scene, rabbitmq, cell):
+def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     scene.declare_queues()
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.proxy.black_hole("replies")
@@ -134,7 +146,9 @@ def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(rel
 
 
 @pytest.mark.cell("F7", "P7")
-def test_a_relay_waits_for_a_frozen_broker_and_then_publishes_what_it_had_selected(relay, scene, rabbitmq, cell):
+def test_a_relay_waits_for_a_frozen_broker_and_then_publishes_what_it_had_selected(
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at("relay.selected", rabbitmq.pause)
@@ -150,8 +164,8 @@ def test_a_relay_waits_for_a_frozen_broker_and_then_publishes_what_it_had_select
 
 @pytest.mark.cell("F7", "P8")
 def test_a_broker_frozen_before_its_confirm_arrives_costs_a_time_out_a_channel_and_a_second_copy(
-    relay, scene, rabbitmq, cell
-):
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.proxy.black_hole("replies")
     scene.at("relay.published", lambda: (unconfirmed(scene), rabbitmq.pause()))
@@ -167,7 +181,9 @@ def test_a_broker_frozen_before_its_confirm_arrives_costs_a_time_out_a_channel_a
 
 
 @pytest.mark.cell("F8", "P7")
-def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(relay, scene, cell):
+def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(
+    relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at("relay.selected", scene.delete_queues)
@@ -184,7 +200,9 @@ def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(re
 
 
 @pytest.mark.parametrize("phase", each("F8", "P8", "P9"))
-def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(phase, relay, scene, cell):
+def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(
+    phase: str, relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at(
@@ -206,7 +224,9 @@ def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(pha
 
 
 @pytest.mark.parametrize("phase", each("F6", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(phase, scene, rabbitmq, cell):
+def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(
+    phase: str, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     postgres = scene.postgres_proxy()
     scene.declare_queues()
     scene.worker()
@@ -223,7 +243,9 @@ def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(phase, scene
 
 
 @pytest.mark.parametrize("phase", each("F7", "P0", "P1", "P2", "P3", "P6"))
-def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(phase, scene, rabbitmq, cell, caplog):
+def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(
+    phase: str, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell, caplog: pytest.LogCaptureFixture
+) -> None:
     scene.worker()
     scene.bring_to(phase)
     rabbitmq.pause()
@@ -243,7 +265,7 @@ def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(phas
 
 
 @pytest.mark.parametrize("phase", each("F8", "P0", "P1", "P2", "P3", "P4", "P5"))
-def test_what_a_wiped_broker_had_is_done_after_a_sweep(phase, scene, cell):
+def test_what_a_wiped_broker_had_is_done_after_a_sweep(phase: str, scene: Scene, cell: SeenCell) -> None:
     postgres = scene.postgres_proxy()
     scene.worker()
     scene.bring_to(phase, postgres)

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -14,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay, Relayed
 from services.postgres import Postgres
+from tests.faults.conftest import SeenCell
 from tests.faults.marks import each
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template, plain  # noqa: F401
 from tests.faults.scene import PATIENCE, Scene
@@ -58,7 +60,9 @@ def published_again(scene: Scene) -> str:
 
 
 @pytest.mark.parametrize("phase", each("F12", "P0", "P1", "P2", "P3", "P4", "P5"))
-def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(phase, scene, postgres, cell):
+def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(
+    phase: str, scene: Scene, postgres, cell: SeenCell
+) -> None:
     proxy = scene.postgres_proxy()
     scene.worker()
     scene.bring_to(phase, proxy)
@@ -73,7 +77,9 @@ def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(phase, s
 
 
 @pytest.mark.cell("F12", "P6")
-def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after_its_recovery(scene, postgres, cell):
+def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after_its_recovery(
+    scene: Scene, postgres, cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to("P6")
     postgres.kill()
@@ -88,8 +94,8 @@ def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after
 
 @pytest.mark.parametrize("phase", each("F12", "P7", "P8", "P9"))
 def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_copy_is_dropped(
-    phase, scene, relay, postgres, cell
-):
+    phase: str, scene: Scene, relay: Relay, postgres, cell: SeenCell
+) -> None:
     scene.accept()
     scene.at({"P7": "relay.selected", "P8": "relay.published", "P9": "relay.confirmed"}[phase], postgres.kill)
     with pytest.raises(OperationalError):
@@ -102,7 +108,7 @@ def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_cop
 
 
 @pytest.mark.parametrize("phase", each("F13", "P0", "P1", "P4", "P5"))
-def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase, scene, cell):
+def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase: str, scene: Scene, cell: SeenCell) -> None:
     proxy = scene.postgres_proxy()
     scene.worker(children=1)
     before = {"P0": "P0", "P1": "P0", "P4": "P3", "P5": "P4"}[phase]
@@ -117,7 +123,7 @@ def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase, scene,
 
 
 @pytest.mark.cell("F13", "P6")
-def test_a_duplicate_whose_answer_is_lost_asks_again_and_gets_the_stored_result(scene, cell):
+def test_a_duplicate_whose_answer_is_lost_asks_again_and_gets_the_stored_result(scene: Scene, cell: SeenCell) -> None:
     proxy = scene.postgres_proxy()
     scene.worker(children=1)
     scene.relay()
@@ -149,8 +155,8 @@ def proxied_relay(scene: Scene) -> Iterator[Relay]:
 
 @pytest.mark.cell("F13", "P7")
 def test_a_relay_that_never_hears_which_rows_it_has_leased_leaves_them_until_the_lease_is_over(
-    scene, proxied_relay, cell
-):
+    scene: Scene, proxied_relay: Relay, cell: SeenCell
+) -> None:
     scene.accept()
     scene.proxy.cut_reply_to(b"WITH due AS")
     with pytest.raises(OperationalError):
@@ -168,7 +174,9 @@ def test_a_relay_that_never_hears_which_rows_it_has_leased_leaves_them_until_the
 
 
 @pytest.mark.cell("F13", "P9")
-def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(scene, proxied_relay, cell):
+def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(
+    scene: Scene, proxied_relay: Relay, cell: SeenCell
+) -> None:
     scene.accept()
     scene.at("relay.confirmed", scene.proxy.reset)
     with pytest.raises(OperationalError):
@@ -178,7 +186,9 @@ def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(scene, pr
 
 
 @pytest.mark.cell("F13", "P9")
-def test_a_mark_whose_reply_is_lost_has_been_made_and_nothing_is_sent_again(scene, proxied_relay, cell):
+def test_a_mark_whose_reply_is_lost_has_been_made_and_nothing_is_sent_again(
+    scene: Scene, proxied_relay: Relay, cell: SeenCell
+) -> None:
     scene.accept()
     scene.proxy.cut_reply_to(b"SET status = 'published'")
     with pytest.raises(OperationalError):
@@ -235,7 +245,9 @@ def writes(postgres: Postgres) -> Iterator[Writes]:
         *each("F14", "P1", "P2", "P3"),
     ],
 )
-def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(phase, scene, writes, cell):
+def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(
+    phase: Any, scene: Scene, writes: Writes, cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to(phase)
     writes.stop()
@@ -247,7 +259,9 @@ def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(phase,
 
 
 @pytest.mark.cell("F14", "P6")
-def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stored_result(scene, writes, cell):
+def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stored_result(
+    scene: Scene, writes: Writes, cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to("P6")
     writes.stop()
@@ -261,7 +275,9 @@ def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stor
 
 
 @pytest.mark.parametrize("phase", each("F14", "P7", "P9"))
-def test_a_relay_that_must_not_write_its_mark_publishes_again_later(phase, scene, relay, writes, cell):
+def test_a_relay_that_must_not_write_its_mark_publishes_again_later(
+    phase: str, scene: Scene, relay: Relay, writes: Writes, cell: SeenCell
+) -> None:
     scene.accept()
     scene.at({"P7": "relay.selected", "P9": "relay.confirmed"}[phase], writes.stop)
     with pytest.raises(OperationalError):
@@ -288,7 +304,9 @@ def disk_full(backend: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("phase", each("F14", "P4", "P5"))
-def test_a_commit_for_which_the_disk_has_no_space_is_not_one(phase, scene, postgres, cell):
+def test_a_commit_for_which_the_disk_has_no_space_is_not_one(
+    phase: str, scene: Scene, postgres, cell: SeenCell
+) -> None:
     if shutil.which("strace") is None:
         cell.not_run("no strace")
     scene.worker()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from idempotency.relay.relay import Relay
+from tests.faults.conftest import SeenCell
 from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, POINTS, Scene
 from tests.support import crashing
@@ -68,7 +69,7 @@ def consumed(scene: Scene, copies: int) -> str:
 
 
 @pytest.mark.parametrize("phase", each("F2", "P7", "P8", "P9"))
-def test_the_relay_is_killed(phase, scene, held_relay, cell):
+def test_the_relay_is_killed(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.kill()
@@ -80,7 +81,9 @@ def test_the_relay_is_killed(phase, scene, held_relay, cell):
 
 
 @pytest.mark.parametrize("phase", each("F3", "P7", "P8", "P9"))
-def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(phase, scene, held_relay, cell):
+def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(
+    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.send_signal(signal.SIGSTOP)
@@ -96,7 +99,9 @@ def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(phase, scene, held
 
 
 @pytest.mark.parametrize("phase", each("F4", "P7", "P8", "P9"))
-def test_the_relay_is_told_to_end_and_finishes_its_batch(phase, scene, held_relay, cell):
+def test_the_relay_is_told_to_end_and_finishes_its_batch(
+    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()
@@ -109,7 +114,7 @@ def test_the_relay_is_told_to_end_and_finishes_its_batch(phase, scene, held_rela
 
 
 @pytest.mark.parametrize("phase", each("F4", "P8", "P9"))
-def test_the_relay_is_told_to_end_at_once(phase, scene, held_relay, cell):
+def test_the_relay_is_told_to_end_at_once(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()
@@ -121,7 +126,7 @@ def test_the_relay_is_told_to_end_at_once(phase, scene, held_relay, cell):
 
 
 @pytest.mark.cell("F16", "P7")
-def test_of_eight_relays_at_once_one_publishes_the_row(scene, cell):
+def test_of_eight_relays_at_once_one_publishes_the_row(scene: Scene, cell: SeenCell) -> None:
     scene.accept()
     assert eight_at_once(scene) == [0] * 7 + [1]
     assert scene.messages() == 1
@@ -131,7 +136,9 @@ def test_of_eight_relays_at_once_one_publishes_the_row(scene, cell):
 
 
 @pytest.mark.cell("F16", "P9")
-def test_of_eight_relays_at_once_one_publishes_again_what_was_confirmed_and_not_marked(scene, held_relay, cell):
+def test_of_eight_relays_at_once_one_publishes_again_what_was_confirmed_and_not_marked(
+    scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     scene.worker()
     relay = held_relay("P9")
     lease_is_over(scene)
@@ -154,7 +161,9 @@ def eight_at_once(scene: Scene) -> list[int]:
 
 
 @pytest.mark.parametrize("phase", each("F21", "P7", "P8", "P9"))
-def test_a_relay_of_an_older_release_shares_its_rows_with_a_new_one(phase, scene, held_relay, cell):
+def test_a_relay_of_an_older_release_shares_its_rows_with_a_new_one(
+    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     # the old release does not know the task whose message it carries
     scene.worker()
     relay = held_relay(phase, app="tests.faults.older_code")

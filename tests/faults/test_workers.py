@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.faults.conftest import SeenCell
 from tests.faults.scene import PATIENCE, Scene
 from tests.support.processes import Worker, eventually
 from tests.support.proxy import Proxy
@@ -23,7 +24,7 @@ def each(fault: str, *phases: str) -> list:
 
 
 @pytest.fixture
-def postgres(request, scene) -> Proxy | None:
+def postgres(request: pytest.FixtureRequest, scene: Scene) -> Proxy | None:
     """For P5: the proxy that swallows the reply to COMMIT."""
     return scene.postgres_proxy() if request.node.callspec.params["phase"] == "P5" else None
 
@@ -41,7 +42,7 @@ def seen(scene: Scene, postgres: Proxy | None) -> str:
 
 
 @pytest.mark.parametrize("phase", each("F1", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_child_is_killed(phase, scene, postgres, cell):
+def test_the_child_is_killed(phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell) -> None:
     scene.worker()
     scene.bring_to(phase, postgres)
     os.kill(scene.held(phase), signal.SIGKILL)
@@ -57,7 +58,7 @@ def test_the_child_is_killed(phase, scene, postgres, cell):
 
 
 @pytest.mark.parametrize("phase", each("F2", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_whole_worker_is_killed(phase, scene, postgres, cell):
+def test_the_whole_worker_is_killed(phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell) -> None:
     worker = scene.worker()
     scene.bring_to(phase, postgres)
     worker.kill()
@@ -73,7 +74,9 @@ def test_the_whole_worker_is_killed(phase, scene, postgres, cell):
 
 
 @pytest.mark.parametrize("phase", each("F3", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_whole_worker_is_frozen_past_its_lease_and_goes_on_later(phase, scene, postgres, cell):
+def test_the_whole_worker_is_frozen_past_its_lease_and_goes_on_later(
+    phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell
+) -> None:
     broker = scene.broker_proxy()
     # an attempt frozen before COMMIT is evicted after half its lease
     frozen = scene.worker(LEASE="4" if phase == "P4" else "60")
@@ -119,7 +122,9 @@ def goes_on(worker: Worker) -> bool:
 
 
 @pytest.mark.parametrize("phase", each("F4", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_worker_is_told_to_end_and_then_to_end_at_once(phase, scene, postgres, cell):
+def test_the_worker_is_told_to_end_and_then_to_end_at_once(
+    phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell
+) -> None:
     worker = scene.worker()
     scene.bring_to(phase, postgres)
     worker.process.send_signal(signal.SIGTERM)
@@ -136,7 +141,7 @@ def test_the_worker_is_told_to_end_and_then_to_end_at_once(phase, scene, postgre
 
 
 @pytest.mark.parametrize("phase", each("F4", "P2", "P3"))
-def test_the_worker_is_told_to_end_and_given_time(phase, scene, cell):
+def test_the_worker_is_told_to_end_and_given_time(phase: str, scene: Scene, cell: SeenCell) -> None:
     worker = scene.worker()
     scene.bring_to(phase)
     worker.process.send_signal(signal.SIGTERM)
@@ -150,7 +155,9 @@ def test_the_worker_is_told_to_end_and_given_time(phase, scene, cell):
 
 
 @pytest.mark.parametrize("phase", each("F5", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_worker_loses_its_connection_to_the_broker(phase, scene, postgres, cell):
+def test_the_worker_loses_its_connection_to_the_broker(
+    phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell
+) -> None:
     broker = scene.broker_proxy()
     scene.worker()
     scene.bring_to(phase, postgres)

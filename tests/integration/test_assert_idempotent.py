@@ -6,14 +6,18 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import uuid4
 
 import httpx
 import psutil
 import pytest
+from celery import Celery
 from sqlalchemy import create_engine, text
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import Engine, make_url
 
+import services
 from idempotency import IdempotentTask, PermanentError, events, publish, subscribe
 from idempotency.application import close_runtime
 from idempotency.store import records
@@ -21,12 +25,13 @@ from idempotency.testing import NotIdempotent
 from idempotency.testing.processes import Delivery, Does, Interruption
 from idempotency.wire.message import Message
 from tests.support.bank import deposit, failing, slow_deposit, transfer
+from tests.support.operations import Entries, Record
 
 ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
 
 
 @pytest.fixture
-def define(bank):
+def define(bank: Celery) -> Iterator[Callable[..., Any]]:
     """Makes a task of a body, known to the application for this test only."""
     names = []
 
@@ -42,7 +47,7 @@ def define(bank):
 
 
 @pytest.fixture
-def call(recording_server):
+def call(recording_server) -> Callable[..., Any]:
     """A call outside, as a gateway makes it; without a key unless it is given one."""
 
     def post(what="act", *, idempotency_key=None):
@@ -53,7 +58,7 @@ def call(recording_server):
 
 
 @pytest.fixture
-def own_engine(database):
+def own_engine(database: str) -> Iterator[Engine]:
     """An engine of the application's own, past the task's session; the parent has used it, too."""
     engine = create_engine(database)
     with engine.connect() as connection:
@@ -63,7 +68,7 @@ def own_engine(database):
 
 
 @pytest.fixture
-def report(assert_idempotent):
+def report(assert_idempotent) -> Callable[..., Any]:
     """What is said about a task that is wrong."""
 
     def of(task, *args, **options):
@@ -78,7 +83,7 @@ def report(assert_idempotent):
 # ---------------------------------------------------------------- tasks that are right
 
 
-def test_a_task_that_only_uses_its_session_is_idempotent(bank, assert_idempotent):
+def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_idempotent) -> None:
     checked = assert_idempotent(deposit, "a", amount=5, tables=["entries"])
 
     assert checked.not_compared == ("entries.id",)
@@ -86,7 +91,9 @@ def test_a_task_that_only_uses_its_session_is_idempotent(bank, assert_idempotent
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
-def test_a_step_an_effect_and_a_session_are_idempotent_together(bank, assert_idempotent, recording_server):
+def test_a_step_an_effect_and_a_session_are_idempotent_together(
+    bank: Celery, assert_idempotent, recording_server
+) -> None:
     recording_server.answer = lambda call: (200, {"amount": 7})
     checked = assert_idempotent(transfer, "a", f"{recording_server.url}/act", tables=["entries"])
 
@@ -97,7 +104,9 @@ def test_a_step_an_effect_and_a_session_are_idempotent_together(bank, assert_ide
     assert "the COMMIT of a step carried out, and its answer lost" in checked.scenarios
 
 
-def test_what_is_enqueued_and_published_in_the_session_is_idempotent(define, assert_idempotent, bank, engine):
+def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
+    define: Callable[..., Any], assert_idempotent, bank: Celery, engine: Engine
+) -> None:
     def hear(self, event):
         pass
 
@@ -122,8 +131,8 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(define, ass
 
 
 def test_two_effects_without_a_session_are_idempotent_also_with_reading_and_a_key_of_its_own_in_one(
-    define, assert_idempotent, recording_server, call
-):
+    define: Callable[..., Any], assert_idempotent, recording_server, call: Callable[..., Any]
+) -> None:
     def effects(self, name):
         httpx.get(f"{recording_server.url}/rate", timeout=10)
         one = self.effect("one", call, "one")["id"]
@@ -134,7 +143,9 @@ def test_two_effects_without_a_session_are_idempotent_also_with_reading_and_a_ke
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
-def test_a_signature_brings_its_key_and_a_single_attempt_is_enough_for_every_interruption(define, assert_idempotent):
+def test_a_signature_brings_its_key_and_a_single_attempt_is_enough_for_every_interruption(
+    define: Callable[..., Any], assert_idempotent
+) -> None:
     def once(self, setup, tables):
         self.session.execute(ROW)
 
@@ -142,7 +153,9 @@ def test_a_signature_brings_its_key_and_a_single_attempt_is_enough_for_every_int
     assert_idempotent(signature, ignore=["entries"])
 
 
-def test_a_task_that_needs_two_attempts_is_idempotent(define, assert_idempotent, recording_server, call):
+def test_a_task_that_needs_two_attempts_is_idempotent(
+    define: Callable[..., Any], assert_idempotent, recording_server, call: Callable[..., Any]
+) -> None:
     def stubborn(self, name):
         self.session.execute(ROW)
         if not self.request.retries:
@@ -151,13 +164,15 @@ def test_a_task_that_needs_two_attempts_is_idempotent(define, assert_idempotent,
     assert_idempotent(define(stubborn), "a", tables=["entries"])
 
 
-def test_a_task_that_is_meant_to_fail_is_compared_too(bank, assert_idempotent):
+def test_a_task_that_is_meant_to_fail_is_compared_too(bank: Celery, assert_idempotent) -> None:
     with pytest.raises(ValueError, match="the plain run failed, so there is nothing to compare with: no_account"):
         assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"])
     assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"], may_fail=True)
 
 
-def test_setup_brings_the_rows_back_before_each_scenario(define, assert_idempotent, own_engine):
+def test_setup_brings_the_rows_back_before_each_scenario(
+    define: Callable[..., Any], assert_idempotent, own_engine: Engine
+) -> None:
     def deposit_more(self, name):
         self.session.execute(text("UPDATE entries SET amount = amount + 1"))
 
@@ -171,7 +186,9 @@ def test_setup_brings_the_rows_back_before_each_scenario(define, assert_idempote
 # ---------------------------------------------------------------- tasks that are wrong
 
 
-def test_a_session_of_its_own_is_found_by_the_row_it_leaves_twice(define, report, own_engine):
+def test_a_session_of_its_own_is_found_by_the_row_it_leaves_twice(
+    define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
+) -> None:
     def own_session(self, name):
         with own_engine.begin() as connection:
             connection.execute(ROW)
@@ -185,7 +202,9 @@ def test_a_session_of_its_own_is_found_by_the_row_it_leaves_twice(define, report
     assert "Not compared, because two plain runs differ in it: entries.id, failures.id" in said
 
 
-def test_a_counter_changed_past_the_session_is_shown_with_both_values(define, report, own_engine):
+def test_a_counter_changed_past_the_session_is_shown_with_both_values(
+    define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
+) -> None:
     def setup():
         with own_engine.begin() as connection:
             connection.execute(ROW)
@@ -200,7 +219,9 @@ def test_a_counter_changed_past_the_session_is_shown_with_both_values(define, re
     assert "Expected:  2\n    Seen:      3" in said
 
 
-def test_a_call_outside_of_an_effect_is_found_by_its_second_time(define, report, call):
+def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def bare_call(self, name):
         call()
         self.session.execute(ROW)
@@ -211,7 +232,9 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(define, report,
     assert "a call outside self.effect" in said
 
 
-def test_a_call_outside_of_an_effect_is_found_even_under_a_key_that_stays_the_same(define, report, call):
+def test_a_call_outside_of_an_effect_is_found_even_under_a_key_that_stays_the_same(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def keyed_call(self, name):
         call(idempotency_key=f"own-{name}")
         self.session.execute(ROW)
@@ -220,7 +243,9 @@ def test_a_call_outside_of_an_effect_is_found_even_under_a_key_that_stays_the_sa
     assert "made again although its outcome was known" in said
 
 
-def test_an_effect_that_does_not_pass_its_key_on_is_found(define, report, call):
+def test_an_effect_that_does_not_pass_its_key_on_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def keyless(self, name):
         self.effect("act", lambda *, idempotency_key: call())
 
@@ -229,7 +254,9 @@ def test_an_effect_that_does_not_pass_its_key_on_is_found(define, report, call):
     assert "does not pass on the idempotency_key" in said
 
 
-def test_a_random_key_outside_is_found(define, report, call):
+def test_a_random_key_outside_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def random_key(self, name):
         self.effect("act", lambda *, idempotency_key: call(idempotency_key=str(uuid4())))
 
@@ -238,7 +265,9 @@ def test_a_random_key_outside_is_found(define, report, call):
     assert "calls.key" in said
 
 
-def test_an_effect_whose_name_changes_with_the_attempt_is_found(define, report, call):
+def test_an_effect_whose_name_changes_with_the_attempt_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def changing_name(self, name):
         self.effect(f"act-{self.request.retries}", call)
         self.session.execute(ROW)
@@ -249,7 +278,9 @@ def test_an_effect_whose_name_changes_with_the_attempt_is_found(define, report, 
     assert "name is not the same in every attempt" in said
 
 
-def test_an_effect_with_a_random_name_is_found(define, report, call):
+def test_an_effect_with_a_random_name_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def random_name(self, name):
         self.effect(f"act-{uuid4()}", call)
         self.session.execute(ROW)
@@ -257,7 +288,9 @@ def test_an_effect_with_a_random_name_is_found(define, report, call):
     assert "name is not the same in every attempt" in report(define(random_name), "a")
 
 
-def test_an_effect_that_says_something_else_under_the_same_key_is_found(define, report, call):
+def test_an_effect_that_says_something_else_under_the_same_key_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def clock_in_body(self, name):
         self.effect("act", lambda *, idempotency_key: call(time.time_ns(), idempotency_key=idempotency_key))
 
@@ -266,7 +299,9 @@ def test_an_effect_that_says_something_else_under_the_same_key_is_found(define, 
     assert "Providers refuse a key" in said
 
 
-def test_an_effect_with_other_arguments_in_each_attempt_is_found(define, report, call):
+def test_an_effect_with_other_arguments_in_each_attempt_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
+) -> None:
     def clock_argument(self, name):
         self.effect("act", call, time.time_ns())
         self.session.execute(ROW)
@@ -277,7 +312,9 @@ def test_an_effect_with_other_arguments_in_each_attempt_is_found(define, report,
 
 
 @pytest.mark.parametrize("key", [lambda arguments: str(uuid4()), lambda arguments: str(int(time.time() * 10))])
-def test_a_key_that_each_call_makes_anew_is_found(define, report, key):
+def test_a_key_that_each_call_makes_anew_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], key: Any
+) -> None:
     def keyed(self, name):
         self.session.execute(ROW)
 
@@ -286,7 +323,7 @@ def test_a_key_that_each_call_makes_anew_is_found(define, report, key):
     assert "made from the clock, a random value or a counter" in said
 
 
-def test_a_message_sent_past_the_outbox_is_found(define, report):
+def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def sending(self, name):
         deposit.delay(f"{name}/next")
         self.session.execute(ROW)
@@ -297,7 +334,9 @@ def test_a_message_sent_past_the_outbox_is_found(define, report):
     assert "delay() or apply_async() in the body" in said
 
 
-def test_a_message_enqueued_in_a_session_of_its_own_is_found(define, report, own_engine):
+def test_a_message_enqueued_in_a_session_of_its_own_is_found(
+    define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
+) -> None:
     def enqueueing(self, name):
         with own_engine.begin() as connection:
             deposit.enqueue(connection, f"{name}/next")
@@ -308,7 +347,7 @@ def test_a_message_enqueued_in_a_session_of_its_own_is_found(define, report, own
     assert "Give it self.session" in said
 
 
-def test_a_result_that_counts_the_runs_is_found(define, report):
+def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def counting_runs(self, name):
         self.session.execute(ROW)
         return {"attempt": self.request.retries}
@@ -318,7 +357,9 @@ def test_a_result_that_counts_the_runs_is_found(define, report):
     assert "Expected:  0\n    Seen:      1" in said
 
 
-def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(define, report, own_engine):
+def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(
+    define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
+) -> None:
     def looking_first(self, name):
         # right after any crash, because it looks; wrong beside another attempt, because it has looked before
         with own_engine.connect() as connection:
@@ -333,7 +374,9 @@ def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
-def test_what_the_process_remembers_is_found_when_a_lost_commit_runs_the_body_again_in_it(define, report):
+def test_what_the_process_remembers_is_found_when_a_lost_commit_runs_the_body_again_in_it(
+    define: Callable[..., Any], report: Callable[..., Any]
+) -> None:
     done = set()
 
     def remembering(self, name):
@@ -348,7 +391,7 @@ def test_what_the_process_remembers_is_found_when_a_lost_commit_runs_the_body_ag
     assert "a flag in the process's memory" in said
 
 
-def test_a_plain_run_that_is_never_the_same_is_said(define, report):
+def test_a_plain_run_that_is_never_the_same_is_said(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def first_time_only(self, name):
         if not self.session.scalar(text("SELECT count(*) FROM failures")):
             self.session.execute(ROW)
@@ -363,7 +406,7 @@ def test_a_plain_run_that_is_never_the_same_is_said(define, report):
 
 
 @pytest.fixture
-def message():
+def message() -> Callable[..., Any]:
     def compose(task, *args, key):
         headers = {"idempotency-key": key, "idempotency-tenant": "default"}
         return Message.composed(task.app, task.name, args, {}, task_id=str(uuid4()), headers=headers)
@@ -372,7 +415,7 @@ def message():
 
 
 @pytest.fixture
-def lives():
+def lives() -> Iterator[Callable[..., Any]]:
     """What a process that delivers a message went through."""
     started = []
 
@@ -389,7 +432,16 @@ def lives():
 @pytest.mark.parametrize(
     ("does", "written", "claims"), [(Does.LOSE_ANSWER, 1, 2), (Does.LOSE_COMMIT, 2, 2), (Does.KILL, 1, 1)]
 )
-def test_what_is_done_to_the_finishing_commit_is_done(bank, message, lives, entries, record, does, written, claims):
+def test_what_is_done_to_the_finishing_commit_is_done(
+    bank: Celery,
+    message: Callable[..., Any],
+    lives: Callable[..., Any],
+    entries: Entries,
+    record: Record,
+    does: Any,
+    written: int,
+    claims: int,
+) -> None:
     journal = lives(deposit, message(deposit, "a", key="a"), Interruption(does, "finish.written"))
 
     points = [point for point, _ in journal.points]
@@ -401,7 +453,14 @@ def test_what_is_done_to_the_finishing_commit_is_done(bank, message, lives, entr
 
 
 @pytest.mark.parametrize(("does", "runs"), [(Does.LOSE_ANSWER, 1), (Does.LOSE_COMMIT, 2)])
-def test_a_finish_without_a_session_is_broken_as_well(define, message, lives, record, does, runs):
+def test_a_finish_without_a_session_is_broken_as_well(
+    define: Callable[..., Any],
+    message: Callable[..., Any],
+    lives: Callable[..., Any],
+    record: Record,
+    does: Any,
+    runs: int,
+) -> None:
     def nothing(self, name):
         pass
 
@@ -412,7 +471,9 @@ def test_a_finish_without_a_session_is_broken_as_well(define, message, lives, re
     assert (journal.outcome, record("a").status) == ("SUCCESS", "completed")
 
 
-def test_without_the_fence_a_right_task_is_found_wrong(bank, report, monkeypatch):
+def test_without_the_fence_a_right_task_is_found_wrong(
+    bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     unguarded = records._COMPLETE.replace("AND status = 'started' AND fence = %(fence)s AND token = %(token)s", "")
     assert unguarded != records._COMPLETE
     monkeypatch.setattr(records, "_COMPLETE", unguarded)
@@ -422,7 +483,9 @@ def test_without_the_fence_a_right_task_is_found_wrong(bank, report, monkeypatch
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
-def test_without_an_end_to_doubts_a_right_task_is_found_wrong(bank, report, monkeypatch):
+def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
+    bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("idempotency.attempt.run.DOUBT_ROUNDS", 1)
 
     said = report(deposit, "a")
@@ -433,7 +496,7 @@ def test_without_an_end_to_doubts_a_right_task_is_found_wrong(bank, report, monk
 # ---------------------------------------------------------------- what it refuses, and what it leaves
 
 
-def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(define, assert_idempotent):
+def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(define: Callable[..., Any], assert_idempotent) -> None:
     def attempts(self, name):
         self.session.execute(text(f"INSERT INTO entries (account, amount) VALUES ('row', {self.request.retries})"))
 
@@ -443,12 +506,14 @@ def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(define, assert_id
         assert_idempotent(task, "a", tables=["entries"], ignore=["entires.amount"])
 
 
-def test_a_table_that_the_task_writes_to_has_to_be_named(bank, assert_idempotent):
+def test_a_table_that_the_task_writes_to_has_to_be_named(bank: Celery, assert_idempotent) -> None:
     with pytest.raises(ValueError, match="the plain run writes to entries too"):
         assert_idempotent(deposit, "a")
 
 
-def test_a_database_whose_name_does_not_say_test_is_left_alone(servers, template, bank, assert_idempotent, engine):
+def test_a_database_whose_name_does_not_say_test_is_left_alone(
+    servers: services.Services, template: str, bank: Celery, assert_idempotent, engine: Engine
+) -> None:
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     name = f"shop_{uuid4().hex[:8]}"
     with admin.connect() as connection:
@@ -483,7 +548,7 @@ def pythons():
     return found
 
 
-def test_a_body_that_hangs_is_ended_and_named(bank, report):
+def test_a_body_that_hangs_is_ended_and_named(bank: Celery, report: Callable[..., Any]) -> None:
     before = pythons()
     said = report(slow_deposit, "a", 60, timeout=1.0)
     assert "a delivery did not end within 1 s" in said
@@ -491,7 +556,9 @@ def test_a_body_that_hangs_is_ended_and_named(bank, report):
     assert pythons() <= before
 
 
-def test_a_transaction_left_open_in_the_test_is_said(bank, assert_idempotent, own_engine, monkeypatch):
+def test_a_transaction_left_open_in_the_test_is_said(
+    bank: Celery, assert_idempotent, own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("idempotency.testing.ground.LOCK_TIMEOUT", "100ms")
     with own_engine.connect() as connection:
         connection.execute(ROW)
@@ -499,13 +566,13 @@ def test_a_transaction_left_open_in_the_test_is_said(bank, assert_idempotent, ow
             assert_idempotent(deposit, "a", tables=["entries"])
 
 
-def test_the_plugin_imports_nothing_until_it_is_used():
+def test_the_plugin_imports_nothing_until_it_is_used() -> None:
     code = "import sys, idempotency_pytest; print({'idempotency', 'celery', 'sqlalchemy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
 
 
-def test_the_servers_answer_is_given_once_for_each_key(recording_server):
+def test_the_servers_answer_is_given_once_for_each_key(recording_server) -> None:
     def post(key):
         return httpx.post(recording_server.url, headers={"Idempotency-Key": key}, json={}).json()
 
@@ -515,7 +582,9 @@ def test_the_servers_answer_is_given_once_for_each_key(recording_server):
     assert [call.key for call in recording_server.calls] == ["a", "a", "a", "b"]
 
 
-def test_an_error_of_the_body_is_an_outcome_like_any_other(define, report, own_engine):
+def test_an_error_of_the_body_is_an_outcome_like_any_other(
+    define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
+) -> None:
     def stumbling(self, name):
         with own_engine.begin() as connection:
             if connection.scalar(text("SELECT count(*) FROM entries")):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis as redis_client
+from celery import Celery
 from celery.exceptions import Ignore, Reject
 from sqlalchemy import text
+from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -24,14 +28,15 @@ from idempotency import (
 )
 from tests.support import bank, crashing
 from tests.support.bank import failures
-from tests.support.operations import leave_lease, make_due
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record, leave_lease, make_due
 from tests.support.processes import eventually
 from tests.support.tasks import ROW, make_task
 
 # ---------------------------------------------------------------- duplicates
 
 
-def test_a_duplicate_gets_the_stored_result_and_runs_nothing(deliveries, entries):
+def test_a_duplicate_gets_the_stored_result_and_runs_nothing(deliveries: Deliveries, entries: Entries) -> None:
     first = deliveries.deliver(bank.deposit, "a", amount=5)
     second = deliveries.deliver(bank.deposit, "a", amount=5)
 
@@ -40,13 +45,15 @@ def test_a_duplicate_gets_the_stored_result_and_runs_nothing(deliveries, entries
     assert entries("a") == 1
 
 
-def test_a_positional_and_a_keyword_call_are_one(deliveries, entries):
+def test_a_positional_and_a_keyword_call_are_one(deliveries: Deliveries, entries: Entries) -> None:
     deliveries.deliver(bank.deposit, "a", 5)
     assert deliveries.deliver(bank.deposit, amount=5, account="a").state == "SUCCESS"
     assert entries("a") == 1
 
 
-def test_the_same_key_with_other_arguments_is_refused_and_kept_as_a_dead_letter(deliveries, entries, engine, record):
+def test_the_same_key_with_other_arguments_is_refused_and_kept_as_a_dead_letter(
+    deliveries: Deliveries, entries: Entries, engine: Engine, record: Record
+) -> None:
     deliveries.deliver(bank.deposit, "a", 5)
     before = record("a")
     refused = deliveries.deliver(bank.deposit, "a", 6)
@@ -61,7 +68,7 @@ def test_the_same_key_with_other_arguments_is_refused_and_kept_as_a_dead_letter(
 
 
 @pytest.mark.parametrize("value", [None, 0, "", [], {}, False, 1e16, -0.0, "a\u0000b", {"b": 1, "a": {"c": []}}])
-def test_every_result_survives_byte_for_byte(deliveries, record, value):
+def test_every_result_survives_byte_for_byte(deliveries: Deliveries, record: Record, value: Any) -> None:
     first = deliveries.deliver(bank.returning, value, key="k")
     stored = record("k").result
     second = deliveries.deliver(bank.returning, value, key="k")
@@ -73,7 +80,9 @@ def test_every_result_survives_byte_for_byte(deliveries, record, value):
 @pytest.mark.parametrize(
     ("value", "says"), [({1, 2}, "set"), (float("nan"), "float"), ("x" * 300_000, "262144"), (object(), "object")]
 )
-def test_a_result_that_cannot_be_stored_commits_nothing(bank, deliveries, entries, record, value, says):
+def test_a_result_that_cannot_be_stored_commits_nothing(
+    bank: Celery, deliveries: Deliveries, entries: Entries, record: Record, value: Any, says: str
+) -> None:
     task = make_task(bank, lambda self: (self.session.execute(ROW), value)[1])
     outcome = deliveries.deliver(task, key="k")
 
@@ -83,7 +92,7 @@ def test_a_result_that_cannot_be_stored_commits_nothing(bank, deliveries, entrie
     assert entries("row") == 0
 
 
-def test_tenants_share_keys_without_meeting(deliveries, entries):
+def test_tenants_share_keys_without_meeting(deliveries: Deliveries, entries: Entries) -> None:
     deliveries.deliver(bank.deposit, "a", 5, tenant="one")
     assert deliveries.deliver(bank.deposit, "a", 6, tenant="two").state == "SUCCESS"
     assert entries("a") == 2
@@ -100,7 +109,14 @@ def in_flight(deliveries, task, *args, **kwargs):
     return thread, done
 
 
-def test_a_duplicate_in_flight_is_counted_and_let_go(bank, deliveries, entries, record, tmp_path, monkeypatch):
+def test_a_duplicate_in_flight_is_counted_and_let_go(
+    bank: Celery,
+    deliveries: Deliveries,
+    entries: Entries,
+    record: Record,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path))
     crashing.plan(tmp_path, "working", crashing.HOLD)
     thread, done = in_flight(deliveries, bank_task("slow_deposit"), "a", 0.05)
@@ -118,7 +134,9 @@ def test_a_duplicate_in_flight_is_counted_and_let_go(bank, deliveries, entries, 
     assert record("a").duplicates == 1
 
 
-def test_another_request_under_a_busy_key_is_refused_and_not_swallowed(bank, deliveries, tmp_path, monkeypatch):
+def test_another_request_under_a_busy_key_is_refused_and_not_swallowed(
+    bank: Celery, deliveries: Deliveries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path))
     crashing.plan(tmp_path, "working", crashing.HOLD)
     thread, _ = in_flight(deliveries, bank_task("slow_deposit"), "a", 0.05)
@@ -131,7 +149,9 @@ def test_another_request_under_a_busy_key_is_refused_and_not_swallowed(bank, del
     assert isinstance(refused.value, FingerprintMismatch)
 
 
-def test_a_resent_delivery_never_takes_redis_answer(deliveries, record, engine, entries, redis_url):
+def test_a_resent_delivery_never_takes_redis_answer(
+    deliveries: Deliveries, record: Record, engine: Engine, entries: Entries, redis_url: str
+) -> None:
     # the holder died: recovery released the record, and Redis still has the dead holder's guarded lease
     deliveries.deliver(bank.failing, "a", "value")
     make_due(engine, "a")
@@ -145,7 +165,9 @@ def test_a_resent_delivery_never_takes_redis_answer(deliveries, record, engine, 
     assert record("a").attempts == 2
 
 
-def test_redis_saying_busy_does_not_stop_a_claim_that_postgres_allows(deliveries, record, engine, redis_url):
+def test_redis_saying_busy_does_not_stop_a_claim_that_postgres_allows(
+    deliveries: Deliveries, record: Record, engine: Engine, redis_url: str
+) -> None:
     deliveries.deliver(bank.failing, "a", "value")
     make_due(engine, "a")
     leave_lease(redis_url, record("a"), guarded=False)
@@ -154,7 +176,9 @@ def test_redis_saying_busy_does_not_stop_a_claim_that_postgres_allows(deliveries
     assert record("a").attempts == 2
 
 
-def test_a_released_operation_is_not_run_before_it_is_due(deliveries, record, engine):
+def test_a_released_operation_is_not_run_before_it_is_due(
+    deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     deliveries.deliver(bank.failing, "a", "value")
     make_due(engine, "a", "1 hour")  # due in an hour
     early = deliveries.deliver(bank.failing, "a", "value", origin="retry")
@@ -166,8 +190,14 @@ def test_a_released_operation_is_not_run_before_it_is_due(deliveries, record, en
 
 
 def test_flushing_redis_under_a_running_attempt_doubles_nothing(
-    bank, deliveries, entries, record, redis_url, tmp_path, monkeypatch
-):
+    bank: Celery,
+    deliveries: Deliveries,
+    entries: Entries,
+    record: Record,
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path))
     crashing.plan(tmp_path, "working", crashing.HOLD)
     thread, done = in_flight(deliveries, bank_task("slow_deposit"), "a", 0.05)
@@ -183,7 +213,9 @@ def test_flushing_redis_under_a_running_attempt_doubles_nothing(
     assert entries("a") == 1
 
 
-def test_without_redis_claims_go_on_through_postgres_alone(environment, deliveries, entries):
+def test_without_redis_claims_go_on_through_postgres_alone(
+    environment: dict[str, str], deliveries: Deliveries, entries: Entries
+) -> None:
     bank.configure(environment | {"REDIS_URL": "redis://127.0.0.1:1/0"})
     assert deliveries.deliver(bank.deposit, "a").state == "SUCCESS"
     assert deliveries.deliver(bank.deposit, "a").state == "SUCCESS"
@@ -193,7 +225,9 @@ def test_without_redis_claims_go_on_through_postgres_alone(environment, deliveri
 # ---------------------------------------------------------------- how attempts end
 
 
-def test_a_permanent_error_fails_at_once_with_its_rows_and_its_dead_letter(deliveries, entries, record, engine):
+def test_a_permanent_error_fails_at_once_with_its_rows_and_its_dead_letter(
+    deliveries: Deliveries, entries: Entries, record: Record, engine: Engine
+) -> None:
     outcome = deliveries.deliver(bank.failing, "a", "permanent")
 
     assert isinstance(outcome.value, PermanentError)
@@ -205,7 +239,7 @@ def test_a_permanent_error_fails_at_once_with_its_rows_and_its_dead_letter(deliv
     assert json.loads(letter.last_error) == {"code": "no_account", "message": "no such account"}
 
 
-def test_a_duplicate_of_a_failed_operation_gets_the_stored_error(deliveries, engine):
+def test_a_duplicate_of_a_failed_operation_gets_the_stored_error(deliveries: Deliveries, engine: Engine) -> None:
     deliveries.deliver(bank.failing, "a", "permanent")
     duplicate = deliveries.deliver(bank.failing, "a", "permanent")
 
@@ -214,7 +248,9 @@ def test_a_duplicate_of_a_failed_operation_gets_the_stored_error(deliveries, eng
     assert failures(engine) == [("a", "no_account")]
 
 
-def test_an_ordinary_error_is_retried_and_ends_as_a_dead_letter(deliveries, entries, record, engine):
+def test_an_ordinary_error_is_retried_and_ends_as_a_dead_letter(
+    deliveries: Deliveries, entries: Entries, record: Record, engine: Engine
+) -> None:
     states = []
     for _ in range(3):
         states.append(deliveries.deliver(bank.failing, "a", "value", origin="retry").state)
@@ -226,14 +262,14 @@ def test_an_ordinary_error_is_retried_and_ends_as_a_dead_letter(deliveries, entr
     assert outbox(engine) == [("retry", "pending"), ("retry", "pending")]
 
 
-def test_a_deferral_uses_no_attempt(deliveries, record, engine):
+def test_a_deferral_uses_no_attempt(deliveries: Deliveries, record: Record, engine: Engine) -> None:
     for _ in range(5):
         assert deliveries.deliver(bank.failing, "a", "defer", origin="retry").state == "RETRY"
         make_due(engine, "a")
     assert (record("a").status, record("a").attempts) == ("released", 0)
 
 
-def test_a_deferral_beyond_its_budget_uses_attempts(deliveries, record, engine):
+def test_a_deferral_beyond_its_budget_uses_attempts(deliveries: Deliveries, record: Record, engine: Engine) -> None:
     deliveries.deliver(bank.failing, "a", "defer")
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.records SET opened_at = opened_at - interval '13 hours'"))
@@ -243,13 +279,15 @@ def test_a_deferral_beyond_its_budget_uses_attempts(deliveries, record, engine):
     assert (record("a").status, record("a").attempts, last.state) == ("failed", 3, "FAILURE")
 
 
-def test_self_retry_is_a_release_with_its_countdown(deliveries, record, engine):
+def test_self_retry_is_a_release_with_its_countdown(deliveries: Deliveries, record: Record, engine: Engine) -> None:
     assert deliveries.deliver(bank.failing, "a", "retry").state == "RETRY"
     assert record("a").status == "released"
     assert outbox(engine) == [("retry", "pending")]
 
 
-def test_autoretry_for_is_a_release_too_but_not_for_a_permanent_error(bank, deliveries, record):
+def test_autoretry_for_is_a_release_too_but_not_for_a_permanent_error(
+    bank: Celery, deliveries: Deliveries, record: Record
+) -> None:
     def body(self, account, how):
         raise PermanentError("final") if how == "final" else ConnectionError("again")
 
@@ -261,7 +299,9 @@ def test_autoretry_for_is_a_release_too_but_not_for_a_permanent_error(bank, deli
 
 
 @pytest.mark.parametrize("control", [Ignore(), Reject(requeue=True), Reject(requeue=False)])
-def test_control_flow_that_would_acknowledge_past_the_record_is_a_permanent_error(bank, deliveries, record, control):
+def test_control_flow_that_would_acknowledge_past_the_record_is_a_permanent_error(
+    bank: Celery, deliveries: Deliveries, record: Record, control: Any
+) -> None:
     def body(self):
         raise control
 
@@ -270,7 +310,7 @@ def test_control_flow_that_would_acknowledge_past_the_record_is_a_permanent_erro
     assert json.loads(record("k").error)["code"] == "unsupported_control"
 
 
-def test_permanent_errors_of_the_task_end_it_at_once(bank, deliveries, record):
+def test_permanent_errors_of_the_task_end_it_at_once(bank: Celery, deliveries: Deliveries, record: Record) -> None:
     def body(self):
         raise LookupError("gone")
 
@@ -279,7 +319,9 @@ def test_permanent_errors_of_the_task_end_it_at_once(bank, deliveries, record):
     assert (record("k").status, record("k").attempts) == ("failed", 1)
 
 
-def test_a_broken_on_failed_does_not_keep_the_operation_open(bank, deliveries, record, engine):
+def test_a_broken_on_failed_does_not_keep_the_operation_open(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     def broken(session, operation, error):
         session.execute(ROW)
         raise RuntimeError("bug")
@@ -296,7 +338,9 @@ def test_a_broken_on_failed_does_not_keep_the_operation_open(bank, deliveries, r
         assert connection.execute(text("SELECT count(*) FROM entries")).scalar_one() == 0
 
 
-def test_a_shutdown_gives_the_attempt_back_and_the_next_delivery_leaves_with_it(bank, deliveries, record, engine):
+def test_a_shutdown_gives_the_attempt_back_and_the_next_delivery_leaves_with_it(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     def body(self):
         self.session.execute(ROW)
         raise SystemExit(0)
@@ -312,7 +356,9 @@ def test_a_shutdown_gives_the_attempt_back_and_the_next_delivery_leaves_with_it(
 # ---------------------------------------------------------------- the session
 
 
-def test_commit_on_the_session_is_refused_and_names_the_step(bank, deliveries, record):
+def test_commit_on_the_session_is_refused_and_names_the_step(
+    bank: Celery, deliveries: Deliveries, record: Record
+) -> None:
     def body(self):
         self.session.execute(ROW)
         self.session.commit()
@@ -323,7 +369,7 @@ def test_commit_on_the_session_is_refused_and_names_the_step(bank, deliveries, r
     assert record("k").status == "failed"
 
 
-def test_a_savepoint_in_the_session_is_allowed(bank, deliveries, entries):
+def test_a_savepoint_in_the_session_is_allowed(bank: Celery, deliveries: Deliveries, entries: Entries) -> None:
     def body(self):
         with self.session.begin_nested():
             self.session.execute(ROW)
@@ -332,7 +378,9 @@ def test_a_savepoint_in_the_session_is_allowed(bank, deliveries, entries):
     assert entries("row") == 1
 
 
-def test_what_the_body_wrote_is_visible_exactly_when_the_record_is_completed(bank, deliveries, entries, record):
+def test_what_the_body_wrote_is_visible_exactly_when_the_record_is_completed(
+    bank: Celery, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
     seen = []
 
     def body(self):
@@ -345,7 +393,9 @@ def test_what_the_body_wrote_is_visible_exactly_when_the_record_is_completed(ban
     assert (entries("row"), record("k").status) == (1, "completed")
 
 
-def test_a_constraint_that_fails_at_commit_is_an_ordinary_error_and_no_doubt(bank, deliveries, record, engine):
+def test_a_constraint_that_fails_at_commit_is_an_ordinary_error_and_no_doubt(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     with engine.connect() as connection:
         connection.execute(text("CREATE TABLE parent (id int PRIMARY KEY)"))
         connection.execute(text("CREATE TABLE child (id int REFERENCES parent (id) DEFERRABLE INITIALLY DEFERRED)"))
@@ -371,13 +421,13 @@ def test_a_constraint_that_fails_at_commit_is_an_ordinary_error_and_no_doubt(ban
         lambda task, session: task.s(1).apply_async(),
     ],
 )
-def test_a_call_without_a_key_is_refused_where_it_is_made(bank, engine, call):
+def test_a_call_without_a_key_is_refused_where_it_is_made(bank: Celery, engine: Engine, call: Any) -> None:
     with Session(engine) as session, pytest.raises(MissingKey):
         call(bank_task("returning"), session)
     assert outbox(engine) == []
 
 
-def test_enqueue_leaves_with_the_callers_commit_and_not_without_it(bank, engine):
+def test_enqueue_leaves_with_the_callers_commit_and_not_without_it(bank: Celery, engine: Engine) -> None:
     with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session:
         bank_task("returning").enqueue(session, 1, idempotency_key="k1")
         session.rollback()
@@ -392,7 +442,7 @@ def test_enqueue_leaves_with_the_callers_commit_and_not_without_it(bank, engine)
     assert rows == [("k2", True)]
 
 
-def test_enqueue_heeds_the_options_of_the_task_as_apply_async_does(bank, engine):
+def test_enqueue_heeds_the_options_of_the_task_as_apply_async_does(bank: Celery, engine: Engine) -> None:
     def body(self, account): ...
 
     task = make_task(bank, body, key="{account}", soft_time_limit=7)
@@ -418,12 +468,12 @@ def test_enqueue_heeds_the_options_of_the_task_as_apply_async_does(bank, engine)
         ({"idempotency_key": "k", "args": ("x" * 1_100_000,)}, InvalidArguments),
     ],
 )
-def test_a_bad_call_is_refused_where_it_is_made(bank, options, error):
+def test_a_bad_call_is_refused_where_it_is_made(bank: Celery, options: Any, error: Any) -> None:
     with pytest.raises(error):
         bank_task("returning").apply_async(**options)
 
 
-def test_a_message_shows_its_key_and_never_its_arguments(bank, engine):
+def test_a_message_shows_its_key_and_never_its_arguments(bank: Celery, engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         bank_task("deposit").enqueue(session, "a-key", 987654)
     with engine.connect() as connection:
@@ -432,7 +482,7 @@ def test_a_message_shows_its_key_and_never_its_arguments(bank, engine):
     assert "987654" not in json.dumps(headers)
 
 
-def test_an_eager_call_is_protected_too_and_retries_at_once(bank, entries, record):
+def test_an_eager_call_is_protected_too_and_retries_at_once(bank: Celery, entries: Entries, record: Record) -> None:
     tries = []
 
     def body(self, account):
@@ -448,12 +498,12 @@ def test_an_eager_call_is_protected_too_and_retries_at_once(bank, entries, recor
     assert (len(tries), entries("row"), record("a").attempts) == (3, 1, 3)
 
 
-def test_a_plain_call_runs_here_under_its_key(bank, entries):
+def test_a_plain_call_runs_here_under_its_key(bank: Celery, entries: Entries) -> None:
     assert bank_task("deposit")("a", 5) == bank_task("deposit")("a", 5) == {"account": "a", "amount": 5}
     assert entries("a") == 1
 
 
-def test_lookup_reads_the_stored_operation(bank, deliveries):
+def test_lookup_reads_the_stored_operation(bank: Celery, deliveries: Deliveries) -> None:
     deliveries.deliver(bank_task("deposit"), "a", 5)
     stored = lookup(bank, "tests.support.bank.deposit", "a")
     assert (stored.status, stored.attempts, stored.result) == ("completed", 1, {"account": "a", "amount": 5})
@@ -473,7 +523,9 @@ def outbox(engine):
         ]
 
 
-def test_a_body_that_hangs_in_a_transaction_loses_its_locks_with_its_lease(deliveries, engine, environment):
+def test_a_body_that_hangs_in_a_transaction_loses_its_locks_with_its_lease(
+    deliveries: Deliveries, engine: Engine, environment: dict[str, str]
+) -> None:
     bank.configure(environment | {"LEASE": "1", "MAX_RUN": "1"})
     seen = []
     idle = text(

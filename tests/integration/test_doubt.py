@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
 from sqlalchemy import event, text
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import Engine, make_url
 
 from idempotency.application import close_runtime
 from idempotency.store import records, statements
 from tests.support import bank
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record
 from tests.support.proxy import Proxy
 from tests.support.tasks import ROW, make_task
 
@@ -20,7 +23,7 @@ COMMIT = b"\x0bCOMMIT\x00"
 
 
 @pytest.fixture
-def proxy(database, environment) -> Iterator[Proxy]:
+def proxy(database: str, environment: dict[str, str]) -> Iterator[Proxy]:
     """The application reaches Postgres through this; the test's own oracle does not."""
     url = make_url(database)
     assert url.host is not None
@@ -34,11 +37,13 @@ def proxy(database, environment) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def app(proxy, environment, deliveries):
+def app(proxy: Proxy, environment: dict[str, str], deliveries: Deliveries) -> Any:
     return deliveries.app
 
 
-def test_a_lost_reply_to_the_finishing_commit_runs_nothing_twice(proxy, deliveries, entries, record):
+def test_a_lost_reply_to_the_finishing_commit_runs_nothing_twice(
+    proxy: Proxy, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
     deliveries.deliver(bank.deposit, "warm-up")
     proxy.cut_reply_to(COMMIT)
     outcome = deliveries.deliver(bank.deposit, "a", 5)
@@ -48,7 +53,9 @@ def test_a_lost_reply_to_the_finishing_commit_runs_nothing_twice(proxy, deliveri
     assert (entries("a"), record("a").status, record("a").attempts) == (1, "completed", 1)
 
 
-def test_a_lost_reply_to_the_claim_is_claimed_again_as_the_same_attempt(proxy, deliveries, entries, record):
+def test_a_lost_reply_to_the_claim_is_claimed_again_as_the_same_attempt(
+    proxy: Proxy, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
     deliveries.deliver(bank.deposit, "warm-up")
     proxy.cut_reply_to(b"INSERT INTO idempotency.records")
     outcome = deliveries.deliver(bank.deposit, "a")
@@ -58,7 +65,9 @@ def test_a_lost_reply_to_the_claim_is_claimed_again_as_the_same_attempt(proxy, d
     assert (entries("a"), record("a").attempts) == (1, 1)
 
 
-def test_a_lost_reply_to_a_steps_commit_does_the_step_once(proxy, deliveries, entries, record, app):
+def test_a_lost_reply_to_a_steps_commit_does_the_step_once(
+    proxy: Proxy, deliveries: Deliveries, entries: Entries, record: Record, app: Any
+) -> None:
     runs = []
 
     def body(self):
@@ -75,7 +84,9 @@ def test_a_lost_reply_to_a_steps_commit_does_the_step_once(proxy, deliveries, en
     assert (len(runs), entries("row"), record("k").attempts) == (2, 1, 1)
 
 
-def test_a_lost_reply_to_the_finish_of_a_body_without_a_session_is_resolved(proxy, deliveries, record, app):
+def test_a_lost_reply_to_the_finish_of_a_body_without_a_session_is_resolved(
+    proxy: Proxy, deliveries: Deliveries, record: Record, app: Any
+) -> None:
     runs = []
 
     def body(self):
@@ -91,7 +102,9 @@ def test_a_lost_reply_to_the_finish_of_a_body_without_a_session_is_resolved(prox
     assert (outcome.state, outcome.value, len(runs)) == ("SUCCESS", 1, 1)
 
 
-def test_a_lost_reply_to_the_failing_commit_leaves_one_dead_letter(proxy, deliveries, record, engine):
+def test_a_lost_reply_to_the_failing_commit_leaves_one_dead_letter(
+    proxy: Proxy, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     deliveries.deliver(bank.deposit, "warm-up")
     proxy.cut_reply_to(COMMIT)
     outcome = deliveries.deliver(bank.failing, "a", "permanent")
@@ -104,7 +117,9 @@ def test_a_lost_reply_to_the_failing_commit_leaves_one_dead_letter(proxy, delive
         assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 1
 
 
-def test_a_lost_reply_to_the_release_sends_the_next_delivery_once(proxy, deliveries, record, engine):
+def test_a_lost_reply_to_the_release_sends_the_next_delivery_once(
+    proxy: Proxy, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     deliveries.deliver(bank.deposit, "warm-up")
     proxy.cut_reply_to(b"SET status = 'released'")
     outcome = deliveries.deliver(bank.failing, "a", "defer long")
@@ -117,7 +132,9 @@ def test_a_lost_reply_to_the_release_sends_the_next_delivery_once(proxy, deliver
     assert rows == ["retry"]
 
 
-def test_a_connection_cut_inside_the_body_is_an_ordinary_error(proxy, deliveries, entries, record):
+def test_a_connection_cut_inside_the_body_is_an_ordinary_error(
+    proxy: Proxy, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
     deliveries.deliver(bank.deposit, "warm-up")
     proxy.cut_reply_to(b"INSERT INTO entries")
     outcome = deliveries.deliver(bank.deposit, "a")
@@ -128,8 +145,8 @@ def test_a_connection_cut_inside_the_body_is_an_ordinary_error(proxy, deliveries
 
 
 def test_a_finish_without_a_session_whose_database_is_away_for_a_moment_is_a_doubt_and_no_failure(
-    deliveries, record, app, monkeypatch
-):
+    deliveries: Deliveries, record: Record, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
 
     def body(self):

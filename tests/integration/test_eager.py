@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
+from celery import Celery
 from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
+import services
 from idempotency import CallRefused, Defer, OperationBusy, OperationFailed, PermanentError
 from idempotency.wire.keys import OperationId, fingerprint
 from tests.support import bank as app_module
 from tests.support import operations
+from tests.support.operations import Entries, Record
 from tests.support.tasks import ROW, make_task
 
 
 @pytest.fixture
-def always_eager(bank):
+def always_eager(bank: Celery) -> Iterator[None]:
     bank.conf.task_always_eager = True
     yield
     bank.conf.task_always_eager = False
 
 
 @pytest.mark.usefixtures("always_eager")
-def test_with_always_eager_delay_and_apply_async_run_here_once(bank, entries, record):
+def test_with_always_eager_delay_and_apply_async_run_here_once(bank: Celery, entries: Entries, record: Record) -> None:
     first = app_module.deposit.delay("a", 5)
     second = app_module.deposit.apply_async(("a", 5), idempotency_key="a")
 
@@ -31,7 +36,9 @@ def test_with_always_eager_delay_and_apply_async_run_here_once(bank, entries, re
     assert (entries("a"), record("a").attempts) == (1, 1)
 
 
-def test_an_eager_call_that_keeps_failing_ends_with_its_rows_and_its_dead_letter(bank, record, engine):
+def test_an_eager_call_that_keeps_failing_ends_with_its_rows_and_its_dead_letter(
+    bank: Celery, record: Record, engine: Engine
+) -> None:
     with pytest.raises(ValueError, match="boom"):
         app_module.failing.apply(("a", "boom")).get()
     with pytest.raises(OperationFailed):
@@ -44,20 +51,22 @@ def test_an_eager_call_that_keeps_failing_ends_with_its_rows_and_its_dead_letter
         assert [row.available_at > row.created_at for row in operations.outbox(connection)] == [True, True]
 
 
-def test_an_eager_permanent_error_is_raised(bank, record):
+def test_an_eager_permanent_error_is_raised(bank: Celery, record: Record) -> None:
     with pytest.raises(PermanentError, match="no such account"):
         app_module.failing.apply(("a", "permanent")).get()
     assert record("a").status == "failed"
 
 
-def test_an_eager_deferral_is_raised_uses_no_attempt_and_the_next_call_goes_on(bank, record):
+def test_an_eager_deferral_is_raised_uses_no_attempt_and_the_next_call_goes_on(bank: Celery, record: Record) -> None:
     for _ in range(2):
         with pytest.raises(Defer, match="not yet"):
             app_module.failing.apply(("a", "defer")).get()
         assert (record("a").status, record("a").attempts) == ("released", 0)
 
 
-def test_an_interrupt_of_an_eager_call_leaves_it_to_the_next_one(bank, record, entries):
+def test_an_interrupt_of_an_eager_call_leaves_it_to_the_next_one(
+    bank: Celery, record: Record, entries: Entries
+) -> None:
     tries = []
 
     def body(self, account):
@@ -74,7 +83,7 @@ def test_an_interrupt_of_an_eager_call_leaves_it_to_the_next_one(bank, record, e
     assert (len(tries), entries("row"), record("a").attempts) == (2, 1, 1)
 
 
-def test_an_eager_duplicate_of_a_running_attempt_is_busy(bank, engine, entries):
+def test_an_eager_duplicate_of_a_running_attempt_is_busy(bank: Celery, engine: Engine, entries: Entries) -> None:
     id = OperationId("default", "tests.support.bank.deposit", "a")
     with engine.connect() as connection:
         operations.started(connection, id, fingerprint=fingerprint({"account": "a"}))
@@ -84,7 +93,9 @@ def test_an_eager_duplicate_of_a_running_attempt_is_busy(bank, engine, entries):
 
 
 @pytest.mark.parametrize("statement", ["SELECT 1", "INSERT INTO entries (account, amount) VALUES ('theirs', 1)"])
-def test_an_eager_call_inside_an_open_transaction_on_the_same_database_is_refused(bank, database, statement, record):
+def test_an_eager_call_inside_an_open_transaction_on_the_same_database_is_refused(
+    bank: Celery, database: str, statement: str, record: Record
+) -> None:
     theirs = create_engine(database)
     with Session(theirs) as session:
         session.connection().exec_driver_sql(statement)
@@ -100,7 +111,9 @@ def test_an_eager_call_inside_an_open_transaction_on_the_same_database_is_refuse
     theirs.dispose()
 
 
-def test_an_eager_call_in_a_transaction_over_another_name_of_the_host_is_refused(bank, database, record):
+def test_an_eager_call_in_a_transaction_over_another_name_of_the_host_is_refused(
+    bank: Celery, database: str, record: Record
+) -> None:
     url = make_url(database)
     theirs = create_engine(url.set(host={"127.0.0.1": "localhost", "localhost": "127.0.0.1"}[str(url.host)]))
     with Session(theirs) as session:
@@ -111,7 +124,9 @@ def test_an_eager_call_in_a_transaction_over_another_name_of_the_host_is_refused
     assert record("a") is None
 
 
-def test_an_eager_call_beside_another_threads_transaction_or_another_database_is_accepted(bank, database, servers):
+def test_an_eager_call_beside_another_threads_transaction_or_another_database_is_accepted(
+    bank: Celery, database: str, servers: services.Services
+) -> None:
     theirs = create_engine(database)
     elsewhere = create_engine(servers.database_url)
     with theirs.connect() as idle, elsewhere.connect() as other, Session(theirs) as session:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
+from celery import Celery
 from sqlalchemy import text
+from sqlalchemy.engine import Engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from idempotency import (
@@ -26,7 +29,9 @@ from idempotency.observe import metrics
 from idempotency.store import dead_letters
 from idempotency.wire.keys import OperationId
 from tests.support import bank as app_module
-from tests.support.operations import make_due
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record, make_due
+from tests.support.outside import OutsideWorld
 from tests.support.tasks import ROW, make_task
 
 KEY = OperationId("default", "t", "k")
@@ -42,7 +47,9 @@ class Entry(Base):
     account: Mapped[str]
 
 
-def test_a_recorded_effect_is_not_called_again(bank, deliveries, outside, record, engine):
+def test_a_recorded_effect_is_not_called_again(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record, engine: Engine
+) -> None:
     def body(self):
         answer = self.effect("call", app_module.call, outside.url)
         if record("k").attempts == 1:
@@ -56,7 +63,9 @@ def test_a_recorded_effect_is_not_called_again(bank, deliveries, outside, record
     assert list(outside.calls.values()) == [1]
 
 
-def test_a_call_whose_reply_was_lost_is_repeated_under_the_same_key(bank, deliveries, outside, record, engine):
+def test_a_call_whose_reply_was_lost_is_repeated_under_the_same_key(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record, engine: Engine
+) -> None:
     outside.script = ["fail after"]
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url))
     assert deliveries.deliver(task, key="k").state == "RETRY"
@@ -66,7 +75,9 @@ def test_a_call_whose_reply_was_lost_is_repeated_under_the_same_key(bank, delive
     assert (list(outside.calls.values()), list(outside.acts.values())) == ([2], [1])
 
 
-def test_the_provider_is_asked_before_it_is_called_again(bank, deliveries, outside, engine):
+def test_the_provider_is_asked_before_it_is_called_again(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, engine: Engine
+) -> None:
     doubts = []
 
     def find(url, *, doubt):
@@ -83,7 +94,9 @@ def test_the_provider_is_asked_before_it_is_called_again(bank, deliveries, outsi
     assert doubts[0].ended_for is None
 
 
-def test_a_proven_no_moves_the_effect_to_its_next_key(bank, deliveries, outside, record, engine):
+def test_a_proven_no_moves_the_effect_to_its_next_key(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record, engine: Engine
+) -> None:
     outside.script = ["fail before"]
     task = make_task(
         bank,
@@ -96,7 +109,9 @@ def test_a_proven_no_moves_the_effect_to_its_next_key(bank, deliveries, outside,
     assert (len(outside.calls), sum(outside.acts.values())) == (2, 1)
 
 
-def test_a_stored_failure_is_settled_by_asking_and_then_called_under_the_next_key(bank, deliveries, outside):
+def test_a_stored_failure_is_settled_by_asking_and_then_called_under_the_next_key(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld
+) -> None:
     answers = [StoredFailure("stored 500")]
 
     def call(url, *, idempotency_key):
@@ -117,8 +132,8 @@ def test_a_stored_failure_is_settled_by_asking_and_then_called_under_the_next_ke
 
 
 def test_a_stored_failure_that_asking_does_not_settle_is_asked_again_and_never_called_again(
-    bank, deliveries, outside, record, engine
-):
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record, engine: Engine
+) -> None:
     calls = []
 
     def call(url, *, idempotency_key):
@@ -138,7 +153,9 @@ def test_a_stored_failure_that_asking_does_not_settle_is_asked_again_and_never_c
     assert record("k").attempts == 1  # too early to tell is nobody's fault
 
 
-def test_a_stored_failure_without_reconcile_waits_for_a_person(bank, deliveries, record):
+def test_a_stored_failure_without_reconcile_waits_for_a_person(
+    bank: Celery, deliveries: Deliveries, record: Record
+) -> None:
     def call(*, idempotency_key):
         raise StoredFailure("stored 500")
 
@@ -147,7 +164,9 @@ def test_a_stored_failure_without_reconcile_waits_for_a_person(bank, deliveries,
     assert json.loads(record("k").error)["code"] == "effect_unknown"
 
 
-def test_a_stored_failure_without_reconcile_is_not_waited_for(bank, deliveries, record, engine):
+def test_a_stored_failure_without_reconcile_is_not_waited_for(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     calls = []
 
     def call(*, idempotency_key):
@@ -163,7 +182,9 @@ def test_a_stored_failure_without_reconcile_is_not_waited_for(bank, deliveries, 
     assert (record("k").status, len(calls)) == ("failed", 1)
 
 
-def test_beyond_the_providers_key_retention_nobody_calls_again(bank, deliveries, outside, engine, record):
+def test_beyond_the_providers_key_retention_nobody_calls_again(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, engine: Engine, record: Record
+) -> None:
     outside.script = ["fail after"]
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url))
     deliveries.deliver(task, key="k")
@@ -177,7 +198,9 @@ def test_beyond_the_providers_key_retention_nobody_calls_again(bank, deliveries,
     assert letter == "effect_unknown"
 
 
-def test_within_the_retention_the_same_call_is_repeated(bank, deliveries, outside, engine):
+def test_within_the_retention_the_same_call_is_repeated(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, engine: Engine
+) -> None:
     outside.script = ["fail after"]
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url))
     deliveries.deliver(task, key="k")
@@ -187,7 +210,7 @@ def test_within_the_retention_the_same_call_is_repeated(bank, deliveries, outsid
     assert list(outside.calls.values()) == [2]
 
 
-def test_a_refusal_of_the_provider_is_a_known_outcome(bank, deliveries, record):
+def test_a_refusal_of_the_provider_is_a_known_outcome(bank: Celery, deliveries: Deliveries, record: Record) -> None:
     def declined(*, idempotency_key):
         raise PermanentError("card declined", "card_declined")
 
@@ -196,7 +219,9 @@ def test_a_refusal_of_the_provider_is_a_known_outcome(bank, deliveries, record):
     assert json.loads(record("k").error) == {"code": "card_declined", "message": "card declined"}
 
 
-def test_an_effect_with_a_transaction_open_is_refused_reads_included(bank, deliveries, outside):
+def test_an_effect_with_a_transaction_open_is_refused_reads_included(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld
+) -> None:
     def body(self):
         self.session.execute(text("SELECT 1"))
         self.effect("call", app_module.call, outside.url)
@@ -205,7 +230,7 @@ def test_an_effect_with_a_transaction_open_is_refused_reads_included(bank, deliv
     assert not outside.calls
 
 
-def test_an_effect_after_rollback_is_accepted(bank, deliveries, outside):
+def test_an_effect_after_rollback_is_accepted(bank: Celery, deliveries: Deliveries, outside: OutsideWorld) -> None:
     def body(self):
         self.session.execute(text("SELECT 1"))
         self.session.rollback()
@@ -214,7 +239,9 @@ def test_an_effect_after_rollback_is_accepted(bank, deliveries, outside):
     assert deliveries.deliver(make_task(bank, body), key="k").state == "SUCCESS"
 
 
-def test_an_effect_with_pending_objects_in_the_session_is_refused(bank, deliveries, outside):
+def test_an_effect_with_pending_objects_in_the_session_is_refused(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld
+) -> None:
     def body(self):
         self.session.add(Entry(account="row"))
         self.effect("call", app_module.call, outside.url)
@@ -222,7 +249,9 @@ def test_an_effect_with_pending_objects_in_the_session_is_refused(bank, deliveri
     assert isinstance(deliveries.deliver(make_task(bank, body), key="k").value, OpenTransaction)
 
 
-def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepted(bank, deliveries, outside, record):
+def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepted(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record
+) -> None:
     def twice(self):
         self.effect("call", app_module.call, outside.url)
         self.effect("call", app_module.call, outside.url)
@@ -237,7 +266,9 @@ def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepte
     assert deliveries.deliver(make_task(bank, two), key="l").state == "SUCCESS"
 
 
-def test_other_arguments_under_a_begun_name_are_refused(bank, deliveries, outside, record, engine):
+def test_other_arguments_under_a_begun_name_are_refused(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record, engine: Engine
+) -> None:
     outside.script = ["fail after"]
 
     def body(self):
@@ -250,7 +281,9 @@ def test_other_arguments_under_a_begun_name_are_refused(bank, deliveries, outsid
     assert json.loads(record("k").error)["cause"]["code"] == EffectMismatch.default_code
 
 
-def test_a_step_is_committed_with_its_result_and_not_repeated(bank, deliveries, entries, record, engine):
+def test_a_step_is_committed_with_its_result_and_not_repeated(
+    bank: Celery, deliveries: Deliveries, entries: Entries, record: Record, engine: Engine
+) -> None:
     def body(self):
         count = self.step("reserve", lambda session: session.execute(ROW).rowcount)
         if record("k").attempts == 1:
@@ -265,7 +298,9 @@ def test_a_step_is_committed_with_its_result_and_not_repeated(bank, deliveries, 
     assert entries("row") == 1
 
 
-def test_a_step_that_raises_leaves_nothing(bank, deliveries, entries, record):
+def test_a_step_that_raises_leaves_nothing(
+    bank: Celery, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
     def reserve(session):
         session.execute(ROW)
         raise PermanentError("no")
@@ -276,8 +311,8 @@ def test_a_step_that_raises_leaves_nothing(bank, deliveries, entries, record):
 
 
 def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(
-    bank, deliveries, outside, entries, engine, record
-):
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, entries: Entries, engine: Engine, record: Record
+) -> None:
     def body(self):
         self.session.execute(ROW)
         self.session.rollback()
@@ -299,7 +334,7 @@ def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(
     assert metrics.fenced.labels(task.name)._value.get() == 1
 
 
-def test_provider_keys_do_not_depend_on_the_attempt_and_differ_in_everything_else():
+def test_provider_keys_do_not_depend_on_the_attempt_and_differ_in_everything_else() -> None:
     keys = {
         provider_key(KEY, "a", 1),
         provider_key(KEY, "a", 2),
@@ -324,7 +359,9 @@ def move_begun(engine, seconds):
         )
 
 
-def test_the_clock_of_this_process_plays_no_part(bank, deliveries, outside, engine, monkeypatch):
+def test_the_clock_of_this_process_plays_no_part(
+    bank: Celery, deliveries: Deliveries, outside: OutsideWorld, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outside.script = ["fail after"]
     task = make_task(bank, lambda self: self.effect("call", app_module.call, outside.url))
     deliveries.deliver(task, key="k")
@@ -335,7 +372,9 @@ def test_the_clock_of_this_process_plays_no_part(bank, deliveries, outside, engi
 
 
 @pytest.mark.parametrize("answer", [None, True, DidNotHappen])
-def test_an_answer_of_reconcile_that_is_none_is_an_ordinary_error(bank, deliveries, engine, record, answer):
+def test_an_answer_of_reconcile_that_is_none_is_an_ordinary_error(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, answer: Any
+) -> None:
     calls = []
 
     def lost(*, idempotency_key):

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from celery import Celery
 from celery.signals import import_modules
 from sqlalchemy import text
+from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
 from idempotency import InvalidArguments, SettingsError, events, publish, subscribe
 from idempotency.relay.relay import Relay
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries
 from tests.support.tasks import ROW
 
 
 @pytest.fixture
-def consumers(bank):
+def consumers(bank: Celery) -> Iterator[Any]:
     """Two consumers of order events and one of everything; their tasks go with the test."""
 
     def handle(self, event):
@@ -32,7 +39,7 @@ def consumers(bank):
 
 
 @pytest.fixture
-def transaction(engine):
+def transaction(engine: Engine) -> Iterator[Session]:
     with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session:
         yield session
 
@@ -42,7 +49,9 @@ def rows(engine):
         return connection.execute(text("SELECT * FROM idempotency.outbox ORDER BY id")).all()
 
 
-def test_an_event_is_one_row_for_each_consumer_that_subscribed(bank, consumers, transaction, engine):
+def test_an_event_is_one_row_for_each_consumer_that_subscribed(
+    bank: Celery, consumers: Any, transaction: Session, engine: Engine
+) -> None:
     event_id = publish(transaction, "order.paid", {"order": 1}, app=bank)
     publish(transaction, "user.created", {}, app=bank)
     transaction.commit()
@@ -50,13 +59,17 @@ def test_an_event_is_one_row_for_each_consumer_that_subscribed(bank, consumers, 
     assert found == [("ledger.handle", True), ("mail.handle", True), ("audit.handle", True), ("audit.handle", False)]
 
 
-def test_a_rolled_back_event_is_told_to_nobody(bank, consumers, transaction, engine):
+def test_a_rolled_back_event_is_told_to_nobody(
+    bank: Celery, consumers: Any, transaction: Session, engine: Engine
+) -> None:
     publish(transaction, "order.paid", {}, app=bank)
     transaction.rollback()
     assert rows(engine) == []
 
 
-def test_each_consumer_handles_an_event_once(bank, consumers, transaction, engine, deliveries, entries):
+def test_each_consumer_handles_an_event_once(
+    bank: Celery, consumers: Any, transaction: Session, engine: Engine, deliveries: Deliveries, entries: Entries
+) -> None:
     event_id = publish(transaction, "order.paid", {"order": 1}, app=bank)
     transaction.commit()
     event = json.loads(json.loads(rows(engine)[0].message)["body"])[0][0]
@@ -68,7 +81,7 @@ def test_each_consumer_handles_an_event_once(bank, consumers, transaction, engin
     assert entries("row") == 2
 
 
-def test_events_of_one_ordering_key_are_published_in_commit_order(bank, consumers, engine):
+def test_events_of_one_ordering_key_are_published_in_commit_order(bank: Celery, consumers: Any, engine: Engine) -> None:
     relay = Relay(bank)
     sessions = [Session(engine.execution_options(isolation_level="READ COMMITTED")) for _ in range(2)]
     for number, session in enumerate(sessions):
@@ -86,7 +99,9 @@ def test_events_of_one_ordering_key_are_published_in_commit_order(bank, consumer
         assert [json.loads(json.loads(message)["body"])[0][0]["data"]["n"] for message in ordered] == [1, 0]
 
 
-def test_an_event_goes_to_a_topic_exchange_for_consumers_outside(bank, consumers, transaction, environment):
+def test_an_event_goes_to_a_topic_exchange_for_consumers_outside(
+    bank: Celery, consumers: Any, transaction: Session, environment: dict[str, str]
+) -> None:
     relay = Relay(bank)
     name = f"events-{environment['BANK_QUEUE']}"
     with bank.connection_for_write() as connection:
@@ -107,7 +122,9 @@ def test_an_event_goes_to_a_topic_exchange_for_consumers_outside(bank, consumers
     assert json.loads(message.body) == {"order": 1}
 
 
-def test_a_payload_that_is_not_json_is_refused_and_nothing_is_written(bank, consumers, transaction, engine):
+def test_a_payload_that_is_not_json_is_refused_and_nothing_is_written(
+    bank: Celery, consumers: Any, transaction: Session, engine: Engine
+) -> None:
     with pytest.raises(InvalidArguments):
         publish(transaction, "order.paid", {"x": float("nan")}, app=bank)
     with pytest.raises(InvalidArguments, match="payload: at most"):
@@ -116,19 +133,21 @@ def test_a_payload_that_is_not_json_is_refused_and_nothing_is_written(bank, cons
     assert rows(engine) == []
 
 
-def test_a_consumer_cannot_subscribe_one_name_twice(bank, consumers):
+def test_a_consumer_cannot_subscribe_one_name_twice(bank: Celery, consumers: Any) -> None:
     def handle(self, event): ...
 
     with pytest.raises(SettingsError, match=r"ledger\.handle"):
         subscribe("order.*", consumer="ledger", app=bank)(handle)
 
 
-def test_a_consumer_without_a_pattern_is_refused(bank):
+def test_a_consumer_without_a_pattern_is_refused(bank: Celery) -> None:
     with pytest.raises(SettingsError, match=r"'ledger' names no event type"):
         subscribe(consumer="ledger", app=bank)
 
 
-def test_one_consumer_may_name_several_patterns_and_is_told_once(bank, transaction, engine):
+def test_one_consumer_may_name_several_patterns_and_is_told_once(
+    bank: Celery, transaction: Session, engine: Engine
+) -> None:
     def handle(self, event): ...
 
     task = subscribe("order.paid", "order.*", "user.created", consumer="ledger", app=bank)(handle)
@@ -141,7 +160,9 @@ def test_one_consumer_may_name_several_patterns_and_is_told_once(bank, transacti
         bank.tasks.pop(task.name)
 
 
-def test_a_consumer_in_a_module_that_only_include_names_is_told(bank, transaction, engine, tmp_path, monkeypatch):
+def test_a_consumer_in_a_module_that_only_include_names_is_told(
+    bank: Celery, transaction: Session, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "late_consumer.py").write_text(
         "from idempotency import subscribe\n"
         "from tests.support.bank import app\n"

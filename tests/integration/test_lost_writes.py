@@ -7,7 +7,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from celery import Celery
 from sqlalchemy import create_engine, text
+from sqlalchemy.engine import Engine
 
 from idempotency.application import close_runtime
 from idempotency.observe import crash_points
@@ -15,6 +17,9 @@ from idempotency.relay.relay import Relay
 from idempotency.wire.message import KEY_HEADER
 from services.postgres import Postgres, create_database
 from tests.support.bank import app, deposit, prepare, transfer
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record
+from tests.support.outside import OutsideWorld
 from tests.support.queues import drained
 from tests.support.tasks import ROW, make_task
 
@@ -44,7 +49,7 @@ def database(postgres: Postgres) -> Iterator[str]:
 
 
 @pytest.fixture
-def crash(postgres: Postgres, engine) -> Iterator[Callable[..., None]]:
+def crash(postgres: Postgres, engine: Engine) -> Iterator[Callable[..., None]]:
     """Arrange a crash of Postgres, and its recovery, at the first passing of a point; `before` runs just ahead of it."""
     seen: list[str] = []
 
@@ -65,8 +70,8 @@ def crash(postgres: Postgres, engine) -> Iterator[Callable[..., None]]:
 
 
 def test_a_claim_that_a_crash_has_undone_is_made_again_and_the_effects_happen_once(
-    crash, deliveries, engine, entries, record
-):
+    crash: Callable[..., None], deliveries: Deliveries, engine: Engine, entries: Entries, record: Record
+) -> None:
     left: list[Any] = []
 
     def body(self):
@@ -85,7 +90,9 @@ def test_a_claim_that_a_crash_has_undone_is_made_again_and_the_effects_happen_on
     assert (entries("row"), record("k").status, record("k").attempts) == (1, "completed", 1)
 
 
-def test_no_call_goes_outside_under_a_claim_that_a_crash_has_undone(crash, deliveries, outside, entries, record):
+def test_no_call_goes_outside_under_a_claim_that_a_crash_has_undone(
+    crash: Callable[..., None], deliveries: Deliveries, outside: OutsideWorld, entries: Entries, record: Record
+) -> None:
     crashed = crash("body.entered")
     outcome = deliveries.deliver(transfer, "a", outside.url)
 
@@ -95,7 +102,9 @@ def test_no_call_goes_outside_under_a_claim_that_a_crash_has_undone(crash, deliv
     assert len(outside.calls) == 1
 
 
-def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(crash, deliveries, entries, record, redis_url):
+def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(
+    crash: Callable[..., None], deliveries: Deliveries, entries: Entries, record: Record, redis_url: str
+) -> None:
     found: list[object] = []
 
     def body(self):
@@ -115,8 +124,8 @@ def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(crash, d
 
 
 def test_a_mark_of_the_relay_that_a_crash_has_undone_is_made_again_and_the_operation_is_done_once(
-    postgres, bank, engine, deliveries, entries
-):
+    postgres: Postgres, bank: Celery, engine: Engine, deliveries: Deliveries, entries: Entries
+) -> None:
     with engine.begin() as connection:
         handle = deposit.enqueue(connection, account="a1", amount=5)
     relay = Relay(bank)

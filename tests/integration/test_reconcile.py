@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -22,8 +23,10 @@ from idempotency.worker import guard
 from tests.support import bank as app_module
 from tests.support import operations as op
 from tests.support.bank import fingerprint_of
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries
 from tests.support.plans import rows_read
-from tests.support.processes import eventually
+from tests.support.processes import Processes, eventually
 from tests.support.queues import depth
 
 
@@ -59,13 +62,15 @@ def purge_queue(bank):
         connection.default_channel.queue_purge(bank.conf.task_default_queue)
 
 
-def test_a_long_backlog_is_not_a_lost_one(bank, sent):
+def test_a_long_backlog_is_not_a_lost_one(bank: Celery, sent: Sent) -> None:
     sent("a", "b", "c")
     assert reconcile(bank).resent == 0
     assert sent.relay.run_once().published == 0
 
 
-def test_what_a_wiped_queue_has_lost_is_sent_again_once(bank, sent, deliveries, entries):
+def test_what_a_wiped_queue_has_lost_is_sent_again_once(
+    bank: Celery, sent: Sent, deliveries: Deliveries, entries: Entries
+) -> None:
     sent("a", "b", "c")
     purge_queue(bank)
     assert reconcile(bank).resent == 3
@@ -74,7 +79,7 @@ def test_what_a_wiped_queue_has_lost_is_sent_again_once(bank, sent, deliveries, 
     assert reconcile(bank).resent == 0
 
 
-def test_a_queue_is_sent_no_more_than_it_lacks_oldest_first(bank, sent, engine):
+def test_a_queue_is_sent_no_more_than_it_lacks_oldest_first(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("a", "b", seconds=7200)
     sent("c", "d", seconds=0)
     with engine.connect() as connection:
@@ -85,7 +90,9 @@ def test_a_queue_is_sent_no_more_than_it_lacks_oldest_first(bank, sent, engine):
     assert resent in (["a"], ["b"])
 
 
-def test_what_was_published_lately_is_left_alone_and_the_pause_doubles(bank, sent, engine):
+def test_what_was_published_lately_is_left_alone_and_the_pause_doubles(
+    bank: Celery, sent: Sent, engine: Engine
+) -> None:
     sent("a", seconds=30)
     purge_queue(bank)
     assert reconcile(bank).resent == 0
@@ -99,7 +106,9 @@ def test_what_was_published_lately_is_left_alone_and_the_pause_doubles(bank, sen
     assert reconcile(bank).resent == 1
 
 
-def test_an_ended_operation_settles_its_rows_and_is_not_sent_again(bank, sent, deliveries, engine):
+def test_an_ended_operation_settles_its_rows_and_is_not_sent_again(
+    bank: Celery, sent: Sent, deliveries: Deliveries, engine: Engine
+) -> None:
     sent("a")
     deliveries.deliver(app_module.deposit, "a")
     purge_queue(bank)
@@ -108,7 +117,9 @@ def test_an_ended_operation_settles_its_rows_and_is_not_sent_again(bank, sent, d
     assert reconcile(bank).settled == 0
 
 
-def test_a_running_operation_is_recovers_business(bank, sent, deliveries, engine):
+def test_a_running_operation_is_recovers_business(
+    bank: Celery, sent: Sent, deliveries: Deliveries, engine: Engine
+) -> None:
     sent("a")
     deliveries.deliver(app_module.deposit, "a")
     with engine.connect() as connection:
@@ -122,7 +133,9 @@ def test_a_running_operation_is_recovers_business(bank, sent, deliveries, engine
     assert reconcile(bank).resent == 0
 
 
-def test_a_released_operation_in_its_back_off_is_left_alone_until_it_is_due(bank, sent, deliveries, engine):
+def test_a_released_operation_in_its_back_off_is_left_alone_until_it_is_due(
+    bank: Celery, sent: Sent, deliveries: Deliveries, engine: Engine
+) -> None:
     deliveries.deliver(app_module.failing, "f", "defer long")
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp()"))
@@ -134,7 +147,9 @@ def test_a_released_operation_in_its_back_off_is_left_alone_until_it_is_due(bank
     assert reconcile(bank).resent == 1
 
 
-def test_a_row_whose_key_belongs_to_another_request_becomes_a_dead_letter(bank, sent, deliveries, engine):
+def test_a_row_whose_key_belongs_to_another_request_becomes_a_dead_letter(
+    bank: Celery, sent: Sent, deliveries: Deliveries, engine: Engine
+) -> None:
     deliveries.deliver(app_module.deposit, "a", 5)
     sent("a")  # amount 1, by default
     reconcile(bank)
@@ -150,7 +165,7 @@ def test_a_row_whose_key_belongs_to_another_request_becomes_a_dead_letter(bank, 
     reconcile(bank)
 
 
-def test_nothing_is_sent_again_while_the_broker_is_away(bank, sent, environment):
+def test_nothing_is_sent_again_while_the_broker_is_away(bank: Celery, sent: Sent, environment: dict[str, str]) -> None:
     sent("a")
     address = bank.conf.broker_url
     bank.conf.broker_url = "amqp://127.0.0.1:1//"
@@ -168,7 +183,9 @@ def age(engine, seconds):
         )
 
 
-def test_a_backlog_of_sixty_thousand_is_not_sent_again_and_is_after_a_wipe(bank, sent, engine):
+def test_a_backlog_of_sixty_thousand_is_not_sent_again_and_is_after_a_wipe(
+    bank: Celery, sent: Sent, engine: Engine
+) -> None:
     """The rows are made by SQL: what is shown is how many are sent, not how fast."""
     sent("model")
     with engine.connect() as connection:
@@ -214,7 +231,9 @@ def all_taken(engine):
     return lambda: all(marker.taken_at is not None for marker in markers(engine))
 
 
-def test_operations_wiped_under_foreign_traffic_are_back_within_two_sweeps(bank, sent, processes, engine, entries):
+def test_operations_wiped_under_foreign_traffic_are_back_within_two_sweeps(
+    bank: Celery, sent: Sent, processes: Processes, engine: Engine, entries: Entries
+) -> None:
     accounts = [f"lost {number}" for number in range(5)]
     sent(*accounts)
     purge_queue(bank)
@@ -244,7 +263,9 @@ def test_operations_wiped_under_foreign_traffic_are_back_within_two_sweeps(bank,
         others.join(10)
 
 
-def test_a_marker_waits_behind_the_backlog_it_was_sent_behind(bank, sent, processes, engine):
+def test_a_marker_waits_behind_the_backlog_it_was_sent_behind(
+    bank: Celery, sent: Sent, processes: Processes, engine: Engine
+) -> None:
     foreign(bank, 2, 60.0)  # both slots of the worker
     processes.worker()
     eventually(lambda: depth(bank) == 0)
@@ -256,7 +277,9 @@ def test_a_marker_waits_behind_the_backlog_it_was_sent_behind(bank, sent, proces
     assert depth(bank) == 5
 
 
-def test_what_a_worker_holds_unacknowledged_is_not_lost(bank, sent, processes, engine):
+def test_what_a_worker_holds_unacknowledged_is_not_lost(
+    bank: Celery, sent: Sent, processes: Processes, engine: Engine
+) -> None:
     foreign(bank, 2, 60.0)
     processes.worker("--concurrency", "2", "--prefetch-multiplier", "4")
     eventually(lambda: depth(bank) == 0)
@@ -275,7 +298,7 @@ def test_what_a_worker_holds_unacknowledged_is_not_lost(bank, sent, processes, e
     assert resent == ["lost"]
 
 
-def test_a_consumer_that_does_not_say_what_it_holds_is_waited_for(bank, sent, engine):
+def test_a_consumer_that_does_not_say_what_it_holds_is_waited_for(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("a", seconds=1800)
     with bank.connection_for_read() as connection:
         channel = connection.default_channel
@@ -286,7 +309,9 @@ def test_a_consumer_that_does_not_say_what_it_holds_is_waited_for(bank, sent, en
         assert reconcile(bank).resent == 1
 
 
-def test_a_worker_without_a_guard_takes_a_marker_for_a_task_that_does_nothing(bank, sent, engine):
+def test_a_worker_without_a_guard_takes_a_marker_for_a_task_that_does_nothing(
+    bank: Celery, sent: Sent, engine: Engine
+) -> None:
     sent("a")
     sent.relay.publisher.mark(bank.conf.task_default_queue, "m1", priority=0)
     with bank.connection_for_read() as connection:
@@ -299,7 +324,7 @@ def test_a_worker_without_a_guard_takes_a_marker_for_a_task_that_does_nothing(ba
     assert marker.headers["ignore_result"] is True
 
 
-def test_a_lost_row_keeps_its_order_when_it_is_sent_again(bank, sent, engine):
+def test_a_lost_row_keeps_its_order_when_it_is_sent_again(bank: Celery, sent: Sent, engine: Engine) -> None:
     with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
         for account in "abc":
             app_module.deposit.enqueue(session, account, ordering_key="k")
@@ -314,7 +339,7 @@ def test_a_lost_row_keeps_its_order_when_it_is_sent_again(bank, sent, engine):
         assert [queue.get(no_ack=True).headers[KEY_HEADER] for _ in range(4)] == ["a", "b", "c", "d"]
 
 
-def test_a_row_that_has_begun_is_looked_at_once(bank, sent, engine):
+def test_a_row_that_has_begun_is_looked_at_once(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("a")
     purge_queue(bank)
     with engine.connect() as connection:
@@ -324,7 +349,7 @@ def test_a_row_that_has_begun_is_looked_at_once(bank, sent, engine):
     assert reconcile(bank).resent == 0
 
 
-def test_no_statement_of_a_pass_reads_what_waits(bank, sent, engine):
+def test_no_statement_of_a_pass_reads_what_waits(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("model")
     with engine.connect() as connection:
         connection.execute(
@@ -350,7 +375,9 @@ def test_no_statement_of_a_pass_reads_what_waits(bank, sent, engine):
 
 @pytest.mark.parametrize("empty", [None, lambda _: 0], ids=["first in, first out", "counted"])
 @pytest.mark.parametrize(("release", "settled"), [(op.completed, 1), (op.due, 0)])
-def test_a_record_by_another_rule_makes_no_row_another_request(bank, sent, engine, release, settled, empty):
+def test_a_record_by_another_rule_makes_no_row_another_request(
+    bank: Celery, sent: Sent, engine: Engine, release: Any, settled: int, empty: Any
+) -> None:
     sent("a")
     purge_queue(bank)
     with engine.connect() as connection:
@@ -390,7 +417,9 @@ DONE = {
 
 @pytest.mark.parametrize("empty", [None, lambda _: 0], ids=["first in, first out", "counted"])
 @pytest.mark.parametrize("becomes", DONE, ids=lambda becomes: becomes.__name__)
-def test_a_row_that_raises_keeps_no_other_from_its_judgement(bank, sent, engine, becomes, empty):
+def test_a_row_that_raises_keeps_no_other_from_its_judgement(
+    bank: Celery, sent: Sent, engine: Engine, becomes: Any, empty: Any
+) -> None:
     accounts = ["good", "bad", "well"]
     sent(*accounts)
     purge_queue(bank)
