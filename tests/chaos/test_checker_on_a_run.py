@@ -74,7 +74,7 @@ def test_a_run_with_killed_workers_failures_duplicates_and_a_replay_is_clean(
         bank.deposit.enqueue(session, "enqueued", ordering_key="k")
         bank.deposit.enqueue(session, "enqueued too", ordering_key="k")
 
-    def ended(expected):
+    def ended(expected: Any) -> Any:
         query = "SELECT count(*) FROM idempotency.records WHERE status IN ('completed', 'failed')"
         return ready.sql(query).scalar_one() == expected
 

@@ -14,6 +14,6 @@ app.tasks.pop("tests.support.bank.transfer")
 def transfer(self: IdempotentTask, account: str, url: str, fee: int = 1) -> dict[str, Any]:
     """The same step and the same call; the final row shows who wrote it."""
     self.step("reserve", lambda session: session.execute(INSERT, {"account": f"{account}/step", "amount": 1}) and None)
-    answer = self.effect("call", call, url)
+    answer: dict[str, Any] = self.effect("call", call, url)
     self.session.execute(INSERT, {"account": account, "amount": answer["amount"] + fee})
     return answer

@@ -43,7 +43,7 @@ def publish(relay: Relay, scene: Scene) -> None:
 
     def passed() -> bool:
         relay.run_once()
-        return scene.outbox()[0].status == "published"
+        return bool(scene.outbox()[0].status == "published")
 
     eventually(passed, timeout=PATIENCE, what="the row is published")
 
@@ -57,8 +57,9 @@ def consumed(scene: Scene, copies: int) -> str:
     """Let a worker take what the broker has; the letter of what the copies did."""
     scene.worker(children=1)
     scene.completed()
-    taken = lambda: len(scene.trace("lease.taken"))  # noqa: E731
-    eventually(lambda: taken() == copies and scene.messages() == 0, what=f"{copies} copies taken")
+    eventually(
+        lambda: len(scene.trace("lease.taken")) == copies and scene.messages() == 0, what=f"{copies} copies taken"
+    )
     outcome = scene.outcome()
     assert outcome == ("D" if copies > 1 else "–")
     return outcome

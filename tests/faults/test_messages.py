@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def eight(scene: Scene, processes: Processes) -> None:
     scene.workers.append(processes.worker("--concurrency", str(COPIES)))
 
 
-def send_copies(scene: Scene, cell, number: int) -> None:
+def send_copies(scene: Scene, cell: Any, number: int) -> None:
     """The same message so many times: one task id, as if the broker had repeated it."""
     cell.accepts(scene.account)
     for _ in range(number):

@@ -61,7 +61,7 @@ def published_again(scene: Scene) -> str:
 
 @pytest.mark.parametrize("phase", each("F12", "P0", "P1", "P2", "P3", "P4", "P5"))
 def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(
-    phase: str, scene: Scene, postgres, cell: SeenCell
+    phase: str, scene: Scene, postgres: Any, cell: SeenCell
 ) -> None:
     proxy = scene.postgres_proxy()
     scene.worker()
@@ -78,7 +78,7 @@ def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(
 
 @pytest.mark.cell("F12", "P6")
 def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after_its_recovery(
-    scene: Scene, postgres, cell: SeenCell
+    scene: Scene, postgres: Any, cell: SeenCell
 ) -> None:
     scene.worker()
     scene.bring_to("P6")
@@ -94,7 +94,7 @@ def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after
 
 @pytest.mark.parametrize("phase", each("F12", "P7", "P8", "P9"))
 def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_copy_is_dropped(
-    phase: str, scene: Scene, relay: Relay, postgres, cell: SeenCell
+    phase: str, scene: Scene, relay: Relay, postgres: Any, cell: SeenCell
 ) -> None:
     scene.accept()
     scene.at({"P7": "relay.selected", "P8": "relay.published", "P9": "relay.confirmed"}[phase], postgres.kill)
@@ -305,7 +305,7 @@ def disk_full(backend: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("phase", each("F14", "P4", "P5"))
 def test_a_commit_for_which_the_disk_has_no_space_is_not_one(
-    phase: str, scene: Scene, postgres, cell: SeenCell
+    phase: str, scene: Scene, postgres: Any, cell: SeenCell
 ) -> None:
     if shutil.which("strace") is None:
         cell.not_run("no strace")

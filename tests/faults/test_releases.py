@@ -20,7 +20,7 @@ WRITTEN_BY = {7: OLD, 8: NEW}
 OPEN = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
 
 
-def takeovers(first: str, second: str, *phases: str) -> list:
+def takeovers(first: str, second: str, *phases: str) -> list[Any]:
     return [
         pytest.param(phase, first, second, marks=pytest.mark.cell("F21", phase), id=f"F21-{phase}-{first}-first")
         for phase in phases

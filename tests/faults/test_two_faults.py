@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import redis
@@ -48,7 +49,7 @@ def test_a_worker_frozen_in_its_body_while_redis_loses_everything_writes_nothing
 @pytest.mark.cell("F3@P4+F12")
 def test_a_worker_frozen_before_its_commit_while_postgres_is_killed_commits_nothing_when_it_goes_on(
     scene: Scene,
-    postgres,
+    postgres: Any,
     cell: SeenCell,
 ) -> None:
     scene.worker()

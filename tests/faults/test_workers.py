@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.support.proxy import Proxy
 QUICK = {("F1", "P3"), ("F3", "P4")}
 
 
-def each(fault: str, *phases: str) -> list:
+def each(fault: str, *phases: str) -> list[Any]:
     marks = {
         phase: [pytest.mark.cell(fault, phase)] + [pytest.mark.quick] * ((fault, phase) in QUICK) for phase in phases
     }

@@ -35,7 +35,7 @@ def define(bank: Celery) -> Iterator[Callable[..., Any]]:
     """Makes a task of a body, known to the application for this test only."""
     names = []
 
-    def make(body, **options):
+    def make(body: Any, **options: Any) -> Any:
         names.append(f"tests.{body.__name__}")
         return bank.task(base=IdempotentTask, bind=True, name=names[-1], shared=False, **{"key": "{name}", **options})(
             body
@@ -47,10 +47,10 @@ def define(bank: Celery) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def call(recording_server) -> Callable[..., Any]:
+def call(recording_server: Any) -> Callable[..., Any]:
     """A call outside, as a gateway makes it; without a key unless it is given one."""
 
-    def post(what="act", *, idempotency_key=None):
+    def post(what: str = "act", *, idempotency_key: Any = None) -> Any:
         headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
         return httpx.post(f"{recording_server.url}/acts", json={"what": what}, headers=headers, timeout=10).json()
 
@@ -68,10 +68,10 @@ def own_engine(database: str) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def report(assert_idempotent) -> Callable[..., Any]:
+def report(assert_idempotent: Any) -> Callable[..., Any]:
     """What is said about a task that is wrong."""
 
-    def of(task, *args, **options):
+    def of(task: Any, *args: Any, **options: Any) -> Any:
         with pytest.raises(NotIdempotent) as raised:
             assert_idempotent(task, *args, **{"tables": ["entries"], **options})
         print(raised.value)  # noqa: T201
@@ -83,7 +83,7 @@ def report(assert_idempotent) -> Callable[..., Any]:
 # ---------------------------------------------------------------- tasks that are right
 
 
-def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_idempotent) -> None:
+def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_idempotent: Any) -> None:
     checked = assert_idempotent(deposit, "a", amount=5, tables=["entries"])
 
     assert checked.not_compared == ("entries.id",)
@@ -92,7 +92,7 @@ def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_id
 
 
 def test_a_step_an_effect_and_a_session_are_idempotent_together(
-    bank: Celery, assert_idempotent, recording_server
+    bank: Celery, assert_idempotent: Any, recording_server: Any
 ) -> None:
     recording_server.answer = lambda call: (200, {"amount": 7})
     checked = assert_idempotent(transfer, "a", f"{recording_server.url}/act", tables=["entries"])
@@ -105,12 +105,12 @@ def test_a_step_an_effect_and_a_session_are_idempotent_together(
 
 
 def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
-    define: Callable[..., Any], assert_idempotent, bank: Celery, engine: Engine
+    define: Callable[..., Any], assert_idempotent: Any, bank: Celery, engine: Engine
 ) -> None:
-    def hear(self, event):
+    def hear(self: Any, event: Any) -> None:
         pass
 
-    def telling(self, name):
+    def telling(self: Any, name: str) -> None:
         self.session.execute(ROW)
         deposit.enqueue(self.session, f"{name}/next")
         publish(self.session, "order.paid", {"order": name}, app=bank)
@@ -131,9 +131,9 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
 
 
 def test_two_effects_without_a_session_are_idempotent_also_with_reading_and_a_key_of_its_own_in_one(
-    define: Callable[..., Any], assert_idempotent, recording_server, call: Callable[..., Any]
+    define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
-    def effects(self, name):
+    def effects(self: Any, name: str) -> Any:
         httpx.get(f"{recording_server.url}/rate", timeout=10)
         one = self.effect("one", call, "one")["id"]
         return one + self.effect("two", lambda *, idempotency_key: call("two", idempotency_key=f"own-{name}"))["id"]
@@ -144,9 +144,9 @@ def test_two_effects_without_a_session_are_idempotent_also_with_reading_and_a_ke
 
 
 def test_a_signature_brings_its_key_and_a_single_attempt_is_enough_for_every_interruption(
-    define: Callable[..., Any], assert_idempotent
+    define: Callable[..., Any], assert_idempotent: Any
 ) -> None:
-    def once(self, setup, tables):
+    def once(self: Any, setup: Any, tables: Any) -> None:
         self.session.execute(ROW)
 
     signature = define(once, key=None, max_attempts=1).s(setup=1, tables=2).set(idempotency_key="given")
@@ -154,9 +154,9 @@ def test_a_signature_brings_its_key_and_a_single_attempt_is_enough_for_every_int
 
 
 def test_a_task_that_needs_two_attempts_is_idempotent(
-    define: Callable[..., Any], assert_idempotent, recording_server, call: Callable[..., Any]
+    define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
-    def stubborn(self, name):
+    def stubborn(self: Any, name: str) -> None:
         self.session.execute(ROW)
         if not self.request.retries:
             raise ConnectionError("not yet")
@@ -164,19 +164,19 @@ def test_a_task_that_needs_two_attempts_is_idempotent(
     assert_idempotent(define(stubborn), "a", tables=["entries"])
 
 
-def test_a_task_that_is_meant_to_fail_is_compared_too(bank: Celery, assert_idempotent) -> None:
+def test_a_task_that_is_meant_to_fail_is_compared_too(bank: Celery, assert_idempotent: Any) -> None:
     with pytest.raises(ValueError, match="the plain run failed, so there is nothing to compare with: no_account"):
         assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"])
     assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"], may_fail=True)
 
 
 def test_setup_brings_the_rows_back_before_each_scenario(
-    define: Callable[..., Any], assert_idempotent, own_engine: Engine
+    define: Callable[..., Any], assert_idempotent: Any, own_engine: Engine
 ) -> None:
-    def deposit_more(self, name):
+    def deposit_more(self: Any, name: str) -> None:
         self.session.execute(text("UPDATE entries SET amount = amount + 1"))
 
-    def setup():
+    def setup() -> None:
         with own_engine.begin() as connection:
             connection.execute(ROW)
 
@@ -189,7 +189,7 @@ def test_setup_brings_the_rows_back_before_each_scenario(
 def test_a_session_of_its_own_is_found_by_the_row_it_leaves_twice(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
-    def own_session(self, name):
+    def own_session(self: Any, name: str) -> None:
         with own_engine.begin() as connection:
             connection.execute(ROW)
         self.session.execute(text("INSERT INTO failures (account, code) VALUES ('right', '')"))
@@ -205,11 +205,11 @@ def test_a_session_of_its_own_is_found_by_the_row_it_leaves_twice(
 def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
-    def setup():
+    def setup() -> None:
         with own_engine.begin() as connection:
             connection.execute(ROW)
 
-    def counting(self, name):
+    def counting(self: Any, name: str) -> None:
         with own_engine.begin() as connection:
             connection.execute(text("UPDATE entries SET amount = amount + 1"))
         self.session.execute(text("SELECT 1"))
@@ -222,7 +222,7 @@ def test_a_counter_changed_past_the_session_is_shown_with_both_values(
 def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def bare_call(self, name):
+    def bare_call(self: Any, name: str) -> None:
         call()
         self.session.execute(ROW)
 
@@ -235,7 +235,7 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
 def test_a_call_outside_of_an_effect_is_found_even_under_a_key_that_stays_the_same(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def keyed_call(self, name):
+    def keyed_call(self: Any, name: str) -> None:
         call(idempotency_key=f"own-{name}")
         self.session.execute(ROW)
 
@@ -246,7 +246,7 @@ def test_a_call_outside_of_an_effect_is_found_even_under_a_key_that_stays_the_sa
 def test_an_effect_that_does_not_pass_its_key_on_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def keyless(self, name):
+    def keyless(self: Any, name: str) -> None:
         self.effect("act", lambda *, idempotency_key: call())
 
     said = report(define(keyless), "a")
@@ -257,7 +257,7 @@ def test_an_effect_that_does_not_pass_its_key_on_is_found(
 def test_a_random_key_outside_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def random_key(self, name):
+    def random_key(self: Any, name: str) -> None:
         self.effect("act", lambda *, idempotency_key: call(idempotency_key=str(uuid4())))
 
     said = report(define(random_key), "a")
@@ -268,7 +268,7 @@ def test_a_random_key_outside_is_found(
 def test_an_effect_whose_name_changes_with_the_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def changing_name(self, name):
+    def changing_name(self: Any, name: str) -> None:
         self.effect(f"act-{self.request.retries}", call)
         self.session.execute(ROW)
 
@@ -281,7 +281,7 @@ def test_an_effect_whose_name_changes_with_the_attempt_is_found(
 def test_an_effect_with_a_random_name_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def random_name(self, name):
+    def random_name(self: Any, name: str) -> None:
         self.effect(f"act-{uuid4()}", call)
         self.session.execute(ROW)
 
@@ -291,7 +291,7 @@ def test_an_effect_with_a_random_name_is_found(
 def test_an_effect_that_says_something_else_under_the_same_key_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def clock_in_body(self, name):
+    def clock_in_body(self: Any, name: str) -> None:
         self.effect("act", lambda *, idempotency_key: call(time.time_ns(), idempotency_key=idempotency_key))
 
     said = report(define(clock_in_body), "a")
@@ -302,7 +302,7 @@ def test_an_effect_that_says_something_else_under_the_same_key_is_found(
 def test_an_effect_with_other_arguments_in_each_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
-    def clock_argument(self, name):
+    def clock_argument(self: Any, name: str) -> None:
         self.effect("act", call, time.time_ns())
         self.session.execute(ROW)
 
@@ -315,7 +315,7 @@ def test_an_effect_with_other_arguments_in_each_attempt_is_found(
 def test_a_key_that_each_call_makes_anew_is_found(
     define: Callable[..., Any], report: Callable[..., Any], key: Any
 ) -> None:
-    def keyed(self, name):
+    def keyed(self: Any, name: str) -> None:
         self.session.execute(ROW)
 
     said = report(define(keyed, key=key), "a")
@@ -324,7 +324,7 @@ def test_a_key_that_each_call_makes_anew_is_found(
 
 
 def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
-    def sending(self, name):
+    def sending(self: Any, name: str) -> None:
         deposit.delay(f"{name}/next")
         self.session.execute(ROW)
 
@@ -337,7 +337,7 @@ def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], rep
 def test_a_message_enqueued_in_a_session_of_its_own_is_found(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
-    def enqueueing(self, name):
+    def enqueueing(self: Any, name: str) -> None:
         with own_engine.begin() as connection:
             deposit.enqueue(connection, f"{name}/next")
         self.session.execute(ROW)
@@ -348,7 +348,7 @@ def test_a_message_enqueued_in_a_session_of_its_own_is_found(
 
 
 def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
-    def counting_runs(self, name):
+    def counting_runs(self: Any, name: str) -> Any:
         self.session.execute(ROW)
         return {"attempt": self.request.retries}
 
@@ -360,7 +360,7 @@ def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], repo
 def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
-    def looking_first(self, name):
+    def looking_first(self: Any, name: str) -> None:
         # right after any crash, because it looks; wrong beside another attempt, because it has looked before
         with own_engine.connect() as connection:
             found = connection.scalar(text("SELECT count(*) FROM entries"))
@@ -379,7 +379,7 @@ def test_what_the_process_remembers_is_found_when_a_lost_commit_runs_the_body_ag
 ) -> None:
     done = set()
 
-    def remembering(self, name):
+    def remembering(self: Any, name: str) -> None:
         if name not in done:
             done.add(name)
             self.session.execute(ROW)
@@ -392,7 +392,7 @@ def test_what_the_process_remembers_is_found_when_a_lost_commit_runs_the_body_ag
 
 
 def test_a_plain_run_that_is_never_the_same_is_said(define: Callable[..., Any], report: Callable[..., Any]) -> None:
-    def first_time_only(self, name):
+    def first_time_only(self: Any, name: str) -> None:
         if not self.session.scalar(text("SELECT count(*) FROM failures")):
             self.session.execute(ROW)
         self.session.execute(text("INSERT INTO failures (account, code) VALUES ('x', '')"))
@@ -407,7 +407,7 @@ def test_a_plain_run_that_is_never_the_same_is_said(define: Callable[..., Any], 
 
 @pytest.fixture
 def message() -> Callable[..., Any]:
-    def compose(task, *args, key):
+    def compose(task: Any, *args: Any, key: str) -> Any:
         headers = {"idempotency-key": key, "idempotency-tenant": "default"}
         return Message.composed(task.app, task.name, args, {}, task_id=str(uuid4()), headers=headers)
 
@@ -419,7 +419,7 @@ def lives() -> Iterator[Callable[..., Any]]:
     """What a process that delivers a message went through."""
     started = []
 
-    def live(task, message, interruption):
+    def live(task: Any, message: Any, interruption: Any) -> Any:
         started.append(Delivery(task.app, task, message, interruption=interruption))
         assert started[-1].wait(60)
         return started[-1].journal()
@@ -461,7 +461,7 @@ def test_a_finish_without_a_session_is_broken_as_well(
     does: Any,
     runs: int,
 ) -> None:
-    def nothing(self, name):
+    def nothing(self: Any, name: str) -> None:
         pass
 
     task = define(nothing)
@@ -496,8 +496,10 @@ def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
 # ---------------------------------------------------------------- what it refuses, and what it leaves
 
 
-def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(define: Callable[..., Any], assert_idempotent) -> None:
-    def attempts(self, name):
+def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(
+    define: Callable[..., Any], assert_idempotent: Any
+) -> None:
+    def attempts(self: Any, name: str) -> None:
         self.session.execute(text(f"INSERT INTO entries (account, amount) VALUES ('row', {self.request.retries})"))
 
     task = define(attempts)
@@ -506,13 +508,13 @@ def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(define: Callable[
         assert_idempotent(task, "a", tables=["entries"], ignore=["entires.amount"])
 
 
-def test_a_table_that_the_task_writes_to_has_to_be_named(bank: Celery, assert_idempotent) -> None:
+def test_a_table_that_the_task_writes_to_has_to_be_named(bank: Celery, assert_idempotent: Any) -> None:
     with pytest.raises(ValueError, match="the plain run writes to entries too"):
         assert_idempotent(deposit, "a")
 
 
 def test_a_database_whose_name_does_not_say_test_is_left_alone(
-    servers: services.Services, template: str, bank: Celery, assert_idempotent, engine: Engine
+    servers: services.Services, template: str, bank: Celery, assert_idempotent: Any, engine: Engine
 ) -> None:
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     name = f"shop_{uuid4().hex[:8]}"
@@ -538,7 +540,7 @@ def test_a_database_whose_name_does_not_say_test_is_left_alone(
         admin.dispose()
 
 
-def pythons():
+def pythons() -> Any:
     """Our living descendants that run Python: the servers are descendants too, and theirs come and go."""
     found = set()
     for process in psutil.Process().children(recursive=True):
@@ -557,7 +559,7 @@ def test_a_body_that_hangs_is_ended_and_named(bank: Celery, report: Callable[...
 
 
 def test_a_transaction_left_open_in_the_test_is_said(
-    bank: Celery, assert_idempotent, own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    bank: Celery, assert_idempotent: Any, own_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("idempotency.testing.ground.LOCK_TIMEOUT", "100ms")
     with own_engine.connect() as connection:
@@ -572,8 +574,8 @@ def test_the_plugin_imports_nothing_until_it_is_used() -> None:
     assert ran.stdout.strip() == "set()"
 
 
-def test_the_servers_answer_is_given_once_for_each_key(recording_server) -> None:
-    def post(key):
+def test_the_servers_answer_is_given_once_for_each_key(recording_server: Any) -> None:
+    def post(key: str) -> Any:
         return httpx.post(recording_server.url, headers={"Idempotency-Key": key}, json={}).json()
 
     answers = iter([(500, {}), (200, {"n": 1}), (200, {"n": 2})])
@@ -585,7 +587,7 @@ def test_the_servers_answer_is_given_once_for_each_key(recording_server) -> None
 def test_an_error_of_the_body_is_an_outcome_like_any_other(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
-    def stumbling(self, name):
+    def stumbling(self: Any, name: str) -> None:
         with own_engine.begin() as connection:
             if connection.scalar(text("SELECT count(*) FROM entries")):
                 raise PermanentError("it is there already", "already_there")

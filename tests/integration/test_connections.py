@@ -14,6 +14,7 @@ from celery import Celery
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
@@ -49,7 +50,7 @@ def test_no_end_takes_over_what_the_body_has_set(
     with engine.connect() as connection:
         connection.execute(text(ON_LETTERS if end == "failure" else WITNESS))
 
-    def weaken(session):
+    def weaken(session: Session) -> None:
         session.execute(text(f"SET {scope} synchronous_commit = off"))
         session.execute(ROW)
 
@@ -75,7 +76,7 @@ def test_the_next_attempt_on_a_connection_finds_nothing_that_an_earlier_one_has_
                current_setting('lock_timeout'), current_setting('idle_in_transaction_session_timeout')
     """)
 
-    def body(self: IdempotentTask, spoil: bool = False):
+    def body(self: IdempotentTask, spoil: bool = False) -> Any:
         seen = list(self.session.execute(shown).one())
         if spoil:
             for each in (

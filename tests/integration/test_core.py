@@ -101,7 +101,7 @@ def test_tenants_share_keys_without_meeting(deliveries: Deliveries, entries: Ent
 # ---------------------------------------------------------------- who may be acknowledged while it runs
 
 
-def in_flight(deliveries, task, *args, **kwargs):
+def in_flight(deliveries: Deliveries, task: Any, *args: Any, **kwargs: Any) -> Any:
     """Start a delivery that holds inside its body until `go()`."""
     done = []
     thread = threading.Thread(target=lambda: done.append(deliveries.deliver(task, *args, **kwargs)))
@@ -288,7 +288,7 @@ def test_self_retry_is_a_release_with_its_countdown(deliveries: Deliveries, reco
 def test_autoretry_for_is_a_release_too_but_not_for_a_permanent_error(
     bank: Celery, deliveries: Deliveries, record: Record
 ) -> None:
-    def body(self, account, how):
+    def body(self: Any, account: str, how: Any) -> None:
         raise PermanentError("final") if how == "final" else ConnectionError("again")
 
     task = make_task(bank, body, key="{account}", autoretry_for=(Exception,), retry_backoff=True)
@@ -302,7 +302,7 @@ def test_autoretry_for_is_a_release_too_but_not_for_a_permanent_error(
 def test_control_flow_that_would_acknowledge_past_the_record_is_a_permanent_error(
     bank: Celery, deliveries: Deliveries, record: Record, control: Any
 ) -> None:
-    def body(self):
+    def body(self: Any) -> None:
         raise control
 
     outcome = deliveries.deliver(make_task(bank, body), key="k")
@@ -311,7 +311,7 @@ def test_control_flow_that_would_acknowledge_past_the_record_is_a_permanent_erro
 
 
 def test_permanent_errors_of_the_task_end_it_at_once(bank: Celery, deliveries: Deliveries, record: Record) -> None:
-    def body(self):
+    def body(self: Any) -> None:
         raise LookupError("gone")
 
     outcome = deliveries.deliver(make_task(bank, body, permanent_errors=(LookupError,)), key="k")
@@ -322,11 +322,11 @@ def test_permanent_errors_of_the_task_end_it_at_once(bank: Celery, deliveries: D
 def test_a_broken_on_failed_does_not_keep_the_operation_open(
     bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
-    def broken(session, operation, error):
+    def broken(session: Session, operation: Any, error: Any) -> None:
         session.execute(ROW)
         raise RuntimeError("bug")
 
-    def body(self):
+    def body(self: Any) -> None:
         raise PermanentError("no")
 
     deliveries.deliver(make_task(bank, body, on_failed=broken), key="k")
@@ -341,7 +341,7 @@ def test_a_broken_on_failed_does_not_keep_the_operation_open(
 def test_a_shutdown_gives_the_attempt_back_and_the_next_delivery_leaves_with_it(
     bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
-    def body(self):
+    def body(self: Any) -> None:
         self.session.execute(ROW)
         raise SystemExit(0)
 
@@ -359,7 +359,7 @@ def test_a_shutdown_gives_the_attempt_back_and_the_next_delivery_leaves_with_it(
 def test_commit_on_the_session_is_refused_and_names_the_step(
     bank: Celery, deliveries: Deliveries, record: Record
 ) -> None:
-    def body(self):
+    def body(self: Any) -> None:
         self.session.execute(ROW)
         self.session.commit()
 
@@ -370,7 +370,7 @@ def test_commit_on_the_session_is_refused_and_names_the_step(
 
 
 def test_a_savepoint_in_the_session_is_allowed(bank: Celery, deliveries: Deliveries, entries: Entries) -> None:
-    def body(self):
+    def body(self: Any) -> None:
         with self.session.begin_nested():
             self.session.execute(ROW)
 
@@ -383,7 +383,7 @@ def test_what_the_body_wrote_is_visible_exactly_when_the_record_is_completed(
 ) -> None:
     seen = []
 
-    def body(self):
+    def body(self: Any) -> None:
         self.session.execute(ROW)
         self.session.flush()
         seen.append((entries("row"), record("k").status))
@@ -400,7 +400,7 @@ def test_a_constraint_that_fails_at_commit_is_an_ordinary_error_and_no_doubt(
         connection.execute(text("CREATE TABLE parent (id int PRIMARY KEY)"))
         connection.execute(text("CREATE TABLE child (id int REFERENCES parent (id) DEFERRABLE INITIALLY DEFERRED)"))
 
-    def body(self):
+    def body(self: Any) -> None:
         self.session.execute(text("INSERT INTO child VALUES (1)"))
 
     outcome = deliveries.deliver(make_task(bank, body), key="k")
@@ -443,7 +443,7 @@ def test_enqueue_leaves_with_the_callers_commit_and_not_without_it(bank: Celery,
 
 
 def test_enqueue_heeds_the_options_of_the_task_as_apply_async_does(bank: Celery, engine: Engine) -> None:
-    def body(self, account): ...
+    def body(self: Any, account: str) -> None: ...
 
     task = make_task(bank, body, key="{account}", soft_time_limit=7)
     with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
@@ -485,7 +485,7 @@ def test_a_message_shows_its_key_and_never_its_arguments(bank: Celery, engine: E
 def test_an_eager_call_is_protected_too_and_retries_at_once(bank: Celery, entries: Entries, record: Record) -> None:
     tries = []
 
-    def body(self, account):
+    def body(self: Any, account: str) -> Any:
         tries.append(account)
         if len(tries) < 3:
             raise ValueError("again")
@@ -512,11 +512,11 @@ def test_lookup_reads_the_stored_operation(bank: Celery, deliveries: Deliveries)
 # ---------------------------------------------------------------- what the tests above share
 
 
-def bank_task(name):
+def bank_task(name: str) -> Any:
     return getattr(bank, name)
 
 
-def outbox(engine):
+def outbox(engine: Engine) -> Any:
     with engine.connect() as connection:
         return [
             tuple(row) for row in connection.execute(text("SELECT origin, status FROM idempotency.outbox ORDER BY id"))
@@ -532,7 +532,7 @@ def test_a_body_that_hangs_in_a_transaction_loses_its_locks_with_its_lease(
         "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND datname = current_database()"
     )
 
-    def body(self):
+    def body(self: Any) -> None:
         self.session.execute(ROW)
         with engine.connect() as connection:
             seen.append(connection.execute(idle).scalar_one())

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import Connection, event, text
 from sqlalchemy.engine import Engine, make_url
 
 from idempotency.application import close_runtime
@@ -70,7 +70,7 @@ def test_a_lost_reply_to_a_steps_commit_does_the_step_once(
 ) -> None:
     runs = []
 
-    def body(self):
+    def body(self: Any) -> Any:
         runs.append(1)
         return self.step("one", lambda session: session.execute(ROW).rowcount)
 
@@ -89,7 +89,7 @@ def test_a_lost_reply_to_the_finish_of_a_body_without_a_session_is_resolved(
 ) -> None:
     runs = []
 
-    def body(self):
+    def body(self: Any) -> Any:
         runs.append(1)
         return len(runs)
 
@@ -149,16 +149,16 @@ def test_a_finish_without_a_session_whose_database_is_away_for_a_moment_is_a_dou
 ) -> None:
     runs = []
 
-    def body(self):
+    def body(self: Any) -> None:
         runs.append(1)
 
     task = make_task(app, body, max_attempts=1)
     complete = records.complete
 
-    def break_once(connection, *args, **kwargs):
+    def break_once(connection: Connection, *args: Any, **kwargs: Any) -> None:
         monkeypatch.setattr(records, "complete", complete)
 
-        def refuse_once(*_):
+        def refuse_once(*_: Any) -> None:
             event.remove(connection.engine, "do_connect", refuse_once)
             raise psycopg.OperationalError("connection refused")
 

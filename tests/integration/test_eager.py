@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -69,7 +70,7 @@ def test_an_interrupt_of_an_eager_call_leaves_it_to_the_next_one(
 ) -> None:
     tries = []
 
-    def body(self, account):
+    def body(self: Any, account: str) -> Any:
         self.session.execute(ROW)
         tries.append(account)
         if len(tries) == 1:

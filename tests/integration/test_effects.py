@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import text
 from sqlalchemy.engine import Engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from idempotency import (
     DidNotHappen,
@@ -50,7 +50,7 @@ class Entry(Base):
 def test_a_recorded_effect_is_not_called_again(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record, engine: Engine
 ) -> None:
-    def body(self):
+    def body(self: Any) -> Any:
         answer = self.effect("call", app_module.call, outside.url)
         if record("k").attempts == 1:
             raise ValueError("after the effect")
@@ -80,7 +80,7 @@ def test_the_provider_is_asked_before_it_is_called_again(
 ) -> None:
     doubts = []
 
-    def find(url, *, doubt):
+    def find(url: str, *, doubt: Any) -> Any:
         doubts.append(doubt)
         return Happened({"amount": 7, "found": True})
 
@@ -114,14 +114,14 @@ def test_a_stored_failure_is_settled_by_asking_and_then_called_under_the_next_ke
 ) -> None:
     answers = [StoredFailure("stored 500")]
 
-    def call(url, *, idempotency_key):
+    def call(url: str, *, idempotency_key: str) -> Any:
         if answers:
             raise answers.pop()
         return app_module.call(url, idempotency_key=idempotency_key)
 
     doubts = []
 
-    def find(url, *, doubt):
+    def find(url: str, *, doubt: Any) -> Any:
         doubts.append(doubt.ended_for is not None and 0 <= doubt.ended_for < 5)
         return DidNotHappen()
 
@@ -136,7 +136,7 @@ def test_a_stored_failure_that_asking_does_not_settle_is_asked_again_and_never_c
 ) -> None:
     calls = []
 
-    def call(url, *, idempotency_key):
+    def call(url: str, *, idempotency_key: str) -> None:
         calls.append(idempotency_key)
         raise StoredFailure("stored 500")
 
@@ -156,7 +156,7 @@ def test_a_stored_failure_that_asking_does_not_settle_is_asked_again_and_never_c
 def test_a_stored_failure_without_reconcile_waits_for_a_person(
     bank: Celery, deliveries: Deliveries, record: Record
 ) -> None:
-    def call(*, idempotency_key):
+    def call(*, idempotency_key: str) -> None:
         raise StoredFailure("stored 500")
 
     outcome = deliveries.deliver(make_task(bank, lambda self: self.effect("call", call)), key="k")
@@ -169,7 +169,7 @@ def test_a_stored_failure_without_reconcile_is_not_waited_for(
 ) -> None:
     calls = []
 
-    def call(*, idempotency_key):
+    def call(*, idempotency_key: str) -> None:
         calls.append(idempotency_key)
         raise StoredFailure("stored 500")
 
@@ -211,7 +211,7 @@ def test_within_the_retention_the_same_call_is_repeated(
 
 
 def test_a_refusal_of_the_provider_is_a_known_outcome(bank: Celery, deliveries: Deliveries, record: Record) -> None:
-    def declined(*, idempotency_key):
+    def declined(*, idempotency_key: str) -> None:
         raise PermanentError("card declined", "card_declined")
 
     deliveries.deliver(make_task(bank, lambda self: self.effect("call", declined)), key="k")
@@ -222,7 +222,7 @@ def test_a_refusal_of_the_provider_is_a_known_outcome(bank: Celery, deliveries: 
 def test_an_effect_with_a_transaction_open_is_refused_reads_included(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld
 ) -> None:
-    def body(self):
+    def body(self: Any) -> None:
         self.session.execute(text("SELECT 1"))
         self.effect("call", app_module.call, outside.url)
 
@@ -231,7 +231,7 @@ def test_an_effect_with_a_transaction_open_is_refused_reads_included(
 
 
 def test_an_effect_after_rollback_is_accepted(bank: Celery, deliveries: Deliveries, outside: OutsideWorld) -> None:
-    def body(self):
+    def body(self: Any) -> Any:
         self.session.execute(text("SELECT 1"))
         self.session.rollback()
         return self.effect("call", app_module.call, outside.url)
@@ -242,7 +242,7 @@ def test_an_effect_after_rollback_is_accepted(bank: Celery, deliveries: Deliveri
 def test_an_effect_with_pending_objects_in_the_session_is_refused(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld
 ) -> None:
-    def body(self):
+    def body(self: Any) -> None:
         self.session.add(Entry(account="row"))
         self.effect("call", app_module.call, outside.url)
 
@@ -252,11 +252,11 @@ def test_an_effect_with_pending_objects_in_the_session_is_refused(
 def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepted(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record
 ) -> None:
-    def twice(self):
+    def twice(self: Any) -> None:
         self.effect("call", app_module.call, outside.url)
         self.effect("call", app_module.call, outside.url)
 
-    def two(self):
+    def two(self: Any) -> None:
         self.effect("one", app_module.call, outside.url)
         self.effect("two", app_module.call, outside.url)
 
@@ -271,7 +271,7 @@ def test_other_arguments_under_a_begun_name_are_refused(
 ) -> None:
     outside.script = ["fail after"]
 
-    def body(self):
+    def body(self: Any) -> Any:
         return self.effect("call", app_module.call, outside.url + f"?attempt={record('k').attempts}")
 
     task = make_task(bank, body)
@@ -284,7 +284,7 @@ def test_other_arguments_under_a_begun_name_are_refused(
 def test_a_step_is_committed_with_its_result_and_not_repeated(
     bank: Celery, deliveries: Deliveries, entries: Entries, record: Record, engine: Engine
 ) -> None:
-    def body(self):
+    def body(self: Any) -> Any:
         count = self.step("reserve", lambda session: session.execute(ROW).rowcount)
         if record("k").attempts == 1:
             raise ValueError("after the step")
@@ -301,7 +301,7 @@ def test_a_step_is_committed_with_its_result_and_not_repeated(
 def test_a_step_that_raises_leaves_nothing(
     bank: Celery, deliveries: Deliveries, entries: Entries, record: Record
 ) -> None:
-    def reserve(session):
+    def reserve(session: Session) -> None:
         session.execute(ROW)
         raise PermanentError("no")
 
@@ -313,7 +313,7 @@ def test_a_step_that_raises_leaves_nothing(
 def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld, entries: Entries, engine: Engine, record: Record
 ) -> None:
-    def body(self):
+    def body(self: Any) -> Any:
         self.session.execute(ROW)
         self.session.rollback()
         if record("k").attempts == 1:  # somebody takes over while we are in the body
@@ -348,7 +348,7 @@ def test_provider_keys_do_not_depend_on_the_attempt_and_differ_in_everything_els
     assert all(len(key) <= 255 for key in keys)
 
 
-def move_begun(engine, seconds):
+def move_begun(engine: Engine, seconds: Any) -> None:
     with engine.connect() as connection:
         connection.execute(
             text(
@@ -377,7 +377,7 @@ def test_an_answer_of_reconcile_that_is_none_is_an_ordinary_error(
 ) -> None:
     calls = []
 
-    def lost(*, idempotency_key):
+    def lost(*, idempotency_key: str) -> None:
         calls.append(idempotency_key)
         raise ConnectionError
 

@@ -26,7 +26,7 @@ from tests.support.tasks import ROW
 def consumers(bank: Celery) -> Iterator[Any]:
     """Two consumers of order events and one of everything; their tasks go with the test."""
 
-    def handle(self, event):
+    def handle(self: Any, event: Any) -> Any:
         self.session.execute(ROW)
         return [event["type"], event["data"]]
 
@@ -44,7 +44,7 @@ def transaction(engine: Engine) -> Iterator[Session]:
         yield session
 
 
-def rows(engine):
+def rows(engine: Engine) -> Any:
     with engine.connect() as connection:
         return connection.execute(text("SELECT * FROM idempotency.outbox ORDER BY id")).all()
 
@@ -134,7 +134,7 @@ def test_a_payload_that_is_not_json_is_refused_and_nothing_is_written(
 
 
 def test_a_consumer_cannot_subscribe_one_name_twice(bank: Celery, consumers: Any) -> None:
-    def handle(self, event): ...
+    def handle(self: Any, event: Any) -> None: ...
 
     with pytest.raises(SettingsError, match=r"ledger\.handle"):
         subscribe("order.*", consumer="ledger", app=bank)(handle)
@@ -148,7 +148,7 @@ def test_a_consumer_without_a_pattern_is_refused(bank: Celery) -> None:
 def test_one_consumer_may_name_several_patterns_and_is_told_once(
     bank: Celery, transaction: Session, engine: Engine
 ) -> None:
-    def handle(self, event): ...
+    def handle(self: Any, event: Any) -> None: ...
 
     task = subscribe("order.paid", "order.*", "user.created", consumer="ledger", app=bank)(handle)
     try:
@@ -175,7 +175,7 @@ def test_a_consumer_in_a_module_that_only_include_names_is_told(
     events._imported.discard(bank)
     imports = []
 
-    def note(**_):
+    def note(**_: Any) -> None:
         imports.append(1)
 
     import_modules.connect(note)

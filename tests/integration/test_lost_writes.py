@@ -74,7 +74,7 @@ def test_a_claim_that_a_crash_has_undone_is_made_again_and_the_effects_happen_on
 ) -> None:
     left: list[Any] = []
 
-    def body(self):
+    def body(self: Any) -> Any:
         left.append(record("k"))
         self.session.execute(ROW)
         return len(left)
@@ -107,7 +107,7 @@ def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(
 ) -> None:
     found: list[object] = []
 
-    def body(self):
+    def body(self: Any) -> Any:
         found.append(record("k").status)
         self.session.execute(ROW)
         return 1

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime
@@ -57,7 +57,7 @@ def sent(bank: Celery, engine: Engine) -> Iterator[Sent]:
     sent.relay.close()
 
 
-def purge_queue(bank):
+def purge_queue(bank: Celery) -> None:
     with bank.connection_for_write() as connection:
         connection.default_channel.queue_purge(bank.conf.task_default_queue)
 
@@ -175,7 +175,7 @@ def test_nothing_is_sent_again_while_the_broker_is_away(bank: Celery, sent: Sent
         bank.conf.broker_url = address
 
 
-def age(engine, seconds):
+def age(engine: Engine, seconds: Any) -> None:
     with engine.connect() as connection:
         connection.execute(
             text("UPDATE idempotency.outbox SET published_at = published_at - make_interval(secs => :s)"),
@@ -211,23 +211,23 @@ def test_a_backlog_of_sixty_thousand_is_not_sent_again_and_is_after_a_wipe(
 # ---------------------------------------------------------------- markers, and what consumers hold
 
 
-def foreign(bank, number, seconds=0.0):
+def foreign(bank: Celery, number: Any, seconds: float = 0.0) -> None:
     """Messages of no outbox row."""
     for _ in range(number):
         app_module.slow_deposit.apply_async((f"foreign {uuid4()}", seconds))
 
 
-def markers(engine):
+def markers(engine: Engine) -> Any:
     with engine.connect() as connection:
         return connection.execute(text("SELECT queue, priority, taken_at FROM idempotency.markers")).all()
 
 
-def let_grace_pass(engine):
+def let_grace_pass(engine: Engine) -> None:
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.markers SET taken_at = taken_at - interval '10 s'"))
 
 
-def all_taken(engine):
+def all_taken(engine: Engine) -> Any:
     return lambda: all(marker.taken_at is not None for marker in markers(engine))
 
 
@@ -240,7 +240,7 @@ def test_operations_wiped_under_foreign_traffic_are_back_within_two_sweeps(
     foreign(bank, 20, 0.2)
     stop = threading.Event()
 
-    def traffic():
+    def traffic() -> None:
         while not stop.wait(0.1):
             foreign(bank, 1, 0.2)
 
@@ -387,23 +387,23 @@ def test_a_record_by_another_rule_makes_no_row_another_request(
         assert op.dead_letters(connection) == []
 
 
-def ends(connection, account):
+def ends(connection: Connection, account: str) -> None:
     op.completed(
         connection, OperationId("default", app_module.deposit.name, account), fingerprint=fingerprint_of(account)
     )
 
 
-def starts(connection, account):
+def starts(connection: Connection, account: str) -> None:
     op.started(
         connection, OperationId("default", app_module.deposit.name, account), fingerprint=fingerprint_of(account)
     )
 
 
-def is_anothers(connection, account):
+def is_anothers(connection: Connection, account: str) -> None:
     op.completed(connection, OperationId("default", app_module.deposit.name, account), fingerprint="v1:another")
 
 
-def is_lost(connection, account):
+def is_lost(connection: Connection, account: str) -> None:
     """No trace of it."""
 
 

@@ -188,7 +188,7 @@ def test_sixteen_copies_at_once_run_once(
     processes.worker("--concurrency", "8")
     barrier = threading.Barrier(4)
 
-    def send():
+    def send() -> None:
         barrier.wait()
         for _ in range(4):
             app_module.deposit.delay("a")

@@ -29,7 +29,7 @@ POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked"
 
 @pytest.fixture
 def enqueue(engine: Engine) -> Callable[..., Any]:
-    def enqueue(*accounts):
+    def enqueue(*accounts: Any) -> None:
         with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
             for account in accounts:
                 app_module.deposit.enqueue(session, account)
@@ -37,7 +37,7 @@ def enqueue(engine: Engine) -> Callable[..., Any]:
     return enqueue
 
 
-def states(engine):
+def states(engine: Engine) -> Any:
     with engine.connect() as connection:
         return connection.execute(text("SELECT status FROM idempotency.outbox ORDER BY id")).scalars().all()
 
@@ -98,7 +98,7 @@ def memory_alarm(servers: services.Services) -> Iterator[Callable[..., Any]]:
         pytest.skip("needs a RabbitMQ of our own and its rabbitmqctl")
     environment = servers.rabbitmq._environment()  # HOME has the node's cookie
 
-    def watermark(fraction):
+    def watermark(fraction: Any) -> None:
         command = [program, "-q", "-n", environment["RABBITMQ_NODENAME"], "set_vm_memory_high_watermark", fraction]
         subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
 
@@ -200,7 +200,7 @@ def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_noth
     for account in accounts[30:]:
         enqueue(account)
 
-    def all_done():
+    def all_done() -> Any:
         with engine.connect() as connection:  # patience is a setting; here it is over
             connection.execute(
                 text(

@@ -38,7 +38,7 @@ def directory(environment: dict[str, str]) -> Path:
 
 @pytest.fixture
 def completed(record: Record) -> Callable[..., Any]:
-    def wait(account: str):
+    def wait(account: str) -> Any:
         return eventually(lambda: (row := record(account)) and row.status == "completed" and row, timeout=PATIENCE)
 
     return wait

@@ -96,7 +96,7 @@ def deposit(self: IdempotentTask, account: str, amount: int = 1) -> dict[str, An
 def transfer(self: IdempotentTask, account: str, url: str) -> dict[str, Any]:
     """A step, a call outside, and a final row."""
     self.step("reserve", lambda session: session.execute(INSERT, {"account": f"{account}/step", "amount": 1}) and None)
-    answer = self.effect("call", call, url)
+    answer: dict[str, Any] = self.effect("call", call, url)
     self.session.execute(INSERT, {"account": account, "amount": answer["amount"]})
     return answer
 

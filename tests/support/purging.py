@@ -15,9 +15,9 @@ from tests.support.operations import age, completed
 
 
 def past_its_time(connection: Connection, state: Callable[..., Any] = completed) -> OperationId:
-    held = state(connection)
-    age(connection, held.id, expires_at=-1)
-    return held.id
+    id: OperationId = state(connection).id
+    age(connection, id, expires_at=-1)
+    return id
 
 
 def deliver_again(

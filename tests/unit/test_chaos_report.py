@@ -19,7 +19,7 @@ GOOD = Counts(accepted=10, completed=9, failed=1, takeovers=3, fenced=1)
 BROKEN = Violation("I1", "red/chaos.deposit/17", "2 committed results in generation 1")
 
 
-def report(violations=(), problems=(), counts=GOOD):
+def report(violations: Any = (), problems: Any = (), counts: Any = GOOD) -> Any:
     return Report(7, 60.0, ENOUGH, {}, counts, list(violations), list(problems))
 
 

@@ -89,7 +89,7 @@ CALLS = {
 def test_a_call_is_refused_where_it_is_made(
     call: Call, bank: Celery, nothing_happens: Callable[[], Any], engine: Engine
 ) -> None:
-    ways = {
+    ways: dict[str, Callable[[Session], Any]] = {
         "apply_async": lambda _: call.task.apply_async(call.args, **call.options),
         "a signature": lambda _: call.task.s(*call.args).apply_async(**call.options),
         "enqueue": lambda session: call.task.enqueue(session, *call.args, **call.options),
