@@ -165,7 +165,7 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
         [deposited()],
         {},
     ),
-    "a finish that nobody holds": (
+    "a finish without a holder": (
         "I4",
         [(CLAIM,), (RELEASE, NEXT), (PUBLISH,), (DEPOSIT, COMPLETE)],
         [deposited()],
@@ -185,7 +185,7 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
         [deposited()],
         {},
     ),
-    "a failure that nobody expected": ("I6", [(CLAIM,), (FAILURE, LETTER, FAIL)], [deposited()], {}),
+    "an unexpected failure": ("I6", [(CLAIM,), (FAILURE, LETTER, FAIL)], [deposited()], {}),
     "a release without a delivery": ("I7", [(CLAIM,), (RELEASE,)], [deposited()], {"drained": False}),
     "a claim without its message": (
         "I7",
@@ -207,7 +207,7 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
         [],
         {"drained": False},
     ),
-    "a record that nobody accepted": ("I9", [(CLAIM,), (DEPOSIT, COMPLETE)], [], {}),
+    "a record that was never accepted": ("I9", [(CLAIM,), (DEPOSIT, COMPLETE)], [], {}),
     "a record of a rolled-back enqueue": (
         "I9",
         [(CLAIM,), (DEPOSIT, COMPLETE)],
@@ -221,7 +221,7 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
         {},
     ),
     "two acts under one key": ("I12", [], [], {"acts": {"g1": 2}}),
-    "an act that nobody began": ("I12", [], [], {"acts": {"g1": 1}}),
+    "an act that was never begun": ("I12", [], [], {"acts": {"g1": 1}}),
     "a failure without a dead letter": (
         "I13",
         [(CLAIM,), (FAILURE, FAIL)],
@@ -282,7 +282,7 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
         [deposited()],
         {},
     ),
-    "an orphan that nobody recovers": ("I20", [(CLAIM,), (OVER,)], [deposited()], {}),
+    "an orphan that is not recovered": ("I20", [(CLAIM,), (OVER,)], [deposited()], {}),
     "a purge before its time": ("I21", [(CLAIM,), (DEPOSIT, COMPLETE), (PURGE,)], [deposited()], {}),
     "a purge of what has not ended": ("I21", [(CLAIM,), (PURGE,)], [deposited()], {}),
     "a purge of an unsent row": (

@@ -49,7 +49,7 @@ def publish(relay: Relay, scene: Scene) -> None:
 
 
 def unconfirmed(scene: Scene) -> None:
-    """Wait until the broker has the message and has sent its confirm, which nobody receives."""
+    """Wait until the broker has the message and has sent its confirm, which is not received."""
     eventually(lambda: scene.proxy.swallowed > 0 and scene.messages() == 1, what="a message without its confirm")
 
 
@@ -236,7 +236,7 @@ def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(
     scene.cancelled(phase)
     rabbitmq.start()
     scene.completed()
-    # where nobody but a redelivery will look: the process that was waiting for COMMIT's reply is gone
+    # where only a redelivery will look: the process that was waiting for COMMIT's reply is gone
     again = "lease.taken" if phase in ("P5", "P6") else "finish.committed"
     count = 2 if phase in ("P5", "P6") else 1
     eventually(lambda: len(scene.trace(again)) >= count, timeout=PATIENCE, what=again)

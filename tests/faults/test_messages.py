@@ -153,7 +153,7 @@ def hand_back(scene: Scene, times: int) -> None:
             channel.basic_reject(got.delivery_tag, requeue=True)
 
 
-# Of the claims beyond the last attempt, all but two are counted without a death of their own.
+# Of the claims beyond the last attempt, all but two are counted without another death.
 SKIPPED = maintenance.SPARE_CLAIMS - 2
 
 

@@ -318,7 +318,7 @@ def test_a_commit_for_which_the_disk_has_no_space_is_not_one(
             scene.let_go("P4")
             eventually(lambda: waits(scene), timeout=PATIENCE, what="it waits for Postgres")
     else:
-        # somebody else's commit finds the disk full, and takes the whole server down
+        # another session's commit finds the disk full, and takes the whole server down
         with psycopg.connect(plain(scene.engine.url.render_as_string(hide_password=False))) as other:
             other.execute("INSERT INTO failures (account, code) VALUES ('x', 'y')")
             with disk_full(other.info.backend_pid), pytest.raises(psycopg.OperationalError):

@@ -144,7 +144,7 @@ def test_a_redis_whose_clock_falls_back_an_hour_holds_up_a_delivery_until_recove
     scene.duplicate()
     eventually(lambda: [each for each in leases(own_redis) if each.endswith(" guarded")], what="the guarded mark")
     clock.shift(-3600)
-    # Its holder dies, and its lease in Postgres ends: only Redis still thinks that somebody is on it.
+    # Its holder dies, and its lease in Postgres ends: only Redis still holds a lease of it.
     os.kill(scene.held("P1"), signal.SIGKILL)
     scene.age()
     seen = len(scene.trace("lease.taken"))

@@ -22,7 +22,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def held_relay(scene: Scene) -> Iterator[Start]:
-    """Starts a relay as a process of its own, and returns when it is held in a phase of the scene's operation."""
+    """Starts a relay in a separate process, and returns when it is held in a phase of the scene's operation."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(phase: str, app: str = "tests.support.bank") -> subprocess.Popen[bytes]:

@@ -97,7 +97,7 @@ def test_an_attempt_of_one_release_and_its_takeover_by_another(
     os.kill(child, signal.SIGCONT)
     eventually(lambda: " succeeded" in holder.log or " ignored" in holder.log, timeout=PATIENCE, what="settled")
     assert scene.record() == done
-    # at P5 the first had committed; nobody knew
+    # at P5 the first had committed, unknown to all
     assert writer(scene) == (first if phase == "P5" else second)
     cell.saw(scene.outcome())
 

@@ -31,7 +31,7 @@ def postgres(request: pytest.FixtureRequest, scene: Scene) -> Proxy | None:
 
 
 def redelivered(scene: Scene) -> None:
-    """Wait until the message is with a worker again, and whoever got it has settled it."""
+    """Wait until the message is with a worker again, and has been settled there."""
     eventually(lambda: scene.logged(" received") >= 2, timeout=PATIENCE, what="delivered again")
     eventually(lambda: scene.logged(" succeeded") + scene.logged(" ignored") >= 1, timeout=PATIENCE, what="settled")
 
@@ -149,7 +149,7 @@ def test_the_worker_is_told_to_end_and_given_time(phase: str, scene: Scene, cell
     eventually(lambda: "Warm shutdown" in worker.log, timeout=PATIENCE)
     scene.let_go(phase)
     assert worker.process.wait(PATIENCE) == 0
-    # nobody else is there
+    # there is no other worker
     assert scene.outcome() == "–"
     assert scene.logged(" received") == 1
     cell.saw("finish" if scene.logged(" succeeded") else "nothing")

@@ -116,7 +116,7 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
         publish(self.session, "order.paid", {"order": name}, app=bank)
 
     with engine.begin() as connection:
-        deposit.enqueue(connection, "somebody else's")
+        deposit.enqueue(connection, "another one's")
     heard = subscribe("order.*", consumer="tests", app=bank)(hear)
     try:
         checked = assert_idempotent(define(telling), "a", tables=["entries"])
@@ -125,8 +125,8 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
         bank.tasks.pop(heard.name)
     # an event's id and time are new ones in each run, and committed once
     assert checked.not_compared == ("enqueued.args", "enqueued.key", "entries.id")
-    with engine.connect() as connection:  # nobody sends what the scenarios have left, and nothing else is gone
-        assert connection.execute(text("SELECT key FROM idempotency.outbox")).all() == [("somebody else's",)]
+    with engine.connect() as connection:  # nothing sends what the scenarios have left, and nothing else is gone
+        assert connection.execute(text("SELECT key FROM idempotency.outbox")).all() == [("another one's",)]
         assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
 
 

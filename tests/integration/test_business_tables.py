@@ -27,7 +27,7 @@ COLUMNS = text("""
     SELECT table_name, column_name, data_type, is_nullable, column_default FROM information_schema.columns
     WHERE table_schema = 'public' AND table_name NOT IN (:version_table, 'ledger_entries') ORDER BY 1, 2
 """)
-# In a process of its own: a payment is submitted as the application does it.
+# In a separate process: a payment is submitted as the application does it.
 SUBMIT = """
 from celeryconfig import environment
 from sqlalchemy import create_engine

@@ -270,7 +270,7 @@ def test_every_message_says_its_version_and_its_fingerprint(bank: Celery, connec
 
 @pytest.fixture
 def newer_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code after a deploy: it makes fingerprints by a rule of its own and knows the one before."""
+    """The code after a deploy: it makes fingerprints by its own rule and knows the one before."""
     monkeypatch.setitem(keys.FINGERPRINT_RULES, "v2", lambda arguments: f"v2:{keys.canonical_json(arguments)[::-1]}")
     assert keys.fingerprint({"account": "a1"}).startswith("v2:")
 

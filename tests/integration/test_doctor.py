@@ -404,7 +404,7 @@ def test_a_worker_that_would_lose_work_does_not_start(
 def test_neither_a_worker_nor_the_relay_starts_with_an_address_that_is_none(
     processes: Processes, environment: dict[str, str], variable: str, setting: str
 ) -> None:
-    # taken for a port, the password would be in the error of whoever parses it
+    # taken for a port, the password would be in the error of what parses it
     spoiled = {variable: spoil(environment[variable], "address")}
     worker = processes.start("--concurrency", "1", "-P", "solo", **spoiled)
     assert worker.process.wait(30) == 1

@@ -150,7 +150,7 @@ def test_a_stored_failure_that_asking_does_not_settle_is_asked_again_and_never_c
     make_due(engine, "k")
     assert deliveries.deliver(task, key="k").value == {"amount": 7}
     assert len(calls) == 1
-    assert record("k").attempts == 1  # too early to tell is nobody's fault
+    assert record("k").attempts == 1  # too early to tell is no error
 
 
 def test_a_stored_failure_without_reconcile_waits_for_a_person(
@@ -316,7 +316,7 @@ def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(
     def body(self: Any) -> Any:
         self.session.execute(ROW)
         self.session.rollback()
-        if record("k").attempts == 1:  # somebody takes over while we are in the body
+        if record("k").attempts == 1:  # another attempt takes over while we are in the body
             with engine.connect() as connection:
                 connection.execute(
                     text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s'")

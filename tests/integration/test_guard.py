@@ -198,7 +198,7 @@ def tick() -> None:
 
 
 def expire(app: Celery, consumer: DeadLetterConsumer, send: Callable[[], object]) -> None:
-    """Send a message that nobody takes in time; it is in the dead-letter queue when this returns."""
+    """Send a message that is not taken in time; it is in the dead-letter queue when this returns."""
     consumer.run_once()  # declares the queue
     send()
     with app.connection_for_write() as broker:

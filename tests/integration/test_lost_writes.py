@@ -30,7 +30,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
     server.start()
     engine = create_engine(server.url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
-        # Nobody flushes in the background what a commit did not: the crash undoes it every time, not sometimes.
+        # Nothing is flushed in the background that a commit has not flushed: the crash undoes it every time, not sometimes.
         connection.execute(text("ALTER SYSTEM SET wal_writer_delay = '10s'"))
         connection.execute(text("ALTER SYSTEM SET wal_writer_flush_after = '1GB'"))
         connection.execute(text("SELECT pg_reload_conf()"))

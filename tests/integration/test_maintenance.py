@@ -199,7 +199,7 @@ def test_a_process_that_ended_but_was_not_waited_for_is_dead(
     held = started(connection, holder=identity(holder))
     assert holder.stdout is not None
     holder.kill()
-    assert holder.stdout.read() == ""  # its end is closed: it is gone, and a zombie until somebody waits
+    assert holder.stdout.read() == ""  # its end is closed: it is gone, and a zombie until its parent waits
     eventually(lambda: recover(bank), timeout=10, what="the zombie's operation")
     assert status(connection, held.id) == "released"
 
@@ -228,7 +228,7 @@ def test_another_process_under_a_used_pid_does_not_keep_the_operation(bank: Cele
     assert status(connection, mine.id) == "started"
 
 
-# A /proc of its own: to remount the one that is there would hide the processes of the whole machine.
+# A private /proc: to remount the one that is there would hide the processes of the whole machine.
 SAYS = "import os, sys; from idempotency.attempt.runtime import is_provably_dead as dead; os.setgid(65534); os.setuid(65534);"
 SAYS += "print(os.path.exists(f'/proc/{sys.argv[1].split(chr(124))[3]}'), dead(sys.argv[1]))"
 
@@ -247,7 +247,7 @@ def seen_under_hidepid(name: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a /proc of its own")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a private /proc")
 def test_a_process_that_proc_hides_is_not_dead_until_it_is_gone(holder: subprocess.Popen[str]) -> None:
     name = identity(holder)
     assert seen_under_hidepid(name) == "False False"

@@ -71,7 +71,7 @@ def samples(url: str) -> dict[tuple[str, str, str], float]:
 def test_the_endpoint_shows_what_all_processes_of_a_worker_did(
     bank: Celery, processes: Processes, relay: Relay, tmp_path: Path
 ) -> None:
-    directory = tmp_path / "made by whoever comes first"
+    directory = tmp_path / "made by the first"
     processes.worker("--concurrency", "2", PROMETHEUS_MULTIPROC_DIR=str(directory))
     deposit, failing = bank_module.deposit.name, bank_module.failing.name
     for account in (uuid4().hex, uuid4().hex):
@@ -95,7 +95,7 @@ def test_the_endpoint_shows_what_all_processes_of_a_worker_did(
         assert seen["idempotency_completed_total", deposit, ""] == 2
         # max_attempts=3: two come after another one, the third ends the operation
         assert seen["idempotency_claims_total", failing, ""] == 4
-        assert ("idempotency_takeovers_total", failing, "") not in seen  # a retry takes nothing from anybody
+        assert ("idempotency_takeovers_total", failing, "") not in seen  # a retry takes nothing over
         assert seen["idempotency_retries_total", failing, ""] == 2
         assert seen["idempotency_failed_total", failing, "no_account"] == 1
         assert seen["idempotency_phase_seconds_count", deposit, "claim"] == 6

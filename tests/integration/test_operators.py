@@ -271,7 +271,7 @@ def test_what_another_application_runs_is_cancelled_only_when_told_so(bank: Cele
     assert len(op.dead_letters(connection)) == len(audits(connection)) == 1
 
 
-# ---------------------------------------------------------------- an effect nobody knows about
+# ---------------------------------------------------------------- an effect with an unknown outcome
 
 
 @pytest.fixture

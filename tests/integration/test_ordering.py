@@ -33,7 +33,7 @@ TOO_LONG = {"exchange": "x" * 300, "routing_key": "y"}
 
 
 def write(connection: Connection | Session, key: str, lane: str | None, **options: Any) -> str:
-    """An ordered row, perhaps with a route or a countdown of its own."""
+    """An ordered row, perhaps with its own route or countdown."""
     composed = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers={KEY_HEADER: key})
     message = Message(composed.headers, composed.body, options.pop("route", composed.route), composed.properties)
     id = OperationId("default", b.deposit.name, key)
@@ -54,7 +54,7 @@ def let_pass(connection: Connection) -> None:
 
 
 def fail(connection: Connection, relay: Relay, event_id: str) -> int:
-    """Let a row of its own fault fail; returns its dead letter."""
+    """Let a row fail by its own fault; returns its dead letter."""
     for _ in range(relay_module.OWN_ERRORS):
         let_pass(connection)
         relay.run_once()

@@ -48,7 +48,7 @@ def at_point() -> Iterator[Callable[[str, Callable[[], None]], None]]:
 
 
 def write(connection: Connection, key: str, *, route: dict[str, Any] | None = None, **properties: Any) -> str:
-    """A row with a message of its own; without a route to the queue of the test."""
+    """A row with its own message; without a route to the queue of the test."""
     composed = Message.composed(
         b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers={KEY_HEADER: key}, queue=None
     )

@@ -222,7 +222,7 @@ def test_an_index_is_built_while_a_transaction_that_uses_its_table_is_open(
         migrated = in_background(lambda: schema.migrate(empty))
         eventually(lambda: "note" in columns(empty), what="the column")
         writer.execute(text("UPDATE idempotency.relay_sleep SET until = until"))
-        insert(other, "outbox", OUTBOX)  # nobody waits for the index
+        insert(other, "outbox", OUTBOX)  # nothing waits for the index
         other.commit()
         writer.commit()
         assert migrated.result(30) == "with_an_index"
@@ -277,7 +277,7 @@ def test_nothing_is_put_outside_our_schema(empty: Engine) -> None:
 def downgrade(engine: Engine, revision: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(idempotency.__file__).parent / "store/migrations"))
-    with engine.connect() as connection:  # each migration begins a transaction of its own
+    with engine.connect() as connection:  # each migration begins its own transaction
         config.attributes["connection"] = connection
         command.downgrade(config, revision)
 

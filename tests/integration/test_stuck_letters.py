@@ -59,7 +59,7 @@ def wait_for_a_lock_that_is_held(session: Session, operation: Any, error: Any) -
 
 @pytest.fixture
 def locked(bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
-    """The row that `on_failed` wants, held by somebody else until this is rolled back."""
+    """The row that `on_failed` wants, held by another transaction until this is rolled back."""
     monkeypatch.setattr(bank.tasks[b.deposit.name], "on_failed", wait_for_a_lock_that_is_held)
     with engine.connect() as setup:
         setup.execute(text("INSERT INTO failures (account, code) VALUES ('locked', 'x')"))

@@ -78,7 +78,7 @@ def poor(engine: Engine, database: str, environment: dict[str, str], bank: Celer
 
 
 def mended(engine: Engine, mend: str, error: str, deliver: Callable[[], Outcome]) -> Outcome:
-    """What becomes of a delivery that has to wait until somebody mends the database."""
+    """What becomes of a delivery that has to wait until the database is mended."""
     waits = metrics.waiting.labels(app_module.deposit.name, error)._value
     before = waits.get()
     with ThreadPoolExecutor(1) as thread:
@@ -107,7 +107,7 @@ def test_a_schema_that_is_missing_at_the_claim_is_waited_for(
     assert (outcome.state, entries("a")) == ("SUCCESS", 1)
 
 
-# Held by somebody, as the lease of `leave_lease` says.
+# Held by another process, as the lease of `leave_lease` says.
 HELD = f"""
 UPDATE idempotency.records
 SET status = 'started', token = '{"d" * 32}', result = NULL, response_code = NULL, completed_at = NULL,

@@ -99,7 +99,7 @@ class Claims(Holders):
     @precondition(lambda self: any(record.status in ("started", "released") for record in self.records.values()))
     @rule(id=some_id, amount=some_amount, then=st.sampled_from(["claim", "duplicate", None]))
     def its_time_comes(self, id: OperationId, amount: int, then: str | None) -> None:
-        """A lease is over, a delay is over; and perhaps somebody comes."""
+        """A lease is over, a delay is over; and perhaps another delivery comes."""
         self._age(id)
         if then == "claim":
             self.claim(id, amount, dies=False)

@@ -34,7 +34,7 @@ POINTS = (
     "finish.written",
     "finish.committed",
 )
-# The lease is 60 s: whoever is finished within this time was found dead, not waited for.
+# The lease is 60 s: what is finished within this time was found dead, not waited for.
 PROVEN = 20.0
 
 

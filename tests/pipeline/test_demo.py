@@ -27,7 +27,7 @@ SEED = 3
 
 
 def demo(*options: str | Path) -> subprocess.Popen[str]:
-    """The demo with servers of its own, whatever the environment says."""
+    """The demo with private servers, whatever the environment says."""
     given = ("DATABASE_URL", "REDIS_URL", "BROKER_URL")
     environment = {name: value for name, value in os.environ.items() if name not in given}
     return subprocess.Popen(

@@ -28,7 +28,7 @@ from tests.search.world import opened
 # Seeds that one process takes at a time.
 SEEDS_AT_ONCE = 20
 
-# Where nobody watches: a line for so many cases.
+# Without a terminal: a line for so many cases.
 LINE_EVERY = 25
 
 command = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -121,7 +121,7 @@ def _fitting(kinds: Sequence[str]) -> str:
 
 
 def _cases(pairs: str, scenarios: Iterable[str]) -> Iterator[Case]:
-    """Every pair in every scenario that is one for it: faults of the provider need somebody who calls it."""
+    """Every pair in every scenario that is one for it: faults of the provider need an actor that calls it."""
     wanted = [set(_known(pair.split("+"), KINDS)) for pair in pairs.split(",") if pair]
     for name in scenarios:
         scenario = SCENARIOS[name]

@@ -25,7 +25,7 @@ from idempotency.store.statements import Wire
 from tests.search import footprints
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 
-# What the finishing statements set, so that nobody waits for long behind a frozen holder.
+# What the finishing statements set, so that nothing waits for long behind a frozen holder.
 EVICTION = "idle_in_transaction_session_timeout"
 
 
@@ -33,7 +33,7 @@ class Cursor(psycopg.Cursor[Any]):
     connection: Any  # a `Connection` of this module
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        # what a pool does with a connection that comes back is seen by nobody
+        # what a pool does with a connection that comes back is invisible to the others
         if (actor := current()) is None or not self.connection.is_taken or query == runtime._RESET:
             return super().execute(query, params, **options)
         pid = self.connection.info.backend_pid

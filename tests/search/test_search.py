@@ -174,7 +174,7 @@ def test_an_actor_that_waits_for_a_lock_is_seen_and_goes_on_when_it_is_free(worl
 def test_time_that_passes_ends_a_finishing_transaction_that_idles(world: World) -> None:
     done = carried_out(world, "plain/attempt+takeover@5b")
 
-    # nobody waited for the frozen holder, and its COMMIT failed: it claimed again
+    # nothing waited for the frozen holder, and its COMMIT failed: it claimed again
     assert not any("waits for a lock" in event.outcome for event in done.trace)
     after = actions(done, "a")[actions(done, "a").index("COMMIT") + 1 :]
     assert after[0] == "records.claim"

@@ -83,7 +83,7 @@ CREATE SEQUENCE virtual.seconds START 100000000;
 CREATE FUNCTION virtual.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS
     'SELECT pg_catalog.clock_timestamp() + make_interval(secs => last_value) FROM virtual.seconds';
 """
-# The witness of every write to a record that somebody else held, under the fence that this holder has.
+# The witness of every write to a record that another attempt held, under the fence that this holder has.
 WITNESS = """
 CREATE TABLE virtual.trespasses (writer text, holder text, became text);
 CREATE FUNCTION virtual.witness() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -360,7 +360,7 @@ class World:
         return Envelope(message, 0)
 
     def take_process(self) -> Runtime:
-        """A process with connections of its own."""
+        """A process with its own connections."""
         if not self._processes:
             self._processes.append(_process())
         return self._processes.pop()
@@ -541,7 +541,7 @@ def _plain(database_url: str) -> str:
 
 
 def _process() -> Runtime:
-    """Another process: its own connections, opened before anybody is scheduled."""
+    """Another process: its own connections, opened before an actor is scheduled."""
     runtime = Runtime(settings_of(application.app))
     runtime.heartbeat._thread = -1  # nothing is renewed by itself
     runtime.holder = f"search|{uuid4().hex}"
@@ -553,7 +553,7 @@ def _process() -> Runtime:
 
 
 class OfActors(dict[Any, Runtime]):
-    """The open runtimes: each actor is a process of its own."""
+    """The open runtimes: each actor is a separate process."""
 
     def get(self, app: Any, default: Any = None) -> Any:
         actor = current()

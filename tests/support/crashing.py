@@ -1,6 +1,6 @@
 """Kills, stops or holds a worker process at a named moment, once for each plan.
 
-A plan is a file `<point>` in $CRASH_DIRECTORY whose text says what to do. Whoever removes the file acts on it, so
+A plan is a file `<point>` in $CRASH_DIRECTORY whose text says what to do. The process that removes the file acts on it, so
 that exactly one process does, however many reach the point; a plan of EVERY stays, and everybody acts on it. The file
 `trace` there says who reached what, for which key: the witness for how often a body ran.
 """
@@ -26,7 +26,7 @@ HOLD = "hold"  # waits for `<point>.go`; its pid is left in `<point>.held`
 RAISE_EXIT = "exit"  # SystemExit, as a shutdown raises it
 RAISE_ERROR = "error"  # F18: an error that another attempt may not meet
 RAISE_PERMANENT = "permanent error"  # F18: one that every attempt would meet
-KILL_EVERY_CHILD = "kill every child"  # F17: whoever reaches it, again and again
+KILL_EVERY_CHILD = "kill every child"  # F17: each one that reaches it, again and again
 HOLD_EVERYBODY = "hold everybody"  # F16: each waits for `<point>.go`; its pid is in the name of `<point>.<pid>.held`
 EVERY = (KILL_EVERY_CHILD, HOLD_EVERYBODY)
 

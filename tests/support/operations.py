@@ -1,6 +1,6 @@
 """Operations brought into a given state through the library's own statements, and read back whole.
 
-Time passes by UPDATE: rows are aged, nobody sleeps.
+Time passes by UPDATE: rows are aged instead of sleeping.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def at_once(number: int, work: Callable[[int], T]) -> list[T]:
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run the work in a thread of its own."""
+    """Run the work in another thread."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)
     pool.shutdown(wait=False)

@@ -40,7 +40,7 @@ class OutsideWorld:
                 self.send_response({"fail before": 500, "fail after": 500, "busy": 429}.get(how, 200))
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                with contextlib.suppress(OSError):  # whoever asked may have gone
+                with contextlib.suppress(OSError):  # the caller may have gone
                     if how == "drip":
                         for byte in body:
                             self.wfile.write(bytes([byte]))

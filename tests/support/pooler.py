@@ -20,7 +20,7 @@ PROGRAM = "pgbouncer"
 
 
 class Pooler:
-    """A PgBouncer on a port of its own; skips the test where there is none and none can be installed.
+    """A PgBouncer on a free port; skips the test where there is none and none can be installed.
 
     `ignores_options`: whether it drops the options we connect with, or refuses the connection for them, its default.
     """

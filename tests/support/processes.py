@@ -29,7 +29,7 @@ def eventually(condition: Callable[[], T | None], *, timeout: float = 30.0, what
 
 
 class Worker:
-    """One `celery worker` with its pool, in a process group of its own."""
+    """One `celery worker` with its pool, in its own process group."""
 
     def __init__(self, environment: dict[str, str], *options: str, app: str = "tests.support.bank") -> None:
         self._log = Path(tempfile.mkstemp(prefix="worker-", suffix=".log")[1])

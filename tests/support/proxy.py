@@ -208,7 +208,9 @@ class Proxy:
             if stream.waiting and stream.waiting[0][0] <= now:
                 interest[stream.target.fileno()] = interest.get(stream.target.fileno(), 0) | select.POLLOUT
             elif stream.waiting or stream.doomed:
-                due = stream.waiting[0][0] if stream.waiting else now + 0.01  # the kernel tells nobody that all is sent
+                due = (
+                    stream.waiting[0][0] if stream.waiting else now + 0.01
+                )  # the kernel does not tell that all is sent
                 pause = min(due - now, pause or due - now)
         poll = select.poll()
         for descriptor, events in interest.items():
@@ -260,7 +262,7 @@ class Proxy:
             self.swallowed += len(data)
             return
         if stream is connection.replies and connection.cutting and data:
-            # the answer is here, so the request has been carried out; nobody will learn of it
+            # the answer is here, so the request has been carried out, and this is never learnt
             self.cuts += 1
             self._end(connection)
             return

@@ -137,7 +137,7 @@ def test_much_more_than_one_buffer_passes_unchanged_while_the_sender_still_sends
 
 
 def test_a_server_that_takes_nothing_is_felt_by_the_sender(connect: Callable[[], socket.socket], echo: Echo) -> None:
-    echo.shutdown()  # it accepts nobody any more
+    echo.shutdown()  # it accepts no connection any more
     client = connect()
     client.settimeout(1.0)
     with pytest.raises(TimeoutError):

@@ -141,7 +141,7 @@ def relay_of(bank: Celery) -> Iterator[Relay]:
 
 
 def write(connection: Connection, key: str, *, route: dict[str, Any] | None = None, **more_headers: Any) -> None:
-    """An outbox row, perhaps with a route or headers of its own."""
+    """An outbox row, perhaps with its own route or headers."""
     given = {KEY_HEADER: key} | more_headers
     message = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=key, headers=given)
     message = Message(message.headers, message.body, route or message.route, message.properties)

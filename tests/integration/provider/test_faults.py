@@ -238,7 +238,7 @@ def test_killed_at_any_moment_under_load_every_charge_has_its_answer_and_every_a
             assert set(answered) <= set(charged)
             assert set(charged.values()) == {1}
             sandbox.restart()
-            # whoever got no answer asks again: still once each
+            # what got no answer is asked again: still once each
             for key in charged:
                 if key not in answered and key.startswith(f"{crash}-"):
                     assert response(pay(sandbox, key)).headers["Idempotent-Replayed"] == "true"

@@ -14,7 +14,7 @@ import services
 
 @pytest.fixture(scope="module")
 def database_url(servers: services.Services, template: str) -> Iterator[str]:
-    """One database for the module: every test works on keys of its own."""
+    """One database for the module: every test works on its own keys."""
     name = f"records_{uuid4().hex[:8]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
     with admin.connect() as connection:
