@@ -422,9 +422,7 @@ def test_a_holder_that_recovery_took_for_dead_and_that_writes_later_is_reported(
     assert reported(engine, deposited(), deposited("b")) == {"I20"}
 
 
-def test_rows_of_one_ordering_key_published_in_another_order_than_committed_are_reported(
-    engine: Engine, hand: Hand
-) -> None:
+def test_rows_of_a_key_published_out_of_order_are_reported(engine: Engine, hand: Hand) -> None:
     hand.sql(ENQUEUE, key="a")
     hand.sql(ENQUEUE, key="b")
     hand.sql(PUBLISH, key="b")

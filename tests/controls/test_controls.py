@@ -46,7 +46,7 @@ def test_a_control_that_proves_nothing_says_why(outcome: Any, complaint: str) ->
     assert [complaint in problem for problem in outcome.problems] == [True]
 
 
-def test_a_control_that_is_silent_with_its_safeguard_and_tells_without_it_has_no_problem() -> None:
+def test_a_control_that_tells_only_without_its_safeguard_is_right() -> None:
     assert Outcome(CONTROL, [], [ANOTHERS, ITS_OWN], 1, 1).problems == []
 
 
@@ -61,7 +61,7 @@ def test_a_removed_safeguard_is_gone_and_comes_back(name: Any) -> None:
     assert all(getattr(owner, attribute) == before for owner, attribute, before in changed)
 
 
-def test_a_safeguard_that_is_not_where_it_was_is_an_error_and_nothing_stays_changed(
+def test_a_missing_safeguard_is_an_error_and_nothing_stays_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for script in ("_DROP", "_DROP_ALL", "_TAKE"):

@@ -138,7 +138,7 @@ def test_two_beats_do_not_send_again_what_a_worker_holds(
 
 
 @pytest.mark.cell("F19", "P1")
-def test_what_was_orphaned_while_beat_was_down_for_an_hour_is_done_after_its_first_tick(
+def test_what_was_orphaned_without_beat_is_done_after_its_first_tick(
     scene: Scene, beats: Callable[[], Beats], cell: SeenCell
 ) -> None:
     orphan(scene, "P1")
@@ -165,7 +165,7 @@ def test_recoveries_of_several_processes_at_once_release_an_orphan_once(scene: S
 
 
 @pytest.mark.cell("F19", "P3")
-def test_a_beat_with_an_old_schedule_file_sends_each_task_once_and_not_for_every_hour_it_missed(
+def test_a_beat_with_an_old_schedule_file_sends_each_task_once(
     scene: Scene, beats: Callable[[], Beats], tmp_path: Path, cell: SeenCell
 ) -> None:
     orphan(scene, "P3")

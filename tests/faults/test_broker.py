@@ -69,7 +69,7 @@ def consumed(scene: Scene, copies: int) -> str:
 
 
 @pytest.mark.cell("F5", "P7")
-def test_a_relay_whose_connection_is_reset_before_it_publishes_sends_its_row_in_the_next_pass(
+def test_a_relay_reset_before_it_publishes_sends_its_row_in_the_next_pass(
     relay: Relay, scene: Scene, cell: SeenCell
 ) -> None:
     assert relay.run_once() == Relayed(0, 0)
@@ -85,9 +85,7 @@ def test_a_relay_whose_connection_is_reset_before_it_publishes_sends_its_row_in_
 
 
 @pytest.mark.cell("F5", "P8")
-def test_a_relay_whose_connection_is_reset_before_the_confirm_publishes_again_on_a_new_channel(
-    relay: Relay, scene: Scene, cell: SeenCell
-) -> None:
+def test_a_relay_reset_before_the_confirm_publishes_again(relay: Relay, scene: Scene, cell: SeenCell) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     former = relay.publisher._channel
     scene.proxy.black_hole("replies")
@@ -102,9 +100,7 @@ def test_a_relay_whose_connection_is_reset_before_the_confirm_publishes_again_on
 
 
 @pytest.mark.cell("F5", "P9")
-def test_a_relay_whose_connection_is_reset_after_the_confirm_marks_its_row_and_sends_nothing_again(
-    relay: Relay, scene: Scene, cell: SeenCell
-) -> None:
+def test_a_relay_reset_after_the_confirm_marks_its_row(relay: Relay, scene: Scene, cell: SeenCell) -> None:
     scene.at("relay.confirmed", scene.proxy.reset)
     scene.accept()
     assert relay.run_once() == Relayed(1, 0)
@@ -114,7 +110,7 @@ def test_a_relay_whose_connection_is_reset_after_the_confirm_marks_its_row_and_s
 
 
 @pytest.mark.cell("F6", "P7")
-def test_a_relay_waits_for_a_killed_broker_and_then_publishes_what_it_had_selected(
+def test_a_relay_waits_for_a_killed_broker_and_publishes_its_rows(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
     scene.declare_queues()
@@ -147,7 +143,7 @@ def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(
 
 
 @pytest.mark.cell("F7", "P7")
-def test_a_relay_waits_for_a_frozen_broker_and_then_publishes_what_it_had_selected(
+def test_a_relay_waits_for_a_frozen_broker_and_publishes_its_rows(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
@@ -164,7 +160,7 @@ def test_a_relay_waits_for_a_frozen_broker_and_then_publishes_what_it_had_select
 
 
 @pytest.mark.cell("F7", "P8")
-def test_a_broker_frozen_before_its_confirm_arrives_costs_a_time_out_a_channel_and_a_second_copy(
+def test_a_broker_frozen_before_its_confirm_costs_a_second_copy(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)

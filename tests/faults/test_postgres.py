@@ -77,7 +77,7 @@ def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(
 
 
 @pytest.mark.cell("F12", "P6")
-def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after_its_recovery(
+def test_what_postgres_had_committed_answers_a_duplicate_after_recovery(
     scene: Scene, postgres: Any, cell: SeenCell
 ) -> None:
     scene.worker()
@@ -93,7 +93,7 @@ def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after
 
 
 @pytest.mark.parametrize("phase", each("F12", "P7", "P8", "P9"))
-def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_copy_is_dropped(
+def test_a_relay_that_loses_postgres_before_its_mark_publishes_again(
     phase: str, scene: Scene, relay: Relay, postgres: Any, cell: SeenCell
 ) -> None:
     scene.accept()
@@ -154,7 +154,7 @@ def proxied_relay(scene: Scene) -> Iterator[Relay]:
 
 
 @pytest.mark.cell("F13", "P7")
-def test_a_relay_that_never_hears_which_rows_it_has_leased_leaves_them_until_the_lease_is_over(
+def test_a_relay_that_never_hears_of_its_rows_leaves_them_for_a_lease(
     scene: Scene, proxied_relay: Relay, cell: SeenCell
 ) -> None:
     scene.accept()
@@ -259,7 +259,7 @@ def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(
 
 
 @pytest.mark.cell("F14", "P6")
-def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stored_result(
+def test_a_duplicate_waits_for_postgres_and_gets_the_stored_result(
     scene: Scene, writes: Writes, cell: SeenCell
 ) -> None:
     scene.worker()

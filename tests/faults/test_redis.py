@@ -136,7 +136,7 @@ def test_a_redis_whose_clock_jumps_ahead_forgets_a_lease_and_postgres_keeps_it(
 
 
 @pytest.mark.cell("F11", "P0")
-def test_a_redis_whose_clock_falls_back_an_hour_holds_up_a_delivery_until_recovery_sends_it(
+def test_a_redis_clock_an_hour_back_holds_up_a_delivery_until_recovery(
     scene: Scene, own_redis: Redis, clock: clocks.Clock, cell: SeenCell
 ) -> None:
     scene.worker()

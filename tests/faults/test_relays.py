@@ -136,7 +136,7 @@ def test_of_eight_relays_at_once_one_publishes_the_row(scene: Scene, cell: SeenC
 
 
 @pytest.mark.cell("F16", "P9")
-def test_of_eight_relays_at_once_one_publishes_again_what_was_confirmed_and_not_marked(
+def test_of_eight_relays_one_publishes_again_what_was_not_marked(
     scene: Scene, held_relay: Start, cell: SeenCell
 ) -> None:
     scene.worker()

@@ -28,9 +28,7 @@ def flush(url: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.cell("F3@P2+F9")
-def test_a_worker_frozen_in_its_body_while_redis_loses_everything_writes_nothing_when_it_goes_on(
-    scene: Scene, cell: SeenCell
-) -> None:
+def test_a_worker_frozen_while_redis_loses_everything_writes_nothing(scene: Scene, cell: SeenCell) -> None:
     scene.worker()
     scene.bring_to("P2")
     os.kill(frozen := scene.held("P2"), signal.SIGSTOP)
@@ -47,7 +45,7 @@ def test_a_worker_frozen_in_its_body_while_redis_loses_everything_writes_nothing
 
 
 @pytest.mark.cell("F3@P4+F12")
-def test_a_worker_frozen_before_its_commit_while_postgres_is_killed_commits_nothing_when_it_goes_on(
+def test_a_worker_frozen_while_postgres_is_killed_commits_nothing(
     scene: Scene,
     postgres: Any,
     cell: SeenCell,
@@ -69,9 +67,7 @@ def test_a_worker_frozen_before_its_commit_while_postgres_is_killed_commits_noth
 
 
 @pytest.mark.cell("F5@P5+F13")
-def test_a_broker_connection_reset_while_the_reply_to_commit_is_lost_leaves_one_commit(
-    scene: Scene, cell: SeenCell
-) -> None:
+def test_a_broker_reset_and_a_lost_commit_reply_leave_one_commit(scene: Scene, cell: SeenCell) -> None:
     broker, postgres = scene.broker_proxy(), scene.postgres_proxy()
     scene.worker()
     scene.bring_to("P5", postgres)
@@ -84,7 +80,7 @@ def test_a_broker_connection_reset_while_the_reply_to_commit_is_lost_leaves_one_
 
 
 @pytest.mark.cell("F6@P8+F2")
-def test_a_broker_and_a_relay_killed_before_the_confirm_was_read_leave_a_second_copy_which_is_dropped(
+def test_a_broker_and_relay_killed_before_the_confirm_leave_a_copy(
     scene: Scene, servers: services.Services, cell: SeenCell
 ) -> None:
     if servers.broker != "rabbitmq":

@@ -300,7 +300,7 @@ class Login:
 @pytest.mark.filterwarnings("ignore:Requiring AUTH while not requiring TLS")
 @pytest.mark.parametrize("scheme", ["smtp", "smtps"])
 @pytest.mark.parametrize("trouble", [None, "unknown certificate", "wrong password", "no TLS"])
-def test_with_a_password_the_report_goes_out_only_over_tls_to_a_server_that_is_known(
+def test_a_report_with_a_password_goes_only_over_tls_to_a_known_server(
     alerting: Celery, certificate: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, trouble: str | None
 ) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -130,7 +130,7 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
         assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
 
 
-def test_two_effects_without_a_session_are_idempotent_also_with_reading_and_a_key_of_its_own_in_one(
+def test_two_effects_without_a_session_are_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
     def effects(self: Any, name: str) -> Any:
@@ -143,7 +143,7 @@ def test_two_effects_without_a_session_are_idempotent_also_with_reading_and_a_ke
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
-def test_a_signature_brings_its_key_and_a_single_attempt_is_enough_for_every_interruption(
+def test_a_signature_brings_its_key_and_one_attempt_is_enough(
     define: Callable[..., Any], assert_idempotent: Any
 ) -> None:
     def once(self: Any, setup: Any, tables: Any) -> None:
@@ -232,7 +232,7 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     assert "a call outside self.effect" in said
 
 
-def test_a_call_outside_of_an_effect_is_found_even_under_a_key_that_stays_the_same(
+def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
     def keyed_call(self: Any, name: str) -> None:
@@ -374,7 +374,7 @@ def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
-def test_what_the_process_remembers_is_found_when_a_lost_commit_runs_the_body_again_in_it(
+def test_what_a_process_remembers_is_found_after_a_lost_commit(
     define: Callable[..., Any], report: Callable[..., Any]
 ) -> None:
     done = set()

@@ -195,7 +195,7 @@ def test_retries_used_up_get_a_last_look_like_attempts(
 
 
 @pytest.mark.parametrize("options", [{}, {"autoretry_for": (Exception,), "retry_backoff": False}], ids=str)
-def test_a_lock_that_somebody_holds_uses_no_attempt(
+def test_a_lock_that_is_held_uses_no_attempt(
     bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, options: dict[str, Any]
 ) -> None:
     """A frozen attempt keeps the locks of its transaction for several leases."""

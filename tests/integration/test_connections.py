@@ -68,9 +68,7 @@ def test_no_end_takes_over_what_the_body_has_set(
         assert connection.execute(text("SELECT account FROM failures")).scalars().all() == ["on"]
 
 
-def test_the_next_attempt_on_a_connection_finds_nothing_that_an_earlier_one_has_set(
-    bank: Celery, deliveries: Deliveries
-) -> None:
+def test_an_attempt_finds_nothing_that_an_earlier_one_has_set(bank: Celery, deliveries: Deliveries) -> None:
     shown = text("""
         SELECT pg_backend_pid(), current_user, current_setting('synchronous_commit'), current_setting('search_path'),
                current_setting('lock_timeout'), current_setting('idle_in_transaction_session_timeout')
@@ -96,7 +94,7 @@ def test_the_next_attempt_on_a_connection_finds_nothing_that_an_earlier_one_has_
     assert deliveries.deliver(task, key="after").value == before
 
 
-def test_a_connection_whose_server_has_gone_is_given_back_in_silence_and_replaced(
+def test_a_connection_whose_server_has_gone_is_replaced_in_silence(
     bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = runtime_of(bank)
@@ -245,7 +243,7 @@ def test_the_heartbeat_keeps_its_connection(bank: Celery, held: Holding) -> None
 
 
 @pytest.mark.parametrize("direction", ["requests", "replies"])
-def test_a_heartbeat_whose_connection_answers_nothing_renews_over_another_within_the_lease(
+def test_a_heartbeat_without_answers_renews_over_another_connection(
     bank: Celery, proxied: Proxy, direction: str, request: pytest.FixtureRequest
 ) -> None:
     held: Holding = request.getfixturevalue("held")

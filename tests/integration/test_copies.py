@@ -190,7 +190,7 @@ def test_a_message_is_refused_faster_than_its_confirm_is_noted(
     assert state(connection) == ("failed", 1, 0)
 
 
-def test_a_message_of_an_ordering_key_is_refused_faster_than_its_confirm_is_noted(
+def test_an_ordered_message_is_refused_before_its_confirm_is_noted(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     with Session(runtime_of(bank).engine) as session:

@@ -299,7 +299,7 @@ def test_autoretry_for_is_a_release_too_but_not_for_a_permanent_error(
 
 
 @pytest.mark.parametrize("control", [Ignore(), Reject(requeue=True), Reject(requeue=False)])
-def test_control_flow_that_would_acknowledge_past_the_record_is_a_permanent_error(
+def test_control_flow_past_the_record_is_a_permanent_error(
     bank: Celery, deliveries: Deliveries, record: Record, control: Any
 ) -> None:
     def body(self: Any) -> None:

@@ -308,7 +308,7 @@ def test_a_letter_that_is_settled_is_refused_with_its_status(
 
 
 @pytest.mark.parametrize("state", [op.started, op.expired, op.early, op.due, op.completed, op.failed])
-def test_a_letter_of_another_request_is_refused_whatever_became_of_the_operation(
+def test_a_letter_of_another_request_is_always_refused(
     deliveries: Deliveries, connection: Connection, state: Callable[..., Any]
 ) -> None:
     id = operation(b.deposit, "a1")
@@ -325,7 +325,7 @@ def test_a_letter_of_another_request_is_refused_whatever_became_of_the_operation
     assert op.outbox(connection) == rows
 
 
-def test_a_letter_of_an_earlier_generation_is_refused_while_and_after_a_later_one_runs(
+def test_a_letter_of_an_earlier_generation_is_refused_from_then_on(
     deliveries: Deliveries, connection: Connection
 ) -> None:
     deliveries.deliver(repairable, "a1", 5)
@@ -360,7 +360,7 @@ def test_a_letter_carries_the_key_that_the_call_gave(deliveries: Deliveries, con
 
 
 @pytest.mark.parametrize("state", [op.started, op.expired, op.early, op.due, op.completed])
-def test_a_letter_of_an_operation_that_has_not_failed_is_refused_and_of_a_failed_one_is_not(
+def test_only_a_letter_of_a_failed_operation_is_accepted(
     bank: Celery, connection: Connection, state: Callable[..., Any]
 ) -> None:
     id, failed = operation(b.deposit, "a1"), operation(b.deposit, "failed")

@@ -173,9 +173,7 @@ def test_the_database_itself_refuses_what_is_not_two_people(
 # ---------------------------------------------------------------- who is it
 
 
-def test_only_a_valid_token_of_the_right_role_is_accepted_and_every_refusal_is_noted(
-    bank: Celery, connection: Connection
-) -> None:
+def test_only_a_valid_token_of_its_role_is_accepted_refusals_are_noted(bank: Celery, connection: Connection) -> None:
     runtime = runtime_of(bank)
     tokens = {role: discards.add_operator(connection, SETUP, role, role, days=1) for role in ("operator", "admin")}
     tokens["late"] = discards.add_operator(connection, SETUP, "late", "admin", days=1)
@@ -199,9 +197,7 @@ def test_only_a_valid_token_of_the_right_role_is_accepted_and_every_refusal_is_n
     assert not any(token in stored for token in [*tokens.values(), TENANTS_TOKEN])
 
 
-def test_the_first_admin_may_be_added_by_anybody_and_the_others_by_an_admin(
-    run: Callable[..., Result], connection: Connection
-) -> None:
+def test_the_first_admin_needs_no_admin_and_the_others_do(run: Callable[..., Result], connection: Connection) -> None:
     ann = json.loads(run("operators", "add", "ann", "--role", "admin", "--json").stdout)["token"]
     run("operators", "add", "eve", status=1)
     eve = json.loads(run("operators", "add", "eve", "--json", token=ann).stdout)["token"]

@@ -197,7 +197,7 @@ def test_a_pooler_is_named_with_its_mode(
     assert [str(finding) for finding in found if finding.level is level and str(finding).startswith(line)], found
 
 
-def test_a_connection_on_which_a_vanished_server_is_missed_for_long_is_a_warning(
+def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(
     configured: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert about(configured, "database TCP_USER_TIMEOUT") == []

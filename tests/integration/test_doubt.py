@@ -144,7 +144,7 @@ def test_a_connection_cut_inside_the_body_is_an_ordinary_error(
     assert (entries("a"), record("a").status) == (0, "released")
 
 
-def test_a_finish_without_a_session_whose_database_is_away_for_a_moment_is_a_doubt_and_no_failure(
+def test_a_finish_while_the_database_is_away_is_a_doubt_and_no_failure(
     deliveries: Deliveries, record: Record, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []

@@ -37,7 +37,7 @@ def test_with_always_eager_delay_and_apply_async_run_here_once(bank: Celery, ent
     assert (entries("a"), record("a").attempts) == (1, 1)
 
 
-def test_an_eager_call_that_keeps_failing_ends_with_its_rows_and_its_dead_letter(
+def test_an_eager_call_that_keeps_failing_ends_with_rows_and_dead_letter(
     bank: Celery, record: Record, engine: Engine
 ) -> None:
     with pytest.raises(ValueError, match="boom"):
@@ -94,7 +94,7 @@ def test_an_eager_duplicate_of_a_running_attempt_is_busy(bank: Celery, engine: E
 
 
 @pytest.mark.parametrize("statement", ["SELECT 1", "INSERT INTO entries (account, amount) VALUES ('theirs', 1)"])
-def test_an_eager_call_inside_an_open_transaction_on_the_same_database_is_refused(
+def test_an_eager_call_inside_a_transaction_on_its_database_is_refused(
     bank: Celery, database: str, statement: str, record: Record
 ) -> None:
     theirs = create_engine(database)
@@ -112,7 +112,7 @@ def test_an_eager_call_inside_an_open_transaction_on_the_same_database_is_refuse
     theirs.dispose()
 
 
-def test_an_eager_call_in_a_transaction_over_another_name_of_the_host_is_refused(
+def test_an_eager_call_in_a_transaction_by_another_host_name_is_refused(
     bank: Celery, database: str, record: Record
 ) -> None:
     url = make_url(database)
@@ -125,7 +125,7 @@ def test_an_eager_call_in_a_transaction_over_another_name_of_the_host_is_refused
     assert record("a") is None
 
 
-def test_an_eager_call_beside_another_threads_transaction_or_another_database_is_accepted(
+def test_an_eager_call_beside_an_unrelated_transaction_is_accepted(
     bank: Celery, database: str, servers: services.Services
 ) -> None:
     theirs = create_engine(database)

@@ -37,7 +37,7 @@ def undo_without_result(session: Session) -> None: ...
     ],
     ids=["no idempotency_key", "no doubt", "no result"],
 )
-def test_a_function_that_cannot_be_called_so_is_refused_before_anything_is_begun(
+def test_a_function_that_cannot_be_called_so_is_refused_at_once(
     bank: Celery, deliveries: Deliveries, record: Record, body: Any
 ) -> None:
     calls.clear()

@@ -109,7 +109,7 @@ def test_a_proven_no_moves_the_effect_to_its_next_key(
     assert (len(outside.calls), sum(outside.acts.values())) == (2, 1)
 
 
-def test_a_stored_failure_is_settled_by_asking_and_then_called_under_the_next_key(
+def test_a_stored_failure_is_asked_about_and_called_under_the_next_key(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld
 ) -> None:
     answers = [StoredFailure("stored 500")]
@@ -131,7 +131,7 @@ def test_a_stored_failure_is_settled_by_asking_and_then_called_under_the_next_ke
     assert sum(outside.acts.values()) == 1
 
 
-def test_a_stored_failure_that_asking_does_not_settle_is_asked_again_and_never_called_again(
+def test_a_stored_failure_that_stays_unknown_is_asked_and_not_called(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record, engine: Engine
 ) -> None:
     calls = []
@@ -249,7 +249,7 @@ def test_an_effect_with_pending_objects_in_the_session_is_refused(
     assert isinstance(deliveries.deliver(make_task(bank, body), key="k").value, OpenTransaction)
 
 
-def test_the_same_name_twice_in_one_attempt_is_refused_and_two_names_are_accepted(
+def test_the_same_name_twice_is_refused_and_two_names_are_accepted(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld, record: Record
 ) -> None:
     def twice(self: Any) -> None:
@@ -334,7 +334,7 @@ def test_a_holder_that_was_replaced_begins_nothing_and_writes_nothing(
     assert metrics.fenced.labels(task.name)._value.get() == 1
 
 
-def test_provider_keys_do_not_depend_on_the_attempt_and_differ_in_everything_else() -> None:
+def test_provider_keys_depend_on_everything_but_the_attempt() -> None:
     keys = {
         provider_key(KEY, "a", 1),
         provider_key(KEY, "a", 2),

@@ -69,7 +69,7 @@ def crash(postgres: Postgres, engine: Engine) -> Iterator[Callable[..., None]]:
     crash_points.install(None)
 
 
-def test_a_claim_that_a_crash_has_undone_is_made_again_and_the_effects_happen_once(
+def test_a_claim_undone_by_a_crash_is_made_again_with_effects_once(
     crash: Callable[..., None], deliveries: Deliveries, engine: Engine, entries: Entries, record: Record
 ) -> None:
     left: list[Any] = []
@@ -123,7 +123,7 @@ def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(
     assert (outcome.state, entries("row")) == ("SUCCESS", 1)
 
 
-def test_a_mark_of_the_relay_that_a_crash_has_undone_is_made_again_and_the_operation_is_done_once(
+def test_a_mark_undone_by_a_crash_is_made_again_and_the_work_done_once(
     postgres: Postgres, bank: Celery, engine: Engine, deliveries: Deliveries, entries: Entries
 ) -> None:
     with engine.begin() as connection:

@@ -38,7 +38,7 @@ def used(connection: Connection, id: OperationId, attempts: int) -> None:
 
 
 @pytest.mark.parametrize(("short", "ends"), [(1, "released"), (0, "failed")])
-def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_letter_but_not_before(
+def test_what_dies_in_every_claim_is_ended_with_a_letter_in_time(
     bank: Celery, connection: Connection, short: int, ends: str
 ) -> None:
     held = expired(connection)
@@ -61,7 +61,7 @@ def test_an_operation_whose_process_dies_in_every_claim_is_ended_with_a_dead_let
         assert letters == []
 
 
-def test_what_is_to_be_ended_is_not_released_because_somebody_had_it_locked_when_it_was_looked_for(
+def test_what_is_to_be_ended_is_not_released_because_it_was_locked(
     bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = expired(connection)

@@ -195,7 +195,7 @@ def test_the_provider_is_asked_before_a_permanent_error_ends_an_open_effect(
     assert told[0][1].effects == {"call": EffectOutcome("happened", "found")}
 
 
-def test_a_cancel_over_an_open_effect_is_refused_unless_told_that_it_may_have_happened(
+def test_a_cancel_over_an_open_effect_has_to_say_it_may_have_happened(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Record
 ) -> None:
     task = make_task(bank, lambda self: self.effect("call", Provider(lost())), on_failed=on_failed)

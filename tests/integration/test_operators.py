@@ -152,7 +152,7 @@ def test_a_release_against_a_finishing_worker_has_one_winner(
 # ---------------------------------------------------------------- cancel
 
 
-def test_a_cancelled_operation_fails_with_its_dead_letter_and_the_rows_of_on_failed(
+def test_a_cancelled_operation_has_a_dead_letter_and_rows_of_on_failed(
     bank: Celery, deliveries: Deliveries, connection: Connection, entries: Any
 ) -> None:
     assert deliveries.deliver(b.failing, "a", "flaky").state == "RETRY"

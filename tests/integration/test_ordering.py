@@ -92,7 +92,7 @@ def test_a_batch_is_shared_by_the_keys_that_have_rows(
     }
 
 
-def test_two_transactions_that_publish_to_two_keys_in_two_orders_do_not_deadlock(
+def test_transactions_that_take_two_keys_in_two_orders_do_not_deadlock(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     both_have_the_first = threading.Barrier(2, timeout=20)

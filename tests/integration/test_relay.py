@@ -328,7 +328,7 @@ def test_the_relay_survives_its_connection_being_closed_under_it(
     assert keys(drained(bank)) == ["before", "after"]
 
 
-def test_exactly_the_confirmed_rows_are_marked_when_the_connection_breaks_in_a_batch(
+def test_only_confirmed_rows_are_marked_when_a_batch_is_cut(
     bank: Celery,
     relays: Callable[..., Relay],
     connection: Connection,
@@ -411,7 +411,7 @@ def test_relays_at_once_publish_each_row_once(
     assert set(states(connection)) == {"published"}
 
 
-def test_headers_that_fill_more_than_a_frame_are_refused_before_they_break_the_connection_for_all(
+def test_headers_beyond_a_frame_are_refused_before_they_break_anything(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     for key, size in (("before", 0), ("as large as they may be", 126_000), ("too large", 140_000), ("after", 0)):
@@ -429,7 +429,7 @@ def test_headers_that_fill_more_than_a_frame_are_refused_before_they_break_the_c
     assert letter.last_error.startswith("ValueError: headers: at most 126976 bytes, got 140")
 
 
-def test_a_released_operation_whose_delivery_could_not_be_published_is_sent_by_a_replay(
+def test_a_released_operation_without_a_delivery_is_sent_by_a_replay(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     held = op.early(connection, OperationId("default", b.deposit.name, "k"))

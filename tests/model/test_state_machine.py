@@ -39,7 +39,7 @@ def run(machine: Machine, *steps: Callable[[], None]) -> None:
 # ---------------------------------------------------------------- programs that have failed
 
 
-def test_a_letter_that_was_replayed_does_not_swallow_the_next_failure_of_its_outbox_row(machine: Machine) -> None:
+def test_a_replayed_letter_does_not_swallow_the_next_failure_of_its_row(machine: Machine) -> None:
     run(
         machine,
         lambda: machine.enqueue(ACME, 1, later=False, sent=True),
@@ -65,7 +65,7 @@ def test_a_second_call_after_a_replay_hides_none_of_its_deliveries(machine: Mach
     )
 
 
-def test_the_letter_of_a_message_whose_task_was_unknown_becomes_that_of_its_operation(machine: Machine) -> None:
+def test_the_letter_of_an_unknown_task_becomes_that_of_its_operation(machine: Machine) -> None:
     """An old worker did not know the task; a new one knew it, and died of it."""
     run(
         machine,

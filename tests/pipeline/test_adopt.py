@@ -91,7 +91,7 @@ def adopted(
             connection.default_channel.queue_delete(queue)
 
 
-def test_before_a_crash_and_duplicates_award_the_points_of_one_order_again_and_again(
+def test_before_crashes_and_duplicates_award_points_again_and_again(
     adopted: Callable[[str], tuple[int, int]],
 ) -> None:
     points, vouchers = adopted("before")

@@ -37,7 +37,7 @@ def storing(backend: Any, processes: Processes, relay: Relay, redis_url: str, mo
     return processes.worker("--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url)
 
 
-def test_groups_and_chains_of_keyed_tasks_give_their_results_and_a_repeat_gives_them_again(
+def test_groups_and_chains_give_their_results_and_again_when_repeated(
     bank: Celery, storing: Any, entries: Entries
 ) -> None:
     for _ in range(2):
@@ -54,7 +54,7 @@ def test_groups_and_chains_of_keyed_tasks_give_their_results_and_a_repeat_gives_
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
-def test_a_countdown_and_an_eta_are_kept_and_a_duplicate_beside_them_runs_nothing(
+def test_countdown_and_eta_are_kept_and_a_duplicate_runs_nothing(
     bank: Celery, worker: Worker, relay: Relay, record: Record, entries: Entries
 ) -> None:
     sent = datetime.now(UTC)
@@ -76,7 +76,7 @@ def test_a_duplicate_under_its_own_task_id_gets_the_stored_result(bank: Celery, 
     assert entries("a") == 1
 
 
-def test_a_worker_that_dies_after_its_commit_owes_the_result_and_the_chains_tail(
+def test_a_worker_that_dies_after_its_commit_owes_result_and_chain(
     bank: Celery,
     storing: Any,
     processes: Processes,
@@ -109,7 +109,7 @@ def test_a_worker_that_dies_after_its_commit_owes_the_result_and_the_chains_tail
     assert (entries("a"), entries("returning")) == (1, 1)
 
 
-def test_a_busy_duplicate_under_the_same_task_id_leaves_the_running_tasks_result_alone(
+def test_a_busy_duplicate_of_one_task_id_leaves_its_result_alone(
     bank: Celery, storing: Any, entries: Entries, environment: dict[str, str], record: Record
 ) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])

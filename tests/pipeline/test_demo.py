@@ -104,7 +104,7 @@ def test_every_line_of_the_files_is_accounted_for_under_duplicates_and_faults(tm
     assert "wiped broker and Redis" in output
 
 
-def test_bad_lines_are_listed_with_file_line_field_and_limit_and_the_others_go_on(tmp_path: Path) -> None:
+def test_bad_lines_are_listed_by_file_line_and_field_and_others_go_on(tmp_path: Path) -> None:
     good = [(f"p-{n}", "c-1", "2026-03-02", 1, 500 + n, "USD") for n in range(20)]
     bad: list[tuple[object, ...]] = [
         ("b-1", "c-1", "2026-03-02", 1, "12.50", "USD"),
@@ -301,7 +301,7 @@ def test_the_check_sees_a_refund_made_twice_and_one_never_made(tmp_path: Path) -
     assert (never.lost, never.doubled) == (1, 0)
 
 
-def test_the_check_sees_a_second_mail_but_only_notes_the_same_mail_arriving_again(tmp_path: Path) -> None:
+def test_the_check_sees_a_second_mail_and_notes_the_same_mail_again(tmp_path: Path) -> None:
     again = check(books(tmp_path / "again", mails=[CAPTURED_MAIL, REFUNDED_MAIL, REFUNDED_MAIL]))
     assert (again.doubled, again.repeated, again.discrepancies) == (0, 1, [])
     second = check(books(tmp_path / "second", mails=[CAPTURED_MAIL, REFUNDED_MAIL, ("<m-3@shop>", *REFUNDED_MAIL[1:])]))
@@ -339,7 +339,7 @@ def test_the_check_sees_an_event_that_was_not_handled(tmp_path: Path) -> None:
     assert check(dataclasses.replace(agreeing, records=records)).discrepancies
 
 
-def test_the_check_sees_a_failed_payment_without_its_case_and_a_case_without_a_failed_payment(tmp_path: Path) -> None:
+def test_the_check_sees_failed_payments_and_cases_that_do_not_match(tmp_path: Path) -> None:
     agreeing = books(tmp_path, charges=(), refunds=(), mails=())
     failed = dataclasses.replace(
         agreeing,

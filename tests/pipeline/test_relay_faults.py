@@ -106,7 +106,7 @@ def memory_alarm(servers: services.Services) -> Iterator[Callable[..., Any]]:
     watermark("0.4")  # RabbitMQ's default
 
 
-def test_under_a_memory_alarm_of_the_broker_work_is_accepted_into_postgres_and_flows_later(
+def test_under_a_memory_alarm_work_is_accepted_and_flows_later(
     memory_alarm: Callable[..., Any], bank: Celery, engine: Engine, enqueue: Callable[..., Any]
 ) -> None:
     relay = Relay(bank, confirm_timeout=1.0)
@@ -176,7 +176,7 @@ def test_a_busy_relay_is_not_notified(bank: Celery, engine: Engine, enqueue: Cal
         assert list(driver.notifies(timeout=0.2)) == []
 
 
-def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_nothing(
+def test_deleting_queues_and_leases_under_load_loses_and_doubles_nothing(
     bank: Celery,
     worker: Worker,
     relay: Relay,

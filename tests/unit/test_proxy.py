@@ -126,7 +126,7 @@ def test_without_a_fault_everything_passes_in_both_directions(
     assert (proxy.cuts, proxy.resets, proxy.refusals, proxy.swallowed) == (0, 0, 0, 0)
 
 
-def test_much_more_than_one_buffer_passes_unchanged_while_the_sender_still_sends(
+def test_much_more_than_one_buffer_passes_while_the_sender_sends(
     proxy: Proxy, connect: Callable[[], socket.socket]
 ) -> None:
     client, block = connect(), bytes(range(256)) * 4096
@@ -152,7 +152,7 @@ def test_the_end_of_one_direction_leaves_the_other_open(connect: Callable[[], so
     assert echo.endings == ["FIN"]
 
 
-def test_a_server_that_is_not_there_resets_the_client_and_is_found_when_it_is_back(
+def test_an_absent_server_resets_the_client_and_is_found_when_back(
     connect: Callable[[], socket.socket], proxy: Proxy, echo: Echo
 ) -> None:
     echo.shutdown()
@@ -241,7 +241,7 @@ def test_what_was_sent_before_the_call_is_no_part_of_the_pattern(
     assert proxy.cuts == 0
 
 
-def test_so_many_requests_as_are_skipped_are_answered_even_when_they_come_in_one_read(
+def test_skipped_requests_are_answered_even_when_read_at_once(
     proxy: Proxy, connect: Callable[[], socket.socket]
 ) -> None:
     client = connect()
@@ -383,7 +383,7 @@ def test_a_slow_reader_gets_every_byte_before_its_reset(proxy: Proxy, echo: Echo
         assert is_reset(client)
 
 
-def test_exactly_so_many_bytes_reach_the_client_before_the_reset_on_every_connection_until_healed(
+def test_exactly_so_many_bytes_reach_each_client_until_healed(
     proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
 ) -> None:
     proxy.cut_after(3, "replies")

@@ -284,7 +284,7 @@ def test_the_same_name_twice_in_one_attempt_is_a_permanent_failure(
 
 
 @pytest.mark.parametrize("kind", cases({"13-effect-with-other-arguments": "effect", "13-step-with-other": "step"}))
-def test_an_effect_with_other_arguments_in_a_later_attempt_is_a_permanent_failure(
+def test_an_effect_with_other_arguments_later_is_a_permanent_failure(
     kind: str, task_of: Callable[..., Any], deliveries: Deliveries, connection: Connection
 ) -> None:
     calls = []

@@ -76,7 +76,7 @@ WIRE = {
 }
 
 
-def test_a_message_that_no_worker_can_run_is_one_dead_letter_and_the_worker_lives(
+def test_what_no_worker_can_run_is_one_dead_letter_and_the_worker_lives(
     subtests: Any, bank: Celery, worker: Worker, connection: Connection, entries: Callable[[str], int]
 ) -> None:
     consumer = DeadLetterConsumer(bank)
@@ -113,7 +113,7 @@ def test_a_message_that_no_worker_can_run_is_one_dead_letter_and_the_worker_live
         }
     ),
 )
-def test_a_result_that_cannot_be_kept_is_a_permanent_failure_and_no_effect_is_committed(
+def test_a_result_that_cannot_be_kept_fails_and_commits_no_effect(
     value: Any,
     says: str,
     task_of: Callable[..., Any],
@@ -173,7 +173,7 @@ def small_messages_only(servers: services.Services, bank: Celery) -> Iterator[No
 
 
 @pytest.mark.parametrize("size", cases({"22-message-larger-than-the-broker-accepts": 2000}))
-def test_a_message_that_the_broker_does_not_accept_becomes_failed_and_the_others_flow(
+def test_what_the_broker_does_not_accept_fails_and_the_others_flow(
     size: int, small_messages_only: None, relay_of: Relay, connection: Connection, bank: Celery
 ) -> None:
     for key, value in (("before", "x"), ("too large", SECRET * (size // len(SECRET))), ("after", "x")):

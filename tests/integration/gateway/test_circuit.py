@@ -22,7 +22,7 @@ from tests.support.processes import eventually
 from tests.support.sandbox import faults
 
 
-def test_the_circuit_opens_after_failures_in_a_row_and_closes_when_the_provider_is_back(
+def test_the_circuit_opens_after_failures_and_closes_after_a_success(
     tmp_path: Path, purchase: dict[str, Any], key: str
 ) -> None:
     with (

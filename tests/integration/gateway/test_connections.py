@@ -107,7 +107,7 @@ def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], nam
 
 
 @pytest.mark.parametrize(("excepted", "through_proxy"), [("", True), ("127.0.0.1", False)])
-def test_calls_go_through_the_proxy_of_the_environment_unless_it_excepts_the_address(
+def test_calls_go_through_the_proxy_of_the_environment_unless_excepted(
     monkeypatch: pytest.MonkeyPatch,
     sandbox: Sandbox,
     purchase: dict[str, Any],

@@ -204,7 +204,7 @@ def test_a_charge_is_found_although_its_purchase_id_has_quotes(
         (61.0, True, DidNotHappen()),
     ],
 )
-def test_a_missing_charge_is_a_no_only_when_the_key_has_ended_and_search_has_caught_up(
+def test_a_missing_charge_is_a_no_once_key_and_search_lag_are_over(
     sandbox: Sandbox,
     gateway: Gateway,
     purchase: dict[str, Any],

@@ -295,7 +295,7 @@ def test_a_duplicate_of_what_may_need_it_or_has_ended_is_not_counted(
 
 
 @pytest.mark.parametrize("state", [started, early])
-def test_a_duplicate_under_another_fingerprint_tenant_operation_or_key_is_not_counted(
+def test_a_duplicate_that_differs_in_any_part_is_not_counted(
     connection: Connection, state: Callable[[Connection], Claimed]
 ) -> None:
     id = state(connection).id

@@ -365,9 +365,7 @@ def test_what_is_not_started_under_this_fence_is_lost(
     assert records.renew(connection, [held], LEASE) == {held.token: Renewal.LOST}
 
 
-def test_a_row_that_somebody_has_locked_is_unknown_and_the_others_are_renewed(
-    connection: Connection, engine: Engine
-) -> None:
+def test_a_locked_row_is_unknown_and_the_others_are_renewed(connection: Connection, engine: Engine) -> None:
     held = [started(connection) for _ in range(3)]
     locked, others = held[1], [held[0], held[2]]
     for one in held:
