@@ -34,7 +34,6 @@ import idempotency.application as celery_application
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.effects import DidNotHappen, Happened
 from idempotency.attempt.runtime import Runtime
-from idempotency.broker.publisher import Published, Refusal
 from idempotency.letters import dead_letter_queue
 from idempotency.observe import crash_points
 from idempotency.operate import operators
@@ -44,9 +43,10 @@ from idempotency.relay.relay import Relay
 from idempotency.store import records, schema
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
+from idempotency.wire.message import KEY_HEADER, TENANT_HEADER, Message
 from idempotency.worker import waiting
 from tests.search import application, connections
+from tests.search.broker import Broker, Envelope
 from tests.search.connections import stopping
 from tests.search.scheduler import EVERYTHING, Actor, Scheduler, current, note, passed, stop_before, touched
 from tests.support.deliveries import Deliveries, Outcome
@@ -144,21 +144,6 @@ SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 're
 """
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """A message in the broker."""
-
-    message: Message
-    number: int
-
-    @property
-    def outbox_id(self) -> str | None:
-        return self.message.headers.get(OUTBOX_HEADER)
-
-    def __str__(self) -> str:
-        return f"message {self.number} ({self.message.headers.get(ORIGIN_HEADER, 'first')})"
-
-
 class Sleep:
     """The library's own pauses: over at once, and as long as they were asked to be."""
 
@@ -170,45 +155,6 @@ class Sleep:
 
     def sleep(self, seconds: float) -> None:
         self._slept += seconds
-
-
-class Broker:
-    """First in, first out; what was taken and not settled comes back to the front."""
-
-    def __init__(self) -> None:
-        self.ready: deque[Envelope] = deque()
-        self.dead: deque[tuple[Envelope, str]] = deque()  # and why it died
-        self._numbers = count(1)
-
-    def put(self, message: Message) -> Envelope:
-        touched("w:queues")
-        envelope = Envelope(message, next(self._numbers))
-        self.ready.append(envelope)
-        return envelope
-
-    def settle(self, envelope: Envelope, outcome: Outcome) -> None:
-        touched("w:queues")
-        if outcome.state == "REJECTED":
-            self.dead.append((envelope, "rejected"))
-
-    # ------------------------------------------------------------ as the relay's publisher
-
-    def publish(self, batch: Sequence[tuple[str, Message]], result: Published) -> None:
-        for id, message in batch:
-            stop_before("publish")
-            try:
-                destination = message.destination(application.app)
-            except KeyError:
-                destination = ("", "")
-            if destination not in ((application.QUEUE, application.QUEUE), ("", application.QUEUE)):
-                note("unroutable")
-                result.refused[id] = Refusal("NO_ROUTE", own=False)
-                continue
-            note(str(self.put(message)))
-            result.confirmed.append(id)
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

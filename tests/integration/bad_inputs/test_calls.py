@@ -28,6 +28,7 @@ from idempotency import (
 from idempotency.wire import keys
 from tasks import validation
 from tests.integration.bad_inputs.cases import cases, nested
+from tests.integration.bad_inputs.failures import failed
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -306,18 +307,6 @@ def test_an_effect_with_other_arguments_later_is_a_permanent_failure(
         2,
     )
     assert len(calls) == 1
-
-
-def failed(connection: Connection, *, over_an_effect: bool) -> tuple[str, str, int]:
-    """What ended the one failed record, and its attempts. Over an effect that happened it is unfinished for that cause."""
-    row = connection.execute(text("SELECT * FROM idempotency.records WHERE status = 'failed'")).one()
-    (letter,) = op.dead_letters(connection)
-    error = json.loads(row.error)
-    assert error["code"] == letter.reason
-    assert SECRET not in row.error + letter.last_error + letter.first_error
-    cause = error["cause"] if over_an_effect else error
-    assert (error["code"] == "unfinished") == over_an_effect
-    return cause["code"], cause["message"], row.attempts
 
 
 # ---------------------------------------------------------------- used keys

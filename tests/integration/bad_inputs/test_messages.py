@@ -15,7 +15,7 @@ from celery import Celery
 from sqlalchemy import Connection, text
 
 import services
-from idempotency import IdempotentTask, OperationId, OperationNotFound
+from idempotency import IdempotentTask, OperationNotFound
 from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _chosen
 from idempotency.errors import IdempotencyError
@@ -23,11 +23,11 @@ from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.observe import metrics
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store import dead_letters as letters
-from idempotency.store import outbox
 from idempotency.store.dead_letters import BULK_LIMIT, BulkRefused, ReplayRefused, Selection
-from idempotency.wire.message import KEY_HEADER, Message
+from idempotency.wire.message import KEY_HEADER
 from tests.integration.bad_inputs.cases import cases, nested
-from tests.integration.bad_inputs.test_calls import failed
+from tests.integration.bad_inputs.failures import failed
+from tests.integration.bad_inputs.rows import write
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import headers, publish
@@ -138,14 +138,6 @@ def relay_of(bank: Celery) -> Iterator[Relay]:
     relay = Relay(bank)
     yield relay
     relay.close()
-
-
-def write(connection: Connection, key: str, *, route: dict[str, Any] | None = None, **more_headers: Any) -> None:
-    """An outbox row, perhaps with its own route or headers."""
-    given = {KEY_HEADER: key} | more_headers
-    message = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=key, headers=given)
-    message = Message(message.headers, message.body, route or message.route, message.properties)
-    outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
 
 
 @pytest.fixture

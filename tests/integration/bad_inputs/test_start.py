@@ -29,7 +29,7 @@ from idempotency.checks import doctor as diagnosis
 from idempotency.checks.startup import refuse_to_lose
 from idempotency.relay.relay import Relay, Relayed
 from tests.integration.bad_inputs.cases import cases
-from tests.integration.bad_inputs.test_messages import write
+from tests.integration.bad_inputs.rows import write
 from tests.support import bank as b
 from tests.support.deliveries import Deliveries
 from tests.support.refused_messages import SECRET

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine, text
 from idempotency.store import records
 from idempotency.store.records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from idempotency.wire.keys import OperationId
-from tests.integration.records.test_holders import complete, finished
+from tests.integration.records.transitions import complete, finished
 from tests.support.operations import (
     FINGERPRINT,
     LEASE,
