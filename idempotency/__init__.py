@@ -1,44 +1,103 @@
 """Celery tasks whose effects happen once.
 
 Give a task an idempotency key, and its database effects, its result and the messages it sends are committed
-together, once, however often the message is delivered. Start reading at `idempotency.worker.task`.
+together, once, however often the message is delivered. Start reading at `idempotency.attempt.run`.
+
+Names are imported when they are used, so that a process without Celery can use `idempotency.attempt`.
 """
 
-from .attempt.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
-from .checks.startup import refuse_to_lose as _refuse_to_lose  # noqa: F401  importing it is what installs it
-from .errors import (
-    AttemptsExhausted,
-    CallRefused,
-    Defer,
-    EffectMismatch,
-    EffectNameReused,
-    EffectUnknown,
-    FingerprintMismatch,
-    IdempotencyError,
-    InvalidArguments,
-    InvalidKey,
-    InvalidResult,
-    LeaseLost,
-    MissingKey,
-    OpenTransaction,
-    OperationBusy,
-    OperationFailed,
-    OperationNotFound,
-    PermanentError,
-    SessionNotYours,
-    SettingsError,
-    StoredFailure,
-    StoredRefusal,
-    Unfinished,
-    UnsupportedControl,
-)
-from .events import publish, subscribe
-from .handle import Handle, StoredOperation, lookup
-from .upkeep.presence import sign_as_worker as _sign_as_worker  # noqa: F401  importing it is what installs it
-from .wire.delivery import EffectOutcome, Operation
-from .wire.keys import OperationId, content_hash
-from .worker.guard import install as _install_guard  # noqa: F401  importing it is what installs it
-from .worker.task import IdempotentTask
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attempt.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
+    from .errors import (
+        AttemptsExhausted,
+        CallRefused,
+        Defer,
+        EffectMismatch,
+        EffectNameReused,
+        EffectUnknown,
+        FingerprintMismatch,
+        IdempotencyError,
+        InvalidArguments,
+        InvalidKey,
+        InvalidResult,
+        LeaseLost,
+        MissingKey,
+        NotSent,
+        OpenTransaction,
+        OperationBusy,
+        OperationFailed,
+        OperationNotFound,
+        PermanentError,
+        SessionNotYours,
+        SettingsError,
+        StoredFailure,
+        StoredRefusal,
+        Unfinished,
+        UnsupportedControl,
+    )
+    from .events import publish, subscribe
+    from .handle import Handle, StoredOperation, lookup
+    from .wire.delivery import EffectOutcome, Operation
+    from .wire.keys import OperationId, content_hash
+    from .worker.task import IdempotentTask
+
+_HOME = {
+    "attempt.effects": (
+        "DidNotHappen",
+        "EffectInDoubt",
+        "Happened",
+        "StillUnknown",
+    ),
+    "errors": (
+        "AttemptsExhausted",
+        "CallRefused",
+        "Defer",
+        "EffectMismatch",
+        "EffectNameReused",
+        "EffectUnknown",
+        "FingerprintMismatch",
+        "IdempotencyError",
+        "InvalidArguments",
+        "InvalidKey",
+        "InvalidResult",
+        "LeaseLost",
+        "MissingKey",
+        "NotSent",
+        "OpenTransaction",
+        "OperationBusy",
+        "OperationFailed",
+        "OperationNotFound",
+        "PermanentError",
+        "SessionNotYours",
+        "SettingsError",
+        "StoredFailure",
+        "StoredRefusal",
+        "Unfinished",
+        "UnsupportedControl",
+    ),
+    "events": (
+        "publish",
+        "subscribe",
+    ),
+    "handle": (
+        "Handle",
+        "StoredOperation",
+        "lookup",
+    ),
+    "wire.delivery": (
+        "EffectOutcome",
+        "Operation",
+    ),
+    "wire.keys": (
+        "OperationId",
+        "content_hash",
+    ),
+    "worker.task": ("IdempotentTask",),
+}
+_HOME_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AttemptsExhausted",
@@ -60,6 +119,7 @@ __all__ = [
     "InvalidResult",
     "LeaseLost",
     "MissingKey",
+    "NotSent",
     "OpenTransaction",
     "Operation",
     "OperationBusy",
@@ -80,3 +140,13 @@ __all__ = [
     "publish",
     "subscribe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

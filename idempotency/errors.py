@@ -21,6 +21,7 @@ Those of commands (`ChangeRefused`, `ReplayRefused`, `DiscardRefused` …) stand
     │   ├── SessionNotYours         commit() on the attempt's session
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
     ├── Defer                       not the operation's fault: later, without using an attempt
+    │   └── NotSent                 from an effect: nothing was sent to the provider
     ├── Again                       the body asks for another attempt, as Celery's retry() does
     ├── StoredFailure               the provider replays a stored failure under this key
     ├── LeaseLost                   this attempt is no longer the holder: it must stop
@@ -172,6 +173,13 @@ class Defer(IdempotencyError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+class NotSent(Defer):
+    """Raise it from an effect when nothing was sent to the provider: its circuit is open, or it has no connection.
+
+    A first call is closed as one that did not happen; about an earlier call under the same key it says nothing.
+    """
 
 
 class Again(IdempotencyError):

@@ -184,6 +184,12 @@ class Settings(BaseModel):
             raise SettingsError("\n".join(map(_described, problems))) from None
 
     @property
+    def database_name(self) -> str:
+        """Which database it is, without who connects: `host:port/name`."""
+        url = make_url(self.database_url.get_secret_value())
+        return f"{url.host}:{url.port}/{url.database}"
+
+    @property
     def longest_run(self) -> float:
         """Seconds for which one attempt is renewed."""
         return self.max_run or 10 * self.lease

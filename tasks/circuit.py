@@ -15,7 +15,7 @@ from typing import TypeVar
 import pybreaker
 from celery.exceptions import SoftTimeLimitExceeded
 
-from idempotency import Defer
+from idempotency import Defer, NotSent
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Circuit:
             return self._observed(function)
         remaining = self._remaining()
         if remaining > 0 or not self._trial.acquire(blocking=False):
-            raise Defer(self._spread(max(remaining, 0)), f"{self._provider} is unavailable: circuit open")
+            raise NotSent(self._spread(max(remaining, 0)), f"{self._provider} is unavailable: circuit open")
         try:
             return self._observed(function)
         finally:

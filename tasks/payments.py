@@ -37,7 +37,7 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
 
     Failed means that nothing was charged. What was, or may have been, is unknown until a person has settled it.
     """
-    payment = session.get(Payment, operation.key, with_for_update=True)
+    payment = session.get(Payment, operation.arguments["payment_id"], with_for_update=True)
     if payment is not None and payment.status not in ("captured", "free"):
         payment.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "failed"
         payment.failure = error.code

@@ -37,7 +37,7 @@ def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     """Refused: nothing is reserved any more. Unknown: it stays reserved, for it was or may have been paid out."""
-    refund = session.get(Refund, operation.key, with_for_update=True)
+    refund = session.get(Refund, operation.arguments["refund_id"], with_for_update=True)
     if refund is not None and refund.status != "refunded":
         refund.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "refused"
         refund.failure = error.code

@@ -15,7 +15,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError
+from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError, Unfinished
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -124,11 +124,15 @@ class Attempt:
             self.stopped = True
             raise self.ends_as
 
-    @property
-    def passed_over(self) -> str:
-        """The effects of unknown outcome that this run of the body has not come to, as a list of names."""
-        opened = (name for name, entry in self.claim.effects.items() if entry["state"] == "begun")
-        return ", ".join(sorted(repr(name) for name in opened if name not in self.calls))
+    def passed_over(self, state: str) -> str:
+        """The effects of earlier attempts that this run of the body has not come to, as a list of names.
+
+        `state`: "begun" for those of unknown outcome, "done" for those that have happened.
+        """
+        effects = ((name, entry) for name, entry in self.claim.effects.items() if entry["kind"] == "effect")
+        return ", ".join(
+            sorted(repr(name) for name, entry in effects if entry["state"] == state and name not in self.calls)
+        )
 
     def effect(self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Any = None, **kwargs: Any) -> Any:
         return effects.effect(self, effects.Call(name, fn, args, kwargs, reconcile))
@@ -150,12 +154,15 @@ class Attempt:
     def complete(self, result: Any) -> None:
         """Commit the session's work together with the result.
 
-        Raises `LeaseLost` or `OutcomeInDoubt`, and `EffectUnknown` over an effect that an earlier attempt has begun and
-        that the body did not come to this time. What it came to and went on from is its own decision.
+        Raises `LeaseLost` or `OutcomeInDoubt`, and `EffectUnknown` or `Unfinished` over an effect of an earlier attempt
+        that the body did not come to this time: its result says nothing about it. What it came to and went on from is
+        its own decision.
         """
         self.check_lease()
-        if passed_over := self.passed_over:
-            raise EffectUnknown(f"effect {passed_over}: begun by an earlier attempt, and this one did not come to it")
+        if names := self.passed_over("begun"):
+            raise EffectUnknown(f"effect {names}: begun by an earlier attempt, and this one did not come to it")
+        if names := self.passed_over("done"):
+            raise Unfinished(f"effect {names}: happened in an earlier attempt, and this one did not come to it")
         settings = self.runtime.settings
         text = results.to_text(result, limit=settings.result_limit)
         retention = self.policy.retention_completed

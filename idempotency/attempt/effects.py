@@ -27,6 +27,7 @@ from ..errors import (
     EffectUnknown,
     InvalidArguments,
     InvalidResult,
+    NotSent,
     OpenTransaction,
     PermanentError,
     StoredFailure,
@@ -153,12 +154,16 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
                 repeated = True
     if not repeated:
         attempt.check_may_begin()
-        entry = _begin(attempt, call, number=1 if entry is None else entry["number"] + 1)
+        entry = _begin(attempt, call, number=_next_number(entry))
     assert entry is not None
     attempt.check_lease()
     crash_point("effect.begun")
     try:
         result = call.fn(*call.args, **call.kwargs, idempotency_key=entry["key"])
+    except NotSent:
+        if not repeated:
+            _change(attempt, call.name, {"state": "not_happened", "sent": False})
+        raise
     except StoredFailure as failure:
         return _after_stored_failure(attempt, call, failure)
     except (EffectUnknown, Unfinished):
@@ -393,6 +398,13 @@ def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:
         attempt.fenced()
     attempt.claim.effects[call.name] = entry | {"begun_at": begun_at}
     return attempt.claim.effects[call.name]
+
+
+def _next_number(entry: Mapping[str, Any] | None) -> int:
+    """The number of the next key: a key under which nothing was sent is used again."""
+    if entry is None:
+        return 1
+    return int(entry["number"]) + (1 if entry.get("sent", True) else 0)
 
 
 def _record(attempt: Attempt, name: str, result: Any) -> Any:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import Again, AttemptsExhausted, CallRefused, Defer, PermanentError, RetriesExhausted
 from ..store.records import Claimed
-from ..store.statements import describe
+from ..store.statements import NotConnected, describe
 from . import conclusions
 from .attempt import Attempt
 
@@ -105,6 +106,9 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
     cause = error.cause if isinstance(error, Again) else error
     if _is_lock_timeout(cause) and claim.age + settings.lease <= settings.defer_budget:
         # Another's lock is not this operation's fault: a frozen holder keeps it for several leases.
+        return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
+    if isinstance(cause, NotConnected | PoolTimeout) and claim.age + settings.lease <= settings.defer_budget:
+        # Claims keep their connections when Postgres, or the pool, has none left for bodies.
         return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
     if claim.attempts == policy.max_attempts and conclusions.has_acted(claim.effects):
         # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import copy
+import hashlib
 import sys
 import time
 from collections import deque
@@ -70,7 +71,8 @@ class Hint(StrEnum):
 class Leases:
     """The leases in Redis. Every call is one round trip of at most `redis_timeout`, and none ever raises."""
 
-    def __init__(self, url: str | None, *, lease: float, timeout: float, pause: float) -> None:
+    def __init__(self, url: str | None, *, database: str, lease: float, timeout: float, pause: float) -> None:
+        self._database = database
         self._lease_ms = max(int(lease * 1000), 1)
         self._pause = pause
         self._skip_until = 0.0
@@ -103,23 +105,23 @@ class Leases:
         The leases dropped since the last call go in the same round trip.
         """
         mine = f"{token} {fingerprint}"
-        value = self._call(_TAKE, [(_name(id), mine), *self._take_dropped()])
+        value = self._call(_TAKE, [(self._name(id), mine), *self._take_dropped()])
         if value is None or str(value).startswith(mine):
             return Hint.FREE
         return Hint.GUARDED if str(value).endswith(f" {fingerprint} guarded") else Hint.HELD
 
     def guard(self, id: OperationId, token: str, fingerprint: str) -> None:
         """Mark the holder's lease: one duplicate was counted, so further ones need no Postgres."""
-        self._call(_GUARD, [(_name(id), f"{token} {fingerprint}")])
+        self._call(_GUARD, [(self._name(id), f"{token} {fingerprint}")])
 
     def hold(self, held: Sequence[tuple[OperationId, str, str]]) -> None:
         """Set the leases of confirmed holders (operation, token, fingerprint), whatever is there now."""
-        self._call(_RENEW, [(_name(id), f"{token} {fingerprint}") for id, token, fingerprint in held])
+        self._call(_RENEW, [(self._name(id), f"{token} {fingerprint}") for id, token, fingerprint in held])
 
     def drop(self, id: OperationId, token: str, fingerprint: str) -> None:
         """Drop our own lease; somebody else's stays. It leaves with the next `take`: nobody waits for it."""
         if self._redis is not None:
-            self._dropped.append((_name(id), f"{token} {fingerprint}"))
+            self._dropped.append((self._name(id), f"{token} {fingerprint}"))
 
     def flush(self) -> None:
         """Send what was dropped and has not left yet."""
@@ -132,6 +134,9 @@ class Leases:
             while True:
                 dropped.append(self._dropped.popleft())
         return dropped
+
+    def _name(self, id: OperationId) -> str:
+        return lease_name(id, self._database)
 
     def _call(self, script: str, leases: Sequence[tuple[str, str]]) -> object | None:
         """One round trip over leases (name, value). Returns the script's answer; None when there is none."""
@@ -150,8 +155,9 @@ class Leases:
             return None
 
 
-def _name(id: OperationId) -> str:
-    return f"idempotency:lease:{id.digest}"
+def lease_name(id: OperationId, database: str) -> str:
+    """The key of a lease. Applications may share a Redis: what one database knows says nothing about another."""
+    return f"idempotency:lease:{hashlib.sha256(database.encode()).hexdigest()[:8]}:{id.digest}"
 
 
 @dataclass(slots=True, eq=False)

@@ -131,6 +131,6 @@ def _look_once_more(attempt: Attempt, body: Body, end: PermanentError) -> Any:
         raise Defer(LOOK_PAUSE, f"the last look met {describe(error)}") from error
     except Exception as error:
         raise end from error
-    if attempt.stopped or attempt.passed_over:
+    if attempt.stopped or attempt.passed_over("begun"):
         raise end  # the body has gone on without what it was refused, or did not come to what is unknown
     return result

@@ -52,6 +52,7 @@ class Runtime:
         )
         self.leases = Leases(
             None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
+            database=self.settings.database_name,
             lease=self.settings.lease,
             timeout=self.settings.redis_timeout,
             pause=self.settings.redis_pause,

@@ -32,6 +32,13 @@ class AttemptSession(Session):
             return super().begin(nested=True)
         raise SessionNotYours("the session's transaction belongs to the attempt; use begin_nested() for a savepoint")
 
+    def connection(self, bind_arguments: Any = None, execution_options: Any = None) -> Connection:
+        if "isolation_level" in (execution_options or {}):
+            raise SessionNotYours(
+                "the session's isolation level belongs to the attempt: under another one it could not finish"
+            )
+        return super().connection(bind_arguments, execution_options)
+
     def close(self) -> None:
         raise SessionNotYours(
             "the session belongs to the attempt, which closes it: `with self.session` would undo its work"

@@ -54,6 +54,7 @@ class Refusal:
 
     error: str
     own: bool
+    is_missing_exchange: bool = False
 
 
 @dataclass(slots=True)
@@ -119,11 +120,20 @@ class Publisher:
                 if len(batch) == 1:
                     # too large: what RabbitMQ answers; or no error of the broker's at all
                     own = isinstance(error, PreconditionFailed) or not isinstance(error, ChannelError)
-                    result.refuse(batch[0][0], Refusal(f"{type(error).__name__}: {error}"[:300], own))
+                    is_missing = isinstance(error, NotFound)
+                    result.refuse(batch[0][0], Refusal(f"{type(error).__name__}: {error}"[:300], own, is_missing))
                     return
                 # One of them broke the channel. Alone, each shows whether it was the one.
-                for each in result.open(batch):
-                    self.publish([each], result)
+                missing: dict[Any, Refusal] = {}
+                for id, message in result.open(batch):
+                    exchange = message.route.get("exchange", "")
+                    if (refusal := missing.get(exchange)) is not None:
+                        if not result.waits(id):
+                            result.refuse(id, refusal)
+                        continue
+                    self.publish([(id, message)], result)
+                    if exchange and id in result.refused and result.refused[id].is_missing_exchange:
+                        missing[exchange] = result.refused[id]
 
     def depth(self, queue: str) -> int:
         """Messages ready in a queue; 0 when it is gone. Raises `BrokerAway`."""

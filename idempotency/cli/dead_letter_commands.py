@@ -16,6 +16,7 @@ import typer
 from celery import Celery
 from rich.console import Console
 from rich.progress import track
+from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
@@ -27,6 +28,8 @@ from ..operate.discards import TOKEN_VARIABLE
 from ..operate.operators import Change
 from ..store import dead_letters
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
+from ..store.statements import describe
+from ..store.sweeps import is_of_a_row
 from ..upkeep import reports
 from ..wire.keys import OperationId
 from .operator_commands import ActorOption, RequestOption, this_user
@@ -347,9 +350,15 @@ def _each(
         try:
             work(letter)
             succeeded.append(letter)
-        except IdempotencyError as error:
-            refused.append({"letter": letter, "why": str(error)})
-            errors.print(f"idempotency: {error}", markup=False)
+        except (IdempotencyError, DBAPIError) as error:
+            if isinstance(error, DBAPIError) and not is_of_a_row(error):
+                raise
+            why = describe(error) if isinstance(error, DBAPIError) else str(error)
+            refused.append({"letter": letter, "why": why})
+            errors.print(
+                f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}",
+                markup=False,
+            )
     if as_json:
         print_json({done: succeeded, "refused": refused})
     else:

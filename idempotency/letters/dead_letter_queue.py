@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from amqp.exceptions import AMQPError
+from amqp.exceptions import AccessRefused, AMQPError, PreconditionFailed
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu import Message as BrokerMessage
@@ -48,6 +48,7 @@ from ..store.dead_letters import BrokerLetter
 from ..store.records import Busy, Changed, Dead, FailedEnd, GivenUp, Mismatch, PutBack
 from ..store.statements import describe
 from ..wire import keys
+from ..wire.foreign_headers import read_any_time
 from ..wire.keys import OperationId
 from ..wire.message import (
     FINGERPRINT_HEADER,
@@ -91,7 +92,9 @@ ON_FAILED_TRIES = 8
 PUT_BACK_PAUSE = 1.0
 PUT_BACK_CAP = 60.0
 # Nothing is wrong with such a message that can be seen: a worker of another version has met it, perhaps.
-_PERHAPS_A_DEPLOY = ("rejected", "unknown_task", "unknown_version")
+_PERHAPS_A_DEPLOY = (
+    "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key",
+)  # fmt: skip
 # What the letter says in a sentence; the word itself is its reason.
 _EXPLANATIONS = {
     "content_type": "a content type that is not accepted; it was not decoded",
@@ -137,6 +140,7 @@ class DeadLetterConsumer:
     def __init__(self, app: Celery) -> None:
         app.loader.import_default_modules()
         app.finalize()
+        read_any_time()
         self._app = app
         self._broker: BrokerConnection | None = None
         self._channel: Any = None
@@ -250,7 +254,12 @@ class DeadLetterConsumer:
             self._broker.connect()
             channel = self._broker.channel()
             for queue in dead_letter_queues(self._app.amqp.queues.values()):
-                queue(channel).declare()
+                try:
+                    queue(channel).declare()
+                except (PreconditionFailed, AccessRefused) as error:
+                    # declared otherwise by somebody else: it is there, which is all that a consumer needs
+                    log.warning("dead_letter_queue_differs", queue=queue.name, error=type(error).__name__)
+                    channel = self._broker.channel()
             self._channel = channel
         return self._channel
 
@@ -298,7 +307,7 @@ def store(
     try:
         if dead is not None and letter.reason in _PERHAPS_A_DEPLOY and _came_back(app, dead, letter, patience):
             return None
-        if dead is None or examined.task is None:
+        if dead is None or examined.task is None or examined.id is None:
             stored = _store_alone(app, letter, patience)
         else:
             stored = _give_up(app, examined.task, dead, examined.arguments, letter, interrupted, patience)
@@ -497,7 +506,7 @@ def _dead(
     """The operation that a dead message names: by its task, or by its own headers where the task is not known here."""
     headers = message.headers
     id = examined.id
-    if id is None and letter.reason in ("unknown_task", "unknown_version"):
+    if id is None and letter.reason in _PERHAPS_A_DEPLOY:  # newer code may have made it: its headers name the operation
         given = headers.get(FINGERPRINT_HEADER)
         tenant = headers.get(TENANT_HEADER, runtime_of(app).settings.tenant)
         try:

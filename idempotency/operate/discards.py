@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Row
 
+from ..attempt import conclusions
 from ..attempt.runtime import Runtime
 from ..errors import IdempotencyError, OperationNotFound
 from ..store import dead_letters, records
@@ -233,7 +234,14 @@ def _check_nothing_is_left_undelivered(connection: Connection, letter: int) -> N
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
     _, record = _operation(connection, row)
-    if record is None or record.status in ("completed", "failed") or not _is_its_request(row, record):
+    if record is None or not _is_its_request(row, record):
+        return
+    if conclusions.is_open(record.effects):
+        raise DiscardRefused(
+            f"dead letter {letter}: an effect of its operation was begun and its outcome is not known; "
+            "settle it first with `effects resolve`"
+        )
+    if record.status in ("completed", "failed"):
         return
     if record.status == "started":
         raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")

@@ -178,19 +178,22 @@ REFUSE = Sweep(
 SELECT (SELECT count(*) FROM refused)""",
 )
 
-# Whatever has begun since it was looked at is not sent.
+# Whatever has begun since it was looked at is not sent, nor what another pass has sent again meanwhile.
 _RESEND = """
 UPDATE idempotency.outbox o SET status = 'pending', origin = 'reconcile', resends = resends + 1,
     available_at = clock_timestamp(), relayed_until = NULL
-WHERE id = ANY(%(ids)s) AND status = 'published' AND settled_at IS NULL
+FROM unnest(%(ids)s::bigint[], %(published)s::timestamptz[]) lost(id, published_at)
+WHERE (o.id, o.published_at) = (lost.id, lost.published_at) AND status = 'published' AND settled_at IS NULL
   AND NOT EXISTS (SELECT FROM idempotency.records r
                   WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
                     AND (r.status <> 'released' OR r.available_at > clock_timestamp()))
 RETURNING operation, ordering_key
 """
-_NAMED = (
-    "SELECT id, id::text AS row_id, tenant, operation, key FROM idempotency.outbox WHERE id = ANY(%(ids)s) ORDER BY id"
-)
+_NAMED = """
+SELECT o.id, o.id::text AS row_id, tenant, operation, key, o.published_at
+FROM idempotency.outbox o JOIN unnest(%(ids)s::bigint[], %(published)s::timestamptz[]) lost(id, published_at)
+    ON (o.id, o.published_at) = (lost.id, lost.published_at) ORDER BY o.id
+"""
 
 # One at a time as long as they come through; rarer, the longer none has. So a backlog of hours holds few of them.
 _MARK = """
@@ -221,7 +224,7 @@ WITH newest AS MATERIALIZED (
     WHERE o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed'
     ORDER BY o.tenant, o.operation, o.key, o.fingerprint, o.generation DESC, o.id DESC
 )
-SELECT n.id, n.operation, n.queue,
+SELECT n.id, n.operation, n.queue, n.published_at,
        n.published_at < clock_timestamp()
            - make_interval(secs => least(%(after)s * power(2, least(n.resends, 20)), %(cap)s)) AS overdue
 FROM newest n LEFT JOIN idempotency.records r ON (r.tenant, r.operation, r.key) = (n.tenant, n.operation, n.key)
@@ -386,16 +389,16 @@ def _look(
     return lost, ended
 
 
-def _not_held(publisher: Publisher, queue: str, seen: Seen, lost: list[Row[Any]]) -> list[int]:
+def _not_held(publisher: Publisher, queue: str, seen: Seen, lost: list[Row[Any]]) -> list[Row[Any]]:
     """What no consumer holds: a delivery that waits for a free slot is not lost."""
     if not lost or not seen.consumers:
-        return [row.id for row in lost]
+        return lost
     tasks = {row.id: _task_id(row.message) for row in lost}
     held = publisher.held(queue, seen.consumers, list(tasks.values()))
     if held is None:
         log.warning("consumers_silent", queue=queue, consumers=seen.consumers, operations=len(lost))
-        return [row.id for row in lost if row.old]
-    return [id for id, task_id in tasks.items() if task_id not in held]
+        return [row for row in lost if row.old]
+    return [row for row in lost if tasks[row.id] not in held]
 
 
 def _task_id(message: str) -> str:
@@ -427,14 +430,14 @@ def _counted(
 
 
 def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
-    waiting: dict[str, list[tuple[int, bool]]] = {}
+    waiting: dict[str, list[Row[Any]]] = {}
     fields = {"after": runtime.settings.resend_after, "cap": RESEND_CAP}
     _refuse(connection, REFUSE_ANY, runtime.settings.service, after=runtime.settings.resend_after)
     for row in connection.exec_driver_sql(_WAITING, fields):
-        waiting.setdefault(row.queue or _routed(app, row.operation), []).append((row.id, row.overdue))
+        waiting.setdefault(row.queue or _routed(app, row.operation), []).append(row)
     total = 0
     for queue, rows in waiting.items():
-        overdue = [id for id, is_overdue in rows if is_overdue]
+        overdue = [row for row in rows if row.overdue]
         if not overdue:
             continue
         try:
@@ -448,18 +451,18 @@ def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, dept
 # ---------------------------------------------------------------- both
 
 
-def _resend(runtime: Runtime, ids: Sequence[int]) -> int:
+def _resend(runtime: Runtime, lost: Sequence[Row[Any]]) -> int:
     total = 0
-    for start in range(0, len(ids), BATCH):
-        batch = list(ids[start : start + BATCH])
+    for start in range(0, len(lost), BATCH):
+        batch = lost[start : start + BATCH]
         try:
             total += _send_again(runtime, batch)
         except DBAPIError as error:
             if not sweeps.is_of_a_row(error):
                 raise
             with runtime.autocommit() as connection:
-                rows = connection.exec_driver_sql(_NAMED, {"ids": batch}).all()
-                done, _ = sweeps.one_by_one(connection, LOOK, rows, lambda row: _send_again(runtime, [row.id]))
+                rows = connection.exec_driver_sql(_NAMED, _judged(batch)).all()
+                done, _ = sweeps.one_by_one(connection, LOOK, rows, lambda row: _send_again(runtime, [row]))
             total += done
     if total:
         metrics.resent.inc(total)
@@ -467,11 +470,15 @@ def _resend(runtime: Runtime, ids: Sequence[int]) -> int:
     return total
 
 
-def _send_again(runtime: Runtime, ids: list[int]) -> int:
+def _send_again(runtime: Runtime, lost: Sequence[Row[Any]]) -> int:
     with runtime.engine.begin() as connection:  # with their lanes: a row without one is never published
-        rows = connection.exec_driver_sql(_RESEND, {"ids": ids}).all()
+        rows = connection.exec_driver_sql(_RESEND, _judged(lost)).all()
         refresh_lanes(connection, [(row.operation, row.ordering_key) for row in rows if row.ordering_key])
     return len(rows)
+
+
+def _judged(lost: Sequence[Row[Any]]) -> dict[str, Any]:
+    return {"ids": [row.id for row in lost], "published": [row.published_at for row in lost]}
 
 
 def _refuse(connection: Connection, sweep: Sweep, service: str, **which: Any) -> None:

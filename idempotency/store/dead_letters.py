@@ -151,6 +151,14 @@ WITH again AS (
 SELECT operation, ordering_key FROM again WHERE ordering_key IS NOT NULL
 """
 
+# A row whose message a dead-letter queue has brought is not sent again by itself.
+_WILL_BE_DELIVERED = """
+SELECT EXISTS (SELECT FROM idempotency.outbox
+               WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+                 AND fingerprint = %(fingerprint)s AND settled_at IS NULL
+                 AND (status = 'pending' OR status = 'published' AND NOT taken))
+"""
+
 _STATUS = """
 SELECT status, generation FROM idempotency.records
 WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s FOR UPDATE
@@ -408,7 +416,7 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
                 raise ReplayRefused(
                     f"dead letter {letter}: its key belongs to a call with other arguments, so it can never run; discard it"
                 )
-            if record.status != "released" or row.reason not in NOT_AN_END:
+            if record.status != "released" or not _is_wanted(connection, row, fields):
                 raise ReplayRefused(
                     f"dead letter {letter}: the operation is {record.status} in generation {record.generation}; "
                     "only one that failed in the letter's generation can be replayed"
@@ -417,6 +425,14 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
     again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
     refresh_lanes(connection, [(row.operation, row.ordering_key) for row in again])
     return OperationId(fields["tenant"], fields["operation"], fields["key"])
+
+
+def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) -> bool:
+    """Whether a released operation needs this very message, because nothing else will deliver it."""
+    if row.reason in NOT_AN_END:
+        return True
+    # of no generation: it was stored without its operation being touched
+    return row.generation is None and not connection.exec_driver_sql(_WILL_BE_DELIVERED, fields).scalar_one()
 
 
 def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId, str]:

@@ -715,7 +715,8 @@ WITH own AS (
         WHERE {_ROW} AND fingerprint <> ALL(%(fingerprints)s) AND split_part(fingerprint, ':', 1) = ANY(%(rules)s))
 ), again AS (
     UPDATE idempotency.outbox o
-    SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1,
+    -- it has come through, so the next loss is the first one again
+    SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
         first_refused_at = coalesce(first_refused_at, clock_timestamp()),
         available_at = clock_timestamp()
             + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))

@@ -29,6 +29,10 @@ PLACES = 6
 ERROR_LIMIT = 500
 
 
+class NotConnected(OperationalError):
+    """Postgres could not be reached, or had no connection left: nothing was asked."""
+
+
 class Wire(psycopg.Connection[Any]):
     """A connection that believes no commit which Postgres itself doubts, and waits for no answer for ever.
 
@@ -143,6 +147,8 @@ def treat_read_only_as_away(engine: Engine) -> None:
         if isinstance(error, psycopg.Error) and error.sqlstate == READ_ONLY:
             context.is_disconnect = True
             raise _away(context.statement, error)
+        if isinstance(error, psycopg.OperationalError) and context.connection is None:
+            raise NotConnected(None, None, error, hide_parameters=True)
 
 
 def _away(statement: str | None, error: psycopg.Error) -> OperationalError:

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
-from ..attempt.lease import _name as lease_name
+from ..attempt.lease import lease_name
 from ..attempt.runtime import make_engine
 from ..store.schema import SCHEMA
 from ..store.statements import describe
@@ -119,7 +119,7 @@ class Ground:
         if self._settings.redis_url is not None and self._ids:
             try:
                 with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
-                    client.delete(*map(lease_name, self._ids))
+                    client.delete(*(lease_name(id, self._settings.database_name) for id in self._ids))
             except redis.RedisError:
                 pass  # without Redis nothing is there to be forgotten
 

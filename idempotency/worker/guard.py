@@ -29,6 +29,7 @@ from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..relay.reconcile import marker_taken
 from ..wire import message as task_message
+from ..wire.foreign_headers import read_any_time
 from ..wire.keys import OperationId
 from ..wire.message import MARKER_HEADER, MESSAGE_VERSION, VERSION_HEADER
 from .task import IdempotentTask
@@ -244,4 +245,5 @@ def keeps_rejected(app: Celery) -> bool:
 def install(sender: Any, **_: Any) -> None:
     """Put the guard into the worker of an application with idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
+        read_any_time()
         sender.app.steps["consumer"].add(Guard)

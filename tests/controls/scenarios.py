@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import OperationNotFound, lookup
 from idempotency.application import runtime_of
-from idempotency.attempt.lease import _name as lease_name
+from idempotency.attempt.lease import lease_name
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep.maintenance import recover
@@ -204,7 +204,9 @@ def lease_compare(stage: Stage) -> Sequence[Violation]:
     os.kill(frozen, signal.SIGCONT)
     # fenced, it drops its lease with its next call to Redis, finds the new holder, and is counted as a duplicate
     eventually(lambda: (row := stage.record("a")) and row.duplicates > 0, timeout=45, what="the duplicate was counted")
-    value = stage.redis.get(lease_name(OperationId(TENANT, bank.slow_deposit.name, "a")))
+    value = stage.redis.get(
+        lease_name(OperationId(TENANT, bank.slow_deposit.name, "a"), runtime_of(stage.app).settings.database_name)
+    )
     found = []
     if value is None or not str(value).startswith(record.token):
         found.append(Violation("lease", "a", "a former holder has removed the lease of the living one"))

@@ -29,7 +29,8 @@ from idempotency import (
 from tests.support import bank, crashing
 from tests.support.bank import failures
 from tests.support.deliveries import Deliveries
-from tests.support.operations import Entries, Record, leave_lease, make_due
+from tests.support.leases import leave_lease
+from tests.support.operations import Entries, Record, make_due
 from tests.support.processes import eventually
 from tests.support.tasks import ROW, make_task
 

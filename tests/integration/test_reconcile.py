@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime
+from idempotency.attempt.runtime import Runtime
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
@@ -104,6 +105,26 @@ def test_what_was_published_lately_is_left_alone_and_the_pause_doubles(
     assert reconcile(bank).resent == 0
     age(engine, 121)
     assert reconcile(bank).resent == 1
+
+
+def test_what_another_pass_has_sent_again_meanwhile_is_not_sent_again(
+    bank: Celery, sent: Sent, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two relays look at the same moment; while one of them asks the consumers, the other has done it all."""
+    sent("a")
+    purge_queue(bank)
+    resend = reconciling._resend
+
+    def after_another_pass(runtime: Runtime, lost: Any) -> Any:
+        monkeypatch.setattr(reconciling, "_resend", resend)
+        assert reconcile(bank).resent == 1
+        assert sent.relay.run_once().published == 1
+        return resend(runtime, lost)
+
+    monkeypatch.setattr(reconciling, "_resend", after_another_pass)
+    assert reconcile(bank).resent == 0
+    with engine.connect() as connection:
+        assert [(row.status, row.resends) for row in op.outbox(connection)] == [("published", 1)]
 
 
 def test_an_ended_operation_settles_its_rows_and_is_not_sent_again(

@@ -26,7 +26,7 @@ from idempotency.worker.waiting import Unanswered, Waiting
 from tests.faults.clocks import Clock, can_be_built
 from tests.support import bank as app_module
 from tests.support.deliveries import Deliveries, Outcome
-from tests.support.operations import leave_lease
+from tests.support.leases import leave_lease
 from tests.support.processes import Processes, eventually
 from tests.support.proxy import Proxy
 from tests.support.queues import depth

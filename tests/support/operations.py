@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from uuid import uuid4
 
-import redis
 from celery import Celery
 from sqlalchemy import Connection, Engine, Row, text
 
@@ -153,14 +152,6 @@ def deaths(engine: Engine, key: str, attempts: int, *, spent_at: int | None = No
         statement = """UPDATE idempotency.records SET attempts = :attempts, spent_at = coalesce(:spent_at, spent_at), status = 'started', available_at = NULL,
             token = 't', locked_by = 'h', locked_until = clock_timestamp() - interval '1s' WHERE key = :key"""
         connection.execute(text(statement), {"attempts": attempts, "spent_at": spent_at, "key": key})
-
-
-def leave_lease(redis_url: str, row: Row[Any], *, guarded: bool) -> None:
-    """A lease of this operation in Redis, as another process holds it."""
-    id = OperationId(row.tenant, row.operation, row.key)
-    value = f"{'d' * 32} {row.fingerprint}" + (" guarded" if guarded else "")
-    with redis.Redis.from_url(redis_url) as client:
-        client.set(f"idempotency:lease:{id.digest}", value, px=60_000)
 
 
 # ---------------------------------------------------------------- what is there

@@ -14,7 +14,11 @@ ALL = sorted(
     (value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)),
     key=lambda value: value.__name__,
 )
-ARGUMENTS = {errors.Defer: (1.5, "rate limited"), errors.OperationFailed: ("card declined", "card_declined")}
+ARGUMENTS = {
+    errors.Defer: (1.5, "rate limited"),
+    errors.NotSent: (1.5, "circuit open"),
+    errors.OperationFailed: ("card declined", "card_declined"),
+}
 
 
 def example(kind: type[Exception]) -> Exception:
