@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
 from idempotency import AttemptsExhausted, Happened, PermanentError, StillUnknown
 from idempotency.application import close_runtime, runtime_of
@@ -18,7 +22,10 @@ from idempotency.errors import OutcomeInDoubt
 from idempotency.store import records
 from idempotency.upkeep import maintenance
 from idempotency.upkeep.maintenance import SPARE_CLAIMS
+from idempotency.wire.keys import OperationId
 from idempotency.worker import waiting
+from tests.support import bank as b
+from tests.support import operations as op
 from tests.support.bank import record_failure
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record, code, deaths, make_due
@@ -364,3 +371,42 @@ def test_only_an_application_that_knows_the_task_ends_its_operations_as_spent(
     assert record("k").status == "released"
     assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
     assert (record("k").status, entries("reserved")) == ("completed", 1)
+
+
+# ---------------------------------------------------------------- a full Postgres
+
+
+@pytest.fixture
+def crowded(bank: Celery, engine: Engine, database: str) -> Iterator[Engine]:
+    """The application under a role that may have two connections; a connection of this engine fills Postgres."""
+    role = f"app_{uuid4().hex[:8]}"
+    with engine.connect() as connection:
+        owner = connection.execute(text("SELECT current_user")).scalar_one()
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'secret' CONNECTION LIMIT 2"))
+        connection.execute(text(f'GRANT "{owner}" TO {role}'))
+    limited = make_url(database).set(username=role, password="secret")
+    close_runtime(bank)
+    bank.conf.update(idempotency_database_url=limited.render_as_string(hide_password=False))
+    other = create_engine(limited, poolclass=NullPool)
+    yield other
+    other.dispose()
+    close_runtime(bank)
+    with engine.connect() as connection:
+        connection.execute(text(f"DROP ROLE {role}"))
+
+
+def test_a_postgres_that_is_full_uses_no_attempt(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, entries: Entries, crowded: Engine
+) -> None:
+    """Claims have their connections, bodies get none (53300)."""
+    id = OperationId("default", b.deposit.name, "a1")
+    with runtime_of(bank).autocommit() as own:
+        own.exec_driver_sql("SELECT 1")  # the pool of claims has its connection
+    with crowded.connect():
+        for attempt in range(1, 7):
+            deliveries.deliver(b.deposit, "a1", origin="retry" if attempt > 1 else None)
+            assert (record("a1").status, record("a1").attempts) == ("released", 0)
+            op.age(connection, id, available_at=-1)
+    assert deliveries.deliver(b.deposit, "a1", origin="retry").state == "SUCCESS"  # Postgres has room again
+    assert (record("a1").status, record("a1").attempts) == ("completed", 1)
+    assert entries("a1") == 1

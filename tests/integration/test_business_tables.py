@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 
 import services
@@ -78,3 +80,72 @@ def test_four_callers_at_once_make_the_tables_once(engine: Engine) -> None:
     migrate(engine)
     with engine.connect() as connection:
         assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0001"
+
+
+# ---------------------------------------------------------------- two keys for one payment
+
+
+# In a separate process, because the application reads its addresses when it is imported.
+TWO_KEYS = """
+import json
+import threading
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+from celeryconfig import environment
+engine = create_engine(environment.database_url.get_secret_value())
+from idempotency.store import schema
+from tasks.migrate import migrate
+schema.migrate(engine); migrate(engine)
+from tasks import payments
+from idempotency import StoredRefusal
+charges, answers, second = [], [], []
+
+class Provider:
+    def capture(self, *, payment_id, customer_id, amount, currency, idempotency_key):
+        if payment_id == "declined":
+            raise StoredRefusal("the card was declined", "card_declined")
+        charges.append((payment_id, idempotency_key))
+        if len(charges) == 1:  # slow: meanwhile the other call is made
+            other = threading.Thread(target=call, args=("p1", "p1-again"))
+            other.start(); other.join(60)
+        return {"id": f"ch_{len(charges)}", "amount": amount, "currency": currency, "status": "succeeded"}
+    def find_capture(self, **_):
+        raise AssertionError("not asked")
+
+def call(payment_id, key):
+    result = payments.capture_payment.apply(kwargs={"payment_id": payment_id}, idempotency_key=key)
+    answers.append((key, result.state))
+
+payments.gateway = Provider()
+with sessionmaker(engine).begin() as session:
+    for id in ("p1", "declined"):
+        payments.submit_payment(session, payment_id=id, customer_id="c1", amount=1000, currency="EUR")
+call("p1", "p1")
+call("declined", "declined-again")
+with engine.connect() as c:
+    rows = c.exec_driver_sql("SELECT id, status FROM payments ORDER BY id").all()
+    records = c.exec_driver_sql("SELECT key, status, error_code FROM idempotency.records WHERE operation LIKE 'payments%%' ORDER BY key").all()
+print(json.dumps({"charges": len(charges), "keys": len(set(charges)), "answers": answers, "payments": [list(r) for r in rows], "records": [list(r) for r in records]}))
+"""
+
+
+def test_a_payment_that_is_called_under_two_keys_is_not_completed_twice(
+    servers: services.Services, environment: dict[str, str]
+) -> None:
+    """Two keys are two operations, and the provider is called for both. The second charge is found; a failure is told."""
+    database = servers.create_database(f"shop_{uuid4().hex[:8]}")
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_KEYS],
+        env=environment | {"DATABASE_URL": database},
+        capture_output=True, check=False, timeout=120, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    servers.drop_database(str(make_url(database).database))
+    assert (found["charges"], found["keys"]) == (2, 2)
+    # one of them did not come to its effect in its second attempt
+    assert sorted(record[2] or record[1] for record in found["records"] if record[0] != "declined-again") == [
+        "completed",
+        "unfinished",
+    ]
+    assert found["payments"] == [["declined", "failed"], ["p1", "captured"]]

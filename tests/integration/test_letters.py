@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import sys
 import textwrap
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from celery import Celery
+from kombu import Queue
 from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.orm import Session
+from typer.testing import CliRunner
 
 from idempotency import DidNotHappen, OperationId, PermanentError
+from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _each
+from idempotency.cli.main import cli
 from idempotency.letters import dead_letter_queue
 from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
 from idempotency.operate import discards, operators
@@ -29,10 +35,11 @@ from idempotency.wire import keys
 from idempotency.wire.message import KEY_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.dead_messages import body_of, die, headers, reject
+from tests.support.dead_messages import body_of, bury, die, headers, reject, waiting
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, make_due
 from tests.support.operators import ANN, act, shown, snapshot
+from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
 from tests.support.tasks import Provider, accept, lost, make_task, unwrite, write
 
@@ -402,3 +409,83 @@ def test_the_letter_of_what_the_relay_could_not_handle_can_be_replayed(
     operators.replay(bank, letter.id, ANN)
     (row,) = op.outbox(connection)[before:]
     assert deliver_row(deliveries, b.deposit, row).state == "SUCCESS"
+
+
+# ---------------------------------------------------------------- dead-letter queues, bulk replays and discards
+
+
+def test_a_header_that_the_client_cannot_read_becomes_a_dead_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timestamp in milliseconds (a producer in JavaScript, say): py-amqp would raise before there is a message."""
+    consumer.run_once()
+    with monkeypatch.context() as patched:
+        patched.setattr(calendar, "timegm", lambda _: 1_763_784_000_000)
+        bury(bank, ["foreign"], [{"sent-at": datetime.now(UTC)}])
+    bury(bank, ["a1", "a2", "a3"])
+    assert consumer.run_once() == 4
+    assert len(op.dead_letters(connection)) == 4
+    assert waiting(bank) == 0
+
+
+def test_a_dead_letter_queue_declared_otherwise_is_consumed(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    """A queue that exists otherwise: a classic one, say, or one with another limit."""
+    name = f"{bank.conf.task_default_queue}-dead"
+    with bank.connection_for_write() as broker:
+        channel = broker.channel()
+        Queue(name, routing_key=name, durable=True)(channel).declare()
+    bury(bank, ["a1", "a2"])
+    assert consumer.run_once() == 2
+    assert len(op.dead_letters(connection)) == 2
+    assert waiting(bank) == 0
+
+
+def test_one_record_that_is_refused_stops_no_bulk_replay(
+    bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Refused by a trigger here; by a lock that is held for longer than a lease, elsewhere."""
+    for account in ("a1", "a2", "a3"):
+        deliveries.deliver(b.failing, account, "permanent")
+    connection.execute(
+        text("""
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'frozen account'; END $$;
+        CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.records FOR EACH ROW
+        WHEN (NEW.key = 'a2') EXECUTE FUNCTION refuse()""")
+    )
+    arguments = ["dead-letters", "replay", "--operation", b.failing.name, "--json", "-A", "tests.support.bank"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1
+    said = json.loads(result.stdout)
+    assert (len(said["replayed"]), len(said["refused"])) == (2, 1)
+    assert "frozen account" in said["refused"][0]["why"]
+    assert [(letter.key, letter.status) for letter in op.dead_letters(connection)] == [
+        ("a1", "replayed"),
+        ("a2", "open"),
+        ("a3", "replayed"),
+    ]
+
+
+def test_the_letter_of_an_unknown_effect_is_not_discarded(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, outside: OutsideWorld
+) -> None:
+    """The purge would forget the effect, and the next call would begin as if there was none."""
+    task, id = bank.tasks[b.transfer.name], OperationId("default", b.transfer.name, "a1")
+    outside.script = ["fail after"] * 10  # charged, and every answer is lost
+    for attempt in range(10):
+        if record("a1") is not None and record("a1").status == "failed":
+            break
+        deliveries.deliver(task, "a1", outside.url, origin="retry" if attempt else None)
+        if record("a1").status == "released":
+            op.age(connection, id, available_at=-1)
+    assert record("a1").error_code == "effect_unknown"
+    (letter,) = op.dead_letters(connection)
+    with runtime_of(bank).engine.begin() as own:
+        discards.request(own, discards.Person("ann", "admin"), letter.id, "old")
+    with (
+        pytest.raises(DiscardRefused, match="its outcome is not known; settle it first"),
+        runtime_of(bank).engine.begin() as own,
+    ):
+        discards.approve(own, discards.Person("ben", "admin"), letter.id)
+    assert [letter.status for letter in op.dead_letters(connection)] == ["open"]

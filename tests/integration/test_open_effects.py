@@ -15,6 +15,7 @@ from idempotency import (
     EffectOutcome,
     EffectUnknown,
     Happened,
+    NotSent,
     OperationId,
     PermanentError,
     StillUnknown,
@@ -24,10 +25,12 @@ from idempotency.operate import operators
 from idempotency.operate.operators import ChangeRefused
 from idempotency.store import records
 from idempotency.upkeep import maintenance
+from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, deaths, make_due
 from tests.support.operators import ANN, replay, shown
+from tests.support.outside import OutsideWorld
 from tests.support.tasks import (
     Provider,
     lost,
@@ -386,3 +389,83 @@ def test_an_operation_does_not_complete_over_a_call_that_it_passed_over(
     assert (told_codes(), len(op.dead_letters(connection))) == (["effect_unknown"], 1)
     operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
     assert replay(bank, connection, deliveries, task).value == {"status": "cancelled, nothing charged"}
+
+
+# ---------------------------------------------------------------- effects that an attempt does not come to, or that were never called
+
+
+def test_no_operation_completes_over_a_charge_that_its_body_passed_over(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, outside: OutsideWorld
+) -> None:
+    """A deploy renames an effect between two attempts: it is called under another key, and a person is told of both."""
+    names = iter(["capture", "charge"])
+
+    def body(self: Any, account: str, url: str) -> Any:
+        name = next(names)
+        answer = self.effect(name, b.call, url)
+        if name == "capture":
+            raise ValueError("the commit failed")
+        self.session.execute(b.INSERT, {"account": account, "amount": answer["amount"]})
+        return answer
+
+    task = make_task(bank, body, key="{account}", on_failed=b.record_failure)
+    id = OperationId("default", task.name, "a1")
+    deliveries.deliver(task, "a1", outside.url)
+    op.age(connection, id, available_at=-1)
+    assert deliveries.deliver(task, "a1", outside.url, origin="retry").state == "FAILURE"
+    assert (record("a1").status, record("a1").error_code) == ("failed", "unfinished")
+    assert {name: entry["state"] for name, entry in record("a1").effects.items()} == {
+        "capture": "done",
+        "charge": "done",
+    }
+    assert sorted(outside.acts.values()) == [1, 1]  # a name is part of the key: a deploy must keep it
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, "'capture'" in letter.last_error) == ("unfinished", True)
+
+
+def test_an_operation_that_denies_its_charge_is_unfinished(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, outside: OutsideWorld
+) -> None:
+    """Attempt 1 charges and its commit fails; the order is cancelled; attempt 2 returns early."""
+    cancelled: list[int] = []
+
+    def body(self: Any, account: str, url: str) -> Any:
+        if cancelled:
+            return {"status": "cancelled, nothing charged"}
+        self.effect("capture", b.call, url)
+        raise ValueError("the commit failed")
+
+    task = make_task(bank, body, key="{account}", on_failed=b.record_failure)
+    deliveries.deliver(task, "a1", outside.url)
+    cancelled.append(1)
+    op.age(connection, OperationId("default", task.name, "a1"), available_at=-1)
+    assert deliveries.deliver(task, "a1", outside.url, origin="retry").state == "FAILURE"
+    assert (record("a1").error_code, record("a1").effects["capture"]["state"]) == ("unfinished", "done")
+    assert sum(outside.acts.values()) == 1
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["unfinished"]
+
+
+def test_a_call_that_was_never_made_leaves_nothing_unknown(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open circuit: the effect is begun before its function can say that nothing was sent."""
+    task, id = bank.tasks[b.transfer.name], OperationId("default", b.transfer.name, "a1")
+
+    keys_used: list[str] = []
+
+    def circuit_open(url: str, *, idempotency_key: str) -> Any:
+        keys_used.append(idempotency_key)
+        raise NotSent(5.0, "circuit open")
+
+    monkeypatch.setattr(b, "call", circuit_open)
+    deliveries.deliver(task, "a1", "http://127.0.0.1:1")
+    op.age(connection, id, opened_at=-13 * 3600)
+    for _ in range(10):
+        if record("a1").status == "failed":
+            break
+        op.age(connection, id, available_at=-1)
+        deliveries.deliver(task, "a1", "http://127.0.0.1:1", origin="retry")
+    assert (record("a1").status, record("a1").error_code) == ("failed", "attempts_exhausted")
+    assert connection.execute(text("SELECT code FROM failures")).scalars().all() == ["attempts_exhausted"]
+    assert len(keys_used) > 1
+    assert len(set(keys_used)) == 1  # nothing was sent under it

@@ -10,6 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import SessionNotYours
+from tests.support import bank as b
 from tests.support.bank import INSERT
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record, code
@@ -74,3 +75,21 @@ def test_a_body_may_roll_back_to_its_own_savepoint_in_sql(
 
     assert deliveries.deliver(make_task(bank, body), key="k").value == "paid"
     assert entries("paid") == 1
+
+
+# ---------------------------------------------------------------- execution options
+
+
+def test_a_session_cannot_be_set_to_autocommit(
+    bank: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    """COMMIT is refused in this spelling too: the execution option that VACUUM or a long report is run with."""
+
+    def body(self: Any, account: str) -> None:
+        self.session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+        self.session.execute(b.INSERT, {"account": account, "amount": 1})
+        raise ValueError("again")
+
+    deliveries.deliver(make_task(bank, body, key="{account}"), "a1")
+    assert (record("a1").status, record("a1").error_code) == ("failed", "session_not_yours")
+    assert entries("a1") == 0
