@@ -108,7 +108,7 @@ def tenant(removal: Removal) -> None:
 
 
 def lease_compare(removal: Removal) -> None:
-    """Whoever leaves deletes the lease in Redis, whosever it is."""
+    """An attempt that leaves deletes the lease in Redis, even if it is that of another one."""
     removal.edit(hints, "if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then", "if value then")
 
 

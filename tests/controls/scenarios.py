@@ -26,11 +26,11 @@ from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep.maintenance import recover
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER
-from tests import bank, crashing
 from tests.chaos.checker import Violation
 from tests.controls.app import DELIVERY_LIMIT
 from tests.controls.stage import TENANT, Stage
-from tests.processes import Worker, eventually
+from tests.support import bank, crashing
+from tests.support.processes import Worker, eventually
 
 
 @dataclass(frozen=True, slots=True)
