@@ -190,6 +190,9 @@ class Again(IdempotencyError):
         self.delay = delay
         self.cause = cause
 
+    def __str__(self) -> str:
+        return str(self.cause)
+
 
 class StoredFailure(IdempotencyError):
     """Raise it from an effect when the provider replays a stored failure under this idempotency key.

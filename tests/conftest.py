@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,16 +15,17 @@ import kombu.pools
 import pytest
 import redis
 from celery import Celery
-from sqlalchemy import Row, create_engine, text
-from sqlalchemy.engine import Engine, make_url
+from sqlalchemy import Engine, Row, create_engine, text
+from sqlalchemy.engine import make_url
 
 import services
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
 from idempotency.upkeep.maintenance import recover
-from tests.deliveries import Deliveries
-from tests.outside import OutsideWorld
-from tests.processes import Processes, Worker
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record
+from tests.support.outside import OutsideWorld
+from tests.support.processes import Processes, Worker
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +37,7 @@ def servers() -> Iterator[services.Services]:
 @pytest.fixture(scope="session")
 def template(servers: services.Services) -> Iterator[str]:
     """A migrated database; each test gets a copy of it."""
-    from tests import bank
+    from tests.support import bank
 
     name = f"template_{uuid4().hex[:8]}"
     bank.prepare(servers.create_database(name))
@@ -64,7 +65,7 @@ def engine(database: str) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def entries(engine: Engine) -> Callable[[str], int]:
+def entries(engine: Engine) -> Entries:
     """How many rows of an account are visible: the oracle of every test that counts effects."""
 
     def count(account: str) -> int:
@@ -76,7 +77,7 @@ def entries(engine: Engine) -> Callable[[str], int]:
 
 
 @pytest.fixture
-def record(engine: Engine) -> Callable[..., Row[Any] | None]:
+def record(engine: Engine) -> Record:
     """The record of a key, whatever its task."""
 
     def read(key: str) -> Row[Any] | None:
@@ -114,8 +115,8 @@ def environment(servers: services.Services, database: str, redis_url: str) -> It
 
 @pytest.fixture
 def bank(environment: dict[str, str]) -> Iterator[Celery]:
-    """The application of tests/bank.py, configured for this test, in this process."""
-    from tests import bank
+    """The application of tests/support/bank.py, configured for this test, in this process."""
+    from tests.support import bank
 
     bank.configure(environment)
     yield bank.app
@@ -125,7 +126,7 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
 
 
 def delete_queue(environment: dict[str, str]) -> None:
-    from tests import bank
+    from tests.support import bank
 
     with bank.app.connection_for_write() as connection:
         for name in (environment["BANK_QUEUE"], f"{environment['BANK_QUEUE']}-dead"):

@@ -67,20 +67,17 @@ _ENDS_TRANSACTION = re.compile(
 _OWNER = "idempotency.session"
 
 
-@event.listens_for(AttemptSession, "before_commit")
 def _refuse_commit(session: AttemptSession) -> None:
     """`session.get_transaction().commit()` is the session's commit, too."""
     if not session._may_commit and not session.in_nested_transaction():
         raise SessionNotYours(_REFUSAL)
 
 
-@event.listens_for(AttemptSession, "after_begin")
 def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
     connection.info[_OWNER] = session
     session._owned = connection
 
 
-@event.listens_for(AttemptSession, "after_transaction_end")
 def _disown(session: AttemptSession, transaction: Any) -> None:
     connection = session._owned
     if transaction.parent is None and connection is not None:
@@ -91,6 +88,10 @@ def _disown(session: AttemptSession, transaction: Any) -> None:
 
 def refuse_others_commits(engine: Engine) -> None:
     """A commit on the connection of an attempt's session is refused like the session's own."""
+    if not event.contains(AttemptSession, "before_commit", _refuse_commit):
+        event.listen(AttemptSession, "before_commit", _refuse_commit)
+        event.listen(AttemptSession, "after_begin", _own)
+        event.listen(AttemptSession, "after_transaction_end", _disown)
 
     @event.listens_for(engine, "commit")
     def _(connection: Connection) -> None:

@@ -5,7 +5,6 @@ Exit status 0: done. 1: something was refused, with one line each on stderr. 2: 
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -21,10 +20,10 @@ from sqlalchemy.exc import DBAPIError
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..checks import configuration
+from ..environment import environment
 from ..errors import IdempotencyError
 from ..letters.dead_letter_queue import DeadLetterConsumer, consume_once
 from ..operate import discards, operators
-from ..operate.discards import TOKEN_VARIABLE
 from ..operate.operators import Change
 from ..store import dead_letters
 from ..store import people as known
@@ -156,9 +155,7 @@ def discard_letters(
 ) -> None:
     """Ask for dead letters to be discarded; somebody else has to approve. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(celery := application(app))
-    person = discards.authenticate(
-        runtime, os.environ.get(TOKEN_VARIABLE), role="operator", action="discard", letter=_single(ids)
-    )
+    person = discards.authenticate(runtime, _token(), role="operator", action="discard", letter=_single(ids))
 
     def request(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
@@ -175,9 +172,7 @@ def approve_discards(
 ) -> None:
     """Discard what somebody else has asked to discard. For the role admin. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
-    person = discards.authenticate(
-        runtime, os.environ.get(TOKEN_VARIABLE), role="admin", action="approve", letter=_single(ids)
-    )
+    person = discards.authenticate(runtime, _token(), role="admin", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
@@ -279,11 +274,16 @@ def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = F
         console.print(f"{name} removed", markup=False)
 
 
+def _token() -> str | None:
+    token = environment().token
+    return None if token is None else token.get_secret_value()
+
+
 def _admin(runtime: Runtime, action: str) -> str:
     with runtime.autocommit() as connection:
         if not known.has_admin(connection):
             return this_user()  # the first one: whoever set up the database
-    return discards.authenticate(runtime, os.environ.get(TOKEN_VARIABLE), role="admin", action=action).name
+    return discards.authenticate(runtime, _token(), role="admin", action=action).name
 
 
 # ---------------------------------------------------------------- one, or many

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import threading
 import time
@@ -21,11 +20,11 @@ from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from ..application import runtime_of, settings_of
-from ..attempt.runtime import make_engine
 from ..checks import configuration
 from ..checks.doctor import WRONG_ADDRESS, Level, reason
 from ..checks.doctor import doctor as diagnose
 from ..checks.startup import refuse_to_start
+from ..environment import environment
 from ..errors import IdempotencyError, SettingsError
 from ..letters.dead_letter_queue import DeadLetterConsumer
 from ..observe import metrics
@@ -33,6 +32,7 @@ from ..observe.logs import log
 from ..relay.reconcile import reconcile
 from ..relay.relay import AWAY_PAUSE, Relay
 from ..store import schema
+from ..store.connections import make_engine
 from ..store.statements import describe
 from ..upkeep import alarms, alerts, maintenance
 from ..upkeep.backlog import Backlog
@@ -189,7 +189,7 @@ def serve_metrics(
     ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
-    if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+    if environment().prometheus_multiproc_dir is None:
         raise SettingsError("PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this need the same directory there")
     counted = metrics.of_all_processes()
     if app is not None:

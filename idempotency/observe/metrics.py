@@ -1,75 +1,147 @@
 """What operators count: prometheus counters, by operation, never by key.
 
 Flower shows a task that ran twice as one success; these show it as it was. Prefork workers share them through
-`PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode).
+`PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode). They are made on first use, since a counter opens its
+file when it is made.
 """
 
-import os
+from __future__ import annotations
+
+import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
-if directory := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-    # prometheus-client opens its files as soon as a counter is made, and does not make the directory
-    Path(directory).mkdir(parents=True, exist_ok=True)
+from ..environment import environment
 
-claims = Counter("idempotency_claims", "Claims granted; after a doubt an attempt claims again", ["operation"])
-takeovers = Counter(
-    "idempotency_takeovers",
-    "Claims of a started operation whose holder's lease was over. What recovery released first is claimed as any released "
-    "operation and counts in idempotency_recovered",
-    ["operation"],
-)
-completed = Counter("idempotency_completed", "Operations completed", ["operation"])
-failed = Counter("idempotency_failed", "Operations failed", ["operation", "code"])
-retries = Counter("idempotency_retries", "Attempts released for another one", ["operation"])
-deferrals = Counter("idempotency_deferrals", "Attempts given back: not the operation's fault", ["operation"])
-duplicates = Counter("idempotency_duplicates", "Deliveries answered with the stored outcome", ["operation"])
-busy = Counter("idempotency_busy", "Deliveries acknowledged while the operation was in flight", ["operation"])
-waiting = Counter(
-    "idempotency_claims_waiting", "Deliveries that had to wait for Postgres' answer", ["operation", "error"]
-)
-put_back = Counter(
-    "idempotency_put_back",
-    "Deliveries that Postgres did not answer in time, by where they wait now",
-    ["operation", "to"],
-)
-mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fingerprint", ["operation"])
-fenced = Counter("idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["operation"])
-in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["operation"])
-leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["operation"])
-unknown_effects = Counter("idempotency_unknown_effects", "Operations that ended as effect_unknown", ["operation"])
-recovered = Counter("idempotency_recovered", "Orphaned operations released by recovery, or ended as spent", ["cause"])
-set_aside = Counter("idempotency_set_aside", "Rows that a sweep could not handle and tries again later", ["sweep"])
-purged = Counter("idempotency_purged", "Records deleted past retention")
-published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
-publish_errors = Counter("idempotency_outbox_errors", "Outbox rows whose publish failed", ["error"])
-stuck = Counter("idempotency_outbox_stuck", "Tries from the fifth on to publish an outbox row that the broker refuses")
-resent = Counter("idempotency_outbox_resent", "Operations sent again because their queue lacked them")
-alerts = Counter("idempotency_alerts", "Alerts about dead letters, and alarms", ["service", "reason"])
-alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts that their receiver did not take")
-redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
-attempt_seconds = Histogram("idempotency_attempt_seconds", "From a claim to the end of its attempt", ["operation"])
-phase_seconds = Histogram(
-    "idempotency_phase_seconds",
-    "Time of a delivery in each phase: claim, body, commit",
-    ["operation", "phase"],
-    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0),
-)
+claims: Counter
+takeovers: Counter
+completed: Counter
+failed: Counter
+retries: Counter
+deferrals: Counter
+duplicates: Counter
+busy: Counter
+waiting: Counter
+put_back: Counter
+mismatches: Counter
+fenced: Counter
+in_doubt: Counter
+leases_lost: Counter
+unknown_effects: Counter
+recovered: Counter
+set_aside: Counter
+purged: Counter
+published: Counter
+publish_errors: Counter
+stuck: Counter
+resent: Counter
+alerts: Counter
+alerts_unsent: Counter
+redis_unavailable: Counter
+attempt_seconds: Histogram
+phase_seconds: Histogram
+
+_lock = threading.Lock()
+_made: _Metrics | None = None
+
+
+class _Metrics:
+    def __init__(self, directory: Path | None) -> None:
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)  # prometheus-client does not make it
+        self.claims = Counter(
+            "idempotency_claims", "Claims granted; after a doubt an attempt claims again", ["operation"]
+        )
+        self.takeovers = Counter(
+            "idempotency_takeovers",
+            "Claims of a started operation whose holder's lease was over. What recovery released first is claimed as any released "
+            "operation and counts in idempotency_recovered",
+            ["operation"],
+        )
+        self.completed = Counter("idempotency_completed", "Operations completed", ["operation"])
+        self.failed = Counter("idempotency_failed", "Operations failed", ["operation", "code"])
+        self.retries = Counter("idempotency_retries", "Attempts released for another one", ["operation"])
+        self.deferrals = Counter(
+            "idempotency_deferrals", "Attempts given back: not the operation's fault", ["operation"]
+        )
+        self.duplicates = Counter(
+            "idempotency_duplicates", "Deliveries answered with the stored outcome", ["operation"]
+        )
+        self.busy = Counter(
+            "idempotency_busy", "Deliveries acknowledged while the operation was in flight", ["operation"]
+        )
+        self.waiting = Counter(
+            "idempotency_claims_waiting", "Deliveries that had to wait for Postgres' answer", ["operation", "error"]
+        )
+        self.put_back = Counter(
+            "idempotency_put_back",
+            "Deliveries that Postgres did not answer in time, by where they wait now",
+            ["operation", "to"],
+        )
+        self.mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fingerprint", ["operation"])
+        self.fenced = Counter(
+            "idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["operation"]
+        )
+        self.in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["operation"])
+        self.leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["operation"])
+        self.unknown_effects = Counter(
+            "idempotency_unknown_effects", "Operations that ended as effect_unknown", ["operation"]
+        )
+        self.recovered = Counter(
+            "idempotency_recovered", "Orphaned operations released by recovery, or ended as spent", ["cause"]
+        )
+        self.set_aside = Counter(
+            "idempotency_set_aside", "Rows that a sweep could not handle and tries again later", ["sweep"]
+        )
+        self.purged = Counter("idempotency_purged", "Records deleted past retention")
+        self.published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
+        self.publish_errors = Counter("idempotency_outbox_errors", "Outbox rows whose publish failed", ["error"])
+        self.stuck = Counter(
+            "idempotency_outbox_stuck", "Tries from the fifth on to publish an outbox row that the broker refuses"
+        )
+        self.resent = Counter("idempotency_outbox_resent", "Operations sent again because their queue lacked them")
+        self.alerts = Counter("idempotency_alerts", "Alerts about dead letters, and alarms", ["service", "reason"])
+        self.alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts that their receiver did not take")
+        self.redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
+        self.attempt_seconds = Histogram(
+            "idempotency_attempt_seconds", "From a claim to the end of its attempt", ["operation"]
+        )
+        self.phase_seconds = Histogram(
+            "idempotency_phase_seconds",
+            "Time of a delivery in each phase: claim, body, commit",
+            ["operation", "phase"],
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0),
+        )
+
+
+def _metrics() -> _Metrics:
+    global _made
+    with _lock:
+        if _made is None:
+            _made = _Metrics(environment().prometheus_multiproc_dir)
+        return _made
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_metrics(), name)
 
 
 def count_failed(operation: str, code: str) -> None:
     """Count an operation that has ended without success."""
-    failed.labels(operation, code).inc()
+    _metrics().failed.labels(operation, code).inc()
     if code == "effect_unknown":
-        unknown_effects.labels(operation).inc()
+        _metrics().unknown_effects.labels(operation).inc()
 
 
 def phase(operation: str, name: str) -> AbstractContextManager[object]:
     """Time a phase of a delivery, however it ends."""
-    return phase_seconds.labels(operation, name).time()
+    return _metrics().phase_seconds.labels(operation, name).time()
 
 
 def of_all_processes(directory: Path | None = None) -> CollectorRegistry:

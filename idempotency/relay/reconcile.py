@@ -69,12 +69,6 @@ def reconcile(
                 own.close()
 
 
-def marker_taken(runtime: Runtime, marker: str) -> None:
-    """Note that a worker was handed this marker: what its queue held before it has left."""
-    with runtime.autocommit() as connection:
-        markers.take(connection, marker)
-
-
 # ---------------------------------------------------------------- first in, first out
 
 

@@ -23,8 +23,8 @@ from idempotency.errors import StoredFailure, StoredRefusal
 from idempotency.queues import quorum_queue
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep import maintenance
-from tests import crashing
 from tests.chaos import ledgers, provider
+from tests.support import crashing
 
 app = Celery("chaos")
 
@@ -98,7 +98,7 @@ def configure(environment: Mapping[str, str]) -> None:
         worker_enable_prefetch_count_reduction=False,
         worker_cancel_long_running_tasks_on_connection_loss=True,
         timezone="UTC",
-        # A tick that nobody took in time is not worth taking: the next one does its work.
+        # A tick that was not taken in time is not worth taking: the next one does its work.
         beat_schedule={
             name: {"task": f"upkeep.{name}", "schedule": 1.0, "options": {"expires": 5.0}}
             for name in ("recover", "reconcile", "purge")
@@ -156,7 +156,7 @@ def _write(task: IdempotentTask, account: str, amount: int) -> dict[str, Any]:
 
 def _write_last(task: IdempotentTask, account: str, amount: int) -> dict[str, Any]:
     result = _write(task, account, amount)
-    # Whoever is stopped here past the lease goes on to a finish that must match nothing.
+    # An attempt that is stopped here past the lease goes on to a finish that must match nothing.
     crashing.reach("body.done")
     return result
 

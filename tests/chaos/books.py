@@ -94,7 +94,7 @@ class Books:
         self.accepted = {
             each.id: each for each in evidence.accepted if not each.once_claimed or each.id in self.records
         }
-        # what committed an enqueue was accepted, whether or not anybody kept a list
+        # what committed an enqueue was accepted, whether or not a list was kept
         for change in self.changes:
             if change.book == "outbox" and change.verb == "INSERT" and change.row["origin"] == "enqueue":
                 id = id_of(change.row)
@@ -235,7 +235,7 @@ class Books:
 
 
 def _by_transaction(changes: Sequence[Change]) -> Iterator[Change]:
-    """What each transaction has made of a row: nobody has seen it as it was in between."""
+    """What each transaction has made of a row: as it was in between, it was never visible."""
     for _, own in itertools.groupby(changes, key=lambda change: change.txid):
         first, *_, last = [*own] * 2
         yield replace(last, old=first.old)

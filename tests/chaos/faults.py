@@ -24,21 +24,21 @@ from sqlalchemy.exc import DBAPIError
 import services
 from idempotency.queues import dead_letter_queues
 from services import process
-from tests import crashing
 from tests.chaos import application
 from tests.chaos.fleet import BEAT, CALLER, RELAY, WORKER, Fleet, Member
-from tests.proxy import Proxy
+from tests.support import crashing
+from tests.support.proxy import Proxy
 
 # Longer than the lease, so that what is stopped is taken over, and short enough that it goes on within the run.
 STOPPED = application.LEASE + 2.0
 # How long a crash point may take to be reached before the fault counts as missed.
 REACHED_WITHIN = 10.0
-# How long a process stays stopped at most until somebody else has ended its operation: longer than the lease, the
+# How long a process stays stopped at most until another process has ended its operation: longer than the lease, the
 # sweep and a backlog of the queue.
 REPLACED_WITHIN = 20.0
 FROZEN = 4.0
 DOWN = 1.0
-# Whoever watches waits for Postgres for so long.
+# So long the watching connections wait for Postgres.
 PATIENCE = 30.0
 BLACK_HOLE = 3.0
 SLOW, SLOW_SECONDS = 0.05, 3.0
@@ -260,7 +260,7 @@ def stop_child_at_point(scene: Scene, target: int) -> str:
 
 
 def stop_child_before_finish(scene: Scene, target: int) -> str:
-    """F3 with everything written and nothing finished, until somebody else has ended the operation.
+    """F3 with everything written and nothing finished, until another process has ended the operation.
 
     Its next word is the write that must match nothing.
     """
@@ -322,7 +322,7 @@ def black_hole_redis(scene: Scene, target: int) -> str:
     finally:
         scene.redis.black_hole(None)
     if scene.redis.swallowed == swallowed:
-        raise Missed("nobody asked")
+        raise Missed("there was no request")
     return f"for {BLACK_HOLE:g} s, {scene.redis.swallowed - swallowed} bytes"
 
 

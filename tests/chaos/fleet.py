@@ -1,6 +1,6 @@
 """The processes of the application, old code beside new, and the orchestrator that starts them again when they end.
 
-Whatever ends is started again after a moment, whoever ended it: that is what an orchestrator does, and nothing else is
+Whatever ends is started again after a moment, for whatever reason it ended: that is what an orchestrator does, and nothing else is
 done for a process by hand.
 """
 
@@ -77,7 +77,7 @@ class Member:
 
 
 class Fleet:
-    """Workers, relays and beats, each in a session of its own. Their records and logs are below `directory`."""
+    """Workers, relays and beats, each in its own session. Their records and logs are below `directory`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from tests.chaos import ledgers
 from tests.chaos.checker import Accepted, Evidence, check
 
-OPERATION = "tests.bank.deposit"
+OPERATION = "tests.support.bank.deposit"
 
 
 class Hand:

@@ -53,7 +53,7 @@ def verdict(runs: Iterable[Run]) -> int:
     for status in (1, 3, 2):
         if status in statuses:
             return status
-    return 1 if statuses - {0} else 0  # a run that ended in a way of its own has kept nothing
+    return 1 if statuses - {0} else 0  # a run that ended in another way has kept nothing
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -97,7 +97,7 @@ class People:
             try:
                 commands[name]()
             except (DBAPIError, PoolTimeout, httpx.HTTPError, AMQPError, BrokerError, OSError):
-                self.refused["nobody answered"] += 1
+                self.refused["no answer"] += 1
             except OperationNotFound:
                 self.refused[name] += 1  # purged since it was chosen
             except Exception as error:  # a finding: a command either changes or refuses

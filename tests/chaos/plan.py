@@ -49,7 +49,7 @@ AT_LEAST = {"stop_child_before_finish": 4, "stop_child_before_step": 3}
 RATE = 0.6
 # The first fault finds work under way, and the last one still has the run around it.
 LEAD_IN, LEAD_OUT = 2.0, 1.0
-# What a target may be; whoever inflicts the fault takes it modulo what there is.
+# What a target may be; the fault takes it modulo what there is.
 TARGETS = 1 << 16
 
 

@@ -1,6 +1,6 @@
 """A payment provider with a ledger, and the bad line to it: a real HTTP server.
 
-The provider acts once per idempotency key and replays its stored answers, failures of its own included, before or after
+The provider acts once per idempotency key and replays its stored answers, its failures included, before or after
 which it may have acted. It declines some requests, and refuses some repeats for another reason (a key was revoked) before
 it has looked at what it stored. `/close` says whether a key has
 acted, and if not, that it never will. The line in front of it loses requests, loses answers, and invents errors after

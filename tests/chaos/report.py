@@ -127,7 +127,7 @@ class Report:
 def unproved(
     seconds: float, inflicted: Mapping[str, int], counts: Counts, struck: Mapping[str, int] | None = None
 ) -> list[str]:
-    """Why a run without a violation would prove nothing: too little went wrong, or nobody had to be held off."""
+    """Why a run without a violation would prove nothing: too little went wrong, or no attempt had to be held off."""
     problems = []
     if (number := sum(inflicted.values())) < seconds * PROVEN_RATE:
         problems.append(f"only {number} faults in {seconds:g} s")

@@ -41,7 +41,7 @@ from tests.chaos.provider import FAULTS as PROVIDER_FAULTS
 from tests.chaos.provider import Provider
 from tests.chaos.report import Report, unproved
 from tests.chaos.traffic import TENANTS, Traffic
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 
 # Accepted and not ended: enough to keep every worker busy, few enough that the quiet afterwards is short.
 WINDOW = 250
@@ -80,7 +80,7 @@ def run(options: Options, console: Console) -> Report:
         # it stops, wipes and cuts its servers: they have to be its own
         servers = stack.enter_context(_own_servers())
         if servers.broker != "rabbitmq":
-            raise NotHere("chaos needs a RabbitMQ of its own to freeze: install the package rabbitmq-server")
+            raise NotHere("chaos needs a private RabbitMQ to freeze: install the package rabbitmq-server")
         phases["servers"] = time.monotonic() - began
         began = time.monotonic()
         stage = _Stage(servers, options, stack)
@@ -124,7 +124,7 @@ class _Stage:
         self.directory = servers.directory
         name = f"chaos_{os.getpid()}"
         database_url = servers.create_database(name)
-        # straight to Postgres: whoever watches is not part of the storm
+        # straight to Postgres: what watches is not part of the storm
         self.engine = create_engine(database_url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
         stack.callback(self.engine.dispose)
         schema.migrate(self.engine.execution_options(isolation_level="READ COMMITTED"))

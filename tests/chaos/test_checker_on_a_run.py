@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
+import services
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters
 from idempotency.upkeep.maintenance import recover
-from tests import bank, crashing
 from tests.chaos import ledgers
 from tests.chaos.checker import Accepted, Evidence, check
 from tests.controls.stage import stage
-from tests.processes import eventually
+from tests.support import bank, crashing
+from tests.support.outside import OutsideWorld
+from tests.support.processes import eventually
 
 POINTS = (
     "lease.taken",
@@ -29,7 +33,7 @@ POINTS = (
 
 
 @pytest.fixture
-def ready(servers):
+def ready(servers: services.Services) -> Iterator[Any]:
     if servers.broker == "redis":
         pytest.skip("the stage needs RabbitMQ")
     with stage(servers) as ready:
@@ -37,7 +41,7 @@ def ready(servers):
 
 
 @pytest.fixture
-def relayed(ready):
+def relayed(ready: Any) -> Iterator[Any]:
     """A relay that recovers too, in a thread."""
     relay, stop = Relay(ready.app), threading.Event()
     thread = threading.Thread(target=relay.run, args=(stop, lambda: (recover(ready.app), None)[1]), daemon=True)
@@ -47,7 +51,9 @@ def relayed(ready):
     thread.join(10)
 
 
-def test_a_run_with_killed_workers_failures_duplicates_and_a_replay_is_clean(relayed, outside):
+def test_a_run_with_killed_workers_failures_duplicates_and_a_replay_is_clean(
+    relayed: Any, outside: OutsideWorld
+) -> None:
     ready, accepted = relayed, []
     workers = [ready.worker().wait_until_ready() for _ in range(2)]
     for point in POINTS:
@@ -68,7 +74,7 @@ def test_a_run_with_killed_workers_failures_duplicates_and_a_replay_is_clean(rel
         bank.deposit.enqueue(session, "enqueued", ordering_key="k")
         bank.deposit.enqueue(session, "enqueued too", ordering_key="k")
 
-    def ended(expected):
+    def ended(expected: Any) -> Any:
         query = "SELECT count(*) FROM idempotency.records WHERE status IN ('completed', 'failed')"
         return ready.sql(query).scalar_one() == expected
 
@@ -103,7 +109,7 @@ def test_a_run_with_killed_workers_failures_duplicates_and_a_replay_is_clean(rel
     assert counts.takeovers >= len(POINTS) - 2  # those that were killed between their claim and their end
 
 
-def test_the_lines_of_a_worker_name_its_pool_process(relayed):
+def test_the_lines_of_a_worker_name_its_pool_process(relayed: Any) -> None:
     worker = relayed.worker().wait_until_ready()
     relayed.send(bank.deposit, "a")
     row = relayed.wait_for("a", "completed", worker)

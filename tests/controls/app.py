@@ -1,4 +1,4 @@
-"""The application of the controls' workers: that of `tests.bank`, without the safeguards that $WITHOUT names.
+"""The application of the controls' workers: that of `tests.support.bank`, without the safeguards that $WITHOUT names.
 
 WITHOUT=fence celery -A tests.controls.app worker
 """
@@ -13,9 +13,9 @@ from celery import Celery
 
 from idempotency.checks import configuration
 from idempotency.observe import crash_points
-from tests import bank, crashing
 from tests.chaos import ledgers
 from tests.controls.safeguards import remove
+from tests.support import bank, crashing
 
 app: Celery = bank.app
 

@@ -20,17 +20,17 @@ from sqlalchemy.orm import Session
 
 from idempotency import OperationNotFound, lookup
 from idempotency.application import runtime_of
-from idempotency.attempt.lease import lease_name
+from idempotency.attempt.hints import lease_name
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep.maintenance import recover
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER
-from tests import bank, crashing
 from tests.chaos.checker import Violation
 from tests.controls.app import DELIVERY_LIMIT
 from tests.controls.stage import TENANT, Stage
-from tests.processes import Worker, eventually
+from tests.support import bank, crashing
+from tests.support.processes import Worker, eventually
 
 
 @dataclass(frozen=True, slots=True)

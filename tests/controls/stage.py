@@ -21,12 +21,12 @@ import services
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
 from idempotency.wire.message import OUTBOX_HEADER
-from tests import bank
 from tests.chaos import ledgers
 from tests.chaos.checker import Accepted, Evidence, Violation, check
 from tests.controls import app as controlled
 from tests.controls.safeguards import without
-from tests.processes import Processes, Worker, eventually
+from tests.support import bank
+from tests.support.processes import Processes, Worker, eventually
 
 # Longer than any run: nothing happens by itself, time passes by UPDATE.
 LEASE, MAX_RUN = 900, 3600

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from idempotency.attempt import lease
+import services
+from idempotency.attempt import hints
 from idempotency.store import ends
 from tests.chaos.checker import Violation
 from tests.controls.run import PATIENCE, Outcome, run
@@ -21,13 +23,13 @@ ANOTHERS = Violation("I99", "a", "something else")
 
 @pytest.mark.controls
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
-def test_the_oracle_is_silent_with_its_safeguard_and_tells_without_it(servers, control):
+def test_the_oracle_is_silent_with_its_safeguard_and_tells_without_it(servers: services.Services, control: Any) -> None:
     if servers.broker == "redis":
         pytest.skip("needs RabbitMQ: what is removed is what only it can do")
     assert run(servers, control).problems == []
 
 
-def test_every_safeguard_has_its_control():
+def test_every_safeguard_has_its_control() -> None:
     assert [control.name for control in CONTROLS] == list(SAFEGUARDS)
 
 
@@ -40,16 +42,16 @@ def test_every_safeguard_has_its_control():
         (Outcome(CONTROL, [], [ITS_OWN], 1, PATIENCE + 1), "to tell"),
     ],
 )
-def test_a_control_that_proves_nothing_says_why(outcome, complaint):
+def test_a_control_that_proves_nothing_says_why(outcome: Any, complaint: str) -> None:
     assert [complaint in problem for problem in outcome.problems] == [True]
 
 
-def test_a_control_that_is_silent_with_its_safeguard_and_tells_without_it_has_no_problem():
+def test_a_control_that_tells_only_without_its_safeguard_is_right() -> None:
     assert Outcome(CONTROL, [], [ANOTHERS, ITS_OWN], 1, 1).problems == []
 
 
 @pytest.mark.parametrize("name", [name for name in SAFEGUARDS if name != "delivery_limit"])
-def test_a_removed_safeguard_is_gone_and_comes_back(name):
+def test_a_removed_safeguard_is_gone_and_comes_back(name: Any) -> None:
     removal = Removal()
     SAFEGUARDS[name](removal)
     changed = [(owner, attribute, before) for owner, attribute, before in removal._before]
@@ -59,11 +61,13 @@ def test_a_removed_safeguard_is_gone_and_comes_back(name):
     assert all(getattr(owner, attribute) == before for owner, attribute, before in changed)
 
 
-def test_a_safeguard_that_is_not_where_it_was_is_an_error_and_nothing_stays_changed(monkeypatch):
+def test_a_missing_safeguard_is_an_error_and_nothing_stays_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for script in ("_DROP", "_DROP_ALL", "_TAKE"):
-        monkeypatch.setattr(lease, script, "redis.call('UNLINK', KEYS[1])")
+        monkeypatch.setattr(hints, script, "redis.call('UNLINK', KEYS[1])")
     before = ends._COMPLETE
-    with pytest.raises(NothingToRemove, match="lease"):
+    with pytest.raises(NothingToRemove, match="hints"):
         remove(["fence", "lease_compare"])
     assert before == ends._COMPLETE
     with pytest.raises(NothingToRemove, match="no statement has"), without("fence", "fence"):
@@ -71,7 +75,7 @@ def test_a_safeguard_that_is_not_where_it_was_is_an_error_and_nothing_stays_chan
     assert before == ends._COMPLETE
 
 
-def test_an_unknown_control_is_refused_by_name():
+def test_an_unknown_control_is_refused_by_name() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.controls", "--only", "nonsense"], capture_output=True, text=True, timeout=60
     )

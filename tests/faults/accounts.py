@@ -96,7 +96,8 @@ def read(engine: Engine, accepted: Collection[str], queued: Sequence[str], acts:
             return Counter(str(key) for (key,) in connection.execute(text(query)))
 
         records = {
-            str(row["key"]): row for row in connection.execute(text("SELECT * FROM idempotency.records")).mappings()
+            str(row["key"]): dict(row)
+            for row in connection.execute(text("SELECT * FROM idempotency.records")).mappings()
         }
         rows = counted("SELECT account FROM entries")
         failures = counted("SELECT account FROM failures")

@@ -1,4 +1,4 @@
-"""Each test here shows one cell of the fault matrix (cells.py), in a virtual host and a database of its own.
+"""Each test here shows one cell of the fault matrix (cells.py), in its own virtual host and database.
 
     @pytest.mark.cell("F1", "P2")
     def test_…(cell, …):
@@ -29,7 +29,7 @@ import services
 from idempotency.wire.message import KEY_HEADER
 from tests.faults import accounts, cells
 from tests.faults.scene import scene as scene
-from tests.processes import Processes
+from tests.support.processes import Processes
 
 FOLDER = Path(__file__).parent
 # What the reporting plug-in reads: the cell and what was seen in it.
@@ -130,7 +130,7 @@ def checked_accounts(
 
 
 def queued_keys(app: Celery, broker_url: str) -> list[str]:
-    """The idempotency keys of the messages that are still in the queues; nobody consumes them any more."""
+    """The idempotency keys of the messages that are still in the queues; they have no consumer any more."""
     keys = []
     queue = app.conf.task_default_queue
     with BrokerConnection(broker_url) as broker:
@@ -146,7 +146,7 @@ def queued_keys(app: Celery, broker_url: str) -> list[str]:
 
 @pytest.fixture
 def environment(environment: dict[str, str], servers: services.Services) -> Iterator[dict[str, str]]:
-    """As for every worker, with a virtual host of its own in the run's RabbitMQ."""
+    """As for every worker, with its own virtual host in the run's RabbitMQ."""
     if servers.broker != "rabbitmq":
         pytest.skip(f"needs a RabbitMQ of our own, and the broker is {servers.broker}")
     vhost = f"cell-{uuid4().hex[:8]}"

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.bank import app
+from tests.support.bank import app
 
-app.tasks.pop("tests.bank.transfer")
+app.tasks.pop("tests.support.bank.transfer")

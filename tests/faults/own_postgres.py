@@ -11,7 +11,7 @@ from sqlalchemy.engine import make_url
 
 import services
 from services.postgres import Postgres, create_database, drop_database
-from tests import bank
+from tests.support import bank
 
 
 def plain(url: str) -> str:
@@ -30,7 +30,7 @@ def fixture_postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(scope="module", name="template")
 def fixture_template(postgres: Postgres) -> Iterator[str]:
-    """A migrated database with the tables of tests/bank.py; each test gets a copy of it."""
+    """A migrated database with the tables of tests/support/bank.py; each test gets a copy of it."""
     name = f"template_{uuid4().hex[:8]}"
     bank.prepare(create_database(postgres.url, name))
     yield name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import cast
 
 import pytest
 from rich import box
@@ -34,7 +35,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], Seen] = {key: Seen() for key in CELLS}
-        self.versions: Mapping[str, str] = {}
+        self.versions: dict[str, str] = {}
         self.stray: list[str] = []
         self.seconds = 0.0
         self._started = time.monotonic()
@@ -64,8 +65,8 @@ class Collector:
             seen.not_run.append(str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "skipped")
         elif report.when == "call":
             for name, value in report.user_properties:
-                if name == SAW and value[-1] not in seen.outcomes:
-                    seen.outcomes.append(value[-1])
+                if name == SAW and (letter := cast("tuple[str, str, str]", value)[-1]) not in seen.outcomes:
+                    seen.outcomes.append(letter)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.seconds = time.monotonic() - self._started

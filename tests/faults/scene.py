@@ -22,16 +22,16 @@ from sqlalchemy import NullPool, Row, create_engine, text
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.orm import Session
 
-from idempotency.attempt.runtime import start_time
+from idempotency.attempt.liveness import start_time
 from idempotency.observe import crash_points
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.upkeep import maintenance
-from tests import bank, crashing
-from tests.outside import OutsideWorld
-from tests.processes import Processes, Worker, eventually
-from tests.proxy import Proxy
+from tests.support import bank, crashing
+from tests.support.outside import OutsideWorld
+from tests.support.processes import Processes, Worker, eventually
+from tests.support.proxy import Proxy
 
 # Where an attempt is held for a phase. P5, COMMIT sent and its reply not received, is made by a proxy.
 POINTS = {

@@ -12,12 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults import clocks
+from tests.faults.conftest import SeenCell
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import eventually
+from tests.support.processes import eventually
 
 DAY = 86400
 
@@ -26,10 +28,13 @@ DAY = 86400
 
 @pytest.mark.cell("F15", "P2")
 @pytest.mark.parametrize("days", [1, -1])
-def test_a_worker_whose_clock_is_a_day_off_holds_renews_and_finishes_as_usual(days, scene, tmp_path, cell):
+def test_a_worker_whose_clock_is_a_day_off_holds_renews_and_finishes_as_usual(
+    days: int, scene: Scene, tmp_path: Path, cell: SeenCell
+) -> None:
     if not clocks.can_be_built():
         cell.not_run("no C compiler")
-    worker = scene.worker(LEASE="4", **clocks.Clock(tmp_path, seconds=days * DAY).environment)
+    environment: dict[str, Any] = clocks.Clock(tmp_path, seconds=days * DAY).environment
+    worker = scene.worker(LEASE="4", **environment)
     there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     assert f"[{there:%Y-%m-%d} " in worker.log, "its clock is not off"
     scene.bring_to("P2")
@@ -111,7 +116,9 @@ def orphan(scene: Scene, phase: str) -> None:
 
 
 @pytest.mark.cell("F19", "P0")
-def test_two_beats_do_not_send_again_what_a_worker_holds(scene, beats, cell):
+def test_two_beats_do_not_send_again_what_a_worker_holds(
+    scene: Scene, beats: Callable[[], Beats], cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to("P0")
     scene.age()  # published long ago, and unacknowledged: it waits and is not lost
@@ -131,7 +138,9 @@ def test_two_beats_do_not_send_again_what_a_worker_holds(scene, beats, cell):
 
 
 @pytest.mark.cell("F19", "P1")
-def test_what_was_orphaned_while_beat_was_down_for_an_hour_is_done_after_its_first_tick(scene, beats, cell):
+def test_what_was_orphaned_without_beat_is_done_after_its_first_tick(
+    scene: Scene, beats: Callable[[], Beats], cell: SeenCell
+) -> None:
     orphan(scene, "P1")
     scene.age(hours=1)
     beats().start("late")
@@ -140,10 +149,10 @@ def test_what_was_orphaned_while_beat_was_down_for_an_hour_is_done_after_its_fir
 
 
 @pytest.mark.cell("F19", "P2")
-def test_recoveries_of_several_processes_at_once_release_an_orphan_once(scene, cell):
+def test_recoveries_of_several_processes_at_once_release_an_orphan_once(scene: Scene, cell: SeenCell) -> None:
     orphan(scene, "P2")
     scene.age()
-    command = [sys.executable, "-m", "idempotency.cli", "recover", "-A", "tests.bank", "--json"]
+    command = [sys.executable, "-m", "idempotency.cli", "recover", "-A", "tests.support.bank", "--json"]
     running = [
         subprocess.Popen(command, env=scene.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for _ in range(3)
@@ -156,9 +165,9 @@ def test_recoveries_of_several_processes_at_once_release_an_orphan_once(scene, c
 
 
 @pytest.mark.cell("F19", "P3")
-def test_a_beat_with_an_old_schedule_file_sends_each_task_once_and_not_for_every_hour_it_missed(
-    scene, beats, tmp_path, cell
-):
+def test_a_beat_with_an_old_schedule_file_sends_each_task_once(
+    scene: Scene, beats: Callable[[], Beats], tmp_path: Path, cell: SeenCell
+) -> None:
     orphan(scene, "P3")
     started = beats()
     first = started.start("schedule")

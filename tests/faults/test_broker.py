@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
+import services
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay, Relayed
 from services import RabbitMQ
+from tests.faults.conftest import SeenCell
+from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import eventually
+from tests.support.processes import eventually
 
 WHILE_FROZEN = Relayed(0, 0, broker_away=True)
 
 
 @pytest.fixture
-def rabbitmq(servers, cell) -> Iterator[RabbitMQ]:
+def rabbitmq(servers: services.Services, cell: SeenCell) -> Iterator[RabbitMQ]:
     """The run's own broker. It may be killed or frozen: it runs again at the end."""
     if servers.broker != "rabbitmq":
         cell.not_run("needs a RabbitMQ of our own")
@@ -35,22 +38,18 @@ def relay(scene: Scene) -> Iterator[Relay]:
     relay.close()
 
 
-def cells(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=phase) for phase in phases]
-
-
 def publish(relay: Relay, scene: Scene) -> None:
     """Passes of the relay until the operation's row is published."""
 
     def passed() -> bool:
         relay.run_once()
-        return scene.outbox()[0].status == "published"
+        return bool(scene.outbox()[0].status == "published")
 
     eventually(passed, timeout=PATIENCE, what="the row is published")
 
 
 def unconfirmed(scene: Scene) -> None:
-    """Wait until the broker has the message and has sent its confirm, which nobody receives."""
+    """Wait until the broker has the message and has sent its confirm, which is not received."""
     eventually(lambda: scene.proxy.swallowed > 0 and scene.messages() == 1, what="a message without its confirm")
 
 
@@ -58,8 +57,9 @@ def consumed(scene: Scene, copies: int) -> str:
     """Let a worker take what the broker has; the letter of what the copies did."""
     scene.worker(children=1)
     scene.completed()
-    taken = lambda: len(scene.trace("lease.taken"))  # noqa: E731
-    eventually(lambda: taken() == copies and scene.messages() == 0, what=f"{copies} copies taken")
+    eventually(
+        lambda: len(scene.trace("lease.taken")) == copies and scene.messages() == 0, what=f"{copies} copies taken"
+    )
     outcome = scene.outcome()
     assert outcome == ("D" if copies > 1 else "–")
     return outcome
@@ -69,7 +69,9 @@ def consumed(scene: Scene, copies: int) -> str:
 
 
 @pytest.mark.cell("F5", "P7")
-def test_a_relay_whose_connection_is_reset_before_it_publishes_sends_its_row_in_the_next_pass(relay, scene, cell):
+def test_a_relay_reset_before_it_publishes_sends_its_row_in_the_next_pass(
+    relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     assert relay.run_once() == Relayed(0, 0)
     relay.publisher.depth(scene.app.conf.task_default_queue)  # connected, and the queues are there
     scene.accept()
@@ -83,7 +85,7 @@ def test_a_relay_whose_connection_is_reset_before_it_publishes_sends_its_row_in_
 
 
 @pytest.mark.cell("F5", "P8")
-def test_a_relay_whose_connection_is_reset_before_the_confirm_publishes_again_on_a_new_channel(relay, scene, cell):
+def test_a_relay_reset_before_the_confirm_publishes_again(relay: Relay, scene: Scene, cell: SeenCell) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     former = relay.publisher._channel
     scene.proxy.black_hole("replies")
@@ -98,7 +100,7 @@ def test_a_relay_whose_connection_is_reset_before_the_confirm_publishes_again_on
 
 
 @pytest.mark.cell("F5", "P9")
-def test_a_relay_whose_connection_is_reset_after_the_confirm_marks_its_row_and_sends_nothing_again(relay, scene, cell):
+def test_a_relay_reset_after_the_confirm_marks_its_row(relay: Relay, scene: Scene, cell: SeenCell) -> None:
     scene.at("relay.confirmed", scene.proxy.reset)
     scene.accept()
     assert relay.run_once() == Relayed(1, 0)
@@ -108,7 +110,9 @@ def test_a_relay_whose_connection_is_reset_after_the_confirm_marks_its_row_and_s
 
 
 @pytest.mark.cell("F6", "P7")
-def test_a_relay_waits_for_a_killed_broker_and_then_publishes_what_it_had_selected(relay, scene, rabbitmq, cell):
+def test_a_relay_waits_for_a_killed_broker_and_publishes_its_rows(
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     scene.declare_queues()
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
@@ -123,7 +127,9 @@ def test_a_relay_waits_for_a_killed_broker_and_then_publishes_what_it_had_select
 
 
 @pytest.mark.cell("F6", "P8")
-def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(relay, scene, rabbitmq, cell):
+def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     scene.declare_queues()
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.proxy.black_hole("replies")
@@ -137,7 +143,9 @@ def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(rel
 
 
 @pytest.mark.cell("F7", "P7")
-def test_a_relay_waits_for_a_frozen_broker_and_then_publishes_what_it_had_selected(relay, scene, rabbitmq, cell):
+def test_a_relay_waits_for_a_frozen_broker_and_publishes_its_rows(
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at("relay.selected", rabbitmq.pause)
@@ -152,9 +160,9 @@ def test_a_relay_waits_for_a_frozen_broker_and_then_publishes_what_it_had_select
 
 
 @pytest.mark.cell("F7", "P8")
-def test_a_broker_frozen_before_its_confirm_arrives_costs_a_time_out_a_channel_and_a_second_copy(
-    relay, scene, rabbitmq, cell
-):
+def test_a_broker_frozen_before_its_confirm_costs_a_second_copy(
+    relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.proxy.black_hole("replies")
     scene.at("relay.published", lambda: (unconfirmed(scene), rabbitmq.pause()))
@@ -170,7 +178,9 @@ def test_a_broker_frozen_before_its_confirm_arrives_costs_a_time_out_a_channel_a
 
 
 @pytest.mark.cell("F8", "P7")
-def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(relay, scene, cell):
+def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(
+    relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at("relay.selected", scene.delete_queues)
@@ -186,8 +196,10 @@ def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(re
     cell.saw("W")
 
 
-@pytest.mark.parametrize("phase", cells("F8", "P8", "P9"))
-def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(phase, relay, scene, cell):
+@pytest.mark.parametrize("phase", each("F8", "P8", "P9"))
+def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(
+    phase: str, relay: Relay, scene: Scene, cell: SeenCell
+) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at(
@@ -208,8 +220,10 @@ def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(pha
 # ---------------------------------------------------------------- the worker
 
 
-@pytest.mark.parametrize("phase", cells("F6", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(phase, scene, rabbitmq, cell):
+@pytest.mark.parametrize("phase", each("F6", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
+def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(
+    phase: str, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
+) -> None:
     postgres = scene.postgres_proxy()
     scene.declare_queues()
     scene.worker()
@@ -218,15 +232,17 @@ def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(phase, scene
     scene.cancelled(phase)
     rabbitmq.start()
     scene.completed()
-    # where nobody but a redelivery will look: the process that was waiting for COMMIT's reply is gone
+    # where only a redelivery will look: the process that was waiting for COMMIT's reply is gone
     again = "lease.taken" if phase in ("P5", "P6") else "finish.committed"
     count = 2 if phase in ("P5", "P6") else 1
     eventually(lambda: len(scene.trace(again)) >= count, timeout=PATIENCE, what=again)
     cell.saw(scene.outcome())
 
 
-@pytest.mark.parametrize("phase", cells("F7", "P0", "P1", "P2", "P3", "P6"))
-def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(phase, scene, rabbitmq, cell, caplog):
+@pytest.mark.parametrize("phase", each("F7", "P0", "P1", "P2", "P3", "P6"))
+def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(
+    phase: str, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell, caplog: pytest.LogCaptureFixture
+) -> None:
     scene.worker()
     scene.bring_to(phase)
     rabbitmq.pause()
@@ -245,8 +261,8 @@ def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(phas
     cell.saw("W" if phase == "P0" else scene.outcome() if phase == "P6" else before)
 
 
-@pytest.mark.parametrize("phase", cells("F8", "P0", "P1", "P2", "P3", "P4", "P5"))
-def test_what_a_wiped_broker_had_is_done_after_a_sweep(phase, scene, cell):
+@pytest.mark.parametrize("phase", each("F8", "P0", "P1", "P2", "P3", "P4", "P5"))
+def test_what_a_wiped_broker_had_is_done_after_a_sweep(phase: str, scene: Scene, cell: SeenCell) -> None:
     postgres = scene.postgres_proxy()
     scene.worker()
     scene.bring_to(phase, postgres)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -11,27 +12,25 @@ from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.queues import DELIVERY_LIMIT
 from idempotency.store.recover import SPARE_CLAIMS
 from idempotency.upkeep import maintenance
-from tests import bank, crashing
+from tests.faults.conftest import SeenCell
+from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, POINTS, Scene
-from tests.processes import eventually
+from tests.support import bank, crashing
+from tests.support.processes import Processes, eventually
 
 COPIES = 8
-
-
-def each(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=f"{fault}-{phase}") for phase in phases]
 
 
 # ---------------------------------------------------------------- F16: eight copies at once
 
 
 @pytest.fixture
-def eight(scene: Scene, processes) -> None:
+def eight(scene: Scene, processes: Processes) -> None:
     """A worker with eight pool children."""
     scene.workers.append(processes.worker("--concurrency", str(COPIES)))
 
 
-def send_copies(scene: Scene, cell, number: int) -> None:
+def send_copies(scene: Scene, cell: Any, number: int) -> None:
     """The same message so many times: one task id, as if the broker had repeated it."""
     cell.accepts(scene.account)
     for _ in range(number):
@@ -48,7 +47,7 @@ def settled(scene: Scene, number: int) -> None:
 
 @pytest.mark.quick
 @pytest.mark.cell("F16", "P0")
-def test_of_eight_copies_at_once_one_runs(scene, eight, cell):
+def test_of_eight_copies_at_once_one_runs(scene: Scene, eight: None, cell: SeenCell) -> None:
     crashing.plan(scene.directory, POINTS["P0"], crashing.HOLD_EVERYBODY)
     send_copies(scene, cell, COPIES)
     held = f"{POINTS['P0']}.*.held"
@@ -61,7 +60,9 @@ def test_of_eight_copies_at_once_one_runs(scene, eight, cell):
 
 
 @pytest.mark.cell("F16", "P3")
-def test_of_seven_copies_that_find_the_lease_over_one_calls_the_gateway_again(scene, eight, cell):
+def test_of_seven_copies_that_find_the_lease_over_one_calls_the_gateway_again(
+    scene: Scene, eight: None, cell: SeenCell
+) -> None:
     crashing.plan(scene.directory, POINTS["P3"], crashing.HOLD)
     send_copies(scene, cell, 1)
     holder = scene.held("P3")
@@ -79,7 +80,7 @@ def test_of_seven_copies_that_find_the_lease_over_one_calls_the_gateway_again(sc
 
 
 @pytest.mark.cell("F16", "P4")
-def test_seven_copies_wait_for_a_commit_and_find_its_result(scene, eight, cell):
+def test_seven_copies_wait_for_a_commit_and_find_its_result(scene: Scene, eight: None, cell: SeenCell) -> None:
     crashing.plan(scene.directory, POINTS["P4"], crashing.HOLD)
     send_copies(scene, cell, 1)
     scene.held("P4")
@@ -96,7 +97,9 @@ def test_seven_copies_wait_for_a_commit_and_find_its_result(scene, eight, cell):
 
 
 @pytest.mark.cell("F16", "P6")
-def test_seven_copies_find_the_result_of_a_commit_that_is_not_acknowledged(scene, eight, cell):
+def test_seven_copies_find_the_result_of_a_commit_that_is_not_acknowledged(
+    scene: Scene, eight: None, cell: SeenCell
+) -> None:
     crashing.plan(scene.directory, POINTS["P6"], crashing.HOLD)
     send_copies(scene, cell, 1)
     scene.held("P6")
@@ -126,7 +129,7 @@ DEATHS = 4
 
 
 @pytest.mark.cell("F17", "P0")
-def test_poison_before_the_claim_ends_at_the_brokers_delivery_limit(scene, cell):
+def test_poison_before_the_claim_ends_at_the_brokers_delivery_limit(scene: Scene, cell: SeenCell) -> None:
     scene.relay()
     scene.accept()
     eventually(lambda: scene.messages() == 1, timeout=PATIENCE, what="in its queue")
@@ -151,12 +154,12 @@ def hand_back(scene: Scene, times: int) -> None:
             channel.basic_reject(got.delivery_tag, requeue=True)
 
 
-# Of the claims beyond the last attempt, all but two are counted without a death of their own.
+# Of the claims beyond the last attempt, all but two are counted without another death.
 SKIPPED = SPARE_CLAIMS - 2
 
 
 @pytest.mark.parametrize("phase", each("F17", "P1", "P2", "P3"))
-def test_poison_after_the_claim_ends_when_its_attempts_are_used_up(phase, scene, cell):
+def test_poison_after_the_claim_ends_when_its_attempts_are_used_up(phase: str, scene: Scene, cell: SeenCell) -> None:
     point = POINTS[phase]
     crashing.plan(scene.directory, point, crashing.KILL_EVERY_CHILD)
     worker = scene.worker()
@@ -186,7 +189,7 @@ def test_poison_after_the_claim_ends_when_its_attempts_are_used_up(phase, scene,
 
 
 @pytest.mark.parametrize("phase", each("F18", "P2", "P3"))
-def test_an_error_is_another_attempt_with_back_off(phase, scene, cell):
+def test_an_error_is_another_attempt_with_back_off(phase: str, scene: Scene, cell: SeenCell) -> None:
     scene.worker(RETRY_BASE="1")
     scene.relay()
     crashing.plan(scene.directory, POINTS[phase], crashing.RAISE_ERROR)
@@ -202,7 +205,7 @@ def test_an_error_is_another_attempt_with_back_off(phase, scene, cell):
 
 
 @pytest.mark.parametrize("phase", each("F18", "P2", "P3"))
-def test_a_permanent_error_ends_the_operation(phase, scene, cell):
+def test_a_permanent_error_ends_the_operation(phase: str, scene: Scene, cell: SeenCell) -> None:
     scene.worker()
     scene.relay()
     crashing.plan(scene.directory, POINTS[phase], crashing.RAISE_PERMANENT)
@@ -221,7 +224,7 @@ def test_a_permanent_error_ends_the_operation(phase, scene, cell):
 
 @pytest.mark.cell("F20", "P3")
 @pytest.mark.parametrize("how", ["fail after", "busy", "hang"])
-def test_the_gateway_fails_after_it_has_acted_or_before(how, scene, cell):
+def test_the_gateway_fails_after_it_has_acted_or_before(how: str, scene: Scene, cell: SeenCell) -> None:
     scene.outside.script = [how]
     scene.worker(CALL_TIMEOUT="1")
     scene.relay()
@@ -233,7 +236,7 @@ def test_the_gateway_fails_after_it_has_acted_or_before(how, scene, cell):
 
 
 @pytest.mark.cell("F20", "P3")
-def test_a_gateway_that_drips_is_left_at_the_soft_limit(scene, cell):
+def test_a_gateway_that_drips_is_left_at_the_soft_limit(scene: Scene, cell: SeenCell) -> None:
     scene.outside.script = ["drip"]
     scene.worker(CALL_TIMEOUT="1")
     scene.relay()

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -14,19 +15,17 @@ from sqlalchemy.exc import OperationalError
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay, Relayed
 from services.postgres import Postgres
-from tests import bank as app_module
+from tests.faults.conftest import SeenCell
+from tests.faults.marks import each
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template, plain  # noqa: F401
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import eventually
+from tests.support import bank as app_module
+from tests.support.processes import eventually
 
 # as psycopg sends it; "BEGIN ISOLATION LEVEL READ COMMITTED" is something else
 COMMIT = b"\x0bCOMMIT\x00"
 CLAIM = b"INSERT INTO idempotency.records"
 FINISH = b"'completed', result ="
-
-
-def cells(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=phase) for phase in phases]
 
 
 @pytest.fixture
@@ -60,8 +59,10 @@ def published_again(scene: Scene) -> str:
 # ---------------------------------------------------------------- F12: killed
 
 
-@pytest.mark.parametrize("phase", cells("F12", "P0", "P1", "P2", "P3", "P4", "P5"))
-def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(phase, scene, postgres, cell):
+@pytest.mark.parametrize("phase", each("F12", "P0", "P1", "P2", "P3", "P4", "P5"))
+def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(
+    phase: str, scene: Scene, postgres: Any, cell: SeenCell
+) -> None:
     proxy = scene.postgres_proxy()
     scene.worker()
     scene.bring_to(phase, proxy)
@@ -76,7 +77,9 @@ def test_an_attempt_goes_on_after_postgres_was_killed_and_has_recovered(phase, s
 
 
 @pytest.mark.cell("F12", "P6")
-def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after_its_recovery(scene, postgres, cell):
+def test_what_postgres_had_committed_answers_a_duplicate_after_recovery(
+    scene: Scene, postgres: Any, cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to("P6")
     postgres.kill()
@@ -89,10 +92,10 @@ def test_what_was_committed_before_postgres_was_killed_answers_a_duplicate_after
     cell.saw(scene.outcome())
 
 
-@pytest.mark.parametrize("phase", cells("F12", "P7", "P8", "P9"))
-def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_copy_is_dropped(
-    phase, scene, relay, postgres, cell
-):
+@pytest.mark.parametrize("phase", each("F12", "P7", "P8", "P9"))
+def test_a_relay_that_loses_postgres_before_its_mark_publishes_again(
+    phase: str, scene: Scene, relay: Relay, postgres: Any, cell: SeenCell
+) -> None:
     scene.accept()
     scene.at({"P7": "relay.selected", "P8": "relay.published", "P9": "relay.confirmed"}[phase], postgres.kill)
     with pytest.raises(OperationalError):
@@ -104,8 +107,8 @@ def test_a_relay_that_loses_postgres_before_its_mark_publishes_again_and_the_cop
 # ---------------------------------------------------------------- F13: a reply that is lost with its connection
 
 
-@pytest.mark.parametrize("phase", cells("F13", "P0", "P1", "P4", "P5"))
-def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase, scene, cell):
+@pytest.mark.parametrize("phase", each("F13", "P0", "P1", "P4", "P5"))
+def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase: str, scene: Scene, cell: SeenCell) -> None:
     proxy = scene.postgres_proxy()
     scene.worker(children=1)
     before = {"P0": "P0", "P1": "P0", "P4": "P3", "P5": "P4"}[phase]
@@ -120,7 +123,7 @@ def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase, scene,
 
 
 @pytest.mark.cell("F13", "P6")
-def test_a_duplicate_whose_answer_is_lost_asks_again_and_gets_the_stored_result(scene, cell):
+def test_a_duplicate_whose_answer_is_lost_asks_again_and_gets_the_stored_result(scene: Scene, cell: SeenCell) -> None:
     proxy = scene.postgres_proxy()
     scene.worker(children=1)
     scene.relay()
@@ -151,9 +154,9 @@ def proxied_relay(scene: Scene) -> Iterator[Relay]:
 
 
 @pytest.mark.cell("F13", "P7")
-def test_a_relay_that_never_hears_which_rows_it_has_leased_leaves_them_until_the_lease_is_over(
-    scene, proxied_relay, cell
-):
+def test_a_relay_that_never_hears_of_its_rows_leaves_them_for_a_lease(
+    scene: Scene, proxied_relay: Relay, cell: SeenCell
+) -> None:
     scene.accept()
     scene.proxy.cut_reply_to(b"WITH due AS")
     with pytest.raises(OperationalError):
@@ -171,7 +174,9 @@ def test_a_relay_that_never_hears_which_rows_it_has_leased_leaves_them_until_the
 
 
 @pytest.mark.cell("F13", "P9")
-def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(scene, proxied_relay, cell):
+def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(
+    scene: Scene, proxied_relay: Relay, cell: SeenCell
+) -> None:
     scene.accept()
     scene.at("relay.confirmed", scene.proxy.reset)
     with pytest.raises(OperationalError):
@@ -181,7 +186,9 @@ def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(scene, pr
 
 
 @pytest.mark.cell("F13", "P9")
-def test_a_mark_whose_reply_is_lost_has_been_made_and_nothing_is_sent_again(scene, proxied_relay, cell):
+def test_a_mark_whose_reply_is_lost_has_been_made_and_nothing_is_sent_again(
+    scene: Scene, proxied_relay: Relay, cell: SeenCell
+) -> None:
     scene.accept()
     scene.proxy.cut_reply_to(b"SET status = 'published'")
     with pytest.raises(OperationalError):
@@ -235,10 +242,12 @@ def writes(postgres: Postgres) -> Iterator[Writes]:
     "phase",
     [
         pytest.param("P0", marks=[pytest.mark.cell("F14", "P0"), pytest.mark.quick], id="P0"),
-        *cells("F14", "P1", "P2", "P3"),
+        *each("F14", "P1", "P2", "P3"),
     ],
 )
-def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(phase, scene, writes, cell):
+def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(
+    phase: Any, scene: Scene, writes: Writes, cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to(phase)
     writes.stop()
@@ -250,7 +259,9 @@ def test_an_attempt_waits_while_postgres_takes_no_writes_and_then_goes_on(phase,
 
 
 @pytest.mark.cell("F14", "P6")
-def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stored_result(scene, writes, cell):
+def test_a_duplicate_waits_for_postgres_and_gets_the_stored_result(
+    scene: Scene, writes: Writes, cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to("P6")
     writes.stop()
@@ -263,8 +274,10 @@ def test_a_duplicate_waits_while_postgres_takes_no_writes_and_then_gets_the_stor
     cell.saw(scene.outcome())
 
 
-@pytest.mark.parametrize("phase", cells("F14", "P7", "P9"))
-def test_a_relay_that_must_not_write_its_mark_publishes_again_later(phase, scene, relay, writes, cell):
+@pytest.mark.parametrize("phase", each("F14", "P7", "P9"))
+def test_a_relay_that_must_not_write_its_mark_publishes_again_later(
+    phase: str, scene: Scene, relay: Relay, writes: Writes, cell: SeenCell
+) -> None:
     scene.accept()
     scene.at({"P7": "relay.selected", "P9": "relay.confirmed"}[phase], writes.stop)
     with pytest.raises(OperationalError):
@@ -290,8 +303,10 @@ def disk_full(backend: int) -> Iterator[None]:
     assert "ENOSPC" in said, said
 
 
-@pytest.mark.parametrize("phase", cells("F14", "P4", "P5"))
-def test_a_commit_for_which_the_disk_has_no_space_is_not_one(phase, scene, postgres, cell):
+@pytest.mark.parametrize("phase", each("F14", "P4", "P5"))
+def test_a_commit_for_which_the_disk_has_no_space_is_not_one(
+    phase: str, scene: Scene, postgres: Any, cell: SeenCell
+) -> None:
     if shutil.which("strace") is None:
         cell.not_run("no strace")
     scene.worker()
@@ -303,7 +318,7 @@ def test_a_commit_for_which_the_disk_has_no_space_is_not_one(phase, scene, postg
             scene.let_go("P4")
             eventually(lambda: waits(scene), timeout=PATIENCE, what="it waits for Postgres")
     else:
-        # somebody else's commit finds the disk full, and takes the whole server down
+        # another session's commit finds the disk full, and takes the whole server down
         with psycopg.connect(plain(scene.engine.url.render_as_string(hide_password=False))) as other:
             other.execute("INSERT INTO failures (account, code) VALUES ('x', 'y')")
             with disk_full(other.info.backend_pid), pytest.raises(psycopg.OperationalError):

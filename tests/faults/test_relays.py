@@ -10,24 +10,22 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from idempotency.relay.relay import Relay
-from tests import crashing
+from tests.faults.conftest import SeenCell
+from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, POINTS, Scene
-from tests.operations import at_once
-from tests.processes import eventually
+from tests.support import crashing
+from tests.support.operations import at_once
+from tests.support.processes import eventually
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def each(fault: str, *phases: str) -> list:
-    return [pytest.param(phase, marks=pytest.mark.cell(fault, phase), id=f"{fault}-{phase}") for phase in phases]
-
-
 @pytest.fixture
 def held_relay(scene: Scene) -> Iterator[Start]:
-    """Starts a relay as a process of its own, and returns when it is held in a phase of the scene's operation."""
+    """Starts a relay in a separate process, and returns when it is held in a phase of the scene's operation."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(phase: str, app: str = "tests.bank") -> subprocess.Popen[bytes]:
+    def start(phase: str, app: str = "tests.support.bank") -> subprocess.Popen[bytes]:
         crashing.plan(scene.directory, POINTS[phase], crashing.HOLD)
         command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", app]
         relay = subprocess.Popen(
@@ -71,7 +69,7 @@ def consumed(scene: Scene, copies: int) -> str:
 
 
 @pytest.mark.parametrize("phase", each("F2", "P7", "P8", "P9"))
-def test_the_relay_is_killed(phase, scene, held_relay, cell):
+def test_the_relay_is_killed(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.kill()
@@ -83,7 +81,9 @@ def test_the_relay_is_killed(phase, scene, held_relay, cell):
 
 
 @pytest.mark.parametrize("phase", each("F3", "P7", "P8", "P9"))
-def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(phase, scene, held_relay, cell):
+def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(
+    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.send_signal(signal.SIGSTOP)
@@ -99,7 +99,9 @@ def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(phase, scene, held
 
 
 @pytest.mark.parametrize("phase", each("F4", "P7", "P8", "P9"))
-def test_the_relay_is_told_to_end_and_finishes_its_batch(phase, scene, held_relay, cell):
+def test_the_relay_is_told_to_end_and_finishes_its_batch(
+    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()
@@ -112,7 +114,7 @@ def test_the_relay_is_told_to_end_and_finishes_its_batch(phase, scene, held_rela
 
 
 @pytest.mark.parametrize("phase", each("F4", "P8", "P9"))
-def test_the_relay_is_told_to_end_at_once(phase, scene, held_relay, cell):
+def test_the_relay_is_told_to_end_at_once(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()
@@ -124,7 +126,7 @@ def test_the_relay_is_told_to_end_at_once(phase, scene, held_relay, cell):
 
 
 @pytest.mark.cell("F16", "P7")
-def test_of_eight_relays_at_once_one_publishes_the_row(scene, cell):
+def test_of_eight_relays_at_once_one_publishes_the_row(scene: Scene, cell: SeenCell) -> None:
     scene.accept()
     assert eight_at_once(scene) == [0] * 7 + [1]
     assert scene.messages() == 1
@@ -134,7 +136,9 @@ def test_of_eight_relays_at_once_one_publishes_the_row(scene, cell):
 
 
 @pytest.mark.cell("F16", "P9")
-def test_of_eight_relays_at_once_one_publishes_again_what_was_confirmed_and_not_marked(scene, held_relay, cell):
+def test_of_eight_relays_one_publishes_again_what_was_not_marked(
+    scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     scene.worker()
     relay = held_relay("P9")
     lease_is_over(scene)
@@ -157,7 +161,9 @@ def eight_at_once(scene: Scene) -> list[int]:
 
 
 @pytest.mark.parametrize("phase", each("F21", "P7", "P8", "P9"))
-def test_a_relay_of_an_older_release_shares_its_rows_with_a_new_one(phase, scene, held_relay, cell):
+def test_a_relay_of_an_older_release_shares_its_rows_with_a_new_one(
+    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
+) -> None:
     # the old release does not know the task whose message it carries
     scene.worker()
     relay = held_relay(phase, app="tests.faults.older_code")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from tests.faults.conftest import SeenCell
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import Processes, Worker, eventually
+from tests.support.processes import Processes, Worker, eventually
 
-OLD, NEW = "tests.bank", "tests.faults.new_code"
+OLD, NEW = "tests.support.bank", "tests.faults.new_code"
 # what the final row of each says
 WRITTEN_BY = {7: OLD, 8: NEW}
 OPEN = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
 
 
-def takeovers(first: str, second: str, *phases: str) -> list:
+def takeovers(first: str, second: str, *phases: str) -> list[Any]:
     return [
         pytest.param(phase, first, second, marks=pytest.mark.cell("F21", phase), id=f"F21-{phase}-{first}-first")
         for phase in phases
@@ -25,7 +28,7 @@ def takeovers(first: str, second: str, *phases: str) -> list:
 
 
 @pytest.fixture
-def release(scene: Scene, processes: Processes):
+def release(scene: Scene, processes: Processes) -> Callable[..., Any]:
     """Starts a worker of a release."""
 
     def start(app: str, **environment: str) -> Worker:
@@ -43,7 +46,9 @@ def writer(scene: Scene) -> str:
 
 
 @pytest.mark.cell("F21", "P0")
-def test_a_task_that_a_worker_does_not_know_comes_back_until_one_does(scene, release, cell):
+def test_a_task_that_a_worker_does_not_know_comes_back_until_one_does(
+    scene: Scene, release: Callable[..., Any], cell: SeenCell
+) -> None:
     scene.app.conf.idempotency_unknown_task_grace = 3600
     older = release("tests.faults.older_code")
     scene.relay()
@@ -68,7 +73,9 @@ def test_a_task_that_a_worker_does_not_know_comes_back_until_one_does(scene, rel
         *takeovers(NEW, OLD, "P2", "P4"),
     ],
 )
-def test_an_attempt_of_one_release_and_its_takeover_by_another(first, second, phase, scene, release, cell):
+def test_an_attempt_of_one_release_and_its_takeover_by_another(
+    first: Any, second: Any, phase: Any, scene: Scene, release: Callable[..., Any], cell: SeenCell
+) -> None:
     postgres = scene.postgres_proxy() if phase == "P5" else None
     # an attempt frozen before COMMIT is evicted after half its lease
     holder = release(first, LEASE="4" if phase == "P4" else "60")
@@ -90,13 +97,15 @@ def test_an_attempt_of_one_release_and_its_takeover_by_another(first, second, ph
     os.kill(child, signal.SIGCONT)
     eventually(lambda: " succeeded" in holder.log or " ignored" in holder.log, timeout=PATIENCE, what="settled")
     assert scene.record() == done
-    # at P5 the first had committed; nobody knew
+    # at P5 the first had committed, unknown to all
     assert writer(scene) == (first if phase == "P5" else second)
     cell.saw(scene.outcome())
 
 
 @pytest.mark.parametrize(("phase", "first", "second"), takeovers(OLD, NEW, "P6"))
-def test_one_release_answers_with_the_result_of_another(first, second, phase, scene, release, cell):
+def test_one_release_answers_with_the_result_of_another(
+    first: Any, second: Any, phase: Any, scene: Scene, release: Callable[..., Any], cell: SeenCell
+) -> None:
     holder = release(first)
     scene.bring_to(phase)
     other = release(second)

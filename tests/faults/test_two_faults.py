@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import redis
 
+import services
 from idempotency.store import dead_letters
 from idempotency.store.dead_letters import ReplayRefused
-from tests import crashing
+from tests.faults.conftest import SeenCell
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template  # noqa: F401
-from tests.faults.scene import PATIENCE, POINTS
-from tests.processes import eventually
+from tests.faults.scene import PATIENCE, POINTS, Scene
+from tests.support import crashing
+from tests.support.processes import eventually
 
 
 def flush(url: str) -> None:
@@ -25,7 +28,7 @@ def flush(url: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.cell("F3@P2+F9")
-def test_a_worker_frozen_in_its_body_while_redis_loses_everything_writes_nothing_when_it_goes_on(scene, cell):
+def test_a_worker_frozen_while_redis_loses_everything_writes_nothing(scene: Scene, cell: SeenCell) -> None:
     scene.worker()
     scene.bring_to("P2")
     os.kill(frozen := scene.held("P2"), signal.SIGSTOP)
@@ -42,11 +45,11 @@ def test_a_worker_frozen_in_its_body_while_redis_loses_everything_writes_nothing
 
 
 @pytest.mark.cell("F3@P4+F12")
-def test_a_worker_frozen_before_its_commit_while_postgres_is_killed_commits_nothing_when_it_goes_on(
-    scene,
-    postgres,
-    cell,
-):
+def test_a_worker_frozen_while_postgres_is_killed_commits_nothing(
+    scene: Scene,
+    postgres: Any,
+    cell: SeenCell,
+) -> None:
     scene.worker()
     scene.bring_to("P4")
     os.kill(frozen := scene.held("P4"), signal.SIGSTOP)
@@ -64,7 +67,7 @@ def test_a_worker_frozen_before_its_commit_while_postgres_is_killed_commits_noth
 
 
 @pytest.mark.cell("F5@P5+F13")
-def test_a_broker_connection_reset_while_the_reply_to_commit_is_lost_leaves_one_commit(scene, cell):
+def test_a_broker_reset_and_a_lost_commit_reply_leave_one_commit(scene: Scene, cell: SeenCell) -> None:
     broker, postgres = scene.broker_proxy(), scene.postgres_proxy()
     scene.worker()
     scene.bring_to("P5", postgres)
@@ -77,15 +80,15 @@ def test_a_broker_connection_reset_while_the_reply_to_commit_is_lost_leaves_one_
 
 
 @pytest.mark.cell("F6@P8+F2")
-def test_a_broker_and_a_relay_killed_before_the_confirm_was_read_leave_a_second_copy_which_is_dropped(
-    scene, servers, cell
-):
+def test_a_broker_and_relay_killed_before_the_confirm_leave_a_copy(
+    scene: Scene, servers: services.Services, cell: SeenCell
+) -> None:
     if servers.broker != "rabbitmq":
         cell.not_run("needs a RabbitMQ of our own")
     scene.declare_queues()
     crashing.plan(scene.directory, POINTS["P8"], crashing.HOLD)
     scene.accept()
-    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"]
     with subprocess.Popen(command, env=scene.environment, stderr=subprocess.DEVNULL) as relay:
         try:
             scene.held("P8")
@@ -110,7 +113,9 @@ def test_a_broker_and_a_relay_killed_before_the_confirm_was_read_leave_a_second_
 
 @pytest.mark.parametrize("phase", ["P0", "P2"])
 @pytest.mark.cell("F8+F9")
-def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(phase, scene, cell):
+def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(
+    phase: str, scene: Scene, cell: SeenCell
+) -> None:
     scene.worker()
     scene.bring_to(phase)
     scene.delete_queues()
@@ -124,7 +129,7 @@ def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(phase, 
 
 
 @pytest.mark.cell("replay+F2")
-def test_a_replay_whose_worker_is_killed_and_a_second_replay_give_one_result(scene, cell):
+def test_a_replay_whose_worker_is_killed_and_a_second_replay_give_one_result(scene: Scene, cell: SeenCell) -> None:
     worker = scene.worker(RETRY_BASE="0.01")
     scene.outside.script = ["fail before"] * 20
     scene.relay()

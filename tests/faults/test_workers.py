@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
+from tests.faults.conftest import SeenCell
 from tests.faults.scene import PATIENCE, Scene
-from tests.processes import Worker, eventually
-from tests.proxy import Proxy
+from tests.support.processes import Worker, eventually
+from tests.support.proxy import Proxy
 
 # these run with plain pytest, too
 QUICK = {("F1", "P3"), ("F3", "P4")}
 
 
-def each(fault: str, *phases: str) -> list:
+def each(fault: str, *phases: str) -> list[Any]:
     marks = {
         phase: [pytest.mark.cell(fault, phase)] + [pytest.mark.quick] * ((fault, phase) in QUICK) for phase in phases
     }
@@ -23,13 +25,13 @@ def each(fault: str, *phases: str) -> list:
 
 
 @pytest.fixture
-def postgres(request, scene) -> Proxy | None:
+def postgres(request: pytest.FixtureRequest, scene: Scene) -> Proxy | None:
     """For P5: the proxy that swallows the reply to COMMIT."""
     return scene.postgres_proxy() if request.node.callspec.params["phase"] == "P5" else None
 
 
 def redelivered(scene: Scene) -> None:
-    """Wait until the message is with a worker again, and whoever got it has settled it."""
+    """Wait until the message is with a worker again, and has been settled there."""
     eventually(lambda: scene.logged(" received") >= 2, timeout=PATIENCE, what="delivered again")
     eventually(lambda: scene.logged(" succeeded") + scene.logged(" ignored") >= 1, timeout=PATIENCE, what="settled")
 
@@ -41,7 +43,7 @@ def seen(scene: Scene, postgres: Proxy | None) -> str:
 
 
 @pytest.mark.parametrize("phase", each("F1", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_child_is_killed(phase, scene, postgres, cell):
+def test_the_child_is_killed(phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell) -> None:
     scene.worker()
     scene.bring_to(phase, postgres)
     os.kill(scene.held(phase), signal.SIGKILL)
@@ -57,7 +59,7 @@ def test_the_child_is_killed(phase, scene, postgres, cell):
 
 
 @pytest.mark.parametrize("phase", each("F2", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_whole_worker_is_killed(phase, scene, postgres, cell):
+def test_the_whole_worker_is_killed(phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell) -> None:
     worker = scene.worker()
     scene.bring_to(phase, postgres)
     worker.kill()
@@ -73,7 +75,9 @@ def test_the_whole_worker_is_killed(phase, scene, postgres, cell):
 
 
 @pytest.mark.parametrize("phase", each("F3", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_whole_worker_is_frozen_past_its_lease_and_goes_on_later(phase, scene, postgres, cell):
+def test_the_whole_worker_is_frozen_past_its_lease_and_goes_on_later(
+    phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell
+) -> None:
     broker = scene.broker_proxy()
     # an attempt frozen before COMMIT is evicted after half its lease
     frozen = scene.worker(LEASE="4" if phase == "P4" else "60")
@@ -119,7 +123,9 @@ def goes_on(worker: Worker) -> bool:
 
 
 @pytest.mark.parametrize("phase", each("F4", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_worker_is_told_to_end_and_then_to_end_at_once(phase, scene, postgres, cell):
+def test_the_worker_is_told_to_end_and_then_to_end_at_once(
+    phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell
+) -> None:
     worker = scene.worker()
     scene.bring_to(phase, postgres)
     worker.process.send_signal(signal.SIGTERM)
@@ -136,21 +142,23 @@ def test_the_worker_is_told_to_end_and_then_to_end_at_once(phase, scene, postgre
 
 
 @pytest.mark.parametrize("phase", each("F4", "P2", "P3"))
-def test_the_worker_is_told_to_end_and_given_time(phase, scene, cell):
+def test_the_worker_is_told_to_end_and_given_time(phase: str, scene: Scene, cell: SeenCell) -> None:
     worker = scene.worker()
     scene.bring_to(phase)
     worker.process.send_signal(signal.SIGTERM)
     eventually(lambda: "Warm shutdown" in worker.log, timeout=PATIENCE)
     scene.let_go(phase)
     assert worker.process.wait(PATIENCE) == 0
-    # nobody else is there
+    # there is no other worker
     assert scene.outcome() == "–"
     assert scene.logged(" received") == 1
     cell.saw("finish" if scene.logged(" succeeded") else "nothing")
 
 
 @pytest.mark.parametrize("phase", each("F5", "P0", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_worker_loses_its_connection_to_the_broker(phase, scene, postgres, cell):
+def test_the_worker_loses_its_connection_to_the_broker(
+    phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell
+) -> None:
     broker = scene.broker_proxy()
     scene.worker()
     scene.bring_to(phase, postgres)

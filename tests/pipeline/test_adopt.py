@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from kombu import Connection
 from sqlalchemy import text
+from sqlalchemy.engine import Engine
 
-from tests import crashing
-from tests.processes import eventually
+import services
+from tests.support import crashing
+from tests.support.processes import Processes, eventually
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "adopt"
 # An order that earns 120 points and a voucher, and two more copies of its message.
@@ -29,7 +31,7 @@ LATER = "import shop; shop.place_order('o2', 'bob', 100); shop.award_points.dela
 # kills the worker when the task has returned and its message is not acknowledged yet
 CRASHES = """
 from celery.signals import task_postrun
-from tests import crashing
+from tests.support import crashing
 
 @task_postrun.connect(weak=False)
 def reach(task, **_):
@@ -38,7 +40,9 @@ def reach(task, **_):
 
 
 @pytest.fixture
-def adopted(environment, processes, tmp_path, servers, engine) -> Iterator[Callable[[str], tuple[int, int]]]:
+def adopted(
+    environment: dict[str, str], processes: Processes, tmp_path: Path, servers: services.Services, engine: Engine
+) -> Iterator[Callable[[str], tuple[int, int]]]:
     """Runs one form of the shop through duplicates and a killed worker; returns Ann's points and vouchers."""
     relays = []
 
@@ -87,13 +91,17 @@ def adopted(environment, processes, tmp_path, servers, engine) -> Iterator[Calla
             connection.default_channel.queue_delete(queue)
 
 
-def test_before_a_crash_and_duplicates_award_the_points_of_one_order_again_and_again(adopted):
+def test_before_crashes_and_duplicates_award_points_again_and_again(
+    adopted: Callable[[str], tuple[int, int]],
+) -> None:
     points, vouchers = adopted("before")
     assert points > 120
     assert vouchers > 1
 
 
-def test_after_a_crash_and_duplicates_award_them_once(adopted, engine):
+def test_after_a_crash_and_duplicates_award_them_once(
+    adopted: Callable[[str], tuple[int, int]], engine: Engine
+) -> None:
     assert adopted("after") == (120, 1)
     with engine.connect() as connection:
         query = "SELECT operation, key, status FROM idempotency.records ORDER BY operation, key"

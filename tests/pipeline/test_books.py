@@ -16,15 +16,12 @@ import services
 from idempotency import DidNotHappen, Happened, OperationId, PermanentError
 from idempotency.application import close_runtime
 from idempotency.operate import operators
-from idempotency.operate.operators import Change
 from sandbox import ledger
 from sandbox import process as sandbox_process
 from sandbox.process import Sandbox
-from tests import operations as op
-from tests.deliveries import Deliveries, Outcome
-from tests.services.test_operators import deliver_row
-
-ANN = Change("ann", "ticket 42")
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries, Outcome, deliver_row
+from tests.support.operators import ANN
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
-from celery import chain, group
+from celery import Celery, chain, group
 from celery.backends.redis import RedisBackend
 
-from tests import bank as app_module
-from tests import crashing
-from tests.processes import eventually
+from idempotency.relay.relay import Relay
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.operations import Entries, Record
+from tests.support.processes import Processes, Worker, eventually
 
 
 @pytest.fixture
-def backend(bank, redis_url, monkeypatch):
+def backend(bank: Celery, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The result backend of this process: what `AsyncResult.get()` reads."""
     backend = RedisBackend(app=bank, url=redis_url)
     monkeypatch.setattr(type(bank), "backend", backend)
@@ -26,14 +30,16 @@ def backend(bank, redis_url, monkeypatch):
 
 
 @pytest.fixture
-def storing(backend, processes, relay, redis_url, monkeypatch):
+def storing(backend: Any, processes: Processes, relay: Relay, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker that stores results there."""
     for task in (app_module.deposit, app_module.returning, app_module.waited_deposit):
         monkeypatch.setattr(task, "ignore_result", False)
     return processes.worker("--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url)
 
 
-def test_groups_and_chains_of_keyed_tasks_give_their_results_and_a_repeat_gives_them_again(bank, storing, entries):
+def test_groups_and_chains_give_their_results_and_again_when_repeated(
+    bank: Celery, storing: Any, entries: Entries
+) -> None:
     for _ in range(2):
         together = group(app_module.deposit.s(f"g{number}") for number in range(5)).apply_async()
         assert [each["account"] for each in together.get(timeout=20)] == [f"g{number}" for number in range(5)]
@@ -48,7 +54,9 @@ def test_groups_and_chains_of_keyed_tasks_give_their_results_and_a_repeat_gives_
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
-def test_a_countdown_and_an_eta_are_kept_and_a_duplicate_beside_them_runs_nothing(bank, worker, relay, record, entries):
+def test_countdown_and_eta_are_kept_and_a_duplicate_runs_nothing(
+    bank: Celery, worker: Worker, relay: Relay, record: Record, entries: Entries
+) -> None:
     sent = datetime.now(UTC)
     app_module.deposit.apply_async(("a",), countdown=2)
     app_module.deposit.apply_async(("b",), eta=sent + timedelta(seconds=2))
@@ -60,7 +68,7 @@ def test_a_countdown_and_an_eta_are_kept_and_a_duplicate_beside_them_runs_nothin
         assert entries(account) == 1
 
 
-def test_a_duplicate_under_its_own_task_id_gets_the_stored_result(bank, storing, entries):
+def test_a_duplicate_under_its_own_task_id_gets_the_stored_result(bank: Celery, storing: Any, entries: Entries) -> None:
     first = app_module.deposit.delay("a", 5)
     assert first.get(timeout=20) == {"account": "a", "amount": 5}
     second = app_module.deposit.apply_async(("a", 5), task_id="another-id")
@@ -68,9 +76,16 @@ def test_a_duplicate_under_its_own_task_id_gets_the_stored_result(bank, storing,
     assert entries("a") == 1
 
 
-def test_a_worker_that_dies_after_its_commit_owes_the_result_and_the_chains_tail(
-    bank, storing, processes, redis_url, entries, environment, record, monkeypatch
-):
+def test_a_worker_that_dies_after_its_commit_owes_result_and_chain(
+    bank: Celery,
+    storing: Any,
+    processes: Processes,
+    redis_url: str,
+    entries: Entries,
+    environment: dict[str, str],
+    record: Record,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(app_module.slow_deposit, "ignore_result", False)
     directory = Path(environment["CRASH_DIRECTORY"])
     crashing.plan(directory, "working", crashing.HOLD)
@@ -94,9 +109,9 @@ def test_a_worker_that_dies_after_its_commit_owes_the_result_and_the_chains_tail
     assert (entries("a"), entries("returning")) == (1, 1)
 
 
-def test_a_busy_duplicate_under_the_same_task_id_leaves_the_running_tasks_result_alone(
-    bank, storing, entries, environment, record
-):
+def test_a_busy_duplicate_of_one_task_id_leaves_its_result_alone(
+    bank: Celery, storing: Any, entries: Entries, environment: dict[str, str], record: Record
+) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])
     crashing.plan(directory, "working", crashing.HOLD)
     running = app_module.waited_deposit.apply_async(("a",), task_id="one-id")

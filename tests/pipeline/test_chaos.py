@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import services
+
 # Any would do; a fixed one makes the same plan of faults each time.
 SEED = 7
 # A minute of faults, the start of the servers, and up to two minutes until the last pause of a retry is over.
@@ -15,7 +17,7 @@ SECONDS, LIMIT = 60, 290
 
 
 @pytest.mark.timeout(LIMIT + 10)
-def test_a_minute_of_chaos_loses_nothing_and_doubles_nothing(servers):
+def test_a_minute_of_chaos_loses_nothing_and_doubles_nothing(servers: services.Services) -> None:
     if servers.broker != "rabbitmq":
         pytest.skip("needs a RabbitMQ of our own to freeze and to wipe")
     done = subprocess.run(

@@ -18,11 +18,11 @@ from idempotency.application import runtime_of
 from idempotency.cli.operator_commands import this_user
 from idempotency.store import overview
 from idempotency.upkeep.presence import SignOfLife
-from tests import bank as b
-from tests import operations as op
-from tests.deliveries import Deliveries
-from tests.outside import OutsideWorld
-from tests.processes import eventually
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.support.outside import OutsideWorld
+from tests.support.processes import eventually
 
 AMOUNT = 9876543210123
 
@@ -45,7 +45,7 @@ Run = Callable[..., Answer]
 @pytest.fixture
 def run(bank: Celery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command in this process, as the console script does."""
-    monkeypatch.setenv("CELERY_APP", "tests.bank")
+    monkeypatch.setenv("CELERY_APP", "tests.support.bank")
 
     def run(*arguments: object) -> Answer:
         monkeypatch.setattr(sys, "argv", ["idempotency", *map(str, arguments)])
@@ -463,7 +463,7 @@ def test_recover_and_purge_answer_programs(run: Run, command: str, field: str) -
 
 def test_the_console_script_keeps_stdout_for_the_document(environment: dict[str, str], bank: Celery) -> None:
     def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "idempotency.cli", *arguments, "-A", "tests.bank"]
+        command = [sys.executable, "-m", "idempotency.cli", *arguments, "-A", "tests.support.bank"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
     done = start("status", "--json")

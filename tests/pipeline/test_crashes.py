@@ -7,14 +7,20 @@ import random
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis as redis_client
+from celery import Celery
 from sqlalchemy import text
+from sqlalchemy.engine import Engine
 
-from tests import bank as app_module
-from tests import crashing
-from tests.processes import eventually
+from idempotency.relay.relay import Relay
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.operations import Entries, Record
+from tests.support.outside import OutsideWorld
+from tests.support.processes import Processes, Worker, eventually
 
 POINTS = (
     "lease.taken",
@@ -28,14 +34,22 @@ POINTS = (
     "finish.written",
     "finish.committed",
 )
-# The lease is 60 s: whoever is finished within this time was found dead, not waited for.
+# The lease is 60 s: what is finished within this time was found dead, not waited for.
 PROVEN = 20.0
 
 
 @pytest.mark.parametrize("action", [crashing.KILL_CHILD, crashing.KILL_WORKER])
 def test_sigkill_at_every_crash_point_leaves_one_effect(
-    subtests, action, bank, processes, relay, outside, entries, record, environment
-):
+    subtests: pytest.Subtests,
+    action: Any,
+    bank: Celery,
+    processes: Processes,
+    relay: Relay,
+    outside: OutsideWorld,
+    entries: Entries,
+    record: Record,
+    environment: dict[str, str],
+) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])
     workers = [processes.worker("--concurrency", "1") for _ in range(2)]
     for point in POINTS:
@@ -61,8 +75,14 @@ def test_sigkill_at_every_crash_point_leaves_one_effect(
 
 @pytest.mark.parametrize("point", ["body.entered", "finish.written"])
 def test_a_worker_stopped_past_its_lease_writes_nothing_when_it_goes_on(
-    point, bank, processes, relay, entries, record, environment
-):
+    point: str,
+    bank: Celery,
+    processes: Processes,
+    relay: Relay,
+    entries: Entries,
+    record: Record,
+    environment: dict[str, str],
+) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])
     worker = processes.worker("--concurrency", "1", LEASE="2")
     crashing.plan(directory, point, crashing.STOP)
@@ -86,7 +106,9 @@ def test_a_worker_stopped_past_its_lease_writes_nothing_when_it_goes_on(
     assert replacement.process.poll() is None
 
 
-def test_flushing_redis_during_load_doubles_nothing(bank, worker, relay, entries, record, redis_url):
+def test_flushing_redis_during_load_doubles_nothing(
+    bank: Celery, worker: Worker, relay: Relay, entries: Entries, record: Record, redis_url: str
+) -> None:
     accounts = [f"a{number}" for number in range(60)]
     messages = accounts * 3
     random.Random(1).shuffle(messages)
@@ -99,7 +121,9 @@ def test_flushing_redis_during_load_doubles_nothing(bank, worker, relay, entries
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
-def test_with_redis_down_throughout_everything_is_done_once(bank, processes, relay, entries, record):
+def test_with_redis_down_throughout_everything_is_done_once(
+    bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
+) -> None:
     processes.worker("--concurrency", "2", REDIS_URL="redis://127.0.0.1:1/0")
     accounts = [f"a{number}" for number in range(20)]
     for account in accounts * 2:
@@ -108,7 +132,9 @@ def test_with_redis_down_throughout_everything_is_done_once(bank, processes, rel
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
-def test_a_poison_message_ends_as_one_dead_letter_and_the_worker_lives(bank, worker, relay, engine, record, entries):
+def test_a_poison_message_ends_as_one_dead_letter_and_the_worker_lives(
+    bank: Celery, worker: Worker, relay: Relay, engine: Engine, record: Record, entries: Entries
+) -> None:
     app_module.failing.delay("p", "poison")
     eventually(lambda: (row := record("p")) and row.status == "failed", timeout=60)
     assert record("p").attempts == 4  # three that died, and the claim that ended it
@@ -121,7 +147,9 @@ def test_a_poison_message_ends_as_one_dead_letter_and_the_worker_lives(bank, wor
     assert entries("p") == 0
 
 
-def test_a_warm_shutdown_loses_nothing_and_doubles_nothing(bank, processes, relay, entries, record):
+def test_a_warm_shutdown_loses_nothing_and_doubles_nothing(
+    bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
+) -> None:
     worker = processes.worker("--concurrency", "2")
     accounts = [f"a{number}" for number in range(30)]
     for account in accounts:
@@ -134,26 +162,33 @@ def test_a_warm_shutdown_loses_nothing_and_doubles_nothing(bank, processes, rela
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
-def test_a_duplicate_that_waits_comes_back_for_the_result(bank, worker, relay, entries, record, environment):
+def test_a_duplicate_that_waits_comes_back_for_the_result(
+    bank: Celery, worker: Worker, relay: Relay, entries: Entries, record: Record, environment: dict[str, str]
+) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])
     crashing.plan(directory, "working", crashing.HOLD)
     app_module.waited_deposit.delay("a")
     eventually((directory / "working.held").exists)
     duplicate = app_module.waited_deposit.apply_async(("a",), task_id="the-duplicate")
     eventually(
-        lambda: "the-duplicate" in worker.log and "Task tests.bank.waited_deposit[the-duplicate] ignored" in worker.log
+        lambda: (
+            "the-duplicate" in worker.log
+            and "Task tests.support.bank.waited_deposit[the-duplicate] ignored" in worker.log
+        )
     )
     (directory / "working.go").touch()
-    eventually(lambda: "Task tests.bank.waited_deposit[the-duplicate] succeeded" in worker.log, timeout=40)
+    eventually(lambda: "Task tests.support.bank.waited_deposit[the-duplicate] succeeded" in worker.log, timeout=40)
     assert duplicate.id == "the-duplicate"
     assert entries("a") == 1
 
 
-def test_sixteen_copies_at_once_run_once(bank, processes, relay, entries, record):
+def test_sixteen_copies_at_once_run_once(
+    bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
+) -> None:
     processes.worker("--concurrency", "8")
     barrier = threading.Barrier(4)
 
-    def send():
+    def send() -> None:
         barrier.wait()
         for _ in range(4):
             app_module.deposit.delay("a")

@@ -18,8 +18,8 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from idempotency.relay.relay import Relay
-from tests import bank as bank_module
-from tests.processes import Processes, eventually
+from tests.support import bank as bank_module
+from tests.support.processes import Processes, eventually
 
 pytest.importorskip("flower")
 
@@ -31,7 +31,16 @@ def flower(environment: dict[str, str]) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "celery", "-A", "tests.bank", "flower", "--address=127.0.0.1", f"--port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "tests.support.bank",
+        "flower",
+        "--address=127.0.0.1",
+        f"--port={port}",
+    ]
     process = subprocess.Popen(
         command,
         # in the environment, because everybody on the machine may read a command line

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from idempotency.application import close_runtime
 from sandbox import ledger
 from sandbox import process as sandbox_process
-from tests.processes import Processes, eventually
+from tests.support.processes import Processes, eventually
 
 
 class Shop:

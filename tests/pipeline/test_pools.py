@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from celery import Celery
 
-from tests import bank as app_module
-from tests.processes import eventually
+from idempotency.relay.relay import Relay
+from tests.support import bank as app_module
+from tests.support.operations import Entries, Record
+from tests.support.processes import Processes, eventually
 
 POOLS = {
     "prefork": ("--pool", "prefork", "--concurrency", "2"),
@@ -18,13 +21,13 @@ POOLS = {
 
 
 @pytest.fixture(params=POOLS)
-def pool(request) -> tuple[str, ...]:
+def pool(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return POOLS[request.param]
 
 
 def test_attempts_side_by_side_do_not_meet_and_a_killed_worker_doubles_nothing(
-    pool, bank, processes, relay, entries, record
-):
+    pool: tuple[str, ...], bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
+) -> None:
     accounts = {f"a{number}": random.Random(number).choice((0, 0.02, 0.1)) for number in range(40)}
     messages = [*accounts] * 3
     random.Random(1).shuffle(messages)
@@ -40,7 +43,9 @@ def test_attempts_side_by_side_do_not_meet_and_a_killed_worker_doubles_nothing(
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
-def test_a_lease_is_renewed_while_bodies_sleep_or_compute_for_longer(pool, bank, processes, relay, entries, record):
+def test_a_lease_is_renewed_while_bodies_sleep_or_compute_for_longer(
+    pool: tuple[str, ...], bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
+) -> None:
     processes.worker(*pool, LEASE="2")
     app_module.lonely_deposit.delay("sleeping", 2.7)
     app_module.lonely_deposit.delay("computing", 2.7, busy=True)

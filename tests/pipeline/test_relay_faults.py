@@ -5,26 +5,31 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from celery import Celery
 from sqlalchemy import text
+from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
+import services
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store.outbox import insert
 from idempotency.wire.message import Message
-from tests import bank as app_module
-from tests import crashing
-from tests.operations import FINGERPRINT, MESSAGE, age, completed
-from tests.processes import eventually
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.operations import FINGERPRINT, MESSAGE, Entries, Record, age, completed
+from tests.support.processes import Worker, eventually
 
 POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
 
 @pytest.fixture
-def enqueue(engine):
-    def enqueue(*accounts):
+def enqueue(engine: Engine) -> Callable[..., Any]:
+    def enqueue(*accounts: Any) -> None:
         with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
             for account in accounts:
                 app_module.deposit.enqueue(session, account)
@@ -32,16 +37,22 @@ def enqueue(engine):
     return enqueue
 
 
-def states(engine):
+def states(engine: Engine) -> Any:
     with engine.connect() as connection:
         return connection.execute(text("SELECT status FROM idempotency.outbox ORDER BY id")).scalars().all()
 
 
 def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
-    subtests, bank, worker, environment, engine, enqueue, entries
-):
+    subtests: pytest.Subtests,
+    bank: Celery,
+    worker: Worker,
+    environment: dict[str, str],
+    engine: Engine,
+    enqueue: Callable[..., Any],
+    entries: Entries,
+) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])
-    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+    command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"]
     for point in POINTS:
         with subtests.test(point=point):
             crashing.plan(directory, point, crashing.KILL_CHILD)
@@ -60,7 +71,9 @@ def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
             assert set(states(engine)) == {"published"}
 
 
-def test_a_frozen_broker_neither_blocks_the_relay_nor_yields_a_false_confirm(servers, bank, engine, enqueue):
+def test_a_frozen_broker_neither_blocks_the_relay_nor_yields_a_false_confirm(
+    servers: services.Services, bank: Celery, engine: Engine, enqueue: Callable[..., Any]
+) -> None:
     if servers.broker != "rabbitmq":
         pytest.skip("needs a RabbitMQ of our own to freeze")
     relay = Relay(bank, confirm_timeout=1.0)
@@ -79,13 +92,13 @@ def test_a_frozen_broker_neither_blocks_the_relay_nor_yields_a_false_confirm(ser
 
 
 @pytest.fixture
-def memory_alarm(servers):
+def memory_alarm(servers: services.Services) -> Iterator[Callable[..., Any]]:
     """RabbitMQ believes that its memory is used up: it accepts connections, and reads nothing that is published."""
     if servers.broker != "rabbitmq" or (program := shutil.which("rabbitmqctl", path="/usr/lib/rabbitmq/bin")) is None:
         pytest.skip("needs a RabbitMQ of our own and its rabbitmqctl")
     environment = servers.rabbitmq._environment()  # HOME has the node's cookie
 
-    def watermark(fraction):
+    def watermark(fraction: Any) -> None:
         command = [program, "-q", "-n", environment["RABBITMQ_NODENAME"], "set_vm_memory_high_watermark", fraction]
         subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
 
@@ -93,9 +106,9 @@ def memory_alarm(servers):
     watermark("0.4")  # RabbitMQ's default
 
 
-def test_under_a_memory_alarm_of_the_broker_work_is_accepted_into_postgres_and_flows_later(
-    memory_alarm, bank, engine, enqueue
-):
+def test_under_a_memory_alarm_work_is_accepted_and_flows_later(
+    memory_alarm: Callable[..., Any], bank: Celery, engine: Engine, enqueue: Callable[..., Any]
+) -> None:
     relay = Relay(bank, confirm_timeout=1.0)
     enqueue("before")
     assert relay.run_once() == Relayed(1, 0)
@@ -112,7 +125,9 @@ def test_under_a_memory_alarm_of_the_broker_work_is_accepted_into_postgres_and_f
     relay.close()
 
 
-def test_a_row_that_can_never_be_published_becomes_failed_with_its_dead_letter(bank, engine, enqueue):
+def test_a_row_that_can_never_be_published_becomes_failed_with_its_dead_letter(
+    bank: Celery, engine: Engine, enqueue: Callable[..., Any]
+) -> None:
     relay = Relay(bank)
     enqueue("broken", "fine")
     with engine.connect() as connection:
@@ -132,8 +147,8 @@ def test_a_row_that_can_never_be_published_becomes_failed_with_its_dead_letter(b
 
 
 def test_a_relay_says_that_it_sleeps_and_publishes_what_is_committed_meanwhile(
-    bank, engine, enqueue, relay, worker, entries
-):
+    bank: Celery, engine: Engine, enqueue: Callable[..., Any], relay: Relay, worker: Worker, entries: Entries
+) -> None:
     with engine.connect() as connection:
         slept = "SELECT until > clock_timestamp() FROM idempotency.relay_sleep"
         eventually(lambda: connection.execute(text(slept)).scalar_one())
@@ -141,28 +156,36 @@ def test_a_relay_says_that_it_sleeps_and_publishes_what_is_committed_meanwhile(
     eventually(lambda: entries("a") == 1)
 
 
-def test_a_sleeping_relay_is_notified_of_a_commit(bank, engine, enqueue):
+def test_a_sleeping_relay_is_notified_of_a_commit(bank: Celery, engine: Engine, enqueue: Callable[..., Any]) -> None:
     with engine.connect() as connection:
         # no relay runs that could wake up just now by itself
         asleep = "UPDATE idempotency.relay_sleep SET until = clock_timestamp() + interval '1 minute'"
         connection.execute(text(asleep))
         connection.execute(text("LISTEN idempotency_outbox"))
         enqueue("a")
-        driver = connection.connection.driver_connection
+        driver: Any = connection.connection.driver_connection
         assert [notice.channel for notice in driver.notifies(timeout=5, stop_after=1)] == ["idempotency_outbox"]
 
 
-def test_a_busy_relay_is_not_notified(bank, engine, enqueue):
+def test_a_busy_relay_is_not_notified(bank: Celery, engine: Engine, enqueue: Callable[..., Any]) -> None:
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.relay_sleep SET until = '-infinity'"))
         connection.execute(text("LISTEN idempotency_outbox"))
         enqueue("a")
-        assert list(connection.connection.driver_connection.notifies(timeout=0.2)) == []
+        driver: Any = connection.connection.driver_connection
+        assert list(driver.notifies(timeout=0.2)) == []
 
 
-def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_nothing(
-    bank, worker, relay, engine, enqueue, entries, record, redis_url
-):
+def test_deleting_queues_and_leases_under_load_loses_and_doubles_nothing(
+    bank: Celery,
+    worker: Worker,
+    relay: Relay,
+    engine: Engine,
+    enqueue: Callable[..., Any],
+    entries: Entries,
+    record: Record,
+    redis_url: str,
+) -> None:
     import redis
 
     from idempotency.relay.reconcile import reconcile
@@ -177,7 +200,7 @@ def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_noth
     for account in accounts[30:]:
         enqueue(account)
 
-    def all_done():
+    def all_done() -> Any:
         with engine.connect() as connection:  # patience is a setting; here it is over
             connection.execute(
                 text(
@@ -192,7 +215,7 @@ def test_deleting_every_queue_and_every_lease_during_load_loses_and_doubles_noth
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
-def test_insert_is_usable_with_a_plain_connection(bank, engine):
+def test_insert_is_usable_with_a_plain_connection(bank: Celery, engine: Engine) -> None:
     from idempotency.wire.keys import OperationId
     from idempotency.wire.message import Message
 
@@ -202,7 +225,9 @@ def test_insert_is_usable_with_a_plain_connection(bank, engine):
     assert states(engine) == ["pending"]
 
 
-def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(bank, environment, engine, enqueue):
+def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(
+    bank: Celery, environment: dict[str, str], engine: Engine, enqueue: Callable[..., Any]
+) -> None:
     with engine.connect() as connection:
         gone = [completed(connection).id for _ in range(3)]
         for id in gone:
@@ -214,7 +239,7 @@ def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(bank, e
         with engine.connect().execution_options(isolation_level="READ COMMITTED") as other:
             # a table that cannot be purged now
             other.execute(text("LOCK TABLE idempotency.dead_letters IN ACCESS EXCLUSIVE MODE"))
-            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.bank"]
+            command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"]
             relay = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
             try:
                 enqueue("a1")

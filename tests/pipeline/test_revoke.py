@@ -13,9 +13,10 @@ from sqlalchemy import Engine, Row, text
 
 from idempotency.application import runtime_of
 from idempotency.store import dead_letters
-from tests import bank as b
-from tests import crashing
-from tests.processes import Processes, Worker, eventually
+from tests.support import bank as b
+from tests.support import crashing
+from tests.support.bank import failures
+from tests.support.processes import Processes, Worker, eventually
 
 
 @pytest.fixture
@@ -37,12 +38,7 @@ def status(record: Any, key: str) -> str | None:
     return None if row is None else str(row.status)
 
 
-def failures(engine: Engine) -> Sequence[Any]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(text("SELECT account, code FROM failures"))]
-
-
-def test_a_task_revoked_before_it_starts_ends_as_a_dead_letter_and_can_be_replayed(
+def test_a_task_revoked_before_it_starts_ends_as_a_letter_to_replay(
     bank: Celery, worker: Worker, relay: Any, entries: Any, record: Any, letters: Any, engine: Engine
 ) -> None:
     id = str(uuid4())
@@ -76,7 +72,7 @@ def test_an_operation_that_waits_for_its_next_attempt_is_revoked_when_it_comes(
     assert [letter.reason for letter in letters()] == ["revoked"]
 
 
-def test_a_running_task_that_is_terminated_is_not_brought_back_even_by_a_worker_that_does_not_know(
+def test_a_terminated_task_is_not_brought_back_by_any_worker(
     bank: Celery, worker: Worker, processes: Processes, entries: Any, record: Any, letters: Any, engine: Engine,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip

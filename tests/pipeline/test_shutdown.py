@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from celery import Celery
 from sqlalchemy import text
+from sqlalchemy.engine import Engine
 
-from tests import bank as app_module
-from tests import crashing
-from tests.processes import eventually
-from tests.services.test_core import make_task
+from idempotency.relay.relay import Relay
+from tests.support import bank as app_module
+from tests.support import crashing
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record
+from tests.support.processes import Processes, Worker, eventually
+from tests.support.tasks import make_task
 
 PATIENCE = 20.0
 
@@ -25,13 +32,13 @@ CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON entries DEFERRABLE INITIALLY DEFE
 
 
 @pytest.fixture
-def directory(environment) -> Path:
+def directory(environment: dict[str, str]) -> Path:
     return Path(environment["CRASH_DIRECTORY"])
 
 
 @pytest.fixture
-def completed(record):
-    def wait(account: str):
+def completed(record: Record) -> Callable[..., Any]:
+    def wait(account: str) -> Any:
         return eventually(lambda: (row := record(account)) and row.status == "completed" and row, timeout=PATIENCE)
 
     return wait
@@ -41,7 +48,15 @@ def completed(record):
 
 
 @pytest.mark.parametrize("point", ["body.entered", "finish.written"])
-def test_a_soft_limit_in_an_attempt_is_another_attempt(point, bank, worker, relay, directory, completed, entries):
+def test_a_soft_limit_in_an_attempt_is_another_attempt(
+    point: str,
+    bank: Celery,
+    worker: Worker,
+    relay: Relay,
+    directory: Path,
+    completed: Callable[..., Any],
+    entries: Entries,
+) -> None:
     crashing.plan(directory, point, crashing.HOLD)
     app_module.deposit.apply_async(("a",), soft_time_limit=1)
 
@@ -51,21 +66,21 @@ def test_a_soft_limit_in_an_attempt_is_another_attempt(point, bank, worker, rela
 
 
 def test_a_soft_limit_during_the_commit_is_a_doubt_that_the_record_resolves(
-    bank, worker, relay, completed, entries, engine
-):
+    bank: Celery, worker: Worker, relay: Relay, completed: Callable[..., Any], entries: Entries, engine: Engine
+) -> None:
     with engine.connect() as connection:
         connection.execute(text(SLOW_COMMIT))
     result = app_module.deposit.apply_async(("slow",), soft_time_limit=1)
 
     row = completed("slow")
     assert (entries("slow"), row.attempts) == (1, 1)
-    eventually(lambda: f"Task tests.bank.deposit[{result.id}] succeeded" in worker.log)
+    eventually(lambda: f"Task tests.support.bank.deposit[{result.id}] succeeded" in worker.log)
     assert "commit_in_doubt" in worker.log
 
 
 def test_a_hard_limit_ends_the_child_and_another_one_finishes_the_operation(
-    bank, worker, relay, directory, completed, entries
-):
+    bank: Celery, worker: Worker, relay: Relay, directory: Path, completed: Callable[..., Any], entries: Entries
+) -> None:
     crashing.plan(directory, "finish.written", crashing.HOLD)
     app_module.deposit.apply_async(("a",), time_limit=1)
 
@@ -74,7 +89,9 @@ def test_a_hard_limit_ends_the_child_and_another_one_finishes_the_operation(
     assert "Hard time limit" in worker.log
 
 
-def test_a_hard_limit_while_postgres_does_not_answer_loses_no_message(bank, worker, relay, completed, entries, engine):
+def test_a_hard_limit_while_postgres_does_not_answer_loses_no_message(
+    bank: Celery, worker: Worker, relay: Relay, completed: Callable[..., Any], entries: Entries, engine: Engine
+) -> None:
     with engine.connect() as connection, connection.execution_options(isolation_level="READ COMMITTED").begin():
         connection.execute(text("LOCK TABLE idempotency.records IN ACCESS EXCLUSIVE MODE"))
         app_module.deposit.apply_async(("a",), time_limit=1)
@@ -84,7 +101,9 @@ def test_a_hard_limit_while_postgres_does_not_answer_loses_no_message(bank, work
 
 
 @pytest.mark.parametrize(("age", "attempts"), [(599, 0), (601, 1)])
-def test_a_body_that_is_stopped_for_longer_than_max_run_uses_attempts(age, attempts, bank, deliveries, record, engine):
+def test_a_body_that_is_stopped_for_longer_than_max_run_uses_attempts(
+    age: int, attempts: int, bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
     # a hard limit begins with the SIGTERM of a shutdown: for free, a body that hangs would run for ever
     task = make_task(bank, lambda self: sys.exit())
     for _ in range(2):
@@ -102,7 +121,9 @@ def test_a_body_that_is_stopped_for_longer_than_max_run_uses_attempts(age, attem
 
 
 @pytest.mark.parametrize("point", ["body.entered", "finish.written"])
-def test_a_warm_shutdown_finishes_what_it_has_begun(point, bank, processes, relay, directory, record, entries):
+def test_a_warm_shutdown_finishes_what_it_has_begun(
+    point: str, bank: Celery, processes: Processes, relay: Relay, directory: Path, record: Record, entries: Entries
+) -> None:
     worker = processes.worker()
     crashing.plan(directory, point, crashing.HOLD)
     app_module.deposit.delay("a")
@@ -118,8 +139,15 @@ def test_a_warm_shutdown_finishes_what_it_has_begun(point, bank, processes, rela
 @pytest.mark.parametrize("how", ["cold", "soft"])
 @pytest.mark.parametrize("point", ["body.entered", "finish.written"])
 def test_a_shutdown_that_interrupts_gives_the_attempt_back(
-    how, point, bank, processes, relay, directory, completed, entries
-):
+    how: str,
+    point: str,
+    bank: Celery,
+    processes: Processes,
+    relay: Relay,
+    directory: Path,
+    completed: Callable[..., Any],
+    entries: Entries,
+) -> None:
     if how == "soft":
         # SIGTERM waits for as long as this, and then interrupts
         worker = processes.worker("--concurrency", "2", "--", "worker.soft_shutdown_timeout=1", REMAP_SIGTERM="SIGQUIT")

@@ -28,7 +28,7 @@ from tests.search.world import opened
 # Seeds that one process takes at a time.
 SEEDS_AT_ONCE = 20
 
-# Where nobody watches: a line for so many cases.
+# Without a terminal: a line for so many cases.
 LINE_EVERY = 25
 
 command = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -89,7 +89,7 @@ def main(
         ):
             bar = progress.add_task("", total=len(work), completed=len(work) - len(left))
             futures = {pool.submit(*each): name for name, each in left.items()}
-            for done, future in enumerate(as_completed(futures), start=len(work) - len(left) + 1):
+            for finished, future in enumerate(as_completed(futures), start=len(work) - len(left) + 1):
                 found = future.result()
                 if log is not None:
                     with log.open("a") as file:
@@ -98,8 +98,8 @@ def main(
                     _print(progress.console, first.lines)
                 described = f"{tally.schedules.total()} schedules, {tally.wrong.total()} wrong"
                 progress.update(bar, advance=1, description=described)
-                if not console.is_terminal and done % LINE_EVERY == 0:
-                    console.print(f"{done} of {len(work)}: {described}")
+                if not console.is_terminal and finished % LINE_EVERY == 0:
+                    console.print(f"{finished} of {len(work)}: {described}")
     tally.show(console)
     console.print(f"RESULT {tally.line} cases={len(work)} seconds={time.monotonic() - started:.0f}")
     raise typer.Exit(2 if not tally.schedules else 1 if tally.wrong.total() else 0)
@@ -121,7 +121,7 @@ def _fitting(kinds: Sequence[str]) -> str:
 
 
 def _cases(pairs: str, scenarios: Iterable[str]) -> Iterator[Case]:
-    """Every pair in every scenario that is one for it: faults of the provider need somebody who calls it."""
+    """Every pair in every scenario that is one for it: faults of the provider need an actor that calls it."""
     wanted = [set(_known(pair.split("+"), KINDS)) for pair in pairs.split(",") if pair]
     for name in scenarios:
         scenario = SCENARIOS[name]

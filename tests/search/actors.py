@@ -159,7 +159,7 @@ def _discard(world: World) -> None:
 def _insisting(command: Callable[[Change], object]) -> None:
     """Who gets no answer gives the same command once more."""
     actor = current()
-    change = Change("search", "asked by the search", actor and actor.name)
+    change = Change("search", "asked by the search", actor.name if actor is not None else None)
     try:
         command(change)
     except OperationalError:

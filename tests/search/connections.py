@@ -20,19 +20,21 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 import idempotency
-from idempotency.attempt import runtime
+from idempotency.store import connections as engines
 from idempotency.store.statements import Wire
 from tests.search import footprints
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 
-# What the finishing statements set, so that nobody waits for long behind a frozen holder.
+# What the finishing statements set, so that nothing waits for long behind a frozen holder.
 EVICTION = "idle_in_transaction_session_timeout"
 
 
 class Cursor(psycopg.Cursor[Any]):
+    connection: Any  # a `Connection` of this module
+
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        # what a pool does with a connection that comes back is seen by nobody
-        if (actor := current()) is None or not self.connection.is_taken or query == runtime._RESET:
+        # what a pool does with a connection that comes back is invisible to the others
+        if (actor := current()) is None or not self.connection.is_taken or query == engines._RESET:
             return super().execute(query, params, **options)
         pid = self.connection.info.backend_pid
         actor.connections[pid] = self.connection

@@ -229,7 +229,7 @@ def _rest(world: World, done: Run) -> None:
         done.trace.append(Event("a person", "resolves and replays", f"refused: {error}"))
         record = world.record()
         if record is not None and record.status == "failed" and len(letters) == 1:
-            done.violations.append(Violation("I27", f"nobody can settle it: {error}"))
+            done.violations.append(Violation("I27", f"it cannot be settled: {error}"))
         return
     done.trace.append(Event("a person", "resolves what is open by the provider's books, and replays"))
     world.drain()
@@ -271,7 +271,7 @@ def exhaustive(
       where an answer is lost meanwhile something else may be done, and so that is explored with both;
     - to be killed after y is the same as before y, if nothing of y lasts: what is not committed dies with its process;
     - a state that the actors have left once is not brought to rest again.
-    And one bound of its own: the lost answer to what does not last, a broken connection, comes alone.
+    And one more bound: the lost answer to what does not last, a broken connection, comes alone.
     """
     # a heartbeat shares memory with the attempt, of which footprints know nothing
     reduced = reduced and "renew" not in case.kinds

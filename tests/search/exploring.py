@@ -1,4 +1,4 @@
-"""What one process of a search does: it opens a world of its own, and explores what it is given."""
+"""What one process of a search does: it opens a world, and explores what it is given."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A footprint is a set of `mode:what`, `what` being a table, the broker's queues or the provider, and `mode` one of
     r   reads what is committed
-    l   locks, or writes what is not committed: nobody sees it, and who wants to lock or write the same waits
+    l   locks, or writes what is not committed: it is invisible, and who wants to lock or write the same waits
     w   changes what others see, or lets go of a lock
 and `*` stands for what is not known, and depends on everything. A table is one thing, whichever of its rows is meant.
 """

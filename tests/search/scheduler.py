@@ -1,7 +1,7 @@
 """A scheduler that runs one actor at a time, from one visible action to the next.
 
 An actor is a thread that runs the library's own code. It stops before each statement, commit, call to the provider,
-publish and acknowledgement, and goes on when it is resumed. A crash point is no stop of its own: nothing can be seen
+publish and acknowledgement, and goes on when it is resumed. A crash point is not a stop by itself: nothing can be seen
 from outside between it and the next action, so that stopping or dying there is the same as doing so at that action.
 The crash points that were passed are kept in the trace.
 
@@ -239,7 +239,7 @@ class Scheduler:
                 self._left.remove(pid)
 
     def _unblock(self) -> None:
-        """Let those go on whose lock was granted, until nobody is left whom another one's end lets go on."""
+        """Let those go on whose lock was granted, until no actor is left whom another one's end lets go on."""
         waiting = None
         while waiting != (waiting := (len(self.blocked()), len(self._left))) and any(waiting):
             self._settle()

@@ -21,7 +21,7 @@ class Forgetful(Postgres):
 
 @contextmanager
 def databases(count: int = 1) -> Iterator[list[str]]:
-    """The addresses of so many empty databases on a server of their own."""
+    """The addresses of so many empty databases on a private server."""
     with mock.patch.object(local, "Postgres", Forgetful), services.running(needs=("postgres",)) as servers:
         names = [f"search_{uuid4().hex[:8]}" for _ in range(count)]
         for name in names:

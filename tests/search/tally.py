@@ -70,7 +70,7 @@ class Tally:
     @classmethod
     def of(cls, logged: dict[str, Any]) -> Self:
         """The opposite of `as_dict`."""
-        counters = {name: Counter(logged.pop(name)) for name in ("schedules", "void", "wrong", "met")}
+        counters: dict[str, Any] = {name: Counter(logged.pop(name)) for name in ("schedules", "void", "wrong", "met")}
         first = {
             violation: First(each["name"], each["after"], tuple(each["lines"]))
             for violation, each in logged.pop("first").items()

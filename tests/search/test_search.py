@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
+import services
 from tests.search import application, footprints
 from tests.search.exploration import (
     KILL,
@@ -28,7 +30,7 @@ from tests.search.world import Violation, World, opened
 
 
 @pytest.fixture(scope="module")
-def world(servers) -> Iterator[World]:
+def world(servers: services.Services) -> Iterator[World]:
     name = f"search_{uuid4().hex[:8]}"
     with opened(servers.create_database(name)) as world:
         yield world
@@ -48,7 +50,7 @@ def actions(done: Run, letter: str) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["plain/attempt+takeover@5b", "lost/attempt+recover@6b,9a", "plain/relay+attempt@"])
-def test_a_schedule_runs_again_exactly_as_it_was(world, text):
+def test_a_schedule_runs_again_exactly_as_it_was(world: World, text: str) -> None:
     first, again = carried_out(world, text), carried_out(world, text)
 
     assert list(map(str, first.trace)) == list(map(str, again.trace))
@@ -56,21 +58,21 @@ def test_a_schedule_runs_again_exactly_as_it_was(world, text):
     assert first.void == ""
 
 
-def test_a_seed_runs_again_exactly_as_it_was_and_its_schedule_does_too(world):
+def test_a_seed_runs_again_exactly_as_it_was_and_its_schedule_does_too(world: World) -> None:
     first, again = (under_seed(world, ["plain"], 7, 3) for _ in range(2))
     replayed = run(world, first.case, first.schedule)
 
     assert list(map(str, first.trace)) == list(map(str, again.trace)) == list(map(str, replayed.trace))
 
 
-def test_every_schedule_is_explored_once_those_with_fewer_choices_first(world):
+def test_every_schedule_is_explored_once_those_with_fewer_choices_first(world: World) -> None:
     runs = [done.schedule for done in exhaustive(world, parse_case("plain/relay+release"), preemptions=1)]
 
     assert len(set(runs)) == len(runs) > 10
     assert [len(schedule) for schedule in runs] == sorted(len(schedule) for schedule in runs)
 
 
-def test_what_is_left_out_leads_to_nothing_that_is_not_explored(world):
+def test_what_is_left_out_leads_to_nothing_that_is_not_explored(world: World) -> None:
     case = parse_case("open/relay+cancel")
     every, reduced = (
         {done.state: done.name for done in exhaustive(world, case, preemptions=1, reduced=each)}
@@ -92,7 +94,7 @@ def test_what_is_left_out_leads_to_nothing_that_is_not_explored(world):
         ({"r:records"}, {"*"}, False),
     ],
 )
-def test_two_actions_are_independent_unless_one_changes_what_is_shared(one, other, expected):
+def test_two_actions_are_independent_unless_one_changes_what_is_shared(one: Any, other: Any, expected: bool) -> None:
     assert footprints.independent(one, other) is footprints.independent(other, one) is expected
 
 
@@ -106,11 +108,11 @@ def test_two_actions_are_independent_unless_one_changes_what_is_shared(one, othe
         ("SELECT pg_notify('a', 'b')", {"*"}),
     ],
 )
-def test_a_statement_that_is_not_understood_depends_on_everything(statement, expected):
+def test_a_statement_that_is_not_understood_depends_on_everything(statement: str, expected: Any) -> None:
     assert footprints.of_statement(statement) == expected
 
 
-def test_a_choice_is_read_as_it_is_written():
+def test_a_choice_is_read_as_it_is_written() -> None:
     schedule = (Choice(0, 1), Choice(17, 0, KILL), Choice(20, 1, LOSE))
     assert parse_schedule(",".join(map(str, schedule))) == schedule
 
@@ -118,7 +120,7 @@ def test_a_choice_is_read_as_it_is_written():
 # ---------------------------------------------------------------- faults strike
 
 
-def test_a_killed_process_leaves_nothing_of_its_open_transaction(world):
+def test_a_killed_process_leaves_nothing_of_its_open_transaction(world: World) -> None:
     done = carried_out(world, "plain/attempt+takeover@5!a")  # its step is written and not committed
 
     assert actions(done, "a")[-1] == "KILLED before: COMMIT"
@@ -134,23 +136,25 @@ def test_a_killed_process_leaves_nothing_of_its_open_transaction(world):
         ("plain/attempt+attempt@2b,4a,7b,8!b", 1),  # while its count waits for the first one's step
     ],
 )
-def test_a_process_killed_while_it_waits_leaves_its_statement_behind(world, text, duplicates):
+def test_a_process_killed_while_it_waits_leaves_its_statement_behind(world: World, text: str, duplicates: int) -> None:
     done = carried_out(world, text)
 
     assert done.trace[8].action.startswith("KILLED while it waits for a lock") is bool(duplicates)
-    assert world.record().duplicates == duplicates
+    record = world.record()
+    assert record is not None
+    assert record.duplicates == duplicates
     assert not done.violations
     assert not done.void
 
 
-def test_a_process_that_waits_for_a_lock_may_be_killed_meanwhile(world):
+def test_a_process_that_waits_for_a_lock_may_be_killed_meanwhile(world: World) -> None:
     done = carried_out(world, "plain/attempt+attempt@5b")
 
     assert done.trace[6].outcome.startswith("waits for a lock")
     assert done.moments[7].faults == {0: KILL, 1: KILL}
 
 
-def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world):
+def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world: World) -> None:
     done = carried_out(world, "plain/attempt+discard@5?a")  # of its step
 
     assert actions(done, "a")[5:8] == ["COMMIT", "records.claim", "records.begin_effect"]
@@ -158,7 +162,7 @@ def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world):
     assert not done.void
 
 
-def test_an_actor_that_waits_for_a_lock_is_seen_and_goes_on_when_it_is_free(world):
+def test_an_actor_that_waits_for_a_lock_is_seen_and_goes_on_when_it_is_free(world: World) -> None:
     done = carried_out(world, "plain/attempt+release@5b")  # the attempt has written its record, not committed
 
     outcomes = [(event.action, event.outcome) for event in done.trace]
@@ -167,10 +171,10 @@ def test_an_actor_that_waits_for_a_lock_is_seen_and_goes_on_when_it_is_free(worl
     assert not done.violations
 
 
-def test_time_that_passes_ends_a_finishing_transaction_that_idles(world):
+def test_time_that_passes_ends_a_finishing_transaction_that_idles(world: World) -> None:
     done = carried_out(world, "plain/attempt+takeover@5b")
 
-    # nobody waited for the frozen holder, and its COMMIT failed: it claimed again
+    # nothing waited for the frozen holder, and its COMMIT failed: it claimed again
     assert not any("waits for a lock" in event.outcome for event in done.trace)
     after = actions(done, "a")[actions(done, "a").index("COMMIT") + 1 :]
     assert after[0] == "records.claim"
@@ -185,11 +189,11 @@ def test_time_that_passes_ends_a_finishing_transaction_that_idles(world):
         ("declined/cancel+discard@", "1 of the provider's faults met no call"),
     ],
 )
-def test_a_run_whose_faults_have_not_struck_is_void(world, text, why):
+def test_a_run_whose_faults_have_not_struck_is_void(world: World, text: str, why: str) -> None:
     assert carried_out(world, text).void == why
 
 
-def test_a_run_that_left_the_state_of_a_void_one_is_void_too(world):
+def test_a_run_that_left_the_state_of_a_void_one_is_void_too(world: World) -> None:
     runs = list(exhaustive(world, parse_case("declined/cancel+discard"), preemptions=1, most=8))
 
     void = [done.state for done in runs if done.void == "1 of the provider's faults met no call"]
@@ -202,20 +206,20 @@ def test_a_run_that_left_the_state_of_a_void_one_is_void_too(world):
 
 # Where most was found. All pairs, and all schedules: `make search`.
 @pytest.mark.parametrize("case", ["lost/attempt+takeover", "open/attempt+dead_letter"])
-def test_no_schedule_of_the_most_telling_pairs_breaks_a_rule(world, case):
+def test_no_schedule_of_the_most_telling_pairs_breaks_a_rule(world: World, case: str) -> None:
     for done in exhaustive(world, parse_case(case), preemptions=1, most=25):
         assert not done.violations, done.name
         assert not done.void, done.name
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_crowd_breaks_a_rule(world, seed):
+def test_no_crowd_breaks_a_rule(world: World, seed: int) -> None:
     done = under_seed(world, list(SCENARIOS), seed, 4)
 
     assert not done.violations, done.name
 
 
-def test_a_log_holds_all_that_was_counted(world):
+def test_a_log_holds_all_that_was_counted(world: World) -> None:
     tally = Tally()
     for done in exhaustive(world, parse_case("plain/relay+release"), preemptions=1):
         done.violations = [Violation("I0", "made up")]
@@ -226,7 +230,7 @@ def test_a_log_holds_all_that_was_counted(world):
 
 
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
-def test_what_is_wrong_without_its_safeguard_is_found(world, finding: Finding):
+def test_what_is_wrong_without_its_safeguard_is_found(world: World, finding: Finding) -> None:
     case = parse_case(finding.case)
     with without(world, *finding.safeguards):
         runs = exhaustive(world, case, preemptions=finding.preemptions)
@@ -235,11 +239,11 @@ def test_what_is_wrong_without_its_safeguard_is_found(world, finding: Finding):
     assert not run(world, case, found.schedule).violations
 
 
-def test_every_safeguard_has_its_finding():
+def test_every_safeguard_has_its_finding() -> None:
     assert set(SAFEGUARDS) == {safeguard for finding in FINDINGS for safeguard in finding.safeguards}
 
 
-def test_the_provider_acts_once_per_key_and_replays_its_answer(world):
+def test_the_provider_acts_once_per_key_and_replays_its_answer(world: World) -> None:
     application.provider.reset(["lost"])
     with pytest.raises(ConnectionError):
         application.provider.call("r1", 5, "key")

@@ -34,7 +34,6 @@ import idempotency.application as celery_application
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.effects import DidNotHappen, Happened
 from idempotency.attempt.runtime import Runtime
-from idempotency.broker.publisher import Published, Refusal
 from idempotency.letters import dead_letter_queue
 from idempotency.observe import crash_points
 from idempotency.operate import operators
@@ -45,12 +44,13 @@ from idempotency.store import schema, undelivered
 from idempotency.store.undelivered import Dead, GivenUp
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, TENANT_HEADER, Message
+from idempotency.wire.message import KEY_HEADER, TENANT_HEADER, Message
 from idempotency.worker import waiting
-from tests.deliveries import Deliveries, Outcome
 from tests.search import application, connections
+from tests.search.broker import Broker, Envelope
 from tests.search.connections import stopping
 from tests.search.scheduler import EVERYTHING, Actor, Scheduler, current, note, passed, stop_before, touched
+from tests.support.deliveries import Deliveries, Outcome
 
 PAYMENT, REFUND = "p1", "r1"
 CAPTURED = 1000
@@ -84,7 +84,7 @@ CREATE SEQUENCE virtual.seconds START 100000000;
 CREATE FUNCTION virtual.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS
     'SELECT pg_catalog.clock_timestamp() + make_interval(secs => last_value) FROM virtual.seconds';
 """
-# The witness of every write to a record that somebody else held, under the fence that this holder has.
+# The witness of every write to a record that another attempt held, under the fence that this holder has.
 WITNESS = """
 CREATE TABLE virtual.trespasses (writer text, holder text, became text);
 CREATE FUNCTION virtual.witness() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -145,21 +145,6 @@ SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 're
 """
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """A message in the broker."""
-
-    message: Message
-    number: int
-
-    @property
-    def outbox_id(self) -> str | None:
-        return self.message.headers.get(OUTBOX_HEADER)
-
-    def __str__(self) -> str:
-        return f"message {self.number} ({self.message.headers.get(ORIGIN_HEADER, 'first')})"
-
-
 class Sleep:
     """The library's own pauses: over at once, and as long as they were asked to be."""
 
@@ -171,45 +156,6 @@ class Sleep:
 
     def sleep(self, seconds: float) -> None:
         self._slept += seconds
-
-
-class Broker:
-    """First in, first out; what was taken and not settled comes back to the front."""
-
-    def __init__(self) -> None:
-        self.ready: deque[Envelope] = deque()
-        self.dead: deque[tuple[Envelope, str]] = deque()  # and why it died
-        self._numbers = count(1)
-
-    def put(self, message: Message) -> Envelope:
-        touched("w:queues")
-        envelope = Envelope(message, next(self._numbers))
-        self.ready.append(envelope)
-        return envelope
-
-    def settle(self, envelope: Envelope, outcome: Outcome) -> None:
-        touched("w:queues")
-        if outcome.state == "REJECTED":
-            self.dead.append((envelope, "rejected"))
-
-    # ------------------------------------------------------------ as the relay's publisher
-
-    def publish(self, batch: Sequence[tuple[str, Message]], result: Published) -> None:
-        for id, message in batch:
-            stop_before("publish")
-            try:
-                destination = message.destination(application.app)
-            except KeyError:
-                destination = ("", "")
-            if destination not in ((application.QUEUE, application.QUEUE), ("", application.QUEUE)):
-                note("unroutable")
-                result.refused[id] = Refusal("NO_ROUTE", own=False)
-                continue
-            note(str(self.put(message)))
-            result.confirmed.append(id)
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -361,7 +307,7 @@ class World:
         return Envelope(message, 0)
 
     def take_process(self) -> Runtime:
-        """A process with connections of its own."""
+        """A process with its own connections."""
         if not self._processes:
             self._processes.append(_process())
         return self._processes.pop()
@@ -542,7 +488,7 @@ def _plain(database_url: str) -> str:
 
 
 def _process() -> Runtime:
-    """Another process: its own connections, opened before anybody is scheduled."""
+    """Another process: its own connections, opened before an actor is scheduled."""
     runtime = Runtime(settings_of(application.app))
     runtime.heartbeat._thread = -1  # nothing is renewed by itself
     runtime.holder = f"search|{uuid4().hex}"
@@ -554,7 +500,7 @@ def _process() -> Runtime:
 
 
 class OfActors(dict[Any, Runtime]):
-    """The open runtimes: each actor is a process of its own."""
+    """The open runtimes: each actor is a separate process."""
 
     def get(self, app: Any, default: Any = None) -> Any:
         actor = current()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.chaos.monitor import Ended, Known, explanation, unexplained
 ENDED = Ended("relay-1", "relay", 1, ("relay_started", "idempotency: the database did not answer", ""))
 
 
-def test_a_process_that_ended_by_itself_is_a_violation_with_the_end_of_its_log(monkeypatch):
+def test_a_process_that_ended_by_itself_is_a_violation_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "KNOWN", ())
     (violation,) = unexplained([ENDED])
     assert str(violation) == (
@@ -21,7 +22,7 @@ def test_a_process_that_ended_by_itself_is_a_violation_with_the_end_of_its_log(m
     )
 
 
-def test_an_end_with_a_known_reason_is_explained_and_no_violation(monkeypatch):
+def test_an_end_with_a_known_reason_is_explained_and_no_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Known("relay", "did not answer", "a relay of yesterday")
     monkeypatch.setattr(monitor, "KNOWN", (known,))
     assert explanation(ENDED) == "a relay of yesterday"
@@ -29,12 +30,12 @@ def test_an_end_with_a_known_reason_is_explained_and_no_violation(monkeypatch):
 
 
 @pytest.mark.parametrize("known", [Known("worker", "did not answer", "-"), Known("relay", "out of memory", "-")])
-def test_a_reason_holds_for_its_own_kind_and_log_line_only(monkeypatch, known):
+def test_a_reason_holds_for_its_own_kind_and_log_line_only(monkeypatch: pytest.MonkeyPatch, known: Any) -> None:
     monkeypatch.setattr(monitor, "KNOWN", (known,))
     assert len(unexplained([ENDED])) == 1
 
 
-def test_an_end_without_a_log_is_a_violation_too(monkeypatch):
+def test_an_end_without_a_log_is_a_violation_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "KNOWN", ())
     assert "its log is empty" in str(unexplained([Ended("beat-1", "beat", 1)])[0])
 
@@ -43,11 +44,11 @@ def test_an_end_without_a_log_is_a_violation_too(monkeypatch):
     ("statuses", "together"),
     [((0, 0), 0), ((0, 2, 1), 1), ((0, 2), 2), ((0, 3, 2), 3), ((1, 3), 1), ((0, -9), 1), ((0, 130), 1)],
 )
-def test_many_runs_are_as_good_as_their_worst(statuses, together):
+def test_many_runs_are_as_good_as_their_worst(statuses: Any, together: int) -> None:
     assert verdict([Run(1, status, {}, Path("-")) for status in statuses]) == together
 
 
-def test_the_figures_of_a_run_are_those_of_its_last_line():
+def test_the_figures_of_a_run_are_those_of_its_last_line() -> None:
     output = "noise lost=9\nRESULT seed=7 seconds=60 faults=30 kinds=24 accepted=10 lost=0 violations=1\n"
     assert figures(output) == {"faults": "30", "kinds": "24", "accepted": "10", "lost": "0", "violations": "1"}
     assert figures("chaos: interrupted") == {}

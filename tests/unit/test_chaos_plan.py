@@ -11,11 +11,11 @@ import pytest
 from tests.chaos.plan import AT_LEAST, LEAD_IN, WEIGHTS, plan
 
 
-def test_the_same_seed_and_length_give_the_same_plan():
+def test_the_same_seed_and_length_give_the_same_plan() -> None:
     assert plan(7, 60) == plan(7, 60)
 
 
-def test_the_same_seed_gives_the_same_plan_in_another_process():
+def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
     script = "from tests.chaos.plan import plan; print(plan(7, 60))"
     # with another hash seed: an iteration over a set would show
     printed = subprocess.run(
@@ -24,20 +24,20 @@ def test_the_same_seed_gives_the_same_plan_in_another_process():
     assert printed.strip() == repr(plan(7, 60))
 
 
-def test_another_seed_or_another_length_gives_another_plan():
+def test_another_seed_or_another_length_gives_another_plan() -> None:
     assert len({tuple(plan(seed, 60)) for seed in range(20)}) == 20
     assert plan(7, 60) != plan(7, 61)
 
 
 @pytest.mark.parametrize("seconds", [10, 60, 600])
-def test_every_kind_is_in_every_plan(seconds):
+def test_every_kind_is_in_every_plan(seconds: int) -> None:
     for seed in range(50):
         counts = Counter(fault.kind for fault in plan(seed, seconds))
         assert counts.keys() == WEIGHTS.keys()
         assert all(counts[kind] >= least for kind, least in AT_LEAST.items())
 
 
-def test_faults_come_in_their_order_within_the_run():
+def test_faults_come_in_their_order_within_the_run() -> None:
     for seed in range(50):
         faults = plan(seed, 60)
         assert faults == sorted(faults)
@@ -45,14 +45,14 @@ def test_faults_come_in_their_order_within_the_run():
         assert faults[-1].second < 60
 
 
-def test_a_plan_may_be_of_some_kinds_only():
+def test_a_plan_may_be_of_some_kinds_only() -> None:
     assert {fault.kind for fault in plan(7, 60, ["cut_commit", "kill_beat"])} == {"cut_commit", "kill_beat"}
 
 
-def test_a_whole_number_of_seconds_is_the_same_length_either_way():
+def test_a_whole_number_of_seconds_is_the_same_length_either_way() -> None:
     assert plan(7, 60) == plan(7, 60.0)
 
 
-def test_a_kind_comes_as_often_as_its_weight_says():
+def test_a_kind_comes_as_often_as_its_weight_says() -> None:
     counts = Counter(fault.kind for fault in plan(1, 20_000))
     assert counts["cut_commit"] / counts["slow_postgres"] == pytest.approx(4, rel=0.3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,30 +19,30 @@ GOOD = Counts(accepted=10, completed=9, failed=1, takeovers=3, fenced=1)
 BROKEN = Violation("I1", "red/chaos.deposit/17", "2 committed results in generation 1")
 
 
-def report(violations=(), problems=(), counts=GOOD):
+def report(violations: Any = (), problems: Any = (), counts: Any = GOOD) -> Any:
     return Report(7, 60.0, ENOUGH, {}, counts, list(violations), list(problems))
 
 
-def test_a_run_that_kept_its_promises_ends_with_0():
+def test_a_run_that_kept_its_promises_ends_with_0() -> None:
     assert report().status == 0
 
 
-def test_a_violation_ends_with_1_even_if_the_run_proves_nothing():
+def test_a_violation_ends_with_1_even_if_the_run_proves_nothing() -> None:
     assert report([BROKEN], ["no takeover"]).status == 1
 
 
-def test_a_run_that_proves_nothing_ends_with_2():
+def test_a_run_that_proves_nothing_ends_with_2() -> None:
     assert report(problems=["no takeover"]).status == 2
 
 
-def test_the_last_line_has_every_figure():
+def test_the_last_line_has_every_figure() -> None:
     assert report([BROKEN]).line == (
         f"RESULT seed=7 seconds=60 faults={2 * len(WEIGHTS)} kinds={len(WEIGHTS)} accepted=10 completed=9 failed=1 "
         "dead=0 duplicated=0 takeovers=3 fenced=1 lost=0 doubled=0 violations=1"
     )
 
 
-def test_a_run_with_every_kind_a_takeover_and_a_fenced_write_proves_something():
+def test_a_run_with_every_kind_a_takeover_and_a_fenced_write_proves_something() -> None:
     assert unproved(60, ENOUGH, GOOD) == []
 
 
@@ -54,12 +56,12 @@ def test_a_run_with_every_kind_a_takeover_and_a_fenced_write_proves_something():
         (ENOUGH, Counts(takeovers=1, fenced=1), "0 operations accepted, 0 completed"),
     ],
 )
-def test_a_run_in_which_too_little_went_wrong_proves_nothing(inflicted, counts, reason):
+def test_a_run_in_which_too_little_went_wrong_proves_nothing(inflicted: Any, counts: Any, reason: str) -> None:
     seconds = 180 if "180 s" in reason else 60
     assert unproved(seconds, inflicted, counts) == [reason]
 
 
-def test_a_violation_is_shown_with_its_history_and_kept_with_the_logs(tmp_path):
+def test_a_violation_is_shown_with_its_history_and_kept_with_the_logs(tmp_path: Path) -> None:
     broken = report([BROKEN])
     broken.histories, broken.logs = {BROKEN.key: ["1 records insert"]}, tmp_path
     screen = io.StringIO()
@@ -70,12 +72,12 @@ def test_a_violation_is_shown_with_its_history_and_kept_with_the_logs(tmp_path):
     assert f"logs: {tmp_path}" in screen.getvalue()
 
 
-def test_a_run_is_recorded_as_one_line_of_json():
+def test_a_run_is_recorded_as_one_line_of_json() -> None:
     line = report([BROKEN]).as_json()
     assert "\n" not in line
     assert json.loads(line)["violations"][0]["invariant"] == "I1"
 
 
-def test_a_run_in_which_a_fault_of_its_own_never_struck_proves_nothing():
+def test_a_run_in_which_a_fault_of_its_own_never_struck_proves_nothing() -> None:
     struck = {"swallowed replies": 3, "commands to release": 0}
     assert unproved(60, ENOUGH, GOOD, struck) == ["never seen: commands to release"]

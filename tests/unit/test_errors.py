@@ -14,7 +14,8 @@ ALL = sorted(
     (value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)),
     key=lambda value: value.__name__,
 )
-ARGUMENTS = {
+ARGUMENTS: dict[type[Exception], tuple[object, ...]] = {
+    errors.Again: (1.5, "rate limited"),
     errors.Defer: (1.5, "rate limited"),
     errors.NotSent: (1.5, "circuit open"),
     errors.OperationFailed: ("card declined", "card_declined"),
@@ -45,12 +46,14 @@ def test_an_error_survives_pickling(kind: type[Exception]) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_an_error_reads_as_its_message(kind: type[Exception]) -> None:
-    assert str(example(kind)) in {"what went wrong", "rate limited", "card declined"}
+    assert str(example(kind)) in {"what went wrong", "rate limited", "circuit open", "card declined"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if issubclass(kind, errors.PermanentError)])
 def test_a_permanent_error_has_a_code_that_may_be_given(kind: type[errors.PermanentError]) -> None:
-    assert kind("no").code == kind.default_code == re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    # by whichever limit the attempts were used up, the operation ends the same way
+    named = errors.AttemptsExhausted if kind is errors.RetriesExhausted else kind
+    assert kind("no").code == kind.default_code == re.sub(r"(?<!^)(?=[A-Z])", "_", named.__name__).lower()
     given = kind("no", "card_declined")
     assert given.code == "card_declined"
     assert state(type(given)(*given.args)) == state(given)

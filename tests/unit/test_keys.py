@@ -58,7 +58,7 @@ def test_printable_text_is_a_key_as_it_is(key: str) -> None:
     assert check_key(key) == key
 
 
-def test_a_key_of_255_characters_is_accepted_and_one_more_is_refused_with_both_numbers() -> None:
+def test_a_key_of_255_characters_is_accepted_and_one_more_is_refused() -> None:
     assert check_key("k" * MAX_KEY_LENGTH) == "k" * 255
     with pytest.raises(InvalidKey, match="at most 255 characters, got 256"):
         check_key("k" * 256)

@@ -1,4 +1,4 @@
-"""What failed attempts leave behind in a pool process of any application that imports the library."""
+"""What failed attempts leave behind in a pool process of any application with an idempotent task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from billiard.einfo import _Code
 from celery import Celery
 from celery.app.trace import build_tracer
 from celery.signals import task_postrun
-import idempotency
+from idempotency.installation import install
 from celery.signals import worker_process_init
 
 def fails():
@@ -26,6 +26,7 @@ def fails():
 app = Celery("failing", broker="memory://")
 task = app.task(name="fails")(fails)
 app.finalize()
+install()
 collect = sys.argv[1] == "True"
 if collect:
     worker_process_init.send(sender=None)

@@ -8,11 +8,12 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from tests.processes import eventually
-from tests.proxy import Proxy
+from tests.support.processes import eventually
+from tests.support.proxy import Proxy
 
 # Shorter than this nothing is silent, longer than this nothing is awaited.
 SILENCE = 0.2
@@ -116,14 +117,18 @@ def is_refused(connect: Callable[[], socket.socket]) -> bool:
 # ---------------------------------------------------------------- transparent
 
 
-def test_without_a_fault_everything_passes_in_both_directions(proxy, connect, echo):
+def test_without_a_fault_everything_passes_in_both_directions(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     clients = [connect() for _ in range(5)]
     for number, client in enumerate(clients):
         assert say(client, b"hello %d" % number) == b"hello %d" % number
     assert (proxy.cuts, proxy.resets, proxy.refusals, proxy.swallowed) == (0, 0, 0, 0)
 
 
-def test_much_more_than_one_buffer_passes_unchanged_while_the_sender_still_sends(proxy, connect):
+def test_much_more_than_one_buffer_passes_while_the_sender_sends(
+    proxy: Proxy, connect: Callable[[], socket.socket]
+) -> None:
     client, block = connect(), bytes(range(256)) * 4096
     sender = threading.Thread(target=lambda: [client.sendall(block) for _ in range(8)])
     sender.start()
@@ -131,15 +136,15 @@ def test_much_more_than_one_buffer_passes_unchanged_while_the_sender_still_sends
     sender.join(PATIENCE)
 
 
-def test_a_server_that_takes_nothing_is_felt_by_the_sender(connect, echo):
-    echo.shutdown()  # it accepts nobody any more
+def test_a_server_that_takes_nothing_is_felt_by_the_sender(connect: Callable[[], socket.socket], echo: Echo) -> None:
+    echo.shutdown()  # it accepts no connection any more
     client = connect()
     client.settimeout(1.0)
     with pytest.raises(TimeoutError):
         client.sendall(bytes(64 << 20))
 
 
-def test_the_end_of_one_direction_leaves_the_other_open(connect, echo):
+def test_the_end_of_one_direction_leaves_the_other_open(connect: Callable[[], socket.socket], echo: Echo) -> None:
     client = connect()
     client.sendall(b"last words")
     client.shutdown(socket.SHUT_WR)
@@ -147,7 +152,9 @@ def test_the_end_of_one_direction_leaves_the_other_open(connect, echo):
     assert echo.endings == ["FIN"]
 
 
-def test_a_server_that_is_not_there_resets_the_client_and_is_found_when_it_is_back(connect, proxy, echo):
+def test_an_absent_server_resets_the_client_and_is_found_when_back(
+    connect: Callable[[], socket.socket], proxy: Proxy, echo: Echo
+) -> None:
     echo.shutdown()
     echo.socket.close()
     assert is_refused(connect)
@@ -159,7 +166,7 @@ def test_a_server_that_is_not_there_resets_the_client_and_is_found_when_it_is_ba
             assert hear(client, 4) == b"back"
 
 
-def test_a_reset_by_one_side_resets_the_other(connect, echo):
+def test_a_reset_by_one_side_resets_the_other(connect: Callable[[], socket.socket], echo: Echo) -> None:
     client = connect()
     say(client, b"x")
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -170,7 +177,9 @@ def test_a_reset_by_one_side_resets_the_other(connect, echo):
 # ---------------------------------------------------------------- an answer that never arrives
 
 
-def test_the_answer_to_a_request_is_cut_after_the_server_has_it(proxy, connect, echo):
+def test_the_answer_to_a_request_is_cut_after_the_server_has_it(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client, other = connect(), connect()
     assert say(client, b"BEGIN") == b"BEGIN"
     assert say(other, b"BEGIN") == b"BEGIN"
@@ -183,7 +192,9 @@ def test_the_answer_to_a_request_is_cut_after_the_server_has_it(proxy, connect, 
     assert proxy.cuts == 1
 
 
-def test_the_request_may_go_on_after_the_pattern_until_its_answer_comes(proxy, connect, echo):
+def test_the_request_may_go_on_after_the_pattern_until_its_answer_comes(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client = connect()
     proxy.latency(0.5)
     proxy.cut_reply_to(b"COMMIT")
@@ -193,14 +204,14 @@ def test_the_request_may_go_on_after_the_pattern_until_its_answer_comes(proxy, c
     assert (proxy.cuts, echo.heard[0][:6]) == (1, b"COMMIT")
 
 
-def test_requests_without_the_pattern_are_answered(proxy, connect):
+def test_requests_without_the_pattern_are_answered(proxy: Proxy, connect: Callable[[], socket.socket]) -> None:
     proxy.cut_reply_to(b"COMMIT")
     assert say(connect(), b"COMMI") == b"COMMI"
     assert say(connect(), b"T ROLLBACK") == b"T ROLLBACK"  # another connection's half is no half
     assert proxy.cuts == 0
 
 
-def test_a_pattern_split_over_two_reads_is_found(proxy, connect):
+def test_a_pattern_split_over_two_reads_is_found(proxy: Proxy, connect: Callable[[], socket.socket]) -> None:
     client = connect()
     proxy.cut_reply_to(b"COMMIT")
     assert say(client, b"xxCOM") == b"xxCOM"
@@ -208,7 +219,9 @@ def test_a_pattern_split_over_two_reads_is_found(proxy, connect):
     assert proxy.cuts == 1
 
 
-def test_a_pattern_sent_byte_by_byte_is_found_once_for_each_time_it_is_there(proxy, connect):
+def test_a_pattern_sent_byte_by_byte_is_found_once_for_each_time_it_is_there(
+    proxy: Proxy, connect: Callable[[], socket.socket]
+) -> None:
     client = connect()
     proxy.cut_reply_to(b"aa", skip=1)
     for byte in b"aaa":  # "aa" once, and half of another
@@ -217,7 +230,9 @@ def test_a_pattern_sent_byte_by_byte_is_found_once_for_each_time_it_is_there(pro
     assert proxy.cuts == 1
 
 
-def test_what_was_sent_before_the_call_is_no_part_of_the_pattern(proxy, connect):
+def test_what_was_sent_before_the_call_is_no_part_of_the_pattern(
+    proxy: Proxy, connect: Callable[[], socket.socket]
+) -> None:
     client = connect()
     for said, half in ((b"COM", b"MIT"), (b"COM", b"MIT")):
         say(client, said)
@@ -226,7 +241,9 @@ def test_what_was_sent_before_the_call_is_no_part_of_the_pattern(proxy, connect)
     assert proxy.cuts == 0
 
 
-def test_so_many_requests_as_are_skipped_are_answered_even_when_they_come_in_one_read(proxy, connect):
+def test_skipped_requests_are_answered_even_when_read_at_once(
+    proxy: Proxy, connect: Callable[[], socket.socket]
+) -> None:
     client = connect()
     proxy.cut_reply_to(b"COMMIT", skip=3)
     assert say(client, b"COMMIT") == b"COMMIT"
@@ -238,7 +255,7 @@ def test_so_many_requests_as_are_skipped_are_answered_even_when_they_come_in_one
 # ---------------------------------------------------------------- latency
 
 
-def test_latency_holds_back_both_directions_and_0_does_not(proxy, connect):
+def test_latency_holds_back_both_directions_and_0_does_not(proxy: Proxy, connect: Callable[[], socket.socket]) -> None:
     client = connect()
     proxy.latency(0.5)
     began = time.monotonic()
@@ -250,7 +267,7 @@ def test_latency_holds_back_both_directions_and_0_does_not(proxy, connect):
     assert time.monotonic() - began < 1.0
 
 
-def test_latency_delays_and_does_not_throttle(proxy, connect):
+def test_latency_delays_and_does_not_throttle(proxy: Proxy, connect: Callable[[], socket.socket]) -> None:
     client, block = connect(), bytes(range(256)) * 4096
     proxy.latency(0.2)
     began = time.monotonic()
@@ -262,7 +279,9 @@ def test_latency_delays_and_does_not_throttle(proxy, connect):
 # ---------------------------------------------------------------- black holes
 
 
-def test_requests_in_a_black_hole_never_reach_the_server(proxy, connect, echo):
+def test_requests_in_a_black_hole_never_reach_the_server(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client = connect()
     assert say(client, b"before") == b"before"
     proxy.black_hole("requests")
@@ -271,7 +290,9 @@ def test_requests_in_a_black_hole_never_reach_the_server(proxy, connect, echo):
     assert (proxy.swallowed, echo.heard, echo.endings) == (4, [b"before"], [])
 
 
-def test_replies_in_a_black_hole_never_reach_the_client_who_is_heard(proxy, connect, echo):
+def test_replies_in_a_black_hole_never_reach_the_client_who_is_heard(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client = connect()
     proxy.black_hole("replies")
     client.sendall(b"heard")
@@ -280,7 +301,9 @@ def test_replies_in_a_black_hole_never_reach_the_client_who_is_heard(proxy, conn
     assert (echo.heard, echo.endings) == ([b"heard"], [])
 
 
-def test_the_server_does_not_learn_of_a_client_that_is_gone_behind_a_black_hole(proxy, connect, echo):
+def test_the_server_does_not_learn_of_a_client_that_is_gone_behind_a_black_hole(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client = connect()
     say(client, b"x")
     proxy.black_hole("requests")
@@ -292,7 +315,9 @@ def test_the_server_does_not_learn_of_a_client_that_is_gone_behind_a_black_hole(
 
 
 @pytest.mark.parametrize("end", [lambda proxy: proxy.heal(), lambda proxy: proxy.black_hole(None)])
-def test_at_its_end_connections_with_holes_are_reset_and_the_others_go_on(proxy, connect, echo, end):
+def test_at_its_end_connections_with_holes_are_reset_and_the_others_go_on(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo, end: Any
+) -> None:
     holed, idle = connect(), connect()
     for client in (holed, idle):
         say(client, b"x")
@@ -309,7 +334,9 @@ def test_at_its_end_connections_with_holes_are_reset_and_the_others_go_on(proxy,
 # ---------------------------------------------------------------- resets
 
 
-def test_a_reset_ends_every_open_connection_on_both_sides_and_no_later_one(proxy, connect, echo):
+def test_a_reset_ends_every_open_connection_on_both_sides_and_no_later_one(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     clients = [connect() for _ in range(3)]
     for client in clients:
         say(client, b"x")
@@ -321,7 +348,9 @@ def test_a_reset_ends_every_open_connection_on_both_sides_and_no_later_one(proxy
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 300_000])
-def test_exactly_so_many_bytes_reach_the_server_before_the_reset(proxy, connect, echo, n):
+def test_exactly_so_many_bytes_reach_the_server_before_the_reset(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo, n: int
+) -> None:
     client = connect()
     assert say(client, b"before") == b"before"
     proxy.cut_after(n, "requests")
@@ -333,14 +362,16 @@ def test_exactly_so_many_bytes_reach_the_server_before_the_reset(proxy, connect,
     assert (len(echo.heard[0]) - len(b"before"), proxy.resets) == (n, 1)
 
 
-def test_the_reset_comes_with_the_last_byte_and_not_with_one_more(proxy, connect, echo):
+def test_the_reset_comes_with_the_last_byte_and_not_with_one_more(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client = connect()
     proxy.cut_after(5, "requests")
     client.sendall(b"hello")
     eventually(lambda: (echo.heard, proxy.resets) == ([b"hello"], 1))
 
 
-def test_a_slow_reader_gets_every_byte_before_its_reset(proxy, echo):
+def test_a_slow_reader_gets_every_byte_before_its_reset(proxy: Proxy, echo: Echo) -> None:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(PATIENCE)
@@ -352,7 +383,9 @@ def test_a_slow_reader_gets_every_byte_before_its_reset(proxy, echo):
         assert is_reset(client)
 
 
-def test_exactly_so_many_bytes_reach_the_client_before_the_reset_on_every_connection_until_healed(proxy, connect, echo):
+def test_exactly_so_many_bytes_reach_each_client_until_healed(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     proxy.cut_after(3, "replies")
     for number in range(1, 4):
         client = connect()
@@ -370,7 +403,9 @@ def test_exactly_so_many_bytes_reach_the_client_before_the_reset_on_every_connec
 # ---------------------------------------------------------------- refused connections
 
 
-def test_new_connections_are_refused_open_ones_stay_and_healed_all_are_welcome(proxy, connect, echo):
+def test_new_connections_are_refused_open_ones_stay_and_healed_all_are_welcome(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client = connect()
     say(client, b"x")
     proxy.refuse()
@@ -384,7 +419,7 @@ def test_new_connections_are_refused_open_ones_stay_and_healed_all_are_welcome(p
     assert say(connect(), b"new") == b"new"
 
 
-def test_healing_takes_back_what_has_not_happened_yet(proxy, connect):
+def test_healing_takes_back_what_has_not_happened_yet(proxy: Proxy, connect: Callable[[], socket.socket]) -> None:
     client = connect()
     proxy.cut_reply_to(b"COMMIT")
     proxy.latency(5)
@@ -396,7 +431,9 @@ def test_healing_takes_back_what_has_not_happened_yet(proxy, connect):
     assert (proxy.cuts, proxy.resets) == (0, 0)
 
 
-def test_a_closed_proxy_leaves_no_connection_and_no_port(proxy, connect, echo):
+def test_a_closed_proxy_leaves_no_connection_and_no_port(
+    proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
+) -> None:
     client = connect()
     say(client, b"x")
     proxy.close()

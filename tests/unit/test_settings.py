@@ -200,4 +200,4 @@ def test_the_settings_themselves_show_no_address() -> None:
 
 def test_settings_do_not_change_once_read() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        settings().lease = 1  # type: ignore[misc]
+        settings().lease = 1

@@ -6,17 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from tests.chaos.books import (
-    TERMINAL,
-    Books,
-    becomes,
-    deliveries_in,
-    id_of,
-    name_of,
-    sha256,
-    time_of,
-    whereabouts,
-)
+from tests.chaos.books import TERMINAL, Books, becomes, deliveries_in, id_of, name_of, sha256, time_of, whereabouts
 from tests.chaos.evidence import Id, Violation
 
 
@@ -86,7 +76,7 @@ def every_row_is_published(books: Books) -> Iterator[Violation]:
             yield Violation("I8", name_of(id), f"outbox row {row['id']} was given up without a dead letter")
         elif row["status"] == "published":
             if not any(c.old is not None and becomes(c, "published") for c in books.outbox[row["id"]]):
-                yield Violation("I8", name_of(id), f"outbox row {row['id']} is published, and nobody has marked it")
+                yield Violation("I8", name_of(id), f"outbox row {row['id']} is published, and was not marked")
             if row["settled_at"] is None and id not in books.records and id not in letters:
                 unseen.append(row)
     held = Counter(books.evidence.queues)
@@ -100,13 +90,13 @@ def every_row_is_published(books: Books) -> Iterator[Violation]:
 
 
 def nothing_rolled_back_is_sent(books: Books) -> Iterator[Violation]:
-    """I9: of a transaction that rolled back nothing is ever published; every record was accepted by somebody."""
+    """I9: of a transaction that rolled back nothing is ever published; every record was accepted once."""
     rolled_back = set(books.evidence.rolled_back)
     for id in books.records:
         if id in rolled_back:
             yield Violation("I9", name_of(id), "rolled back, and has a record")
         elif id not in books.accepted:
-            yield Violation("I9", name_of(id), "has a record, and nobody accepted it")
+            yield Violation("I9", name_of(id), "has a record, and was never accepted")
     for id in {id_of(c.row) for lines in books.outbox.values() for c in lines} & rolled_back:
         yield Violation("I9", name_of(id), "rolled back, and has an outbox row")
 

@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from tests.chaos.books import (
-    ENDING,
-    UNFINISHED,
-    UNKNOWN,
-    Books,
-    Event,
-    code_of,
-    in_state,
-    name_of,
-    rows_of,
-)
+from tests.chaos.books import ENDING, UNFINISHED, UNKNOWN, Books, Event, code_of, in_state, name_of, rows_of
 from tests.chaos.evidence import Accepted, Id, Violation
 
 
 def one_act_outside(books: Books) -> Iterator[Violation]:
-    """I12: per key and effect at most one act of the provider, under a key of nobody else, and begun before."""
+    """I12: per key and effect at most one act of the provider, under a key that nothing else uses, and begun before."""
     owners: dict[str, set[tuple[Id, str]]] = defaultdict(set)
     acted: Counter[tuple[Id, str]] = Counter()
     for id, changes in books.records.items():
@@ -32,7 +22,7 @@ def one_act_outside(books: Books) -> Iterator[Violation]:
         if acts > 1:
             names = [f"{name_of(id)} {name}" for id, name in owners.get(gateway_key, ())]
             key = name_of(next(iter(owners[gateway_key]))[0]) if gateway_key in owners else gateway_key
-            yield Violation("I12", key, f"{acts} acts under {gateway_key} ({', '.join(names) or 'nobody'})")
+            yield Violation("I12", key, f"{acts} acts under {gateway_key} ({', '.join(names) or 'no operation'})")
         if acts and gateway_key not in owners:
             yield Violation("I12", gateway_key, "an act under a key that no effect was begun with")
         for owner in owners.get(gateway_key, ()):

@@ -79,7 +79,7 @@ def rows_exactly_with_their_end(books: Books) -> Iterator[Violation]:
             if missing:
                 yield Violation("I3", name_of(id), f"completed, but not there: {sorted(missing)}")
             if strange:
-                yield Violation("I3", name_of(id), f"completed, with rows nobody asked for: {sorted(strange)}")
+                yield Violation("I3", name_of(id), f"completed, with rows that were not asked for: {sorted(strange)}")
         told = accepted.failure is not None if accepted.failure_row is None else accepted.failure_row
         for event in books.events.get(id, []):
             if event.verb in ENDING:
@@ -120,7 +120,7 @@ def the_fence_only_grows(books: Books) -> Iterator[Violation]:
 def _written_by_its_holder(id: Id, event: Event, change: Change) -> Iterator[Violation]:
     claim = event.claim
     if event.old.get("status") == "released":
-        yield Violation("I4", name_of(id), f"{event.verb} under an old fence: nobody holds the record")
+        yield Violation("I4", name_of(id), f"{event.verb} under an old fence: the record has no holder")
     if claim is None or event.old.get("status") != "started":
         return
     fence = event.old["fence"]

@@ -32,7 +32,7 @@ def nobody_is_robbed(books: Books) -> Iterator[Violation]:
         last = books.records[id][-1].new or {}
         over = last.get("status") == "started" and time_of(last["locked_until"]) < books.now
         if over and books.evidence.drained:
-            yield Violation("I20", name_of(id), "its lease is over, and nobody has recovered it")
+            yield Violation("I20", name_of(id), "its lease is over, and it was not recovered")
 
 
 def purged_is_past_its_time(books: Books) -> Iterator[Violation]:
@@ -57,7 +57,7 @@ def purged_is_past_its_time(books: Books) -> Iterator[Violation]:
 
 
 def tenants_are_apart(books: Books) -> Iterator[Violation]:
-    """I23: no tenant has another one's rows, and there is nobody's row that is of no tenant."""
+    """I23: no tenant has another one's rows, and no row is without a tenant."""
     tenants = books.evidence.tenants
     if tenants is not None:
         for id in {id_of(c.row) for c in books.changes if c.book in ("records", "outbox")}:

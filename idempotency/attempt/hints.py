@@ -1,0 +1,155 @@
+"""Leases in Redis: the hint that saves work.
+
+Redis may say that an operation is held, never that it is free, and its word alone acknowledges a message only while the
+lease carries the guarded mark, which is set after a duplicate was counted on the record. Losing Redis, or everything in
+it, costs round trips and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from ..observe import metrics
+from ..observe.logs import log
+from ..wire.keys import OperationId
+
+# Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.
+# Value of a lease: "<token> <fingerprint>", with " guarded" behind it once a duplicate was counted.
+_DROP = """
+for i = {first}, #KEYS do
+    local value = redis.call('GET', KEYS[i])
+    if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then redis.call('DEL', KEYS[i]) end
+end
+"""
+_DROP_ALL = _DROP.format(first=1)
+# The leases dropped since the last call go with it.
+_TAKE = f"""
+{_DROP.format(first=2)}
+local value = redis.call('GET', KEYS[1])
+if not value then
+    redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[1])
+    return ARGV[2]
+end
+return value
+"""
+_GUARD = """
+if redis.call('GET', KEYS[1]) == ARGV[2] then
+    return redis.call('SET', KEYS[1], ARGV[2] .. ' guarded', 'KEEPTTL')
+end
+"""
+# The holder's word is Postgres': a missing or foreign lease is set again, a guarded one keeps its mark.
+_RENEW = """
+for i = 1, #KEYS do
+    local value = redis.call('GET', KEYS[i])
+    if value ~= ARGV[i + 1] .. ' guarded' then value = ARGV[i + 1] end
+    redis.call('SET', KEYS[i], value, 'PX', ARGV[1])
+end
+"""
+
+
+class Hint(StrEnum):
+    FREE = "free"  # ours now, or nothing known
+    HELD = "held"  # somebody is on it: ask Postgres, duplicate first
+    GUARDED = "guarded"  # a duplicate of this request was counted: this one may go
+
+
+class Leases:
+    """The leases in Redis. Every call is one round trip of at most `redis_timeout`, and none ever raises."""
+
+    def __init__(self, url: str | None, *, database: str, lease: float, timeout: float, pause: float) -> None:
+        self._database = database
+        self._lease_ms = max(int(lease * 1000), 1)
+        self._pause = pause
+        self._skip_until = 0.0
+        self._url = url
+        self._timeout = timeout
+        self._dropped: deque[tuple[str, str]] = deque()
+        self._redis = self._client()
+
+    def apart(self) -> Leases:
+        """The same leases over connections of their own: under gevent no socket may serve two threads."""
+        other = copy.copy(self)
+        other._redis = self._client()
+        return other
+
+    def _client(self) -> redis.Redis | None:
+        if self._url is None:
+            return None
+        return redis.Redis.from_url(
+            self._url,
+            decode_responses=True,
+            socket_timeout=self._timeout,
+            socket_connect_timeout=self._timeout,
+            # redis-py's own retries can outlast a lease, and find their own first answer on the second try.
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def take(self, id: OperationId, token: str, fingerprint: str) -> Hint:
+        """Ask whether somebody is on it, and leave our lease if nobody is.
+
+        The leases dropped since the last call go in the same round trip.
+        """
+        mine = f"{token} {fingerprint}"
+        value = self._call(_TAKE, [(self._name(id), mine), *self._take_dropped()])
+        if value is None or str(value).startswith(mine):
+            return Hint.FREE
+        return Hint.GUARDED if str(value).endswith(f" {fingerprint} guarded") else Hint.HELD
+
+    def guard(self, id: OperationId, token: str, fingerprint: str) -> None:
+        """Mark the holder's lease: one duplicate was counted, so further ones need no Postgres."""
+        self._call(_GUARD, [(self._name(id), f"{token} {fingerprint}")])
+
+    def hold(self, held: Sequence[tuple[OperationId, str, str]]) -> None:
+        """Set the leases of confirmed holders (operation, token, fingerprint), whatever is there now."""
+        self._call(_RENEW, [(self._name(id), f"{token} {fingerprint}") for id, token, fingerprint in held])
+
+    def drop(self, id: OperationId, token: str, fingerprint: str) -> None:
+        """Drop our own lease; somebody else's stays. It leaves with the next `take`: nobody waits for it."""
+        if self._redis is not None:
+            self._dropped.append((self._name(id), f"{token} {fingerprint}"))
+
+    def flush(self) -> None:
+        """Send what was dropped and has not left yet."""
+        if dropped := self._take_dropped():
+            self._call(_DROP_ALL, dropped)
+
+    def _take_dropped(self) -> list[tuple[str, str]]:
+        dropped = []
+        with contextlib.suppress(IndexError):  # empty, or emptied by another thread meanwhile
+            while True:
+                dropped.append(self._dropped.popleft())
+        return dropped
+
+    def _name(self, id: OperationId) -> str:
+        return lease_name(id, self._database)
+
+    def _call(self, script: str, leases: Sequence[tuple[str, str]]) -> object | None:
+        """One round trip over leases (name, value). Returns the script's answer; None when there is none."""
+        if self._redis is None or time.monotonic() < self._skip_until:
+            return None  # leases run out by themselves
+        names = [name for name, _ in leases]
+        values = [value for _, value in leases]
+        try:
+            answer: object = self._redis.eval(script, len(names), *names, self._lease_ms, *values)
+            return answer
+        except redis.RedisError as error:
+            # One slow call is enough: every task of the next seconds goes to Postgres alone.
+            self._skip_until = time.monotonic() + self._pause
+            metrics.redis_unavailable.inc()
+            log.warning("redis_unavailable", error=type(error).__name__, pause_seconds=self._pause)
+            return None
+
+
+def lease_name(id: OperationId, database: str) -> str:
+    """The key of a lease. Applications may share a Redis: what one database knows says nothing about another."""
+    return f"idempotency:lease:{hashlib.sha256(database.encode()).hexdigest()[:8]}:{id.digest}"

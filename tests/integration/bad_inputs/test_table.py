@@ -1,0 +1,58 @@
+"""No number is missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.bad_inputs.test_messages import WIRE
+
+# There is no part of the system yet that these could be said to.
+NOTHING_YET = {5, 6, 12, 15, 24, 25, 26, 27, 32, 33}
+
+
+ELSEWHERE = {
+    13: ("tests/pipeline/test_payments.py", "test_a_bad_purchase_is_refused_by_field_and_nothing_is_written"),
+    14: (
+        "tests/pipeline/test_payments.py",
+        "test_a_bad_refund_is_refused_by_field_and_nothing_is_written",
+        "test_a_refund_of_more_than_is_left_is_refused_and_gives_nothing_back",
+        "test_two_refunds_that_race_past_the_total_give_back_one",
+        "test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt",
+        "test_a_refund_of_what_was_never_captured_is_refused_and_the_row_says_why",
+    ),
+    28: ("tests/integration/test_doctor.py", "test_a_worker_that_would_lose_work_does_not_start"),
+    29: (
+        "tests/integration/test_doctor.py",
+        "test_a_database_that_forgets_in_a_power_cut_is_refused",
+        "test_a_redis_that_forgets_or_refuses_leases_is_a_warning",
+        "test_a_worker_on_old_tables_does_not_start",
+    ),
+    30: (
+        "tests/integration/test_doctor.py",
+        "test_an_address_that_does_not_work_is_told_without_its_password",
+        "test_neither_a_worker_nor_the_relay_starts_with_an_address_that_is_none",
+    ),
+    34: (
+        "tests/integration/test_service_servers.py",
+        "test_without_rabbitmq_a_second_redis_is_the_broker",
+        "test_a_server_that_cannot_start_says_why_without_its_password",
+    ),
+}
+
+
+def test_every_number_has_its_case_here_or_is_named_elsewhere(request: pytest.FixtureRequest) -> None:
+    names = [item.name for item in request.session.items if item.path.parent == Path(__file__).parent]
+    if len({name.partition("[")[0] for name in names}) < 20:
+        pytest.skip("only a part of this folder was asked for")
+    here = {int(number) for name in names for number in re.findall(r"\[(\d\d)-", name)}
+    here |= {int(name[:2]) for name in WIRE}
+    assert here | set(ELSEWHERE) | NOTHING_YET == set(range(1, 35))
+    assert not here & NOTHING_YET
+    root = Path(__file__).parents[3]
+    for path, *tests in ELSEWHERE.values():
+        tree = ast.parse((root / path).read_text())
+        assert set(tests) <= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

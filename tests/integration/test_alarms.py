@@ -1,0 +1,292 @@
+"""Alarms begin, are repeated and end; each beside a twin that is nothing to be alarmed about."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, text
+
+from idempotency.application import settings_of
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Level
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.observe import metrics
+from idempotency.relay.relay import Relay
+from idempotency.store.overview import looking
+from idempotency.upkeep import alarms, overview
+from idempotency.upkeep.backlog import Backlog
+from idempotency.upkeep.presence import SignOfLife
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.dead_messages import die
+from tests.support.processes import Processes, eventually
+
+
+@pytest.fixture
+def environment(environment: dict[str, str]) -> dict[str, str]:
+    """What no worker takes comes back, as by default."""
+    return environment | {"UNKNOWN_TASK_GRACE": "3600"}
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the receiver takes, line by line."""
+    lines: list[str] = []
+    monkeypatch.setattr(alarms, "post", lambda _, text: lines.extend(text.splitlines()[1:]) or True)
+    return lines
+
+
+@pytest.fixture
+def queue(bank: Celery) -> str:
+    """A queue that is there, without consumers."""
+    name: str = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        bank.amqp.queues[name](broker.default_channel).declare()
+    return name
+
+
+def look(app: Celery, connection: Connection, *, later: float = 0.0) -> int:
+    """The next look, so many seconds after the one before."""
+    connection.execute(text("UPDATE idempotency.alerts SET sent_at = sent_at - interval '1 min'"))
+    change = """UPDATE idempotency.alarms SET since = since - make_interval(secs => :later),
+                sent_at = sent_at - make_interval(secs => :later),
+                logged_at = logged_at - make_interval(secs => :later)"""
+    connection.execute(text(change), {"later": later})
+    return alarms.run_once(app)
+
+
+def enqueue(
+    connection: Connection, number: int, *, seconds_ago: float = 0.0, is_published: bool = True, **options: Any
+) -> None:
+    for each in range(number):
+        b.deposit.enqueue(connection, f"account {each}", **options)
+    if is_published:
+        connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
+    change = "UPDATE idempotency.outbox SET {0} = {0} - make_interval(secs => :ago)"
+    for column in ("available_at", "created_at"):
+        connection.execute(text(change.format(column)), {"ago": seconds_ago})
+
+
+def now(app: Celery) -> list[str]:
+    given = settings_of(app)
+    with looking(given) as connection:
+        return [alarm.name for alarm in alarms.lasting(overview.look(connection, app, given), given)]
+
+
+# ---------------------------------------------------------------- with real servers, the whole way
+
+
+def test_payments_behind_a_stopped_worker_show_everywhere(
+    bank: Celery, queue: str, relay: Relay, processes: Processes, connection: Connection, sent: list[str]
+) -> None:
+    enqueue(connection, 25, is_published=False)
+
+    def state() -> dict[str, Any]:
+        given = settings_of(bank)
+        with looking(given) as asked:
+            found: dict[str, Any] = overview.status(asked, bank, given)["queues"][queue]
+            return found
+
+    eventually(lambda: state()["ready"] == 25, what="25 messages in the broker")
+    shown = state()
+    assert (shown["accepted"], shown["consumers"], shown["running"], shown["released"]) == (25, 0, 0, 0)
+    gauges = {
+        sample.name: sample.value
+        for metric in Backlog(bank).collect()
+        for sample in metric.samples
+        if sample.labels.get("queue") == queue
+    }
+    assert (gauges["idempotency_accepted"], gauges["idempotency_queue_ready"]) == (25, 25)
+    assert gauges["idempotency_queue_consumers"] == 0
+    (warned,) = [finding for finding in doctor(bank) if "no consumers" in finding.found]
+    assert warned.level is Level.WARNING
+    assert str(warned) == f"queue {queue}: no consumers; 25 accepted, 0 released, 25 ready; start a worker for it"
+
+    assert look(bank, connection) == 0  # a restart of the workers looks the same
+    assert look(bank, connection, later=61) == 1
+    assert sent == [f"bank: queue {queue}: no consumers; 25 accepted, 0 released, 25 ready"]
+
+    processes.worker()
+    eventually(lambda: state()["accepted"] == 0 and state()["ready"] == 0, what="25 payments done")
+    assert look(bank, connection) == 1
+    assert sent[1:] == [f"bank: over: no_consumers/{queue}"]
+    assert now(bank) == []
+    assert not [finding for finding in doctor(bank) if finding.level is not Level.OK]
+
+
+# ---------------------------------------------------------------- each alarm and its twin
+
+
+def test_an_empty_queue_without_consumers_is_no_alarm(bank: Celery, queue: str, connection: Connection) -> None:
+    assert now(bank) == []
+    op.early(connection, queue=queue)  # its next attempt is not due
+    assert now(bank) == []
+    op.due(connection, queue=queue)
+    assert now(bank) == [f"no_consumers/{queue}"]
+
+
+def test_consumers_that_are_unknown_neither_begin_nor_end_an_alarm(
+    bank: Celery, queue: str, connection: Connection, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue(connection, 1)
+    look(bank, connection)
+    assert look(bank, connection, later=61) == 1
+    with monkeypatch.context() as away:
+        away.setitem(bank.conf, "broker_url", "amqp://guest:guest@127.0.0.1:1//")
+        assert now(bank) == []
+        assert look(bank, connection) == 0
+    assert look(bank, connection) == 0  # still on, and was sent
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize(("age", "expected"), [(299.0, False), (301.0, True)])
+def test_the_oldest_accepted_operation_is_an_alarm_after_its_time(
+    bank: Celery, queue: str, connection: Connection, age: float, expected: bool
+) -> None:
+    enqueue(connection, 2, seconds_ago=age)
+    assert (f"accepted/{queue}" in now(bank)) is expected
+
+
+def test_neither_a_delay_that_was_asked_for_nor_a_begun_operation_is_old(
+    bank: Celery, queue: str, connection: Connection
+) -> None:
+    enqueue(connection, 1, seconds_ago=1000, countdown=2000)
+    assert now(bank) == []
+    connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp() - interval '1000 s'"))
+    assert f"accepted/{queue}" in now(bank)
+    op.started(connection, OperationId("default", b.deposit.name, "account 0"), queue=queue)
+    assert now(bank) == []
+
+
+def test_what_no_worker_knows_stays_accepted_while_it_comes_back(
+    bank: Celery, queue: str, connection: Connection
+) -> None:
+    enqueue(connection, 1)
+    id = OperationId("default", b.deposit.name, "account 0")
+    message = Message.from_text(op.outbox(connection, id)[0].message)
+    consumer = DeadLetterConsumer(bank)
+    die(bank, consumer, message.body, headers=message.headers | op.sent(connection, id))
+    assert consumer.run_once() == 1
+    consumer.close()
+    (row,) = op.outbox(connection, id)
+    assert (row.status, row.refusals) == ("pending", 1)
+
+    def seen() -> list[str]:
+        return [name for name in now(bank) if name.startswith("accepted/")]
+
+    assert seen() == []
+    connection.execute(text("UPDATE idempotency.outbox SET first_refused_at = first_refused_at - interval '301 s'"))
+    for status in ("pending", "published"):  # on its way again and again: the alarm does not come and go
+        connection.execute(text("UPDATE idempotency.outbox SET status = :status"), {"status": status})
+        assert seen() == [f"accepted/{queue}"]
+        accepted = [s for metric in Backlog(bank).collect() for s in metric.samples if s.name == "idempotency_accepted"]
+        assert [sample.value for sample in accepted if sample.labels["queue"] == queue] == [1]
+
+
+def test_rows_that_are_due_without_a_relay_are_an_alarm(
+    bank: Celery, queue: str, connection: Connection, sent: list[str]
+) -> None:
+    assert now(bank) == []  # nothing to publish
+    enqueue(connection, 3, seconds_ago=95, is_published=False)
+    (warned,) = [finding for finding in doctor(bank) if finding.subject == "relay"]
+    assert warned.level is Level.WARNING
+    assert re.fullmatch(r"none is running; rows due: 3, for \d+ s", warned.found)
+    look(bank, connection)
+    look(bank, connection, later=61)
+    assert any(line.startswith("bank: relay: none is running; rows due: 3, for ") for line in sent)
+    life = SignOfLife(bank, "relay")
+    life.sign()
+    assert "no_relay" not in now(bank)
+    connection.execute(text("UPDATE idempotency.processes SET seen_at = seen_at - interval '61 s'"))
+    assert "no_relay" in now(bank)
+
+
+@pytest.mark.parametrize("kind", ["worker", "relay", "beat"])
+def test_a_process_that_falls_silent_is_an_alarm_until_it_signs(
+    bank: Celery, connection: Connection, sent: list[str], kind: str
+) -> None:
+    life = SignOfLife(bank, kind, "some@host")
+    life.sign()
+    change = "UPDATE idempotency.processes SET seen_at = clock_timestamp() - make_interval(secs => :ago)"
+    connection.execute(text(change), {"ago": 55})
+    assert look(bank, connection) == 0
+    connection.execute(text(change), {"ago": 65})
+    assert look(bank, connection) == 1
+    assert f"bank: {kind} some@host: silent for 65 s" in sent[0]
+    assert any(f"{kind} some@host" == finding.subject for finding in doctor(bank))
+    life.sign()
+    assert look(bank, connection) == 1
+    assert sent[1].startswith(f"bank: over: silent/{kind}/some@host")
+
+
+def test_unknown_effects_are_an_alarm_until_their_letters_are_settled(
+    bank: Celery, connection: Connection, sent: list[str]
+) -> None:
+    letter = """INSERT INTO idempotency.dead_letters (source, operation, reason, payload)
+                VALUES ('operation', 'o', '{}', '')"""
+    connection.execute(text(letter.format("no_account")))
+    assert look(bank, connection) == 0
+    connection.execute(text(letter.format("effect_unknown")))
+    assert look(bank, connection) == 1
+    assert sent == ["bank: effects: 1 ended as effect_unknown and open, for a person to resolve"]
+    settle = "UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp()"
+    connection.execute(text(settle))
+    assert look(bank, connection) == 1
+
+
+# ---------------------------------------------------------------- how they are sent
+
+
+def test_an_alarm_is_repeated_every_hour_and_not_before(
+    bank: Celery, queue: str, connection: Connection, sent: list[str]
+) -> None:
+    enqueue(connection, 1)
+    look(bank, connection)
+    counter = metrics.alerts.labels("bank", "no_consumers")._value
+    before = counter.get()
+    assert look(bank, connection, later=61) == 1
+    assert look(bank, connection, later=3500) == 0
+    assert look(bank, connection, later=101) == 1
+    assert counter.get() == before + 2
+
+
+def test_an_alarm_that_its_receiver_did_not_take_is_sent_again(
+    bank: Celery, queue: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue(connection, 1)
+    taken = [False, True, True]
+    monkeypatch.setattr(alarms, "post", lambda *_: taken.pop(0))
+    look(bank, connection)
+    assert look(bank, connection, later=61) == 0
+    assert look(bank, connection) == 1
+    assert look(bank, connection) == 0
+
+
+def test_an_alarm_that_its_receiver_does_not_take_is_logged_once(
+    bank: Celery, queue: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue(connection, 1)
+    monkeypatch.setattr(alarms, "post", lambda *_: False)
+    counter = metrics.alerts.labels("bank", "no_consumers")._value
+    before = counter.get()
+    look(bank, connection)
+    for later in (61, 15, 15, 15):
+        assert look(bank, connection, later=later) == 0
+    assert counter.get() == before + 1
+
+
+def test_processes_at_once_look_and_send_once(
+    bank: Celery, queue: str, connection: Connection, sent: list[str]
+) -> None:
+    enqueue(connection, 1)
+    look(bank, connection)
+    connection.execute(text("UPDATE idempotency.alarms SET since = since - interval '1 h'"))
+    connection.execute(text("UPDATE idempotency.alerts SET sent_at = sent_at - interval '1 min'"))
+    assert sum(op.at_once(4, lambda _: alarms.run_once(bank))) == 1
+    assert len(sent) == 1
+    assert alarms.run_once(bank) == 0  # no look within the pace

@@ -1,0 +1,349 @@
+"""Alerts and the weekly report: told once, at a rate, to a receiver that may hang or be away."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiosmtpd.controller import Controller
+from aiosmtpd.smtp import AuthResult
+from celery import Celery
+from sqlalchemy import Connection, text
+
+from idempotency.application import close_runtime
+from idempotency.store.sweeps import BATCH
+from idempotency.upkeep import alerts, maintenance, reports
+from idempotency.upkeep.reports import MailRefused
+from tests.support import operations as op
+from tests.support.operations import at_once
+from tests.support.processes import eventually
+
+
+class Receiver(ThreadingHTTPServer):
+    """Takes what a Slack webhook takes, answers as it is told, or not at all."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.status = 200
+        self.silent = threading.Event()
+        self.hold, self.asked = threading.Event(), threading.Event()
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/services/secret-path"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.silent.is_set():
+            while self.server.silent.is_set():
+                threading.Event().wait(0.05)
+            return
+        self.server.asked.set()
+        while self.server.hold.is_set():
+            threading.Event().wait(0.02)
+        self.server.texts.append(body["text"])
+        self.send_response(self.server.status)
+        self.send_header("Location", self.server.url)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    thread = threading.Thread(target=receiver.serve_forever, daemon=True)
+    thread.start()
+    yield receiver
+    receiver.silent.clear()
+    receiver.shutdown()
+    receiver.server_close()
+    thread.join(10)
+
+
+@pytest.fixture
+def alerting(bank: Celery, receiver: Receiver) -> Iterator[Celery]:
+    """The bank, whose alerts go to the receiver."""
+    changed = {
+        "idempotency_alert_webhook_url": receiver.url,
+        "idempotency_alert_timeout": 0.5,
+        "idempotency_alert_open_letters": 3,
+        "idempotency_report_mail_to": "ops@bank.example",
+    }
+    bank.conf.update(changed)
+    yield bank
+    close_runtime(bank)
+    for name in [*changed, "idempotency_report_smtp_url"]:
+        bank.conf.pop(name, None)
+
+
+def store(connection: Connection, *reasons: str, service: str = "bank") -> None:
+    for reason in reasons:
+        connection.execute(
+            text("""INSERT INTO idempotency.dead_letters (source, consumer_service, reason, payload)
+                    VALUES ('broker', :service, :reason, 'secret')"""),
+            {"service": service, "reason": reason},
+        )
+
+
+def later(connection: Connection, seconds: float = 61.0) -> None:
+    """The last alerts were so many seconds ago."""
+    connection.execute(
+        text("UPDATE idempotency.alerts SET sent_at = sent_at - make_interval(secs => :seconds)"), {"seconds": seconds}
+    )
+
+
+def test_new_letters_are_told_once_per_service_and_reason_and_interval(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    assert alerts.run_once(alerting) == 0
+    store(connection, "envelope", "envelope", "expired")
+    assert alerts.run_once(alerting) == 3
+    assert receiver.texts == ["Dead letters\nbank: 2 new, envelope\nbank: 1 new, expired"]
+    store(connection, "envelope")
+    store(connection, "envelope", service="shop")
+    assert alerts.run_once(alerting) == 1  # of the bank's envelopes it was told less than an interval ago
+    assert "shop: 1 new, envelope" in receiver.texts[1]
+    later(connection)
+    assert alerts.run_once(alerting) == 1
+    later(connection)
+    assert alerts.run_once(alerting) == 0
+    assert not any("secret" in told for told in receiver.texts)
+
+
+def test_more_open_letters_than_the_limit_are_an_alarm_of_their_own(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    store(connection, *["envelope"] * 3)
+    alerts.run_once(alerting)
+    assert "open" not in receiver.texts[-1]
+    store(connection, "envelope")
+    alerts.run_once(alerting)
+    assert receiver.texts[-1] == "Dead letters\nbank: 4 open dead letters, more than 3"
+    alerts.run_once(alerting)
+    assert len(receiver.texts) == 2
+
+
+def test_an_outbox_row_that_can_never_be_published_is_told(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    op.early(connection)
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'failed', last_error = 'too large'"))
+    assert alerts.run_once(alerting) == 1
+    assert receiver.texts == ["Dead letters\nbank: 1 new, outbox_failed"]
+    later(connection)
+    assert alerts.run_once(alerting) == 0
+
+
+def test_rows_that_the_broker_goes_on_refusing_are_told_from_the_fifth_try(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    op.early(connection)
+    op.early(connection)
+    connection.execute(text("UPDATE idempotency.outbox SET attempts = 4, last_error = 'NO_ROUTE'"))
+    alerts.run_once(alerting)
+    assert receiver.texts == []
+    connection.execute(text("UPDATE idempotency.outbox SET attempts = attempts + 1"))
+    for _ in range(2):  # once in an interval
+        alerts.run_once(alerting)
+    said = "Dead letters\nbank: 2 outbox rows refused by the broker 5 times or more, still tried"
+    assert receiver.texts == [said]
+    later(connection)
+    alerts.run_once(alerting)
+    assert receiver.texts == [said, said]
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
+    later(connection)
+    alerts.run_once(alerting)
+    assert len(receiver.texts) == 2
+
+
+@pytest.mark.parametrize("trouble", ["500", "redirect", "silent", "gone"])
+def test_a_receiver_in_trouble_holds_nothing_up_and_is_told_later(
+    alerting: Celery, receiver: Receiver, connection: Connection, trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(connection, "envelope")
+    receiver.status = {"500": 500, "redirect": 302}.get(trouble, 200)
+    if trouble == "silent":
+        receiver.silent.set()
+    if trouble == "gone":
+        alerting.conf.idempotency_alert_webhook_url = "http://127.0.0.1:1/services/secret-path"
+    assert alerts.run_once(alerting) == 0
+    assert "event=alert service=bank reason=envelope" in caplog.text
+    assert "alert_not_sent" in caplog.text
+    assert "secret" not in caplog.text
+
+    receiver.silent.clear()
+    receiver.status = 200
+    if trouble == "gone":
+        alerting.conf.idempotency_alert_webhook_url = receiver.url
+        close_runtime(alerting)
+    later(connection)
+    assert alerts.run_once(alerting) == 1
+    assert receiver.texts[-1] == "Dead letters\nbank: 1 new, envelope"
+
+
+def test_any_number_at_once_tell_each_letter_once(alerting: Celery, receiver: Receiver, connection: Connection) -> None:
+    store(connection, "envelope", "expired")
+
+    def tell(_: int) -> int:
+        return alerts.run_once(alerting)
+
+    assert sum(at_once(5, tell)) == 2
+    assert len(receiver.texts) == 1
+
+
+def test_while_one_process_tells_another_one_has_nothing_to_tell(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    """Relay and beat both run it: the second comes while the first one's receiver takes its time."""
+    alerting.conf.idempotency_alert_timeout = 30.0
+    store(connection, "envelope")
+    receiver.hold.set()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(alerts.run_once, alerting)
+        eventually(receiver.asked.is_set, what="the receiver is asked")
+        assert alerts.run_once(alerting) == 0
+        receiver.hold.clear()
+        assert first.result(30) == 1
+    assert alerts.run_once(alerting) == 0
+    assert receiver.texts == ["Dead letters\nbank: 1 new, envelope"]
+
+
+# ---------------------------------------------------------------- the weekly report
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.mails: list[str] = []
+
+    async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:  # noqa: N802  aiosmtpd's name
+        self.mails.append(envelope.content.decode())
+        return "250 OK"
+
+
+@pytest.fixture
+def inbox(alerting: Celery) -> Iterator[Inbox]:
+    inbox = Inbox()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    controller = Controller(inbox, hostname="127.0.0.1", port=port)
+    controller.start()
+    alerting.conf.idempotency_report_smtp_url = f"smtp://127.0.0.1:{port}"
+    yield inbox
+    controller.stop()
+
+
+def test_the_weekly_report_is_mailed_once_however_many_beats_there_are(
+    alerting: Celery, inbox: Inbox, connection: Connection
+) -> None:
+    store(connection, "envelope", "envelope", "expired")
+
+    def mail(_: int) -> bool:
+        return reports.mail_weekly(alerting)
+
+    assert sum(at_once(3, mail)) == 1
+    (mail_text,) = eventually(lambda: inbox.mails)
+    assert "To: ops@bank.example" in mail_text
+    assert "bank: 3 new, 0 replayed, 0 discarded, 3 open" in mail_text
+    assert "envelope 2, expired 1" in mail_text
+    assert "secret" not in mail_text
+    later(connection, 7 * 86400.0)
+    assert reports.mail_weekly(alerting)
+
+
+def test_a_report_that_cannot_be_mailed_is_due_again_and_shows_no_password(alerting: Celery) -> None:
+    alerting.conf.idempotency_report_smtp_url = "smtp://ops:geheim@127.0.0.1:1"
+    for _ in range(2):
+        with pytest.raises(MailRefused, match=r"127\.0\.0\.1: ConnectionRefusedError") as refused:
+            reports.mail_weekly(alerting)
+        assert "geheim" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate for 127.0.0.1, signed by itself."""
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "1", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", path, "-out", f"{path}.crt"], check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return path
+
+
+class Login:
+    """Knows one password, and what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[bytes, bytes]] = []
+
+    def __call__(self, server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
+        self.told.append((data.login, data.password))
+        return AuthResult(success=self.told[-1] == (b"ops", b"geheim/1"), handled=False)
+
+
+# aiosmtpd does not count the TLS of smtps as such
+@pytest.mark.filterwarnings("ignore:Requiring AUTH while not requiring TLS")
+@pytest.mark.parametrize("scheme", ["smtp", "smtps"])
+@pytest.mark.parametrize("trouble", [None, "unknown certificate", "wrong password", "no TLS"])
+def test_a_report_with_a_password_goes_only_over_tls_to_a_known_server(
+    alerting: Celery, certificate: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, trouble: str | None
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    inbox, login = Inbox(), Login()
+    tls: dict[str, Any] = {"ssl_context": context} if scheme == "smtps" else {"tls_context": context}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {"authenticator": login, "auth_required": True, "auth_require_tls": scheme == "smtp"}
+    controller = Controller(inbox, hostname="127.0.0.1", port=port, **options, **({} if trouble == "no TLS" else tls))
+    controller.start()
+    password = "falsch" if trouble == "wrong password" else "geheim%2F1"
+    alerting.conf.idempotency_report_smtp_url = f"{scheme}://ops:{password}@127.0.0.1:{port}"
+    if trouble != "unknown certificate":
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+    try:
+        if trouble is None:
+            assert reports.mail_weekly(alerting)
+            assert login.told == [(b"ops", b"geheim/1")]
+            assert len(eventually(lambda: inbox.mails)) == 1
+            return
+        with pytest.raises(MailRefused) as refused:
+            reports.mail_weekly(alerting)
+        assert not inbox.mails
+        assert "geheim" not in str(refused.value)
+        assert set(login.told) == ({(b"ops", b"falsch")} if trouble == "wrong password" else set())
+        if trouble == "unknown certificate":
+            assert "SSLCertVerificationError" in str(refused.value)
+    finally:
+        controller.stop()
+
+
+# ---------------------------------------------------------------- kept for a while
+
+
+def test_only_letters_settled_long_ago_are_purged(bank: Celery, connection: Connection) -> None:
+    store(connection, "old open", "old", "young")
+    connection.execute(text("UPDATE idempotency.dead_letters SET failed_at = now() - interval '90 days'"))
+    for reason, days in [("old", 31), ("young", 29)]:
+        connection.execute(
+            text("""UPDATE idempotency.dead_letters SET status = 'discarded',
+                    settled_at = clock_timestamp() - make_interval(days => :days) WHERE reason = :reason"""),
+            {"reason": reason, "days": days},
+        )
+    assert maintenance.purge_once(bank, limit=BATCH).letters == 1
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["old open", "young"]

@@ -1,0 +1,151 @@
+"""The application's tables: made by its migrations in an empty_database database, and as its models say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from uuid import uuid4
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.pool import NullPool
+
+import services
+from tasks.migrate import VERSION_TABLE, migrate
+from tasks.models import Base
+from tests.support.operations import at_once
+
+CONSTRAINTS = text("""
+    SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid) FROM pg_constraint
+    WHERE connamespace = 'public'::regnamespace AND conrelid <> 0 AND conrelid::regclass::text <> :version_table
+    ORDER BY 1, 2
+""")
+COLUMNS = text("""
+    SELECT table_name, column_name, data_type, is_nullable, column_default FROM information_schema.columns
+    WHERE table_schema = 'public' AND table_name NOT IN (:version_table, 'ledger_entries') ORDER BY 1, 2
+""")
+# In a separate process: a payment is submitted as the application does it.
+SUBMIT = """
+from celeryconfig import environment
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+from tasks.payments import submit_payment
+with sessionmaker(create_engine(environment.database_url.get_secret_value())).begin() as session:
+    submit_payment(session, payment_id="p1", customer_id="c1", amount=1000, currency="EUR")
+"""
+
+
+@pytest.fixture
+def engine(empty_database: str) -> Engine:
+    return create_engine(empty_database, poolclass=NullPool)
+
+
+def test_in_an_empty_database_make_migrate_makes_what_a_payment_needs(
+    servers: services.Services, empty_database: str, engine: Engine
+) -> None:
+    environment = {**os.environ, "DATABASE_URL": empty_database, "BROKER_URL": servers.broker_url}
+    for command in (["-m", "idempotency.cli", "migrate"], ["-m", "tasks.migrate"], ["-c", SUBMIT]):
+        subprocess.run([sys.executable, *command], env=environment, check=True, timeout=60, capture_output=True)
+    with engine.connect() as connection:
+        accepted = connection.execute(text("SELECT p.status, o.key FROM payments p, idempotency.outbox o")).all()
+        assert accepted == [("pending", "p1")]
+        assert connection.execute(text("SELECT count(*) FROM ledger_entries")).scalar_one() == 0
+
+
+def test_the_migrations_agree_with_the_models(servers: services.Services, engine: Engine) -> None:
+    migrate(engine)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+    # Alembic compares neither checks nor defaults.
+    name = f"models_{uuid4().hex[:8]}"
+    of_models = create_engine(servers.create_database(name), poolclass=NullPool)
+    try:
+        Base.metadata.create_all(of_models)
+        for query in (CONSTRAINTS, COLUMNS):
+            with engine.connect() as migrated, of_models.connect() as made:
+                parameters = {"version_table": VERSION_TABLE}
+                assert migrated.execute(query, parameters).all() == made.execute(query, parameters).all()
+    finally:
+        servers.drop_database(name)
+
+
+def test_four_callers_at_once_make_the_tables_once(engine: Engine) -> None:
+    at_once(4, lambda _: migrate(engine))
+    migrate(engine)
+    with engine.connect() as connection:
+        assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0001"
+
+
+# ---------------------------------------------------------------- two keys for one payment
+
+
+# In a separate process, because the application reads its addresses when it is imported.
+TWO_KEYS = """
+import json
+import threading
+from sqlalchemy import create_engine
+from sqlalchemy.orm import sessionmaker
+from celeryconfig import environment
+engine = create_engine(environment.database_url.get_secret_value())
+from idempotency.store import schema
+from tasks.migrate import migrate
+schema.migrate(engine); migrate(engine)
+from tasks import payments
+from idempotency import StoredRefusal
+charges, answers, second = [], [], []
+
+class Provider:
+    def capture(self, *, payment_id, customer_id, amount, currency, idempotency_key):
+        if payment_id == "declined":
+            raise StoredRefusal("the card was declined", "card_declined")
+        charges.append((payment_id, idempotency_key))
+        if len(charges) == 1:  # slow: meanwhile the other call is made
+            other = threading.Thread(target=call, args=("p1", "p1-again"))
+            other.start(); other.join(60)
+        return {"id": f"ch_{len(charges)}", "amount": amount, "currency": currency, "status": "succeeded"}
+    def find_capture(self, **_):
+        raise AssertionError("not asked")
+
+def call(payment_id, key):
+    result = payments.capture_payment.apply(kwargs={"payment_id": payment_id}, idempotency_key=key)
+    answers.append((key, result.state))
+
+payments.gateway = Provider()
+with sessionmaker(engine).begin() as session:
+    for id in ("p1", "declined"):
+        payments.submit_payment(session, payment_id=id, customer_id="c1", amount=1000, currency="EUR")
+call("p1", "p1")
+call("declined", "declined-again")
+with engine.connect() as c:
+    rows = c.exec_driver_sql("SELECT id, status FROM payments ORDER BY id").all()
+    records = c.exec_driver_sql("SELECT key, status, error_code FROM idempotency.records WHERE operation LIKE 'payments%%' ORDER BY key").all()
+print(json.dumps({"charges": len(charges), "keys": len(set(charges)), "answers": answers, "payments": [list(r) for r in rows], "records": [list(r) for r in records]}))
+"""
+
+
+def test_a_payment_that_is_called_under_two_keys_is_not_completed_twice(
+    servers: services.Services, environment: dict[str, str]
+) -> None:
+    """Two keys are two operations, and the provider is called for both. The second charge is found; a failure is told."""
+    database = servers.create_database(f"shop_{uuid4().hex[:8]}")
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_KEYS],
+        env=environment | {"DATABASE_URL": database},
+        capture_output=True, check=False, timeout=120, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    servers.drop_database(str(make_url(database).database))
+    assert (found["charges"], found["keys"]) == (2, 2)
+    # one of them did not come to its effect in its second attempt
+    assert sorted(record[2] or record[1] for record in found["records"] if record[0] != "declined-again") == [
+        "completed",
+        "unfinished",
+    ]
+    assert found["payments"] == [["declined", "failed"], ["p1", "captured"]]

@@ -1,0 +1,393 @@
+"""Old code beside new: what one of them does not know waits for the other, and ends only after a time of grace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, text
+from sqlalchemy.orm import Session
+
+from idempotency.application import runtime_of
+from idempotency.letters import dead_letter_queue
+from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.observe import crash_points
+from idempotency.relay.reconcile import reconcile
+from idempotency.relay.relay import Relay
+from idempotency.store import dead_letters
+from idempotency.wire import keys
+from idempotency.wire.keys import OperationId
+from idempotency.wire.message import FINGERPRINT_HEADER, VERSION_HEADER, Message
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.bank import enqueue_deposit
+from tests.support.dead_messages import die, headers, publish
+from tests.support.deliveries import Deliveries
+from tests.support.processes import Processes, eventually
+
+ID = OperationId("default", b.deposit.name, "a1")
+FINGERPRINT = keys.fingerprint({"account": "a1"})
+DELAY = "SELECT extract(epoch FROM available_at - clock_timestamp())::float8 FROM idempotency.outbox ORDER BY id DESC"
+
+
+@pytest.fixture
+def environment(environment: dict[str, str]) -> dict[str, str]:
+    """With an hour of grace, as by default."""
+    return environment | {"UNKNOWN_TASK_GRACE": "3600"}
+
+
+@contextmanager
+def without(app: Celery, name: str) -> Iterator[None]:
+    """The application before it had this task."""
+    task = app.tasks.pop(name)
+    try:
+        yield
+    finally:
+        app.tasks[name] = task
+
+
+def stored_message(connection: Connection) -> Message:
+    return Message.from_text(op.outbox(connection, ID)[-1].message)
+
+
+def dies(app: Celery, consumer: DeadLetterConsumer, connection: Connection) -> None:
+    """The newest row's message is published, refused by a worker, and found by the consumer."""
+    message = stored_message(connection)
+    die(app, consumer, message.body, headers=message.headers | op.sent(connection, ID))
+    assert consumer.run_once() == 1
+
+
+def past_the_grace(connection: Connection) -> None:
+    connection.execute(text("UPDATE idempotency.outbox SET first_refused_at = first_refused_at - interval '1 hour'"))
+
+
+# ---------------------------------------------------------------- a task that only newer code knows
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["newer relay", "older relay"])
+def test_a_task_that_a_worker_does_not_know_comes_back_and_runs_once(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, known: bool
+) -> None:
+    enqueue_deposit()
+    with without(bank, "tests.support.bank.failing" if known else ID.operation):
+        dies(bank, consumer, connection)
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.origin, row.refusals, row.generation) == ("pending", "retry", 1, 1)
+    assert op.record(connection, ID) is None
+    assert op.dead_letters(connection) == []
+    connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp()"))
+    relay = Relay(bank)
+    assert relay.run_once().published == 1
+    relay.close()
+    outcome = Deliveries(bank).deliver(b.deposit, "a1", origin="retry", headers=stored_message(connection).headers)
+    assert outcome.state == "SUCCESS"
+    assert reconcile(bank, lambda _: 0).settled == 1
+
+
+def test_what_came_back_is_looked_for_in_its_queue_again(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue_deposit()
+    connection.execute(text("UPDATE idempotency.outbox SET taken = true"))
+    dies(bank, consumer, connection)
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.taken) == ("pending", False)
+
+
+def test_it_comes_back_less_and_less_often_until_the_grace_is_over(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue_deposit()
+    delays = []
+    for _ in range(8):
+        dies(bank, consumer, connection)
+        delays.append(connection.execute(text(DELAY)).scalar_one())
+    assert [round(delay) for delay in delays] == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60], abs=1)
+    past_the_grace(connection)
+    dies(bank, consumer, connection)
+    row = op.record(connection, ID)
+    assert row is not None
+    assert row.status == "failed"
+    assert [(letter.reason, letter.generation) for letter in op.dead_letters(connection)] == [("rejected", 1)]
+    assert connection.execute(text("SELECT code FROM failures")).scalars().all() == ["rejected"]
+
+
+def test_after_the_grace_an_older_relay_keeps_the_message_as_a_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue_deposit()
+    with without(bank, ID.operation):
+        dies(bank, consumer, connection)
+        past_the_grace(connection)
+        dies(bank, consumer, connection)
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, letter.operation, letter.key) == ("unknown_task", ID.operation, "a1")
+    assert op.record(connection, ID) is None
+    with runtime_of(bank).engine.begin() as transaction:
+        assert dead_letters.replay(transaction, letter.id, app=bank) == ID
+
+
+def test_a_message_that_was_sent_without_the_outbox_comes_back_by_a_row(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    _, sent = b.deposit._checked(("a1",), {}, None, None)
+    die(bank, consumer, headers=headers(**sent))
+    with without(bank, ID.operation):
+        crash_points.install(lambda point: _die() if point == "dead_letter.stored" else None)
+        try:
+            with pytest.raises(KeyboardInterrupt):  # between the commit and the acknowledgement
+                consumer.run_once()
+        finally:
+            crash_points.install(None)
+        consumer.close()
+        assert eventually(consumer.run_once) == 1
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.refusals, row.fingerprint) == ("pending", 1, FINGERPRINT)
+    assert op.dead_letters(connection) == []
+    for _ in range(2):  # from now on by that row
+        dies(bank, consumer, connection)
+    assert [row.refusals for row in op.outbox(connection, ID)] == [3]
+
+
+def _die() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_ordered_message_does_not_hold_up_those_behind_it(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue_deposit(ordering_key="account")
+    dies(bank, consumer, connection)
+    ordered, again = op.outbox(connection, ID)
+    assert (ordered.status, ordered.ordering_key) == ("published", "account")
+    assert (again.status, again.ordering_key, again.refusals) == ("pending", None, 1)
+
+
+@pytest.mark.parametrize("state", [op.early, op.due])
+def test_a_later_delivery_that_is_refused_comes_back_too(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any]
+) -> None:
+    state(connection, ID, fingerprint=FINGERPRINT)
+    die(bank, consumer, headers=headers(**op.sent(connection, ID)))
+    assert consumer.run_once() == 1
+    assert [(row.status, row.refusals) for row in op.outbox(connection, ID)] == [("pending", 1)]
+    assert op.record(connection, ID).status == "released"
+
+
+@pytest.mark.parametrize("state", [op.started, op.expired, op.completed, op.failed])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_copy_of_what_is_started_or_has_ended_does_not_come_back(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, state: Callable[..., Any], known: bool
+) -> None:
+    enqueue_deposit()
+    state(connection, ID, fingerprint=FINGERPRINT)
+    with without(bank, "tests.support.bank.failing" if known else ID.operation):
+        dies(bank, consumer, connection)
+    assert [row.status for row in op.outbox(connection, ID)] == ["published"]
+    assert op.dead_letters(connection) == []
+
+
+def test_another_request_under_a_used_key_does_not_come_back(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue_deposit()
+    op.due(connection, ID, fingerprint="v1:another")
+    connection.execute(text("DELETE FROM idempotency.outbox WHERE fingerprint = 'v1:another'"))
+    dies(bank, consumer, connection)
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["fingerprint_mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"task": "plain.task"}, "unknown_task"),
+        ({"task": "plain.task", FINGERPRINT_HEADER: "none", "idempotency-key": "a1"}, "unknown_task"),
+        ({"expires": "2020-01-01T00:00:00Z"}, "expired"),
+        ({VERSION_HEADER: "one"}, "invalid_header"),
+        ({VERSION_HEADER: 2}, "unknown_version"),
+    ],
+)
+def test_what_names_no_operation_or_has_a_defect_is_a_letter_at_once(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, change: dict[str, Any], reason: str
+) -> None:
+    die(bank, consumer, headers=headers(**change))
+    consumer.run_once()
+    assert [letter.reason for letter in op.dead_letters(connection)] == [reason]
+    assert op.outbox(connection) == []
+
+
+def test_what_was_delivered_too_often_does_not_come_back(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    consumer.run_once()  # declares the queue
+    dead = f"{bank.conf.task_default_queue}-dead"
+    publish(bank, queue=dead, headers=headers(**{"x-first-death-reason": "delivery_limit"}))
+    assert eventually(consumer.run_once) == 1
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["delivery_limit"]
+
+
+# ---------------------------------------------------------------- a message of a newer version
+
+
+def test_a_message_of_a_newer_version_waits_for_newer_code(
+    bank: Celery, processes: Processes, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    worker = processes.worker()
+    enqueue_deposit()
+    connection.execute(
+        text("UPDATE idempotency.outbox SET message = replace(message, :old, :new)"),
+        {"old": f'"{VERSION_HEADER}": 1', "new": f'"{VERSION_HEADER}": 2'},
+    )
+    consumer.run_once()
+    relay = Relay(bank)
+    relay.run_once()
+    relay.close()
+    eventually(lambda: consumer.run_once() == 1, what="refused by the worker")
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.refusals) == ("pending", 1)
+    assert op.dead_letters(connection) == []
+    assert "reason=unknown_version" in worker.log
+
+
+def test_every_message_says_its_version_and_its_fingerprint(bank: Celery, connection: Connection) -> None:
+    enqueue_deposit()
+    sent = stored_message(connection).headers
+    assert (sent[VERSION_HEADER], sent[FINGERPRINT_HEADER]) == (1, FINGERPRINT)
+    Deliveries(bank).deliver(b.deposit, "a1", headers=sent)
+    row = op.record(connection, ID)
+    assert row is not None
+    assert (
+        Message.from_text(row.message).headers.items() >= {VERSION_HEADER: 1, FINGERPRINT_HEADER: FINGERPRINT}.items()
+    )
+
+
+# ---------------------------------------------------------------- fingerprints by a newer rule
+
+
+@pytest.fixture
+def newer_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code after a deploy: it makes fingerprints by its own rule and knows the one before."""
+    monkeypatch.setitem(keys.FINGERPRINT_RULES, "v2", lambda arguments: f"v2:{keys.canonical_json(arguments)[::-1]}")
+    assert keys.fingerprint({"account": "a1"}).startswith("v2:")
+
+
+@pytest.mark.parametrize(
+    ("state", "answer"),
+    [(op.completed, "SUCCESS"), (op.failed, "FAILURE"), (op.due, "SUCCESS"), (op.started, "IGNORED")],
+)
+def test_a_record_of_an_older_rule_is_compared_by_it(
+    deliveries: Deliveries, connection: Connection, newer_rule: None, state: Callable[..., Any], answer: str
+) -> None:
+    state(connection, ID, fingerprint=FINGERPRINT)
+    assert deliveries.deliver(b.deposit, "a1").state == answer
+    row = op.record(connection, ID)
+    assert row is not None
+    assert row.fingerprint == FINGERPRINT
+    assert op.dead_letters(connection) == []
+    assert deliveries.deliver(b.deposit, "a1", 2).state == "FAILURE"  # its twin: other arguments
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["fingerprint_mismatch"]
+
+
+def test_a_message_of_an_older_rule_keeps_it_so_that_its_row_is_settled(
+    bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue_deposit()
+    monkeypatch.setitem(keys.FINGERPRINT_RULES, "v2", lambda arguments: "v2:newer")
+    assert deliveries.deliver(b.deposit, "a1", headers=stored_message(connection).headers).state == "SUCCESS"
+    assert op.record(connection, ID).fingerprint == FINGERPRINT
+    enqueue_deposit()  # the same request by newer code
+    assert [row.fingerprint for row in op.outbox(connection, ID)] == [FINGERPRINT, "v2:newer"]
+    connection.execute(
+        text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp() - interval '1 day'")
+    )
+    assert reconcile(bank, lambda _: 0).settled == 2
+    assert op.dead_letters(connection) == []
+
+
+def test_what_failed_under_an_older_rule_is_replayed_under_it(
+    bank: Celery, deliveries: Deliveries, connection: Connection, newer_rule: None
+) -> None:
+    id = OperationId("default", b.failing.name, "a1")
+    op.due(connection, id, fingerprint=keys.FINGERPRINT_RULES["v1"]({"account": "a1", "how": "permanent"}))
+    assert deliveries.deliver(b.failing, "a1", "permanent").state == "FAILURE"
+    (letter,) = op.dead_letters(connection)
+    with runtime_of(bank).engine.begin() as transaction:
+        dead_letters.replay(transaction, letter.id)
+    assert op.record(connection, id).generation == 2
+
+
+def test_a_dead_message_of_a_newer_rule_ends_a_record_of_an_older_one(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, newer_rule: None
+) -> None:
+    op.due(connection, ID, fingerprint=FINGERPRINT)
+    marks = op.sent(connection, ID)
+    die(bank, consumer, headers=headers(**marks))
+    consumer.run_once()
+    past_the_grace(connection)
+    op.sent(connection, ID)
+    die(bank, consumer, headers=headers(**marks))
+    consumer.run_once()
+    assert [(letter.reason, letter.fingerprint) for letter in op.dead_letters(connection)] == [
+        ("rejected", FINGERPRINT)
+    ]
+
+
+def test_older_code_leaves_a_record_of_a_newer_rule_to_newer_code(
+    bank: Celery, deliveries: Deliveries, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue_deposit()
+    op.due(connection, ID, fingerprint="v2:newer")
+    connection.execute(text("DELETE FROM idempotency.outbox WHERE fingerprint = 'v2:newer'"))
+    assert deliveries.deliver(b.deposit, "a1").state == "REJECTED"
+    dies(bank, consumer, connection)
+    assert [(row.status, row.refusals) for row in op.outbox(connection, ID)] == [("pending", 1)]
+    past_the_grace(connection)
+    dies(bank, consumer, connection)
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["rejected"]
+    assert op.record(connection, ID).status == "released"
+
+
+# ---------------------------------------------------------------- real workers
+
+
+def test_workers_of_two_releases_share_a_queue_and_every_operation_completes(
+    bank: Celery,
+    processes: Processes,
+    connection: Connection,
+    entries: Callable[[str], int],
+    monkeypatch: pytest.MonkeyPatch,
+    outside: Any,
+) -> None:
+    """The older worker knows no `transfer`, and while the newer one works it gets, and refuses, most of them."""
+    monkeypatch.setattr(dead_letter_queue, "PUT_BACK_PAUSE", 0.05)
+    monkeypatch.setattr(dead_letter_queue, "PUT_BACK_CAP", 0.2)
+    monkeypatch.setattr(dead_letter_queue, "POLL", 0.05)
+    accounts = [f"a{number}" for number in range(12)]
+    older = processes.start("--concurrency", "1", app="tests.faults.older_code")
+    newer = processes.start("--concurrency", "1")
+    older.wait_until_ready(), newer.wait_until_ready()
+    with Session(runtime_of(bank).engine) as session:
+        for account in accounts:
+            b.transfer.enqueue(session, account, outside.url)
+            b.deposit.enqueue(session, f"{account}/deposit")
+        session.commit()
+    stop = threading.Event()
+    relay, consumer = Relay(bank), DeadLetterConsumer(bank)
+    threads = [threading.Thread(target=each.run, args=(stop,), daemon=True) for each in (relay, consumer)]
+    for thread in threads:
+        thread.start()
+    try:
+        completed = text("SELECT count(*) FROM idempotency.records WHERE status = 'completed'")
+        eventually(lambda: connection.execute(completed).scalar_one() == 2 * len(accounts), timeout=60)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert "reason=unknown_task" in older.log
+    assert op.dead_letters(connection) == []
+    assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 0
+    assert [entries(account) for account in accounts] == [1] * len(accounts)

@@ -1,0 +1,276 @@
+"""Dead letters in bulk and from the command line; discarded only by two people, as the database itself insists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import IntegrityError
+from typer.testing import CliRunner, Result
+
+from idempotency.application import runtime_of
+from idempotency.cli.main import cli
+from idempotency.errors import IdempotencyError
+from idempotency.operate import discards
+from idempotency.operate.discards import DiscardRefused, NotAllowed, Person
+from idempotency.operate.operators import Change
+from idempotency.store import dead_letters as letters
+from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.support.operations import at_once, record
+from tests.support.operators import act, snapshot
+
+ANN, BEN, EVE = Person("ann", "admin"), Person("ben", "admin"), Person("eve", "operator")
+# What a tenant would have: a token that belongs to no operator.
+TENANTS_TOKEN = "tenant-token"
+SETUP = Change("setup", "set-up")
+
+
+@pytest.fixture
+def failed(bank: Celery) -> Callable[..., None]:
+    deliveries = Deliveries(bank)
+
+    def fail(*accounts: str) -> None:
+        for account in accounts:
+            deliveries.deliver(b.failing, account, "permanent")
+
+    return fail
+
+
+@pytest.fixture
+def run(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """A command, as typed, with a person's token in the environment."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def command(*arguments: object, token: str | None = None, status: int = 0) -> Result:
+        monkeypatch.delenv(discards.TOKEN_VARIABLE, raising=False)
+        if token is not None:
+            monkeypatch.setenv(discards.TOKEN_VARIABLE, token)
+        result = CliRunner().invoke(cli, [*map(str, arguments), "-A", "tests.support.bank"])
+        exit_code = 1 if isinstance(result.exception, IdempotencyError) else result.exit_code
+        assert exit_code == status, (result.output, result.exception)
+        return result
+
+    return command
+
+
+def audits(connection: Connection) -> list[tuple[str, str, str | None, str]]:
+    rows = connection.execute(text("SELECT actor, action, key, reason FROM idempotency.audit ORDER BY id"))
+    return [tuple(row) for row in rows]
+
+
+# ---------------------------------------------------------------- two people
+
+
+def test_a_letter_is_discarded_by_two_people_and_its_operation_can_be_purged(
+    bank: Celery, failed: Callable[..., None], connection: Connection
+) -> None:
+    failed("a1")
+    (letter,) = op.dead_letters(connection)
+    connection.execute(text("UPDATE idempotency.records SET expires_at = clock_timestamp() - interval '1 s'"))
+    act(bank, discards.request, EVE, letter.id, "account closed")
+    assert op.dead_letters(connection) == [letter]
+    assert maintenance.purge(bank) == 0
+    act(bank, discards.approve, ANN, letter.id)
+    assert [letter.status for letter in op.dead_letters(connection)] == ["discarded"]
+    assert audits(connection) == [
+        ("eve", "discard_requested", "a1", "account closed"),
+        ("ann", "discard_approved", "a1", "account closed"),
+    ]
+    connection.execute(text("UPDATE idempotency.records SET kept_until = NULL"))  # an hour later
+    assert maintenance.purge(bank) >= 1
+    assert record(connection, OperationId("default", b.failing.name, "a1")) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([(discards.approve, ANN)], "nobody has asked"),
+        ([(discards.request, ANN, "x"), (discards.approve, ANN)], "somebody else has to approve"),
+        ([(discards.request, EVE, "x"), (discards.approve, EVE)], "needs the role admin"),
+        ([(discards.request, EVE, "x"), (discards.request, ANN, "x")], "'eve' has asked already"),
+        ([(discards.request, EVE, "  ")], "--reason: 1 to 500 characters, got 0"),
+        ([(discards.request, EVE, "x"), (discards.approve, ANN), (discards.approve, BEN)], "already discarded"),
+    ],
+)
+def test_one_person_alone_cannot_discard(
+    bank: Celery, failed: Callable[..., None], connection: Connection, steps: list[Any], why: str
+) -> None:
+    failed("a1")
+    (letter,) = op.dead_letters(connection)
+    for step, person, *rest in steps[:-1]:
+        act(bank, step, person, letter.id, *rest)
+    before = snapshot(connection)
+    step, person, *rest = steps[-1]
+    with pytest.raises((DiscardRefused, NotAllowed), match=why):
+        act(bank, step, person, letter.id, *rest)
+    assert snapshot(connection) == before
+
+
+def test_a_letter_replayed_meanwhile_is_not_discarded(
+    bank: Celery, failed: Callable[..., None], connection: Connection
+) -> None:
+    failed("a1")
+    (letter,) = op.dead_letters(connection)
+    act(bank, discards.request, EVE, letter.id, "x")
+    act(bank, letters.replay, letter.id)
+    with pytest.raises(DiscardRefused, match="already replayed"):
+        act(bank, discards.approve, ANN, letter.id)
+    assert [letter.status for letter in op.dead_letters(connection)] == ["replayed"]
+
+
+def test_of_approvals_and_replays_at_once_one_wins(
+    bank: Celery, failed: Callable[..., None], connection: Connection
+) -> None:
+    failed(*map(str, range(5)))
+    for letter in op.dead_letters(connection):
+        act(bank, discards.request, EVE, letter.id, "x")
+
+        def attempt(number: int, letter: int = letter.id) -> bool:
+            try:
+                if number % 2:
+                    act(bank, discards.approve, (ANN, BEN)[number // 2], letter)
+                else:
+                    act(bank, letters.replay, letter)
+            except IdempotencyError:
+                return False
+            return True
+
+        assert sum(at_once(4, attempt)) == 1
+    settled = [letter.status for letter in op.dead_letters(connection)]
+    assert settled.count("replayed") == len(op.outbox(connection))
+    assert settled.count("discarded") == len([row for row in audits(connection) if row[1] == "discard_approved"])
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE idempotency.discards SET approved_by = requested_by, approved_at = now()",
+        "UPDATE idempotency.discards SET approved_by = 'ann'",
+        "UPDATE idempotency.discards SET approved_at = now()",
+        "UPDATE idempotency.discards SET reason = ' '",
+        "UPDATE idempotency.discards SET letter = 0",
+        "INSERT INTO idempotency.operators VALUES ('x', 'owner', repeat('a', 64), now())",
+        "INSERT INTO idempotency.operators VALUES ('x', 'admin', 'a token', now())",
+    ],
+)
+def test_the_database_itself_refuses_what_is_not_two_people(
+    bank: Celery, failed: Callable[..., None], connection: Connection, statement: str
+) -> None:
+    failed("a1")
+    act(bank, discards.request, EVE, op.dead_letters(connection)[0].id, "x")
+    with pytest.raises(IntegrityError):
+        connection.execute(text(statement))
+
+
+# ---------------------------------------------------------------- who is it
+
+
+def test_only_a_valid_token_of_its_role_is_accepted_refusals_are_noted(bank: Celery, connection: Connection) -> None:
+    runtime = runtime_of(bank)
+    tokens = {role: discards.add_operator(connection, SETUP, role, role, days=1) for role in ("operator", "admin")}
+    tokens["late"] = discards.add_operator(connection, SETUP, "late", "admin", days=1)
+    connection.execute(text("UPDATE idempotency.operators SET expires_at = clock_timestamp() WHERE name = 'late'"))
+    connection.execute(text("SELECT pg_sleep(0.01)"))
+    assert discards.authenticate(runtime, tokens["operator"], role="operator", action="discard").name == "operator"
+    assert discards.authenticate(runtime, tokens["admin"], role="operator", action="discard").role == "admin"
+    assert discards.authenticate(runtime, tokens["admin"], role="admin", action="approve").role == "admin"
+    noted = len(audits(connection))
+    for token, why, who in [
+        (None, "not set; `idempotency operators add` prints one", "unknown"),
+        (TENANTS_TOKEN, "no operator has this token", "unknown"),
+        (tokens["late"], "has expired", "late"),
+        (tokens["operator"], "needs the role admin", "operator"),
+    ]:
+        with pytest.raises(NotAllowed, match=why):
+            discards.authenticate(runtime, token, role="admin", action="approve", letter=7)
+        assert audits(connection)[noted:][-1][:2] == (who, "refused")
+    assert len(audits(connection)) == noted + 4
+    stored = json.dumps([list(map(str, table)) for table in snapshot(connection)])
+    assert not any(token in stored for token in [*tokens.values(), TENANTS_TOKEN])
+
+
+def test_the_first_admin_needs_no_admin_and_the_others_do(run: Callable[..., Result], connection: Connection) -> None:
+    ann = json.loads(run("operators", "add", "ann", "--role", "admin", "--json").stdout)["token"]
+    run("operators", "add", "eve", status=1)
+    eve = json.loads(run("operators", "add", "eve", "--json", token=ann).stdout)["token"]
+    run("operators", "add", "ben", token=eve, status=1)
+    run("operators", "add", "eve", token=ann, status=1)
+    assert [row["name"] for row in json.loads(run("operators", "list", "--json").stdout)] == ["ann", "eve"]
+    assert ann not in run("operators", "list").stdout
+    run("operators", "remove", "eve", token=eve, status=1)
+    run("operators", "remove", "eve", token=ann)
+    run("operators", "remove", "eve", token=ann, status=1)
+    assert [actor for actor, action, *_ in audits(connection) if action == "operator_added"][1:] == ["ann"]
+
+
+# ---------------------------------------------------------------- from the command line
+
+
+def test_letters_are_counted_by_service_type_and_error(run: Callable[..., Result], failed: Callable[..., None]) -> None:
+    failed("a1", "a2")
+    grouped = json.loads(
+        run("dead-letters", "list", "--by", "service", "--by", "type", "--by", "error", "--json").stdout
+    )
+    (group,) = grouped
+    assert (group["service"], group["type"], group["error"], group["letters"]) == (
+        "bank",
+        b.failing.name,
+        "no_account",
+        2,
+    )
+    assert [letter["key"] for letter in json.loads(run("dead-letters", "list", "--json").stdout)] == ["a2", "a1"]
+    assert json.loads(run("dead-letters", "list", "--error", "other", "--json").stdout) == []
+    assert "no_account" in run("dead-letters", "list").stdout
+
+
+def test_a_dry_run_writes_nothing_and_a_bulk_replay_sends_each_once(
+    run: Callable[..., Result], failed: Callable[..., None], connection: Connection
+) -> None:
+    failed("a1", "a2", "a3")
+    before = snapshot(connection)
+    ids = [letter.id for letter in op.dead_letters(connection)]
+    replay = ("dead-letters", "replay", "--operation", b.failing.name)
+    assert json.loads(run(*replay, "--dry-run", "--json").stdout) == {"dry_run": True, "replayed": ids}
+    assert "more than 2 dead letters match" in str(run(*replay, "--limit", 2, status=1).exception)
+    assert "at most 10000" in str(run(*replay, "--limit", 2, status=1).exception)
+    run("dead-letters", "replay", status=2)  # of all that there are: that must be said
+    run(*replay, "--limit", 10_001, status=2)
+    assert snapshot(connection) == before
+
+    assert json.loads(run(*replay, "--json").stdout) == {"replayed": ids, "refused": []}
+    assert [row.origin for row in op.outbox(connection)] == ["replay"] * 3
+    assert [action for _, action, *_ in audits(connection)] == ["replay"] * 3
+    again = run("dead-letters", "replay", *ids, 4711, "--json", status=1)
+    refused = json.loads(again.stdout)["refused"]
+    assert [each["why"] for each in refused] == [
+        *(f"dead letter {id}: already replayed" for id in ids),
+        "dead letter 4711: not found",
+    ]
+    assert len(op.outbox(connection)) == 3
+
+
+def test_discard_and_approve_from_the_command_line(
+    run: Callable[..., Result], failed: Callable[..., None], connection: Connection
+) -> None:
+    failed("a1", "a2")
+    ids = [letter.id for letter in op.dead_letters(connection)]
+    ann = json.loads(run("operators", "add", "ann", "--role", "admin", "--json").stdout)["token"]
+    eve = json.loads(run("operators", "add", "eve", "--json", token=ann).stdout)["token"]
+    discard = ("dead-letters", "discard", *ids, "--reason", "closed", "--json")
+    run(*discard, status=1)
+    run(*discard, token=TENANTS_TOKEN, status=1)
+    run("dead-letters", "discard", *ids, token=eve, status=2)  # no reason
+    assert json.loads(run(*discard, token=eve).stdout) == {"requested": ids, "refused": []}
+    run("dead-letters", "approve", *ids, token=eve, status=1)
+    assert json.loads(run("dead-letters", "approve", *ids, "--json", token=ann).stdout)["discarded"] == ids
+    assert {letter.status for letter in op.dead_letters(connection)} == {"discarded"}
+    (service,) = json.loads(run("dead-letters", "report", "--weekly", "--json").stdout)
+    assert (service["service"], service["new"], service["discarded"], service["open"]) == ("bank", 2, 2, 0)

@@ -1,0 +1,100 @@
+"""How Postgres finds the rows of our statements, by plans made while the tables are empty, as kept ones are.
+
+A plan by the wrong index is right and slow, so no other test notices it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from celery import Celery
+
+from idempotency.application import runtime_of, settings_of
+from idempotency.store import claims, effects, ends, outbox, overview, recover
+from idempotency.store.overview import looking
+from tests.support.plans import explain
+
+Plan = Callable[..., str]
+
+
+@pytest.fixture
+def planned(bank: Celery) -> Plan:
+    """Explain a statement on a connection like the one it runs on."""
+
+    def planned(statement: str, *, in_session: bool) -> str:
+        runtime = runtime_of(bank)
+        with runtime.engine.connect() if in_session else runtime.autocommit() as connection:
+            return explain(connection, statement)
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("name", "in_session"),
+    [
+        ("_BEGIN_EFFECT", False),
+        ("_CHANGE_EFFECT", False),
+        ("_COUNT_DUPLICATE", False),
+        ("_RELEASE", False),
+        ("_RECORD_STEP", True),
+        ("_COMPLETE", True),
+        ("_COMPLETE", False),
+        ("_FAIL", True),
+    ],
+)
+def test_a_guarded_write_finds_its_record_by_key(planned: Plan, name: str, in_session: bool) -> None:
+    plan = planned((vars(claims) | vars(effects) | vars(ends))[name], in_session=in_session)
+    assert "using records_pkey" in plan or "on records_pkey" in plan, plan
+    # Small, and so cheap in the planner's eyes: but it holds a dead entry for each operation that has ended.
+    assert "records_held" not in plan
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [recover.RECOVER.batch, recover.EXHAUST.find, recover._HOLDERS],
+    ids=["recover", "exhaust", "holders"],
+)
+def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
+    plan = planned(statement, in_session=False)
+    assert "records_held" in plan, plan
+    assert "Seq Scan on records" not in plan
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("_ACCEPTED", "outbox_waiting"),
+        ("_LIST_ACCEPTED", "outbox_waiting"),
+        ("_RELEASED", "records_released"),
+        ("_RUNNING", "records_held"),
+        ("_UNPUBLISHED", "outbox_pending"),
+        ("_UNPUBLISHED", "outbox_failed"),
+        ("_OPEN_LETTERS", "dead_letters_open"),
+    ],
+)
+def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str) -> None:
+    with looking(settings_of(bank)) as connection:
+        plan = explain(connection, getattr(overview, name))
+    assert index in plan, plan
+    assert "Seq Scan" not in plan, plan
+
+
+def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:
+    plan = planned(outbox._LEASE_ROWS, in_session=False)
+    # A bitmap scan never learns which entries are dead, and reads them in every pass.
+    assert "Index Scan using outbox_pending" in plan, plan
+    assert "Seq Scan on outbox" not in plan
+
+
+@pytest.mark.parametrize("name", ["_MARK_PUBLISHED", "_RETURN_ROWS", "_NOTE_ERROR", "_GIVE_UP"])
+def test_the_relay_finds_the_rows_it_has_published_by_id(planned: Plan, name: str) -> None:
+    plan = planned(getattr(outbox, name), in_session=False)
+    assert "outbox_event_id_key" in plan, plan
+    assert "outbox_pending" not in plan
+
+
+def test_the_gauges_read_only_what_is_pending(planned: Plan) -> None:
+    plan = planned(overview._UNPUBLISHED, in_session=False)
+    assert "outbox_pending" in plan, plan
+    assert "outbox_ordered" in plan, plan

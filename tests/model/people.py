@@ -1,0 +1,198 @@
+"""What people do after they were shown an operation or a letter; perhaps it is another thing by now."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import precondition, rule
+
+from idempotency.attempt.effects import Happened
+from idempotency.errors import OperationNotFound
+from idempotency.operate import discards, operators
+from idempotency.operate.discards import DiscardRefused, Person
+from idempotency.operate.operators import Change, ChangeRefused, Shown
+from idempotency.store import claims, dead_letters
+from idempotency.store.dead_letters import ReplayRefused
+from idempotency.wire.keys import OperationId
+from tests.model.choices import fingerprint, nth, some_amount, some_id, which
+from tests.model.claims import Claims
+from tests.model.expected import Letter, Record, Row
+
+
+class People(Claims):
+    """What people do."""
+
+    @rule(id=some_id)
+    def look(self, id: OperationId) -> None:
+        try:
+            shown = operators.read(self.connection, id)
+        except OperationNotFound:
+            assert id not in self.records
+            assert not any(row.id == id for row in self.rows.values())
+        else:
+            record = self.records.get(id)
+            assert shown.status == ("accepted" if record is None else record.status)
+            self.seen.append(shown)
+
+    @precondition(lambda self: self.seen)
+    @rule(n=which, what=st.sampled_from(["cancel", "cancel", "release", "resolve"]))
+    def change(self, n: int, what: str) -> None:
+        """What a person was shown; perhaps it is another thing by now."""
+        shown = nth(self.seen, n)
+        match what:
+            case "cancel":
+                self._cancel(shown)
+            case "release":
+                self._take_from_its_holder(shown)
+            case "resolve":
+                self._resolve_effect(shown)
+
+    def _cancel(self, shown: Shown) -> None:
+        record = self.records.get(shown.id)
+        rows = [row for row in self.rows.values() if row.id == shown.id]
+        if shown.status == "accepted":
+            may = record is None and any(not row.settled and row.status != "failed" for row in rows)
+        else:
+            may = record is not None and (record.status, record.fence) == (shown.status, shown.fence)
+            may = may and shown.status == "released"
+            may = may and record is not None and not (record.outside("begun") or record.outside("done"))
+        with refused(not may, ChangeRefused):
+            operators.cancel(self.app, shown, Change("ana", "no longer wanted"))
+        if may:
+            if record is None:
+                record = self.records[shown.id] = Record("released", rows[0].fingerprint, attempts=0)
+            record.end("failed", code="cancelled")
+            record.fence = None
+            self.failures[shown.id.key] += 1
+            self._store(Letter(shown.id, record.fingerprint, "cancelled", "operation", record.generation), ends=True)
+
+    def _take_from_its_holder(self, shown: Shown) -> None:
+        record = self.records.get(shown.id)
+        may = record is not None and (record.status, record.fence) == (shown.status, shown.fence)
+        may = may and shown.status == "started"
+        with refused(not may, ChangeRefused):
+            operators.release(self.app, shown, Change("ana", "hangs"))
+        if record is not None and may:
+            record.release(due=True)
+            self._supersede(shown.id, record.fingerprint)
+            self.new_rows.append(Row(shown.id, record.fingerprint, "retry", generation=record.generation))
+
+    def _resolve_effect(self, shown: Shown) -> None:
+        record = self.records.get(shown.id)
+        may = (
+            record is not None
+            and (shown.status, record.status, record.fence) == ("failed", "failed", shown.fence)
+            and "charge" not in record.steps
+            and (record.effects.get("charge") == "begun" or "charge" in record.resolved)
+        )
+        with refused(not may, ChangeRefused):
+            operators.resolve_effect(self.app, shown, "charge", Happened(1), Change("ana", "looked"))
+        if record is not None and may:
+            record.effects["charge"] = "done"
+            record.resolved.add("charge")
+            record.fence = None
+
+    @rule(id=some_id, amount=some_amount, remembered=st.booleans())
+    def revoke(self, id: OperationId, amount: int, remembered: bool) -> None:
+        record = self.records.get(id)
+        may = (
+            record is not None
+            and record.fingerprint == fingerprint(id, amount)
+            and not record.has_ended
+            and (record.revoked is None or not remembered)
+        )
+        assert claims.revoke(self.connection, id, fingerprint(id, amount), remembered=remembered) == may
+        if record is not None and may:
+            record.revoked = record.generation
+
+    @precondition(lambda self: self.letters)
+    @rule(n=which, twice=st.booleans())
+    def replay(self, n: int, twice: bool) -> None:
+        number = nth(list(self.letters), n)
+        for _ in range(1 + twice):
+            self._replay(number)
+
+    def _replay(self, number: int) -> None:
+        letter = self.letters[number]
+        record = None if letter.id is None else self.records.get(letter.id)
+        reopens = (
+            record is not None
+            and (record.status, record.generation) == ("failed", letter.generation)
+            and record.fingerprint == letter.fingerprint
+        )
+        may = letter.status == "open" and letter.fingerprint is not None and (reopens or record is None)
+        with refused(not may, ReplayRefused), self.transaction() as connection:
+            dead_letters.replay(connection, number, app=self.app)
+        if not may:
+            return
+        if record is not None:
+            record.release(due=True)
+            if record.revoked is None:  # what a worker remembers was revoked before
+                record.revoked = record.generation
+            record.generation += 1
+            record.attempts, record.code = 0, None
+            record.expired = False
+        letter.status = "replayed"
+        assert letter.id is not None
+        assert letter.fingerprint is not None
+        generation = 1 if record is None else record.generation
+        row = None if letter.row is None else self.rows.get(letter.row)
+        if row is not None and row.status == "failed":  # goes again itself, in its place
+            row.status, row.origin, row.attempts, row.generation = "pending", "replay", 0, generation
+            row.available, row.settled, row.leased, row.resends = True, False, False, 0
+        else:
+            self.new_rows.append(Row(letter.id, letter.fingerprint, "replay", generation=generation))
+
+    @precondition(lambda self: self.letters)
+    @rule(n=which, asks=st.booleans(), approves=st.sampled_from(["ana", "bo", "bo", None]))
+    def discard(self, n: int, asks: bool, approves: str | None) -> None:
+        number = nth(list(self.letters), n)
+        if asks:
+            self._ask_to_discard(number, "ana")
+        if approves is not None:
+            self._discard(number, approves)
+
+    def _ask_to_discard(self, number: int, person: str) -> None:
+        letter = self.letters[number]
+        may = letter.status == "open" and letter.asked_by is None
+        with refused(not may, DiscardRefused), self.transaction() as connection:
+            discards.request(connection, Person(person, "operator"), number, "not worth it")
+        if may:
+            letter.asked_by = person
+
+    def _discard(self, number: int, person: str) -> None:
+        letter = self.letters[number]
+        may = letter.status == "open" and letter.asked_by not in (None, person) and not self._is_the_last_way_on(letter)
+        with refused(not may, DiscardRefused), self.transaction() as connection:
+            discards.approve(connection, Person(person, "admin"), number)
+        if not may:
+            return
+        letter.status = "discarded"
+        self.discarded |= {(letter.id, letter.fingerprint), (letter.id, letter.fingerprint, letter.generation)}
+        for row_number, row in self.rows.items():
+            record = self.records.get(row.id)
+            without_row = letter.row is None and (row.id, row.fingerprint) == (letter.id, letter.fingerprint)
+            named = row_number == letter.row or without_row
+            if named and row.status == "published" and (record is None or record.fingerprint != row.fingerprint):
+                row.settled = True
+
+    def _is_the_last_way_on(self, letter: Letter) -> bool:
+        """Of its own request, which is running, or which no row will deliver."""
+        record = None if letter.id is None else self.records.get(letter.id)
+        if record is None or record.has_ended or letter.fingerprint not in (None, record.fingerprint):
+            return False
+        request = (letter.id, record.fingerprint)
+        waiting = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
+        return record.status == "started" or request not in [(row.id, row.fingerprint) for row in waiting]
+
+
+@contextlib.contextmanager
+def refused(is_refused: bool, error: type[Exception]) -> Iterator[None]:
+    if is_refused:
+        with pytest.raises(error):
+            yield
+    else:
+        yield

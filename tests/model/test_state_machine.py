@@ -1,0 +1,106 @@
+"""Random programs, and those that have failed once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from celery import Celery
+from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.stateful import run_state_machine_as_test
+from sqlalchemy import Engine
+
+from tests.model.choices import ACME
+from tests.model.people import People
+
+EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "500"))
+SEEDS = Path(__file__).parents[1] / "seeds"
+
+
+class Machine(People):
+    """Everything that may happen, in any order."""
+
+
+@pytest.fixture
+def machine(bank: Celery, engine: Engine) -> Iterator[Machine]:
+    with engine.connect() as connection:
+        yield Machine(bank, connection)
+
+
+def run(machine: Machine, *steps: Callable[[], None]) -> None:
+    for step in steps:
+        step()
+        machine.check()
+
+
+# ---------------------------------------------------------------- programs that have failed
+
+
+def test_a_replayed_letter_does_not_swallow_the_next_failure_of_its_row(machine: Machine) -> None:
+    run(
+        machine,
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
+        lambda: machine.replay(0, twice=True),
+        # a late copy of the first message, while the replay waits; and then the replay's own
+        lambda: machine.give_up(ACME, 1, 1, unknown=False),
+        lambda: machine.relay_leases(["confirmed"]),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
+        lambda: machine.replay(0, twice=True),
+    )
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_second_call_after_a_replay_hides_none_of_its_deliveries(machine: Machine, later: bool) -> None:
+    run(
+        machine,
+        lambda: machine.give_up(ACME, 1, None, unknown=False),
+        lambda: machine.replay(0, twice=False),
+        lambda: machine.enqueue(ACME, 1, later=later, sent=True),
+        lambda: machine.reconcile(empty=True, late=True),
+        lambda: machine.give_up(ACME, 1, 1, unknown=False),
+    )
+
+
+def test_the_letter_of_an_unknown_task_becomes_that_of_its_operation(machine: Machine) -> None:
+    """An old worker did not know the task; a new one knew it, and died of it."""
+    run(
+        machine,
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
+        lambda: machine.give_up(ACME, 1, 0, unknown=True),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
+        lambda: machine.replay(0, twice=True),
+    )
+
+
+def test_what_was_accepted_when_shown_and_replayed_since_is_not_cancelled(machine: Machine) -> None:
+    run(
+        machine,
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
+        lambda: machine.look(ACME),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
+        lambda: machine.replay(0, twice=True),
+        lambda: machine.change(0, "cancel"),
+    )
+
+
+# ---------------------------------------------------------------- all the others
+
+
+@pytest.mark.timeout(max(600, 2 * EXAMPLES))
+def test_record_outbox_and_dead_letters_stay_what_the_model_says(bank: Celery, engine: Engine) -> None:
+    with engine.connect() as connection:
+        run_state_machine_as_test(
+            lambda: Machine(bank, connection),  # type: ignore[arg-type]  # it calls what it is given
+            settings=settings(
+                max_examples=EXAMPLES,
+                stateful_step_count=40,
+                deadline=None,
+                database=DirectoryBasedExampleDatabase(SEEDS),
+                suppress_health_check=list(HealthCheck),
+                print_blob=True,
+            ),
+        )

@@ -1,0 +1,1 @@
+"""What the test modules share: an application, real processes and servers, messages, rows."""

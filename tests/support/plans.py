@@ -1,0 +1,34 @@
+"""What Postgres plans for a statement, and how many rows the plan reads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from celery import Celery
+from sqlalchemy import Connection
+
+from idempotency.application import runtime_of
+
+
+def explain(connection: Connection, statement: str) -> str:
+    """The generic plan of a statement with psycopg's placeholders."""
+    names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", statement)))
+    numbered = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", statement)
+    rows = connection.exec_driver_sql(f"EXPLAIN (GENERIC_PLAN) {numbered}").all()
+    return "\n".join(line for (line,) in rows)
+
+
+def rows_read(app: Celery, statement: str, **parameters: Any) -> int:
+    """The most rows that one node of a statement's plan read or threw away, without its changes."""
+    with runtime_of(app).autocommit() as connection, connection.begin() as transaction:
+        connection.exec_driver_sql("BEGIN")
+        plan = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()
+        connection.exec_driver_sql("ROLLBACK")
+        transaction.rollback()
+
+    def most(node: dict[str, Any]) -> int:
+        own = (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+        return max([int(own), *(most(each) for each in node.get("Plans", []))])
+
+    return most(plan[0]["Plan"])
