@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -19,15 +19,15 @@ from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError, U
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..settings import Settings
 from ..store import dead_letters, records
 from ..store.records import Claimed, Renewal
 from ..store.statements import describe, where
 from ..wire import results
 from ..wire.delivery import Delivery
-from . import conclusions, effects
-from .conclusions import Concluded, OnFailed, PartBroken, Undo
-from .lease import Holding
+from . import conclusions, effects, steps
+from .conclusions import Concluded, PartBroken, Undo
+from .heartbeat import Holding
+from .policy import Policy
 from .runtime import Runtime
 from .session import AttemptSession
 
@@ -38,31 +38,6 @@ DIVISION_BY_ZERO = "22012"
 # An `on_failed` that kills its process must not do so for ever: after this many attempts beyond the last one the
 # operation fails without it.
 ON_FAILED_TRIES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a task wants its attempts to end: its own options, filled up from the settings."""
-
-    max_attempts: int
-    retention_completed: float
-    retention_failed: float
-    provider_key_retention: float
-    provider_keeps_refusals: bool = True
-    permanent_errors: tuple[type[BaseException], ...] = ()
-    on_failed: OnFailed | None = None
-
-    @classmethod
-    def of(cls, task: Any, settings: Settings) -> Policy:
-        return cls(
-            task.max_attempts or settings.max_attempts,
-            task.retention_completed or settings.retention_completed,
-            task.retention_failed or settings.retention_failed,
-            settings.provider_key_retention if task.provider is None else task.provider.keeps_keys_for,
-            task.provider is None or task.provider.keeps_refusals,
-            tuple(task.permanent_errors),
-            task.on_failed,
-        )
 
 
 class Attempt:
@@ -138,7 +113,7 @@ class Attempt:
         return effects.effect(self, effects.Call(name, fn, args, kwargs, reconcile))
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
-        return effects.step(self, name, fn, args, kwargs, undo)
+        return steps.step(self, name, fn, args, kwargs, undo)
 
     def note_spent(self, *, within: int = 0) -> None:
         """Note on the record that this claim found the attempts used up, or that the next one does (`within` 1)."""
@@ -265,6 +240,7 @@ class Attempt:
                 after_due=max(delay, self.runtime.settings.lease) if is_eager else 0.0,
                 error=described,
                 give_back=give_back,
+                deliver=bool(self.delivery.message),
             )
         crash_point("released")
         if not released:

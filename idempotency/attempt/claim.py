@@ -12,7 +12,7 @@ from ..observe.crash_points import crash_point
 from ..store import records
 from ..store.records import Busy, Changed, Claimed, Completed, Failed, Mismatch
 from ..wire.delivery import Delivery
-from .lease import Hint
+from .hints import Hint
 from .runtime import Runtime
 
 T = TypeVar("T")

@@ -25,9 +25,10 @@ from ..store.records import Busy, Claimed, Completed, Failed, Mismatch
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from . import conclusions
-from .attempt import Attempt, Policy
+from .attempt import Attempt
 from .claim import Patience, at_once, claim
 from .endings import Ended, Ending, Finished, Release, end_for
+from .policy import Policy
 from .runtime import Runtime
 
 # A doubt is resolved by claiming again. Each round moves the fence, so five in a row mean something is broken.

@@ -14,7 +14,7 @@ from ..application import settings_of
 from ..errors import SettingsError
 from ..queues import DELIVERY_LIMIT
 from ..settings import Settings
-from ..worker.task import IdempotentTask
+from ..worker.task import IdempotentTask, idempotent_tasks
 from .findings import Finding, Level, ok, refusal, warning
 
 # What each idempotent task must have, whether by its own option or by Celery's setting; and what is lost otherwise.
@@ -39,11 +39,6 @@ _QUEUE_RULES: tuple[tuple[str, str, str], ...] = (
     ("x-dead-letter-strategy", "at-least-once", "otherwise a dead letter can get lost on its way"),
     ("x-overflow", "reject-publish", "a full queue would drop its oldest messages"),
 )
-
-
-def idempotent_tasks(app: Celery) -> list[IdempotentTask]:
-    """The application's tasks that are idempotent, by name."""
-    return [task for _, task in sorted(app.tasks.items()) if isinstance(task, IdempotentTask)]
 
 
 def speaks_amqp(app: Celery) -> bool:

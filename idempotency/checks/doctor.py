@@ -24,11 +24,11 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
-from ..attempt.runtime import make_attempts_engine
 from ..errors import SettingsError
 from ..queues import dead_letter_queues
 from ..settings import Settings
 from ..store import overview, schema
+from ..store.connections import make_attempts_engine
 from ..upkeep import alarms
 from . import configuration
 from .findings import Finding, Level, ok, refusal, warning

@@ -1,7 +1,6 @@
 """A worker, a relay or a beat does not start on a set-up that would lose work or do it twice.
 
-Importing the library is enough: Celery announces each worker before it opens its pool, and each beat before its first
-tick. Applications without an idempotent task are left alone. A database that does not answer stops neither: claims wait
+Celery announces each worker before it opens its pool, and each beat before its first tick. Applications without an idempotent task are left alone. A database that does not answer stops neither: claims wait
 for it.
 """
 
@@ -14,17 +13,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from celery import Celery
-from celery.signals import beat_init, celeryd_after_setup, celeryd_init, worker_init, worker_process_init
 from sqlalchemy.exc import DBAPIError
 
+from ..errors import SettingsError
+from ..worker.task import idempotent_tasks
+from . import configuration
 
-@celeryd_init.connect
+
 def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
     """End the process with one line before Celery reads the address: its own error would show parts of it."""
-    from ..errors import SettingsError
-    from . import configuration
-
-    if not configuration.idempotent_tasks(instance.app):
+    if not idempotent_tasks(instance.app):
         return
     try:
         configuration.require_broker_address(instance.app)
@@ -32,7 +30,6 @@ def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
         raise SystemExit(f"idempotency: refused to start: {error}; correct it") from None
 
 
-@worker_process_init.connect
 def collect_often(**_: Any) -> None:
     """Keep the memory of a pool process flat.
 
@@ -43,21 +40,16 @@ def collect_often(**_: Any) -> None:
     gc.collect()
 
 
-@celeryd_after_setup.connect
 def warn_of_few_connections(instance: Any, **_: Any) -> None:
     """Say when a worker has more concurrency than connections; not known before its options are read."""
-    from . import configuration
-
-    if configuration.idempotent_tasks(instance.app):
+    if idempotent_tasks(instance.app):
         settings, _findings = configuration.read_settings(instance.app)
         if settings is not None:
             pool = getattr(instance.pool_cls, "__module__", str(instance.pool_cls))
             _warn(configuration.connections(pool, instance.concurrency, settings))
 
 
-@worker_init.connect
-@beat_init.connect
-def refuse_to_lose(sender: Any, **_: Any) -> None:
+def check_worker_start(sender: Any, **_: Any) -> None:
     """End the process with status 1 and one line per reason, if there is any."""
     if (unanswered := refuse_to_start(sender.app)) is not None:
         print(f"idempotency: the database does not answer ({unanswered}): claims wait", file=sys.stderr)  # noqa: T201
@@ -68,10 +60,10 @@ def refuse_to_start(app: Celery) -> str | None:
     # alembic logs the set-up of each of its plugins while it is imported
     logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     # imported here, because only these processes need them
-    from . import configuration, doctor
+    from . import doctor
     from .findings import Level
 
-    if not configuration.idempotent_tasks(app):
+    if not idempotent_tasks(app):
         return None
     unanswered = None
     settings, findings = configuration.read_settings(app)

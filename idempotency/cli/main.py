@@ -21,7 +21,6 @@ from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from ..application import runtime_of, settings_of
-from ..attempt.runtime import make_engine
 from ..checks import configuration
 from ..checks.doctor import WRONG_ADDRESS, Level, reason
 from ..checks.doctor import doctor as diagnose
@@ -33,6 +32,7 @@ from ..observe.logs import log
 from ..relay.reconcile import reconcile
 from ..relay.relay import AWAY_PAUSE, Relay
 from ..store import schema
+from ..store.connections import make_engine
 from ..store.statements import describe
 from ..upkeep import alarms, alerts, maintenance
 from ..upkeep.backlog import Backlog

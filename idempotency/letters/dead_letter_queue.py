@@ -36,7 +36,7 @@ from sqlalchemy.orm import Session
 
 from ..application import runtime_of
 from ..attempt import conclusions
-from ..attempt.attempt import Policy
+from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused, PermanentError, SettingsError, UnknownVersion
 from ..observe import metrics
@@ -60,8 +60,8 @@ from ..wire.message import (
     TENANT_HEADER,
     Message,
 )
-from ..worker.guard import Examined, examine
 from ..worker.task import IdempotentTask
+from .examine import Examined, examine
 
 # How often an empty queue is asked.
 POLL = 1.0

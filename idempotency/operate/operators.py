@@ -22,9 +22,9 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..attempt import conclusions
-from ..attempt.attempt import Policy
 from ..attempt.conclusions import Concluded, Entry, PartBroken
 from ..attempt.effects import DidNotHappen, Happened
+from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import (
     EffectUnknown,

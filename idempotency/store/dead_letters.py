@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..errors import CallRefused, IdempotencyError, OperationNotFound
 from ..wire import keys
-from ..wire.delivery import Delivery
+from ..wire.delivery import Delivery, NamesItsOperation
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .outbox import refresh_lanes
 from .records import Claimed, FailedEnd
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 # Reasons of letters whose operation goes on, if only somebody delivers it.
 NOT_AN_END = ("unpublishable", "unhandled")
@@ -437,14 +439,12 @@ def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) ->
 
 def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId, str]:
     """The operation that a stored message names, as this application knows its task today."""
-    from ..worker.task import IdempotentTask  # the task module stores dead letters itself
-
     message = Message.from_text(row.payload)
     name = message.headers.get("task")
     task = None if app is None or not isinstance(name, str) else app.tasks.get(name)
     if task is None:
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, and no task of this application can run it")
-    if not isinstance(task, IdempotentTask):
+    if not isinstance(task, NamesItsOperation):
         raise ReplayRefused(f"dead letter {letter}: {task.name} is not an idempotent task; it could run twice")
     try:
         args, kwargs, _ = json.loads(message.body)

@@ -16,8 +16,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
-from ..attempt.lease import lease_name
-from ..attempt.runtime import make_engine
+from ..attempt.hints import lease_name
+from ..store.connections import make_engine
 from ..store.schema import SCHEMA
 from ..store.statements import describe
 from ..wire.keys import OperationId

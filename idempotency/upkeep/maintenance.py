@@ -15,7 +15,8 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..attempt import conclusions
-from ..attempt.runtime import Runtime, is_provably_dead
+from ..attempt.liveness import is_provably_dead
+from ..attempt.runtime import Runtime
 from ..errors import AttemptsExhausted
 from ..observe import metrics
 from ..observe.logs import log

@@ -20,15 +20,14 @@ from typing import Any
 
 from celery import Celery, bootsteps
 from celery.platforms import EX_FAILURE
-from celery.signals import beat_init, worker_init
 from sqlalchemy import Connection, Row, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
-from ..attempt.lease import _native as native
-from ..checks import startup as _startup  # noqa: F401  its checks are connected first: a set-up that is refused never signs
+from ..attempt.heartbeat import native
 from ..observe.logs import log
+from ..worker.task import idempotent_tasks
 
 # Seconds to connect, and for the statement. The end of a process waits this long at most for its row to be removed.
 PATIENCE = 2
@@ -219,17 +218,15 @@ class WorkerSign(bootsteps.StartStopStep):
             self._life.end()
 
 
-@worker_init.connect
 def sign_as_worker(sender: Any, **_: Any) -> None:
     """Give the worker its step; its steps are put together after this signal."""
-    if _has_idempotent_tasks(sender.app):
+    if idempotent_tasks(sender.app):
         sender.app.steps["worker"].add(WorkerSign)
 
 
-@beat_init.connect
 def sign_as_beat(sender: Any, **_: Any) -> None:
     """Sign for as long as beat's loop ticks, and end with it."""
-    if not _has_idempotent_tasks(sender.app):
+    if not idempotent_tasks(sender.app):
         return
     life, scheduler = SignOfLife(sender.app, "beat"), sender.scheduler
     tick, close = scheduler.tick, scheduler.close
@@ -247,12 +244,6 @@ def sign_as_beat(sender: Any, **_: Any) -> None:
     scheduler.tick, scheduler.close = tick_and_say_so, close_and_end
     life.progressed()
     life.start()
-
-
-def _has_idempotent_tasks(app: Celery) -> bool:
-    from ..checks import configuration  # imported here, because only these processes need it
-
-    return bool(configuration.idempotent_tasks(app))
 
 
 def _version() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -20,6 +19,7 @@ from ..errors import InvalidArguments, MissingKey, SettingsError
 from ..handle import Handle
 from ..store import outbox
 from ..wire import keys
+from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
 from ..wire.message import FINGERPRINT_HEADER, KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER, Message
 from . import eager
@@ -28,14 +28,6 @@ from . import eager
 ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
 # Those of them, and of the task's own options, that shape its message.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """Which operation a message names, and its arguments by name."""
-
-    id: OperationId
-    arguments: Mapping[str, Any]
 
 
 class KeyedTask(Task):

@@ -6,6 +6,7 @@ would wait for the caller's locks until its lock time-out, and would stay commit
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,5 +62,16 @@ def _returned(connection: Any, _record: Any) -> None:
         _in_use.pop(connection, None)
 
 
-event.listen(Pool, "checkout", _taken)
-event.listen(Pool, "checkin", _returned)
+def watch_connections() -> None:
+    """Know from now on which thread uses which connection, of any engine. Any number of times.
+
+    A connection that is in a transaction by now counts as this thread's: a first eager call is made inside one.
+    """
+    if event.contains(Pool, "checkout", _taken):
+        return
+    event.listen(Pool, "checkout", _taken)
+    event.listen(Pool, "checkin", _returned)
+    for each in gc.get_objects():
+        # by its type: a proxy would be asked for its class, and perhaps be evaluated
+        if issubclass(type(each), psycopg.Connection) and not each.closed:
+            _taken(each, None, None)

@@ -24,15 +24,18 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
+from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..application import runtime_of
 from ..attempt import claim
-from ..attempt.attempt import Attempt, Policy
+from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed, Undo
 from ..attempt.effects import Reconcile
 from ..attempt.endings import MAX_DELAY, Ended, Finished, Release
+from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..attempt.session import AttemptSession
 from ..errors import (
@@ -70,6 +73,8 @@ from .calls import KeyedTask
 from .waiting import Unanswered, Waiting
 
 T = TypeVar("T")
+# By name, as Celery names its parts: what it installs imports this module.
+INSTALL = "idempotency.installation:install"
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -132,6 +137,11 @@ class IdempotentTask(KeyedTask):
             cls.on_failed = staticmethod(on_failed)
         if cls.on_busy not in ("ack", "wait", "raise"):
             raise SettingsError(f"on_busy: must be 'ack', 'wait' or 'raise', got {cls.on_busy!r}")
+
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:
+        super().on_bound(app)
+        symbol_by_name(INSTALL)()
 
     # ------------------------------------------------------------ one delivery
 
@@ -374,3 +384,8 @@ class IdempotentTask(KeyedTask):
 
     def replace(self, sig: Any) -> NoReturn:
         raise UnsupportedControl("replace: the record would never end; enqueue the other task instead")
+
+
+def idempotent_tasks(app: Celery) -> list[IdempotentTask]:
+    """The application's tasks that are idempotent, by name."""
+    return [task for _, task in sorted(app.tasks.items()) if isinstance(task, IdempotentTask)]

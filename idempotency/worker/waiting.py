@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
-from celery.signals import worker_init, worker_shutting_down
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -96,11 +95,9 @@ def is_stopping() -> bool:
     return _stopping[0] == 1
 
 
-@worker_shutting_down.connect
-def _stop(**_: Any) -> None:
+def note_shutdown(**_: Any) -> None:
     _stopping[0] = 1
 
 
-@worker_init.connect
-def _start(**_: Any) -> None:
+def note_start(**_: Any) -> None:
     _stopping[0] = 0

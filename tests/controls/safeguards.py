@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from idempotency.attempt import lease
-from idempotency.attempt.lease import Hint
+from idempotency.attempt import hints
+from idempotency.attempt.hints import Hint
 from idempotency.broker import publisher
 from idempotency.relay import relay
 from idempotency.store import records
@@ -109,18 +109,18 @@ def tenant(removal: Removal) -> None:
 
 def lease_compare(removal: Removal) -> None:
     """An attempt that leaves deletes the lease in Redis, even if it is that of another one."""
-    removal.edit(lease, "if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then", "if value then")
+    removal.edit(hints, "if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then", "if value then")
 
 
 def guarded_mark(removal: Removal) -> None:
     """Any lease in Redis is believed, as if a duplicate had been counted."""
-    take = lease.Leases.take
+    take = hints.Leases.take
 
     def believe(self: Any, *args: Any) -> Hint:
         hint = take(self, *args)
         return Hint.GUARDED if hint is Hint.HELD else hint
 
-    removal.set(lease.Leases, "take", believe)
+    removal.set(hints.Leases, "take", believe)
 
 
 def delivery_limit(removal: Removal) -> None:

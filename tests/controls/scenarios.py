@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import OperationNotFound, lookup
 from idempotency.application import runtime_of
-from idempotency.attempt.lease import lease_name
+from idempotency.attempt.hints import lease_name
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep.maintenance import recover

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import services
-from idempotency.attempt import lease
+from idempotency.attempt import hints
 from idempotency.store import records
 from tests.chaos.checker import Violation
 from tests.controls.run import PATIENCE, Outcome, run
@@ -65,9 +65,9 @@ def test_a_missing_safeguard_is_an_error_and_nothing_stays_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for script in ("_DROP", "_DROP_ALL", "_TAKE"):
-        monkeypatch.setattr(lease, script, "redis.call('UNLINK', KEYS[1])")
+        monkeypatch.setattr(hints, script, "redis.call('UNLINK', KEYS[1])")
     before = records._COMPLETE
-    with pytest.raises(NothingToRemove, match="lease"):
+    with pytest.raises(NothingToRemove, match="hints"):
         remove(["fence", "lease_compare"])
     assert before == records._COMPLETE
     with pytest.raises(NothingToRemove, match="no statement has"), without("fence", "fence"):

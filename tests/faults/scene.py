@@ -22,7 +22,7 @@ from sqlalchemy import NullPool, Row, create_engine, text
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.orm import Session
 
-from idempotency.attempt.runtime import start_time
+from idempotency.attempt.liveness import start_time
 from idempotency.observe import crash_points
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.reconcile import reconcile

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
-from idempotency.attempt.lease import Holding
+from idempotency.attempt.heartbeat import Holding
 from idempotency.attempt.runtime import Runtime
 from services.postgres import Postgres, create_database
 from tests.support import bank as app_module

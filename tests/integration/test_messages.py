@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 import services
 from idempotency import Defer, FingerprintMismatch, IdempotentTask, publish
 from idempotency.application import close_runtime, runtime_of
-from idempotency.attempt.lease import Hint
+from idempotency.attempt.hints import Hint
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.operate import operators
 from idempotency.operate.operators import Change

@@ -15,12 +15,12 @@ from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime
 from idempotency.attempt.runtime import Runtime
+from idempotency.letters.examine import examine
 from idempotency.relay import reconcile as reconciling
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, Message
-from idempotency.worker import guard
 from tests.support import bank as app_module
 from tests.support import operations as op
 from tests.support.bank import fingerprint_of
@@ -339,7 +339,7 @@ def test_a_worker_without_a_guard_takes_a_marker_for_a_task_that_does_nothing(
         queue = bank.amqp.queues[bank.conf.task_default_queue](connection.default_channel)
         queue.get(no_ack=True)
         marker = queue.get(no_ack=True, accept=["json"])
-    assert guard.examine(bank, marker).reason is None
+    assert examine(bank, marker).reason is None
     args, kwargs, _ = marker.payload
     assert bank.tasks[marker.headers["task"]](*args, **kwargs) == ()
     assert marker.headers["ignore_result"] is True

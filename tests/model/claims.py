@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
-from idempotency.attempt.runtime import process_identity
+from idempotency.attempt.liveness import process_identity
 from idempotency.store import dead_letters, outbox, records
 from idempotency.store.records import Busy, Claimed, Completed, Failed, Mismatch
 from idempotency.wire.keys import OperationId

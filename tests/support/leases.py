@@ -8,7 +8,7 @@ import redis
 from sqlalchemy import Row
 
 from idempotency.application import runtime_of
-from idempotency.attempt.lease import lease_name
+from idempotency.attempt.hints import lease_name
 from idempotency.wire.keys import OperationId
 from tests.support import bank
 

@@ -41,3 +41,68 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
         "import os\ndef f():\n    from sandbox.mail import M\n    import demo.input as d\n    from .tests import x\n"
     )
     assert set(imported(source)) == {"os", "sandbox", "demo"}
+
+
+# From the ground up: each may import what stands before it, and nothing else of the library. Those of one row are
+# independent of each other.
+LAYERS = (
+    ("errors",),
+    ("observe",),
+    ("wire",),
+    ("settings", "queues", "providers"),
+    ("store",),
+    ("broker",),
+    ("attempt",),
+    ("application",),
+    ("handle",),
+    ("worker",),
+    ("events", "letters"),
+    ("relay",),
+    ("upkeep",),
+    ("checks",),
+    ("installation", "operate"),
+    ("cli",),
+    ("testing",),
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+LIBRARY = ROOT / "idempotency"
+
+
+def parts(module: Path) -> list[str]:
+    """The packages that a module of the library stands in, from the top."""
+    return list(module.relative_to(LIBRARY).with_suffix("").parts)
+
+
+def within(source: str, module: list[str]) -> Iterator[str]:
+    """The packages and top-level modules of the library that a module of it imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            here = module[: len(module) - node.level]
+            target = [*here, *(node.module or "").split(".")] if node.module else here
+            yield from [target[0]] if target else (name.name for name in node.names)
+
+
+def arrows(source: str, module: list[str]) -> set[str]:
+    """What a module imports that does not stand before it."""
+    home = module[0]
+    return {name for name in within(source, module) if name != home and RANK[name] >= RANK[home]}
+
+
+def test_every_package_of_the_library_has_its_layer() -> None:
+    found = {module.stem for module in LIBRARY.iterdir() if module.is_dir() or module.suffix == ".py"}
+    assert found - {"__init__", "__pycache__"} == set(RANK)
+
+
+def test_the_packages_of_the_library_import_one_way() -> None:
+    wrong = {
+        (str(module.relative_to(ROOT)), name)
+        for module in LIBRARY.rglob("*.py")
+        if module.name != "__init__.py" or module.parent != LIBRARY
+        for name in arrows(module.read_text(), parts(module))
+    }
+    assert wrong == set()
+
+
+def test_an_arrow_the_wrong_way_is_noticed_wherever_it_stands() -> None:
+    source = "from ..errors import A\nfrom .records import b\ndef f():\n    from ..worker import task\n    from .. import cli\n"
+    assert arrows(source, ["store", "outbox"]) == {"worker", "cli"}

@@ -26,7 +26,7 @@ import services
 from idempotency import lookup
 from idempotency.application import close_runtime
 from idempotency.checks import doctor as diagnosis
-from idempotency.checks.startup import refuse_to_lose
+from idempotency.checks.startup import check_worker_start
 from idempotency.relay.relay import Relay, Relayed
 from tests.integration.bad_inputs.cases import cases
 from tests.integration.bad_inputs.rows import write
@@ -40,7 +40,7 @@ from tests.support.refused_messages import SECRET
 def refusals(app: Celery) -> list[str]:
     """Why a worker does not start: one line for each reason."""
     try:
-        refuse_to_lose(SimpleNamespace(app=app))
+        check_worker_start(SimpleNamespace(app=app))
     except SystemExit as refused:
         return str(refused.code).splitlines()
     return []

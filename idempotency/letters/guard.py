@@ -11,114 +11,26 @@ Bodies never reach a log. Messages of protocol 1 (Celery 3) are refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Callable
 from typing import Any
 
 from celery import Celery, bootsteps
-from celery.signals import worker_init
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..relay.reconcile import marker_taken
 from ..wire import message as task_message
 from ..wire.foreign_headers import read_any_time
-from ..wire.keys import OperationId
-from ..wire.message import MARKER_HEADER, MESSAGE_VERSION, VERSION_HEADER
-from .task import IdempotentTask
+from ..wire.message import MARKER_HEADER
+from ..worker.task import IdempotentTask
+from . import dead_letter_queue
+from .examine import examine
 
 Handler = Callable[[Message], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """What a message is: the operation it names, or in one word why no worker can run it."""
-
-    reason: str | None
-    task: IdempotentTask | None = None
-    id: OperationId | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-def examine(app: Celery, message: Message) -> Examined:
-    """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
-    headers = message.headers
-    name = headers.get("task")
-    version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
-    if type(version) is int and version > MESSAGE_VERSION:
-        return Examined("unknown_version")  # nothing else about it is known: not even how it is encoded
-    task = app.tasks.get(name) if isinstance(name, str) else None
-    accepted = {"application/json"} if isinstance(task, IdempotentTask) else message.accept
-    if accepted is not None and message.content_type not in accepted:
-        return Examined("content_type")
-    try:
-        if message.errors:
-            raise message.errors[0][1]
-        payload = message.decode()
-    except Exception:
-        return Examined("undecodable")
-    if name is None and isinstance(payload, dict) and "task" in payload:
-        return Examined("protocol")
-    if not _is_envelope(payload):
-        return Examined("envelope")
-    if not isinstance(name, str) or not name:
-        return Examined("missing_task")
-    if task is None:
-        return Examined("unknown_task")
-    if not isinstance(headers.get("id"), str) or not headers["id"]:
-        return Examined("missing_id")
-    if type(version) is not int:
-        return Examined("invalid_header")
-    try:
-        times = {name: _time(app, headers[name]) for name in ("eta", "expires") if headers.get(name) is not None}
-        hard, soft = headers.get("timelimit") or (None, None)
-        float(hard or 0), float(soft or 0)
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        return Examined("invalid_header")
-    if not isinstance(task, IdempotentTask):
-        return Examined(None)
-    examined = _named(task, payload, headers)
-    if examined.reason is None and "expires" in times and times["expires"] < datetime.now(UTC):
-        # Celery would acknowledge it; an accepted operation is never just dropped
-        return replace(examined, reason="expired")
-    return examined
-
-
-def _is_envelope(payload: object) -> bool:
-    match payload:
-        case [list(), dict(), dict() | None]:
-            return True
-    return False
-
-
-def _time(app: Celery, value: Any) -> datetime:
-    time: datetime = maybe_make_aware(maybe_iso8601(value), app.timezone)
-    time.timestamp()
-    return time
-
-
-def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Examined:
-    args, kwargs, _ = payload
-    try:
-        named = task.named_by(args, kwargs, headers)
-    except MissingKey:
-        return Examined("missing_key", task)
-    except InvalidArguments:
-        return Examined("invalid_arguments", task)
-    except CallRefused:
-        return Examined("invalid_key", task)
-    except SettingsError:
-        return Examined(None)  # not the message's fault
-    except Exception:  # the application's own key function
-        return Examined("invalid_key", task)
-    return Examined(None, task, named.id, named.arguments)
 
 
 class Guard(bootsteps.StartStopStep):
@@ -198,8 +110,6 @@ class Guard(bootsteps.StartStopStep):
 
     def _store_when_rejected(self, message: Message) -> None:
         """The broker drops what is rejected: store it as a dead letter instead, then acknowledge it."""
-        from ..letters import dead_letter_queue  # it examines messages too
-
         reject = message.reject
 
         def store(requeue: bool = False) -> None:
@@ -241,8 +151,7 @@ def keeps_rejected(app: Celery) -> bool:
     return all("x-dead-letter-exchange" in (queue.queue_arguments or {}) for queue in app.amqp.queues.values())
 
 
-@worker_init.connect
-def install(sender: Any, **_: Any) -> None:
+def add_guard(sender: Any, **_: Any) -> None:
     """Put the guard into the worker of an application with idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
         read_any_time()

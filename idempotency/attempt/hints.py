@@ -1,23 +1,19 @@
-"""Leases: the hint in Redis that saves work, and the heartbeat that keeps what an attempt holds.
+"""Leases in Redis: the hint that saves work.
 
-Redis may say "somebody is on it", never "go", and its word alone acknowledges a message only while the lease
-carries the guarded mark, which is set after a duplicate was counted on the record. Losing Redis, or everything in
+Redis may say that an operation is held, never that it is free, and its word alone acknowledges a message only while the
+lease carries the guarded mark, which is set after a duplicate was counted on the record. Losing Redis, or everything in
 it, costs round trips and nothing else.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import copy
 import hashlib
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -25,7 +21,6 @@ from redis.retry import Retry
 
 from ..observe import metrics
 from ..observe.logs import log
-from ..store.records import Claimed, Renewal
 from ..wire.keys import OperationId
 
 # Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.
@@ -158,127 +153,3 @@ class Leases:
 def lease_name(id: OperationId, database: str) -> str:
     """The key of a lease. Applications may share a Redis: what one database knows says nothing about another."""
     return f"idempotency:lease:{hashlib.sha256(database.encode()).hexdigest()[:8]}:{id.digest}"
-
-
-@dataclass(slots=True, eq=False)
-class Holding:
-    """One attempt's hold on its operation. `lost` is a property of the attempt, not of the key or the task."""
-
-    claim: Claimed
-    fingerprint: str
-    lease: float
-    since: float = field(init=False)
-    renewed_at: float = field(init=False)
-    taken: bool = False
-
-    def __post_init__(self) -> None:
-        self.since = self.renewed_at = self.claim.asked_at
-
-    @property
-    def lost(self) -> bool:
-        """Whether another attempt may hold the operation: one has it, or the lease is over by this process's clock.
-
-        The clock is read because a process that was paused runs on before its heartbeat does.
-        """
-        return self.taken or time.monotonic() - self.renewed_at > self.lease
-
-
-class Heartbeat:
-    """Renews all leases of a process from one thread, every `interval` seconds, Postgres first.
-
-    Only Postgres can say held or lost. An answer that stays away for a whole lease counts as lost, by the
-    monotonic clock. A short attempt never meets the thread at all.
-
-    The thread is a native one under gevent too, where it waits on a hub of its own: a body that computes for longer
-    than its lease stops the hub of the others.
-    """
-
-    def __init__(
-        self,
-        renew: Callable[[Sequence[Claimed]], dict[str, Renewal]],
-        leases: Leases,
-        *,
-        lease: float,
-        interval: float,
-        longest_run: float,
-    ) -> None:
-        self._renew = renew
-        self._leases = leases.apart()
-        self._lease = lease
-        self._interval = interval
-        self._longest_run = longest_run
-        self._holdings: dict[str, Holding] = {}
-        self._lock = _native("allocate_lock")()
-        self._thread: int | None = None
-        # held until the heartbeat is to stop: unlike an Event, a native lock never asks a hub
-        self._running = _native("allocate_lock")()
-        self._running.acquire()
-
-    def hold(self, holding: Holding) -> None:
-        with self._lock:
-            self._holdings[holding.claim.token] = holding
-            if self._thread is None:
-                self._thread = _native("start_new_thread")(self._run, ())
-
-    def drop(self, holding: Holding) -> None:
-        with self._lock:
-            self._holdings.pop(holding.claim.token, None)
-
-    def stop(self) -> None:
-        if self._running.locked():
-            self._running.release()
-
-    def _run(self) -> None:
-        while not self._running.acquire(timeout=self._interval):
-            try:
-                self.run_once()
-                self._leases.flush()
-            except Exception:  # a heartbeat that dies would lose every lease of the process
-                log.exception("heartbeat_failed")
-
-    def run_once(self) -> None:
-        """Renew everything that is held, once, and mark what is lost."""
-        with self._lock:
-            holdings = list(self._holdings.values())
-        now = time.monotonic()
-        renewable = []
-        for holding in holdings:
-            if now - holding.since < self._longest_run:
-                renewable.append(holding)
-            elif not holding.taken:
-                self.lose(holding, "max_run")
-        if not renewable:
-            return
-        try:
-            verdicts = self._renew([holding.claim for holding in renewable])
-        except Exception as error:
-            log.warning("heartbeat_unanswered", error=type(error).__name__)
-            verdicts = {}
-        held = []
-        for holding in renewable:
-            match verdicts.get(holding.claim.token, Renewal.UNKNOWN):
-                case Renewal.HELD:
-                    holding.renewed_at = now
-                    held.append((holding.claim.id, holding.claim.token, holding.fingerprint))
-                case Renewal.LOST:
-                    self.lose(holding, "taken_over")
-                case Renewal.UNKNOWN:
-                    if time.monotonic() - holding.renewed_at > self._lease:
-                        self.lose(holding, "unknown_for_a_lease")
-        if held:
-            self._leases.hold(held)
-
-    def lose(self, holding: Holding, why: str) -> None:
-        """Note that an attempt is not the holder any more, once."""
-        with self._lock:
-            if holding.taken or self._holdings.get(holding.claim.token) is not holding:
-                return  # known, or finished meanwhile
-            holding.taken = True
-        metrics.leases_lost.labels(holding.claim.id.operation).inc()
-        log.warning("lease_lost", why=why, operation=holding.claim.id.operation, key=holding.claim.id.key)
-
-
-def _native(name: str) -> Any:
-    """A primitive of real threads, also where gevent has put its own in its place."""
-    monkey = sys.modules.get("gevent.monkey")
-    return getattr(_thread, name) if monkey is None else monkey.get_original("_thread", name)

@@ -1,0 +1,63 @@
+"""What the record keeps of effects and steps, by name: the rules that both have in common."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EffectMismatch, EffectNameReused, InvalidArguments, OpenTransaction
+from ..wire import results
+from .refusals import refusal_of
+
+if TYPE_CHECKING:
+    from .attempt import Attempt
+
+
+def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Raise `InvalidArguments` if a function does not take these arguments; one without a signature is believed."""
+    try:
+        # not that of the function which a decorator has wrapped: the decorator may call it otherwise
+        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidArguments(f"{what} cannot be called with these arguments: {error}") from None
+    except ValueError:
+        return
+
+
+def recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str, Any] | None:
+    """The rules of a name, and what earlier attempts left under it."""
+    attempt.check_lease()
+    if attempt.session_in_transaction:
+        raise OpenTransaction(
+            f"{name!r}: the session has a transaction open; its locks and its snapshot would not survive the call. "
+            "rollback() ends a read; what must be committed first belongs in self.step"
+        )
+    if name in attempt.names_used:
+        raise EffectNameReused(f"{name!r} is used twice in one attempt; give each effect and step its own name")
+    attempt.names_used.add(name)
+    recorded = attempt.claim.effects.get(name)
+    if recorded is None:
+        return None
+    if recorded["kind"] != kind:
+        raise EffectMismatch(f"{name!r} was recorded as {_article(recorded['kind'])} and is {_article(kind)} now")
+    # What has not happened, or was undone, may be done with other arguments: under the next key it is another call.
+    is_closed = (
+        recorded["state"] in ("not_happened", "compensated") and refusal_of(recorded, attempt.claim.generation) is None
+    )
+    if recorded["args"] != arguments and not is_closed:
+        raise EffectMismatch(f"{name!r} was begun with other arguments in an earlier attempt")
+    return recorded
+
+
+def _article(kind: str) -> str:
+    return "an effect" if kind == "effect" else "a step"
+
+
+def next_position(attempt: Attempt) -> int:
+    # Undos run in reverse order, and jsonb keeps none.
+    return 1 + max((entry["position"] for entry in attempt.claim.effects.values()), default=0)
+
+
+def as_text(attempt: Attempt, name: str, result: Any) -> str:
+    return results.to_text(result, limit=attempt.runtime.settings.result_limit, what=f"result of {name!r}")

@@ -1,0 +1,41 @@
+"""What the library hangs into Celery's processes. The task base installs it once it is bound to an application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from celery.signals import (
+    beat_init,
+    celeryd_after_setup,
+    celeryd_init,
+    worker_init,
+    worker_process_init,
+    worker_shutting_down,
+)
+
+from .checks import startup
+from .letters import guard
+from .upkeep import presence
+from .worker import eager, waiting
+
+# Celery calls them in this order: a set-up that is refused never signs.
+_RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
+    (celeryd_init, startup.refuse_a_broken_broker_address),
+    (celeryd_after_setup, startup.warn_of_few_connections),
+    (worker_process_init, startup.collect_often),
+    (worker_init, startup.check_worker_start),
+    (worker_init, guard.add_guard),
+    (worker_init, presence.sign_as_worker),
+    (worker_init, waiting.note_start),
+    (worker_shutting_down, waiting.note_shutdown),
+    (beat_init, startup.check_worker_start),
+    (beat_init, presence.sign_as_beat),
+)
+
+
+def install() -> None:
+    """Connect to the signals of Celery's workers and beats, and watch the pools of connections. Any number of times."""
+    eager.watch_connections()
+    for signal, receiver in _RECEIVERS:
+        signal.connect(receiver)  # a receiver that is connected already stays so
