@@ -168,7 +168,7 @@ def fill_with_orphans(connection: Connection, number: int) -> None:
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
     """A real process that says its name and lives until its input ends."""
-    script = "import sys; from idempotency.attempt.runtime import process_identity as i; print(i(), flush=True); sys.stdin.read()"
+    script = "import sys; from idempotency.attempt.liveness import process_identity as i; print(i(), flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -232,7 +232,7 @@ def test_another_process_under_a_used_pid_does_not_keep_the_operation(bank: Cele
 
 
 # A private /proc: to remount the one that is there would hide the processes of the whole machine.
-SAYS = "import os, sys; from idempotency.attempt.runtime import is_provably_dead as dead; os.setgid(65534); os.setuid(65534);"
+SAYS = "import os, sys; from idempotency.attempt.liveness import is_provably_dead as dead; os.setgid(65534); os.setuid(65534);"
 SAYS += "print(os.path.exists(f'/proc/{sys.argv[1].split(chr(124))[3]}'), dead(sys.argv[1]))"
 
 

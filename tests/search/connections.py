@@ -20,7 +20,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 import idempotency
-from idempotency.store import connections as engines
+from idempotency.store import connections as library_connections
 from idempotency.store.statements import Wire
 from tests.search import footprints
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
@@ -34,7 +34,7 @@ class Cursor(psycopg.Cursor[Any]):
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
         # what a pool does with a connection that comes back is invisible to the others
-        if (actor := current()) is None or not self.connection.is_taken or query == engines._RESET:
+        if (actor := current()) is None or not self.connection.is_taken or query == library_connections._RESET:
             return super().execute(query, params, **options)
         pid = self.connection.info.backend_pid
         actor.connections[pid] = self.connection
@@ -151,11 +151,12 @@ _names: dict[str, str] = {}
 def named(query: Any) -> str:
     """The library's own name for a statement, or how it begins."""
     if not _names:
-        for module in pkgutil.iter_modules(idempotency.__path__):
-            if module.name in ("cli", "operator_commands", "dead_letter_commands"):
+        for module in pkgutil.walk_packages(idempotency.__path__, "idempotency."):
+            # commands have no statements, and migrations are run by Alembic alone
+            if module.name.startswith(("idempotency.cli", "idempotency.store.migrations")):
                 continue
-            for name, value in vars(import_module(f"idempotency.{module.name}")).items():
+            for name, value in vars(import_module(module.name)).items():
                 if isinstance(value, str) and name.startswith("_") and name[1:2].isupper():
-                    _names[value] = f"{module.name}.{name[1:].lower()}"
+                    _names[value] = f"{module.name.rpartition('.')[2]}.{name[1:].lower()}"
     text = str(query)
     return _names.get(text) or " ".join(text.split())[:60]
