@@ -181,7 +181,7 @@ def note_alarms_sent(connection: Connection, service: str, names: Sequence[str])
 
 # ---------------------------------------------------------------- the weekly report
 
-# Any number of beats at once: whoever writes the row sends the mail. A day's grace for a beat that is late.
+# Any number of beats at once: the one that writes the row sends the mail. A day's grace for a beat that is late.
 _REPORT_TURN = """
 INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES ('report', clock_timestamp())
 ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at

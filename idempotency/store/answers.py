@@ -37,7 +37,7 @@ class Claimed:
         """Whether this is the same attempt as an earlier claim of the same token.
 
         The count tells, and not the token that the claim has found: the answer to another claim in between may have been
-        lost. Whoever has claimed in between was counted; what is given back is one's own.
+        lost. Each claim in between was counted; an attempt gives back only its own.
         """
         return (self.generation, self.attempts) == (earlier.generation, earlier.attempts)
 
@@ -69,7 +69,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Somebody holds it, or its next delivery is not due yet."""
+    """It is held, or its next delivery is not due yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ Answer = Claimed | Completed | Failed | Mismatch | Busy | Changed
 class Renewal(StrEnum):
     HELD = "held"
     LOST = "lost"
-    UNKNOWN = "unknown"  # the row is locked by somebody, or could not be read
+    UNKNOWN = "unknown"  # the row is locked, or could not be read
 
 
 def explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:

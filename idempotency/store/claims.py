@@ -67,7 +67,7 @@ WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s)
 RETURNING token
 """
 
-# A skipped row is locked by somebody (its own finish, perhaps): unknown, not lost. Without SKIP LOCKED one slow
+# A skipped row is locked (by its own finish, perhaps): unknown, not lost. Without SKIP LOCKED one slow
 # transaction would keep every lease of the process from being renewed.
 _RENEW = """
 WITH held AS (

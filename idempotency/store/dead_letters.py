@@ -1,7 +1,7 @@
 """Dead letters: what has ended without success and waits for a person.
 
 Stored in the transaction that makes the operation fail, so that neither exists without the other; what no worker can
-run comes from the broker (`dead_letter_queue.py`). Replay keeps the key: one transaction marks the letter, opens a new
+run comes from the broker (`letters/dead_letter_queue.py`). Replay keeps the key: one transaction marks the letter, opens a new
 generation of the record and writes the outbox row.
 """
 
@@ -24,7 +24,7 @@ from .outbox import refresh_lanes
 if TYPE_CHECKING:
     from celery import Celery
 
-# Reasons of letters whose operation goes on, if only somebody delivers it.
+# Reasons of letters whose operation goes on once it is delivered.
 NOT_AN_END = ("unpublishable", "unhandled")
 # The most that one command may replay or discard: a mistaken filter should not send a million messages.
 BULK_LIMIT = 10_000

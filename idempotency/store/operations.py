@@ -78,7 +78,7 @@ def lookup(connection: Connection, id: OperationId) -> Any | None:
 
 
 def read_locked(connection: Connection, id: OperationId) -> Any | None:
-    """Read a whole record and keep everybody else from changing it until the transaction ends."""
+    """Read a whole record and keep others from changing it until the transaction ends."""
     return execute(connection, _READ_LOCKED, named(id)).fetchone()
 
 

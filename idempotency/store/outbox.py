@@ -226,5 +226,5 @@ def give_up(connection: Connection, event_id: str, error: str, *, service: str) 
 
 
 def sleep(connection: Connection, *, poll: float) -> None:
-    """Say that a relay sleeps for `poll` seconds at most, so that whoever writes a row wakes it."""
+    """Say that a relay sleeps for `poll` seconds at most, so that a writer knows to wake it."""
     connection.exec_driver_sql(_SLEEP, {"poll": poll})

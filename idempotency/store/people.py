@@ -42,7 +42,7 @@ def remove(connection: Connection, name: str) -> bool:
 
 
 def operators(connection: Connection) -> Sequence[Row[Any]]:
-    """Everybody who has a token, valid or not; never the token."""
+    """The people who have a token, valid or not; never the token."""
     return connection.exec_driver_sql(_OPERATORS).all()
 
 

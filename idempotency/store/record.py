@@ -25,7 +25,7 @@ ROW = "tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
 MINE = f"{ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
 
 # Raises division_by_zero by itself when it matches no row, so that no COMMIT can follow. A holder
-# frozen between this statement and COMMIT is evicted by the server within half a lease: nobody waits behind it.
+# frozen between this statement and COMMIT is evicted by the server within half a lease: nothing waits behind it.
 # And whatever a body has SET, this commit waits for the disk.
 FINISH = """
 WITH settings AS (
@@ -52,6 +52,6 @@ def mine(claim: Claimed) -> dict[str, Any]:
 def idle_ms(lease: float) -> str:
     """How long a holder may be silent within `FINISH`, in milliseconds: below half a lease.
 
-    So a holder frozen before COMMIT is gone before anybody may take over.
+    So a holder frozen before COMMIT is gone before another may take over.
     """
     return str(max(math.floor(lease * 1000 / 2) - 1, 1))

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 # read_only_sql_transaction: a standby after a failover, or a disk that is kept from filling up. psycopg counts it
-# among the internal errors; to everybody here it is a Postgres that is away, and comes back.
+# among the internal errors; here it is a Postgres that is away, and comes back.
 READ_ONLY = "25006"
 # Under this name a connection keeps the cursor of our statements.
 _CURSOR = "idempotency.cursor"

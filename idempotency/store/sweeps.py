@@ -23,7 +23,7 @@ from .statements import READ_ONLY
 
 # Rows per statement: short transactions, so that nothing waits long behind a sweep.
 BATCH = 500
-# How long a sweep waits for a row of another table that someone has locked; its turn comes again.
+# How long a sweep waits for a row of another table that is locked; its turn comes again.
 LOCK_TIMEOUT_MS = 200
 # A row that was refused is tried again after a minute, then after twice as long each time, up to an hour.
 FIRST_PAUSE = 60.0
