@@ -14,7 +14,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up down status demo test faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo test faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ search: .venv/ready ## schedules of every pair of actors, one by one; PREEMPTION
 faults: .venv/ready ## the fault matrix, kept in docs/faults.md; some of it with ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)
 
+check: .venv/ready ## what CI runs: all tests, lint and types
+	@$(MAKE) --no-print-directory --keep-going test lint types
+
 lint: .venv/ready ## ruff: rules and formatting
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
@@ -67,7 +70,7 @@ sandbox: .venv/ready ## the payment provider's sandbox and the mail sink
 	@mkdir -p var/sandbox
 	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
 
-migrate: up
+migrate: up ## bring the tables of the development database to this version
 	@$(with_services) sh -c '$(VENV)/idempotency migrate && $(VENV)/python -m tasks.migrate'
 
 worker: migrate ## a Celery worker
