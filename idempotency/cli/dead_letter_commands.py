@@ -1,4 +1,4 @@
-"""`idempotency dead-letters …` and `idempotency operators …`.
+"""`idempotency dead-letters …`: what has ended without success.
 
 Exit status 0: done. 1: something was refused, with one line each on stderr. 2: the command line is wrong.
 """
@@ -18,25 +18,21 @@ from rich.progress import track
 from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
-from ..attempt.runtime import Runtime
 from ..checks import configuration
-from ..environment import environment
 from ..errors import IdempotencyError
 from ..letters.dead_letter_queue import DeadLetterConsumer, consume_once
 from ..operate import discards, operators
 from ..operate.operators import Change
 from ..store import dead_letters
-from ..store import people as known
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
 from ..store.sweeps import is_of_a_row
 from ..upkeep import reports
 from ..wire.keys import OperationId
-from .operator_commands import ActorOption, RequestOption, this_user
-from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
+from .operator_commands import ActorOption, RequestOption
+from .terminal import AppOption, JsonOption, application, console, operators_token, plain, print_json, print_table
 
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
-people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
 errors = Console(stderr=True)
 
 
@@ -53,11 +49,6 @@ class By(StrEnum):
     ERROR = "error"
     QUEUE = "queue"
     STATUS = "status"
-
-
-class Role(StrEnum):
-    OPERATOR = "operator"
-    ADMIN = "admin"
 
 
 IdsArgument = Annotated[list[int] | None, typer.Argument(help="Dead letters by their number.", metavar="[ID]...")]
@@ -155,7 +146,7 @@ def discard_letters(
 ) -> None:
     """Ask for dead letters to be discarded; somebody else has to approve. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(celery := application(app))
-    person = discards.authenticate(runtime, _token(), role="operator", action="discard", letter=_single(ids))
+    person = discards.authenticate(runtime, operators_token(), role="operator", action="discard", letter=_single(ids))
 
     def request(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
@@ -172,7 +163,7 @@ def approve_discards(
 ) -> None:
     """Discard what somebody else has asked to discard. For the role admin. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
-    person = discards.authenticate(runtime, _token(), role="admin", action="approve", letter=_single(ids))
+    person = discards.authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
@@ -224,66 +215,6 @@ def consume(
         print_json({"consumed": consumed})
     else:
         console.print(f"consumed: {consumed}")
-
-
-# ---------------------------------------------------------------- people
-
-
-@people.command("add")
-def add_operator(
-    name: str,
-    role: Role = Role.OPERATOR,
-    days: Annotated[int, typer.Option(min=1, max=366, help="How long the token is valid.")] = 90,
-    app: AppOption = "tasks",
-    as_json: JsonOption = False,
-) -> None:
-    """Add a person and print their token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
-    runtime = runtime_of(application(app))
-    actor = _admin(runtime, "operators add")
-    with runtime.engine.begin() as connection:
-        token = discards.add_operator(connection, Change(actor, f"operators add {name}"), name, role.value, days=days)
-    if as_json:
-        print_json({"name": name, "role": role.value, "days": days, "token": token})
-    else:
-        errors.print(f"{name} is {role.value} for {days} days; the token is shown only once:")
-        print(token)  # noqa: T201
-
-
-@people.command("list")
-def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """Who has a token, and until when."""
-    with runtime_of(application(app)).autocommit() as connection:
-        rows = [row._asdict() for row in known.operators(connection)]
-    if as_json:
-        print_json(rows)
-    else:
-        columns = ("name", "role", "expires_at", "expired", "created_at")
-        print_table(*columns, rows=([row[column] for column in columns] for row in rows))
-
-
-@people.command("remove")
-def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """Remove a person; their token stops working. Only an admin may: IDEMPOTENCY_TOKEN."""
-    runtime = runtime_of(application(app))
-    actor = _admin(runtime, "operators remove")
-    with runtime.engine.begin() as connection:
-        discards.remove_operator(connection, Change(actor, f"operators remove {name}"), name)
-    if as_json:
-        print_json({"removed": name})
-    else:
-        console.print(f"{name} removed", markup=False)
-
-
-def _token() -> str | None:
-    token = environment().token
-    return None if token is None else token.get_secret_value()
-
-
-def _admin(runtime: Runtime, action: str) -> str:
-    with runtime.autocommit() as connection:
-        if not known.has_admin(connection):
-            return this_user()  # the first one: whoever set up the database
-    return discards.authenticate(runtime, _token(), role="admin", action=action).name
 
 
 # ---------------------------------------------------------------- one, or many

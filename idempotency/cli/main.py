@@ -37,8 +37,9 @@ from ..store.statements import describe
 from ..upkeep import alarms, alerts, maintenance
 from ..upkeep.backlog import Backlog
 from ..upkeep.presence import SignOfLife
-from .dead_letter_commands import letters, people
+from .dead_letter_commands import letters
 from .operator_commands import commands as operator_commands
+from .people import people
 from .terminal import AppOption, JsonOption, console, print_json
 from .terminal import application as _app
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..environment import environment
 from ..errors import IdempotencyError
 
 console = Console()
@@ -61,3 +62,9 @@ def plain(value: Any) -> str:
 
 def _as_text(value: Any) -> str:
     return str(value.isoformat() if hasattr(value, "isoformat") else value)
+
+
+def operators_token() -> str | None:
+    """Who gives a command: the token of an operator, if one is set."""
+    token = environment().token
+    return None if token is None else token.get_secret_value()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.imports import symbol_by_name
-from celery.utils.time import maybe_iso8601, maybe_make_aware
+from celery.utils.time import maybe_make_aware
 
 from ..application import runtime_of
 from ..attempt import claim
@@ -59,17 +59,10 @@ from ..providers import ProviderContract
 from ..store import claims, ends, letters
 from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch, error_text
 from ..store.statements import describe
-from ..wire import keys
 from ..wire.delivery import Delivery
-from ..wire.message import (
-    ETA_HEADER,
-    FINGERPRINT_HEADER,
-    ORIGIN_HEADER,
-    REVOKED_HEADER,
-    Message,
-)
 from . import parking
 from .calls import KeyedTask
+from .deliveries import as_accepted, delivery_of
 from .waiting import Unanswered, Waiting
 
 T = TypeVar("T")
@@ -150,7 +143,7 @@ class IdempotentTask(KeyedTask):
             # A plain call is protected like any other: it runs here, under the same key.
             return self.apply(args, kwargs, throw=True).get()
         try:
-            outcome = self._deliver(self._delivery(self.request))
+            outcome = self._deliver(delivery_of(self, self.request))
         except Exception as error:
             if self.request.is_eager:
                 raise
@@ -164,7 +157,7 @@ class IdempotentTask(KeyedTask):
         try:
             if delivery.eta is not None and self._answer(delivery, lambda: self._parked_as_early(delivery)):
                 return Raised(Ignore())
-            delivery = self._answer(delivery, partial(self._as_accepted, delivery))
+            delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
             return self._told(delivery, self._run(delivery))
         except Unanswered as unanswered:
             if delivery.is_eager:
@@ -257,54 +250,14 @@ class IdempotentTask(KeyedTask):
         with runtime_of(self.app).autocommit() as connection:
             return parking.park_if_early(connection, delivery)
 
-    def _as_accepted(self, delivery: Delivery) -> Delivery:
-        """The delivery under the fingerprint that it was accepted with, if a deploy has renamed parameters since.
-
-        The message's word alone proves nothing: what is stored under that fingerprint has to be this very message.
-        """
-        given = delivery.headers.get(FINGERPRINT_HEADER)
-        computed = [delivery.fingerprint, *delivery.also]
-        if given in (None, *computed) or not keys.is_fingerprint(given):
-            return delivery
-        body = Message.from_text(delivery.message).body
-        with runtime_of(self.app).autocommit() as connection:
-            if not claims.is_accepted(connection, delivery.id, str(given), body):
-                return delivery
-        return replace(delivery, fingerprint=str(given), also=computed)
-
     def _answer(self, delivery: Delivery, ask: Callable[[], T], /) -> T:
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""
         limit = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
         return Waiting(self.name, time_limit=limit, is_eager=delivery.is_eager).answer(ask)
 
-    def _delivery(self, request: Any) -> Delivery:
-        headers = request.headers or {}
-        args, kwargs = request.args or (), request.kwargs or {}
-        named = self.named_by(args, kwargs, headers)
-        message = Message.delivered(request)
-        if request.is_eager:
-            # should this process die, a worker goes on with it
-            message = message.routed(self.app, self.name, args, kwargs)
-        # by the rule of the message, so that the record agrees with the outbox row it came from
-        fingerprint, *also = keys.fingerprints(named.arguments, headers.get(FINGERPRINT_HEADER))
-        return Delivery(
-            id=named.id,
-            fingerprint=fingerprint,
-            also=also,
-            arguments=named.arguments,
-            task_id=request.id,
-            message=message.to_text(),
-            headers=headers,
-            queue=message.queue(self.app),
-            resent=ORIGIN_HEADER in headers or bool((request.delivery_info or {}).get("redelivered")),
-            is_eager=bool(request.is_eager),
-            is_revoked=REVOKED_HEADER in headers,
-            eta=maybe_make_aware(maybe_iso8601(headers[ETA_HEADER])) if headers.get(ETA_HEADER) else None,
-        )
-
     def revoke_terminated(self, request: Any) -> None:
         """Mark the operation whose attempt Celery terminates, so that its next claim ends it. For `revocation.py`."""
-        runtime, delivery = runtime_of(self.app), self._delivery(request)
+        runtime, delivery = runtime_of(self.app), delivery_of(self, request)
         with runtime.engine.begin() as connection:
             # the worker's main process serves every other task meanwhile
             connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")

@@ -1,0 +1,77 @@
+"""`idempotency operators …`: who may discard dead letters, and who may approve it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..application import runtime_of
+from ..attempt.runtime import Runtime
+from ..operate import discards
+from ..operate.operators import Change
+from ..store import people as known
+from .operator_commands import this_user
+from .terminal import AppOption, JsonOption, application, console, operators_token, print_json, print_table
+
+people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
+errors = Console(stderr=True)
+
+
+class Role(StrEnum):
+    OPERATOR = "operator"
+    ADMIN = "admin"
+
+
+@people.command("add")
+def add_operator(
+    name: str,
+    role: Role = Role.OPERATOR,
+    days: Annotated[int, typer.Option(min=1, max=366, help="How long the token is valid.")] = 90,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Add a person and print their token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
+    runtime = runtime_of(application(app))
+    actor = _admin(runtime, "operators add")
+    with runtime.engine.begin() as connection:
+        token = discards.add_operator(connection, Change(actor, f"operators add {name}"), name, role.value, days=days)
+    if as_json:
+        print_json({"name": name, "role": role.value, "days": days, "token": token})
+    else:
+        errors.print(f"{name} is {role.value} for {days} days; the token is shown only once:")
+        print(token)  # noqa: T201
+
+
+@people.command("list")
+def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Who has a token, and until when."""
+    with runtime_of(application(app)).autocommit() as connection:
+        rows = [row._asdict() for row in known.operators(connection)]
+    if as_json:
+        print_json(rows)
+    else:
+        columns = ("name", "role", "expires_at", "expired", "created_at")
+        print_table(*columns, rows=([row[column] for column in columns] for row in rows))
+
+
+@people.command("remove")
+def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Remove a person; their token stops working. Only an admin may: IDEMPOTENCY_TOKEN."""
+    runtime = runtime_of(application(app))
+    actor = _admin(runtime, "operators remove")
+    with runtime.engine.begin() as connection:
+        discards.remove_operator(connection, Change(actor, f"operators remove {name}"), name)
+    if as_json:
+        print_json({"removed": name})
+    else:
+        console.print(f"{name} removed", markup=False)
+
+
+def _admin(runtime: Runtime, action: str) -> str:
+    with runtime.autocommit() as connection:
+        if not known.has_admin(connection):
+            return this_user()  # the first one: whoever set up the database
+    return discards.authenticate(runtime, operators_token(), role="admin", action=action).name

@@ -1,0 +1,60 @@
+"""Deliveries as Celery brings them: what a request to a task asks for, and under which fingerprint it was accepted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from ..attempt.runtime import Runtime
+from ..store import claims
+from ..wire import keys
+from ..wire.delivery import Delivery
+from ..wire.message import ETA_HEADER, FINGERPRINT_HEADER, ORIGIN_HEADER, REVOKED_HEADER, Message
+
+if TYPE_CHECKING:
+    from .calls import KeyedTask
+
+
+def delivery_of(task: KeyedTask, request: Any) -> Delivery:
+    """The delivery that a request to this task is. Raises `CallRefused` for one that names no operation."""
+    headers = request.headers or {}
+    args, kwargs = request.args or (), request.kwargs or {}
+    named = task.named_by(args, kwargs, headers)
+    message = Message.delivered(request)
+    if request.is_eager:
+        # should this process die, a worker goes on with it
+        message = message.routed(task.app, task.name, args, kwargs)
+    # by the rule of the message, so that the record agrees with the outbox row it came from
+    fingerprint, *also = keys.fingerprints(named.arguments, headers.get(FINGERPRINT_HEADER))
+    return Delivery(
+        id=named.id,
+        fingerprint=fingerprint,
+        also=also,
+        arguments=named.arguments,
+        task_id=request.id,
+        message=message.to_text(),
+        headers=headers,
+        queue=message.queue(task.app),
+        resent=ORIGIN_HEADER in headers or bool((request.delivery_info or {}).get("redelivered")),
+        is_eager=bool(request.is_eager),
+        is_revoked=REVOKED_HEADER in headers,
+        eta=maybe_make_aware(maybe_iso8601(headers[ETA_HEADER])) if headers.get(ETA_HEADER) else None,
+    )
+
+
+def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
+    """The delivery under the fingerprint that it was accepted with, if a deploy has renamed parameters since.
+
+    The message's word alone proves nothing: what is stored under that fingerprint has to be this very message.
+    """
+    given = delivery.headers.get(FINGERPRINT_HEADER)
+    computed = [delivery.fingerprint, *delivery.also]
+    if given in (None, *computed) or not keys.is_fingerprint(given):
+        return delivery
+    body = Message.from_text(delivery.message).body
+    with runtime.autocommit() as connection:
+        if not claims.is_accepted(connection, delivery.id, str(given), body):
+            return delivery
+    return replace(delivery, fingerprint=str(given), also=computed)
