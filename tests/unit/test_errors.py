@@ -45,7 +45,7 @@ def test_an_error_survives_pickling(kind: type[Exception]) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_an_error_reads_as_its_message(kind: type[Exception]) -> None:
-    assert str(example(kind)) in {"what went wrong", "rate limited", "card declined"}
+    assert str(example(kind)) in {"what went wrong", "rate limited", "circuit open", "card declined"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if issubclass(kind, errors.PermanentError)])
