@@ -83,7 +83,8 @@ JSON = st.recursive(
 FIELDS = st.dictionaries(st.text(), JSON, max_size=4)
 
 
-ROUTES = st.dictionaries(st.text(), st.text(), max_size=4) | st.just({"exchange": "e", "mandatory": False})
+TARGETS = st.text().filter(lambda name: name != "mandatory")
+ROUTES = st.dictionaries(TARGETS, st.text(), max_size=4) | st.just({"exchange": "e", "mandatory": False})
 
 
 @given(FIELDS, st.text(), ROUTES, FIELDS)
