@@ -68,7 +68,7 @@ def test_a_broker_connection_reset_while_the_reply_to_commit_is_lost_leaves_one_
     broker, postgres = scene.broker_proxy(), scene.postgres_proxy()
     scene.worker()
     scene.bring_to("P5", postgres)
-    assert postgres.swallowed > 0
+    eventually(lambda: postgres.swallowed > 0, timeout=PATIENCE, what="the reply was lost")
     broker.reset()
     scene.cancelled("P5")
     eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE, what="delivered again")
