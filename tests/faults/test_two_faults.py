@@ -71,7 +71,7 @@ def test_a_broker_reset_and_a_lost_commit_reply_leave_one_commit(scene: Scene, c
     broker, postgres = scene.broker_proxy(), scene.postgres_proxy()
     scene.worker()
     scene.bring_to("P5", postgres)
-    assert postgres.swallowed > 0
+    eventually(lambda: postgres.swallowed > 0, timeout=PATIENCE, what="the reply was lost")
     broker.reset()
     scene.cancelled("P5")
     eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE, what="delivered again")
