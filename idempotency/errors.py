@@ -1,6 +1,4 @@
-"""Every error that a task or its caller meets, and what each one means for the message.
-
-Those of commands (`ChangeRefused`, `ReplayRefused`, `DiscardRefused` …) stand beside what raises them.
+"""Every error of the library, and what each one means for the message.
 
     IdempotencyError
     ├── SettingsError               the configuration cannot keep the promise: nothing starts
@@ -30,13 +28,28 @@ Those of commands (`ChangeRefused`, `ReplayRefused`, `DiscardRefused` …) stand
     ├── OperationBusy               another attempt holds the operation (eager calls); not ended in time (Handle)
     ├── OperationFailed             a duplicate of an operation that has failed
     ├── OperationNotFound
-    └── UnknownVersion              made by newer code: left to processes that know it
+    ├── UnknownVersion              made by newer code: left to processes that know it
+    │                               commands of operators, which have changed nothing:
+    ├── ReplayRefused
+    ├── BulkRefused                 more dead letters than one command may change
+    ├── ChangeRefused
+    ├── DiscardRefused
+    ├── NotAllowed                  no token, or a role that may not do this
+    └── MailRefused                 the report could not be mailed
+
+    Exception                       within the library: none of these reaches a task or its caller
+    ├── Unanswered                  Postgres did not answer for as long as a delivery may wait
+    ├── PartBroken                  an undo or on_failed has ended its transaction
+    ├── BrokerAway
+    └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres could be had
 
 Celery serialises exceptions as ``(type, args)`` and rebuilds them, so each one keeps in ``args`` exactly what
 its constructor takes.
 """
 
 from __future__ import annotations
+
+import sqlalchemy.exc
 
 # As long as a name may be in a table and on a screen.
 CODE_LIMIT = 255
@@ -235,6 +248,55 @@ class OperationNotFound(IdempotencyError):
 
 class UnknownVersion(IdempotencyError):
     """A message or a record was made by newer code than this; its message waits for a process that knows it."""
+
+
+# ---------------------------------------------------------------- told to operators
+
+
+class ReplayRefused(IdempotencyError):
+    """This dead letter cannot be replayed; the message says why. Nothing was changed."""
+
+
+class BulkRefused(IdempotencyError):
+    """More dead letters than one command may change; the message names both numbers. Nothing was changed."""
+
+
+class ChangeRefused(IdempotencyError):
+    """The change cannot be made; the message says why. Nothing was changed."""
+
+
+class DiscardRefused(IdempotencyError):
+    """This dead letter cannot be discarded; the message says why. Nothing was changed."""
+
+
+class NotAllowed(IdempotencyError):
+    """No token, a wrong or an expired one, or a role that may not do this. Nothing was changed, and it was noted."""
+
+
+class MailRefused(IdempotencyError):
+    """The report could not be mailed; the message says why, never with a password."""
+
+
+# ---------------------------------------------------------------- within the library: none of these reaches a task or its caller
+
+
+class Unanswered(Exception):
+    """Postgres has not answered for as long as this delivery may wait; the cause is the last error."""
+
+
+class PartBroken(Exception):
+    """An undo or `on_failed` has ended the transaction that its operation was to end in."""
+
+
+class BrokerAway(Exception):
+    """The broker cannot be reached, or does not confirm in time. No message is to blame."""
+
+
+class NotConnected(sqlalchemy.exc.OperationalError):
+    """Postgres could not be reached, or had no connection left: nothing was asked."""
+
+
+# ----------------------------------------------------------------
 
 
 def permanent_error(message: str, code: str) -> PermanentError:

@@ -15,7 +15,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError, Unfinished
+from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PartBroken, PermanentError, Unfinished
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -25,7 +25,7 @@ from ..store.statements import describe, where
 from ..wire import results
 from ..wire.delivery import Delivery
 from . import conclusions, effects, steps
-from .conclusions import Concluded, PartBroken, Undo
+from .conclusions import Concluded, Undo
 from .heartbeat import Holding
 from .policy import Policy
 from .runtime import Runtime

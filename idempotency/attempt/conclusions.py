@@ -25,7 +25,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from ..errors import EffectUnknown, InvalidArguments, LeaseLost, PermanentError, Unfinished
+from ..errors import EffectUnknown, InvalidArguments, LeaseLost, PartBroken, PermanentError, Unfinished
 from ..observe.logs import log
 from ..store.answers import error_text
 from ..store.ends import FailedEnd
@@ -51,10 +51,6 @@ class Concluded:
     end: FailedEnd
     reason: str
     broken: str | None = None  # what the application's part raised, in one line
-
-
-class PartBroken(Exception):
-    """An undo or `on_failed` has ended the transaction that its operation was to end in."""
 
 
 @dataclass(frozen=True, slots=True)

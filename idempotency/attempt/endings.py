@@ -9,9 +9,9 @@ from typing import Any
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import Again, AttemptsExhausted, CallRefused, Defer, PermanentError, RetriesExhausted
+from ..errors import Again, AttemptsExhausted, CallRefused, Defer, NotConnected, PermanentError, RetriesExhausted
 from ..store.answers import Claimed
-from ..store.statements import NotConnected, describe
+from ..store.statements import describe
 from . import conclusions
 from .attempt import Attempt
 

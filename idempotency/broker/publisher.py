@@ -22,6 +22,7 @@ from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu.exceptions import KombuError
 
+from ..errors import BrokerAway
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..queues import dead_letter_queues
@@ -34,10 +35,6 @@ _BESIDE_HEADERS = 4096
 
 # How long a worker may take to say what it holds, in seconds: Celery's own patience.
 REPLY = 1.0
-
-
-class BrokerAway(Exception):
-    """The broker cannot be reached, or does not confirm in time. No message is to blame."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from rich.bar import Bar
 
 from ..application import runtime_of, settings_of
 from ..attempt.effects import DidNotHappen, Happened
+from ..errors import ChangeRefused
 from ..operate import operators
-from ..operate.operators import Change, ChangeRefused, Shown
+from ..operate.operators import Change, Shown
 from ..store import dead_letters, operations, processes
 from ..store import overview as stored
 from ..upkeep import overview

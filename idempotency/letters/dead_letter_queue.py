@@ -38,7 +38,7 @@ from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import CallRefused, PermanentError, SettingsError, UnknownVersion
+from ..errors import CallRefused, PartBroken, PermanentError, SettingsError, UnknownVersion
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -393,7 +393,7 @@ def _give_up(
     end = FailedEnd(letter.reason, letter.last_error)
     try:
         return _end(app, task, dead, arguments, letter, end, interrupted, patience)
-    except conclusions.PartBroken as broken:
+    except PartBroken as broken:
         return _end(app, task, dead, arguments, letter, end, interrupted, patience, skip=str(broken))
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row
 
 from ..attempt import conclusions
 from ..attempt.runtime import Runtime
-from ..errors import IdempotencyError, OperationNotFound
+from ..errors import DiscardRefused, NotAllowed, OperationNotFound
 from ..store import dead_letters, operations, people
 from ..store import discards as stored
 from ..wire import keys
@@ -28,14 +28,6 @@ Role = Literal["operator", "admin"]
 TOKEN_BYTES = 32
 # Where commands read the token: an argument would be in the shell's history and in the list of processes.
 TOKEN_VARIABLE = "IDEMPOTENCY_TOKEN"  # noqa: S105
-
-
-class NotAllowed(IdempotencyError):
-    """No token, a wrong or an expired one, or a role that may not do this. Nothing was changed, and it was noted."""
-
-
-class DiscardRefused(IdempotencyError):
-    """This dead letter cannot be discarded; the message says why. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)

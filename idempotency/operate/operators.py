@@ -22,15 +22,16 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..attempt import conclusions
-from ..attempt.conclusions import Concluded, Entry, PartBroken
+from ..attempt.conclusions import Concluded, Entry
 from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import (
+    ChangeRefused,
     EffectUnknown,
-    IdempotencyError,
     InvalidResult,
     OperationNotFound,
+    PartBroken,
     PermanentError,
     Unfinished,
     permanent_error,
@@ -49,10 +50,6 @@ from ..wire.message import Message
 
 # Enough for a sentence and a ticket number.
 REASON_LIMIT = 500
-
-
-class ChangeRefused(IdempotencyError):
-    """The change cannot be made; the message says why. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sqlalchemy import Connection, Row
 
-from ..errors import CallRefused, IdempotencyError, OperationNotFound
+from ..errors import BulkRefused, CallRefused, OperationNotFound, ReplayRefused
 from ..wire import keys
 from ..wire.delivery import NamesItsOperation
 from ..wire.keys import OperationId
@@ -135,14 +135,6 @@ FROM idempotency.dead_letters d, (SELECT clock_timestamp() - make_interval(days 
 GROUP BY consumer_service HAVING count(*) FILTER (WHERE status = 'open' OR failed_at >= since OR settled_at >= since) > 0
 ORDER BY 1
 """
-
-
-class ReplayRefused(IdempotencyError):
-    """This dead letter cannot be replayed; the message says why. Nothing was changed."""
-
-
-class BulkRefused(IdempotencyError):
-    """More dead letters than one command may change; the message names both numbers. Nothing was changed."""
 
 
 # ---------------------------------------------------------------- read

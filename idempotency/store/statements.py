@@ -18,6 +18,8 @@ from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from ..errors import NotConnected
+
 # read_only_sql_transaction: a standby after a failover, or a disk that is kept from filling up. psycopg counts it
 # among the internal errors; here it is a Postgres that is away, and comes back.
 READ_ONLY = "25006"
@@ -27,10 +29,6 @@ _CURSOR = "idempotency.cursor"
 PLACES = 6
 # Enough for a sentence; a record is not a log file.
 ERROR_LIMIT = 500
-
-
-class NotConnected(OperationalError):
-    """Postgres could not be reached, or had no connection left: nothing was asked."""
 
 
 class Wire(psycopg.Connection[Any]):

@@ -13,16 +13,12 @@ from celery import Celery
 from sqlalchemy import Row
 
 from ..application import runtime_of
-from ..errors import IdempotencyError
+from ..errors import MailRefused
 from ..settings import Settings
 from ..store import alarms, dead_letters
 
 DAYS = 7
 SMTP_TIMEOUT = 10.0
-
-
-class MailRefused(IdempotencyError):
-    """The report could not be mailed; the message says why, never with a password."""
 
 
 def text(rows: Sequence[Row[Any]], days: int = DAYS) -> str:

@@ -51,6 +51,7 @@ from ..errors import (
     PermanentError,
     RetriesExhausted,
     SettingsError,
+    Unanswered,
     UnsupportedControl,
 )
 from ..observe import metrics
@@ -63,7 +64,7 @@ from ..wire.delivery import Delivery
 from . import parking
 from .calls import KeyedTask
 from .deliveries import as_accepted, delivery_of
-from .waiting import Unanswered, Waiting
+from .waiting import Waiting
 
 T = TypeVar("T")
 # By name, as Celery names its parts: what it installs imports this module.

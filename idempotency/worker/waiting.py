@@ -17,7 +17,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import CallRefused, UnknownVersion
+from ..errors import CallRefused, Unanswered, UnknownVersion
 from ..observe import metrics
 from ..observe.logs import log
 from ..store.statements import describe
@@ -38,10 +38,6 @@ GLANCE = 0.2
 
 # Whether the worker shuts down; shared with the pool's processes, which are not told and inherit this page.
 _stopping = mmap.mmap(-1, 1)
-
-
-class Unanswered(Exception):
-    """Postgres has not answered for as long as this delivery may wait; the cause is the last error."""
 
 
 class Waiting:

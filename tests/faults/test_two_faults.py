@@ -12,8 +12,8 @@ import pytest
 import redis
 
 import services
+from idempotency.errors import ReplayRefused
 from idempotency.store import dead_letters
-from idempotency.store.dead_letters import ReplayRefused
 from tests.faults.conftest import SeenCell
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template  # noqa: F401
 from tests.faults.scene import PATIENCE, POINTS, Scene

@@ -20,9 +20,9 @@ from celery import Celery
 from sqlalchemy import Connection, text
 
 from idempotency.application import close_runtime
+from idempotency.errors import MailRefused
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import alerts, maintenance, reports
-from idempotency.upkeep.reports import MailRefused
 from tests.support import operations as op
 from tests.support.operations import at_once
 from tests.support.processes import eventually

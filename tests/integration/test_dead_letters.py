@@ -13,11 +13,10 @@ from sqlalchemy.exc import DataError
 
 from idempotency import IdempotentTask, PermanentError
 from idempotency.application import runtime_of
-from idempotency.errors import OperationNotFound
+from idempotency.errors import OperationNotFound, ReplayRefused
 from idempotency.store import dead_letters as letters
 from idempotency.store import ends
 from idempotency.store.answers import error_text
-from idempotency.store.dead_letters import ReplayRefused
 from idempotency.store.letters import store_failure, store_refusal
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId

@@ -11,9 +11,9 @@ from sqlalchemy import Connection, Engine, text
 from typing_extensions import TypedDict
 
 from idempotency import DidNotHappen, EffectUnknown, Happened, OperationFailed, PermanentError
-from idempotency.errors import InvalidResult
+from idempotency.errors import ChangeRefused, InvalidResult
 from idempotency.operate import operators
-from idempotency.operate.operators import Change, ChangeRefused
+from idempotency.operate.operators import Change
 from idempotency.wire.message import REVOKED_HEADER
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries

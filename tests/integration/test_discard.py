@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from idempotency.application import runtime_of
 from idempotency.cli.main import cli
-from idempotency.errors import IdempotencyError
+from idempotency.errors import DiscardRefused, IdempotencyError, NotAllowed
 from idempotency.operate import discards
-from idempotency.operate.discards import DiscardRefused, NotAllowed, Person
+from idempotency.operate.discards import Person
 from idempotency.operate.operators import Change
 from idempotency.store import dead_letters as letters
 from idempotency.upkeep import maintenance

@@ -21,12 +21,12 @@ from sqlalchemy.pool import NullPool
 import services
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
+from idempotency.errors import ReplayRefused
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer, consume_once
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters as letters
 from idempotency.store import ends
-from idempotency.store.dead_letters import ReplayRefused
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import MARKER_HEADER, Message
 from tests.support import bank as b

@@ -22,15 +22,16 @@ from idempotency import DidNotHappen, OperationId, PermanentError
 from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _each
 from idempotency.cli.main import cli
+from idempotency.errors import DiscardRefused, ReplayRefused
 from idempotency.letters import dead_letter_queue
 from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
 from idempotency.operate import discards, operators
-from idempotency.operate.discards import DiscardRefused, Person
+from idempotency.operate.discards import Person
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters, ends, sweeps
 from idempotency.store import lost as losing
-from idempotency.store.dead_letters import ReplayRefused, Selection
+from idempotency.store.dead_letters import Selection
 from idempotency.wire import keys
 from idempotency.wire.message import KEY_HEADER
 from tests.support import bank as b

@@ -21,8 +21,8 @@ from idempotency import (
     StillUnknown,
     Unfinished,
 )
+from idempotency.errors import ChangeRefused
 from idempotency.operate import operators
-from idempotency.operate.operators import ChangeRefused
 from idempotency.store import effects, ends, undelivered
 from idempotency.store.ends import FailedEnd
 from idempotency.store.undelivered import Dead, GivenUp

@@ -14,18 +14,8 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId
 from idempotency.application import runtime_of
-from idempotency.errors import InvalidResult, OperationNotFound
-from idempotency.operate.operators import (
-    Change,
-    ChangeRefused,
-    Shown,
-    audit,
-    cancel,
-    find,
-    read,
-    release,
-    resolve_effect,
-)
+from idempotency.errors import ChangeRefused, InvalidResult, OperationNotFound
+from idempotency.operate.operators import Change, Shown, audit, cancel, find, read, release, resolve_effect
 from idempotency.store import dead_letters as letters
 from idempotency.store import ends
 from tests.support import bank as b

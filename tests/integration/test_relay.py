@@ -15,7 +15,7 @@ from sqlalchemy import Connection, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
-from idempotency.broker.publisher import BrokerAway
+from idempotency.errors import BrokerAway
 from idempotency.observe import crash_points
 from idempotency.queues import quorum_queue
 from idempotency.relay.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed

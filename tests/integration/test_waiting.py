@@ -18,11 +18,12 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
 from idempotency.application import close_runtime
+from idempotency.errors import Unanswered
 from idempotency.observe import metrics
 from idempotency.store import dead_letters, outbox, statements
 from idempotency.wire.message import ETA_HEADER, ORIGIN_HEADER
 from idempotency.worker import waiting
-from idempotency.worker.waiting import Unanswered, Waiting
+from idempotency.worker.waiting import Waiting
 from tests.faults.clocks import Clock, can_be_built
 from tests.support import bank as app_module
 from tests.support.deliveries import Deliveries, Outcome

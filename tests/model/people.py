@@ -10,12 +10,11 @@ import pytest
 from hypothesis.stateful import precondition, rule
 
 from idempotency.attempt.effects import Happened
-from idempotency.errors import OperationNotFound
+from idempotency.errors import ChangeRefused, DiscardRefused, OperationNotFound, ReplayRefused
 from idempotency.operate import discards, operators
-from idempotency.operate.discards import DiscardRefused, Person
-from idempotency.operate.operators import Change, ChangeRefused, Shown
+from idempotency.operate.discards import Person
+from idempotency.operate.operators import Change, Shown
 from idempotency.store import claims, dead_letters
-from idempotency.store.dead_letters import ReplayRefused
 from idempotency.wire.keys import OperationId
 from tests.model.choices import fingerprint, nth, some_amount, some_id, which
 from tests.model.claims import Claims

@@ -10,11 +10,10 @@ from celery.exceptions import Reject
 from sqlalchemy.exc import OperationalError
 
 from idempotency.application import runtime_of
-from idempotency.errors import OperationNotFound
+from idempotency.errors import ChangeRefused, DiscardRefused, OperationNotFound, ReplayRefused
 from idempotency.operate import discards, operators
-from idempotency.operate.discards import DiscardRefused, Person
-from idempotency.operate.operators import Change, ChangeRefused
-from idempotency.store.dead_letters import ReplayRefused
+from idempotency.operate.discards import Person
+from idempotency.operate.operators import Change
 from tests.search import application
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 from tests.search.world import REFUND, World

@@ -18,12 +18,12 @@ import services
 from idempotency import IdempotentTask, OperationNotFound
 from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _chosen
-from idempotency.errors import IdempotencyError
+from idempotency.errors import BulkRefused, IdempotencyError, ReplayRefused
 from idempotency.letters.dead_letter_queue import DeadLetterConsumer
 from idempotency.observe import metrics
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store import dead_letters as letters
-from idempotency.store.dead_letters import BULK_LIMIT, BulkRefused, ReplayRefused, Selection
+from idempotency.store.dead_letters import BULK_LIMIT, Selection
 from idempotency.wire.message import KEY_HEADER
 from tests.integration.bad_inputs.cases import cases, nested
 from tests.integration.bad_inputs.failures import failed
