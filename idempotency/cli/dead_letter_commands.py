@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from ..application import runtime_of
 from ..checks import configuration
 from ..errors import IdempotencyError
-from ..letters.dead_letter_queue import DeadLetterConsumer, consume_once
+from ..letters.consumer import DeadLetterConsumer, consume_once
 from ..operate import discards, operators
 from ..operate.operators import Change
 from ..store import dead_letters

@@ -26,7 +26,7 @@ from ..checks.doctor import doctor as diagnose
 from ..checks.startup import refuse_to_start
 from ..environment import environment
 from ..errors import IdempotencyError, SettingsError
-from ..letters.dead_letter_queue import DeadLetterConsumer
+from ..letters.consumer import DeadLetterConsumer
 from ..observe import metrics
 from ..observe.logs import log
 from ..relay.reconcile import reconcile

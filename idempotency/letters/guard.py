@@ -27,7 +27,7 @@ from ..wire import message as task_message
 from ..wire.foreign_headers import read_any_time
 from ..wire.message import MARKER_HEADER
 from ..worker.task import IdempotentTask
-from . import dead_letter_queue
+from . import storing
 from .examine import examine
 
 Handler = Callable[[Message], object]
@@ -117,7 +117,7 @@ class Guard(bootsteps.StartStopStep):
                 reject(requeue=True)
                 return
             try:
-                dead_letter_queue.store(self._app, message)
+                storing.store(self._app, message)
             except Exception as error:
                 # Not stored, so not acknowledged: the broker hands it out again.
                 log.error("dead_letter_not_stored", error=type(error).__name__)

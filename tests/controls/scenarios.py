@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from idempotency import OperationNotFound, lookup
 from idempotency.application import runtime_of
 from idempotency.attempt.hints import lease_name
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
 from idempotency.upkeep.maintenance import recover
 from idempotency.wire.keys import OperationId

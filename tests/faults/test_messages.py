@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.queues import DELIVERY_LIMIT
 from idempotency.store.recover import SPARE_CLAIMS
 from idempotency.upkeep import maintenance

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from tests.faults.conftest import SeenCell
 from tests.faults.scene import PATIENCE, Scene
 from tests.support.processes import Processes, Worker, eventually

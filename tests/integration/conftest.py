@@ -11,7 +11,7 @@ from celery import Celery
 from sqlalchemy import Connection, Engine
 
 import services
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.relay import Relay
 from tests.support import tasks
 

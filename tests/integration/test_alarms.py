@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 from idempotency.application import settings_of
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import metrics
 from idempotency.relay.relay import Relay
 from idempotency.store.overview import looking

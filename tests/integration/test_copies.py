@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.reconcile import reconcile
 from idempotency.store import dead_letters, ends
 from idempotency.upkeep import maintenance

@@ -13,8 +13,9 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
-from idempotency.letters import dead_letter_queue
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters import consumer as consuming
+from idempotency.letters import storing
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import crash_points
 from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
@@ -363,9 +364,9 @@ def test_workers_of_two_releases_share_a_queue_and_every_operation_completes(
     outside: Any,
 ) -> None:
     """The older worker knows no `transfer`, and while the newer one works it gets, and refuses, most of them."""
-    monkeypatch.setattr(dead_letter_queue, "PUT_BACK_PAUSE", 0.05)
-    monkeypatch.setattr(dead_letter_queue, "PUT_BACK_CAP", 0.2)
-    monkeypatch.setattr(dead_letter_queue, "POLL", 0.05)
+    monkeypatch.setattr(storing, "PUT_BACK_PAUSE", 0.05)
+    monkeypatch.setattr(storing, "PUT_BACK_CAP", 0.2)
+    monkeypatch.setattr(consuming, "POLL", 0.05)
     accounts = [f"a{number}" for number in range(12)]
     older = processes.start("--concurrency", "1", app="tests.faults.older_code")
     newer = processes.start("--concurrency", "1")

@@ -22,7 +22,7 @@ import services
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
 from idempotency.errors import ReplayRefused
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer, consume_once
+from idempotency.letters.consumer import DeadLetterConsumer, consume_once
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters as letters

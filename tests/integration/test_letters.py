@@ -23,8 +23,9 @@ from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _each
 from idempotency.cli.main import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
-from idempotency.letters import dead_letter_queue
-from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
+from idempotency.letters import consumer as consuming
+from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.letters.storing import ON_FAILED_TRIES
 from idempotency.operate import discards, operators
 from idempotency.operate.discards import Person
 from idempotency.relay.reconcile import reconcile
@@ -384,7 +385,7 @@ def test_a_discarded_letter_settles_the_row_of_its_own_message_only(
 def test_the_letter_of_what_the_relay_could_not_handle_can_be_replayed(
     bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letter_queue, "HELD_PAUSE", 0.0)
+    monkeypatch.setattr(consuming, "HELD_PAUSE", 0.0)
     id = OperationId("default", b.deposit.name, "stuck")
     op.due(connection, id)
     accepted = keys.fingerprint({"account": "stuck"})

@@ -19,7 +19,7 @@ import services
 from idempotency import Defer, FingerprintMismatch, IdempotentTask, publish
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.hints import Hint
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import operators
 from idempotency.operate.operators import Change
 from idempotency.relay.reconcile import reconcile

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from idempotency import AttemptsExhausted, DidNotHappen, EffectUnknown, Operation, OperationId, PermanentError
 from idempotency.attempt import attempt
 from idempotency.attempt.attempt import ON_FAILED_TRIES
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import operators
 from tests.support import bank as b
 from tests.support import operations as op

@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, make_url, text
 
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.store import processes
 from idempotency.upkeep import alarms, presence
 from idempotency.upkeep.presence import LONGEST_TURN, SignOfLife, WorkerSign, sign_as_worker

@@ -14,8 +14,10 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from idempotency.letters import dead_letter_queue
-from idempotency.letters.dead_letter_queue import ON_FAILED_TRIES, DeadLetterConsumer
+from idempotency.letters import consumer as consuming
+from idempotency.letters import storing
+from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.letters.storing import ON_FAILED_TRIES
 from idempotency.queues import dead_letter_queues
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
@@ -46,7 +48,7 @@ STUCK = OperationId("default", b.deposit.name, "stuck")
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A letter that waits is tried again in each pass."""
-    monkeypatch.setattr(dead_letter_queue, "HELD_PAUSE", 0.0)
+    monkeypatch.setattr(consuming, "HELD_PAUSE", 0.0)
 
 
 def wait_for_a_lock_that_is_held(session: Session, operation: Any, error: Any) -> None:
@@ -106,7 +108,7 @@ def test_letters_that_wait_take_turns_with_new_ones(
     bury(bank, ["stuck"] * 7)
     consumer.run_once()
     assert tries(connection) == [1] * 7
-    monkeypatch.setattr(dead_letter_queue, "PASS", 0.0)  # over as soon as it has begun
+    monkeypatch.setattr(consuming, "PASS", 0.0)  # over as soon as it has begun
     bury(bank, ["a1", "a2"])
     assert consumer.run_once() == 1
     assert keys_of_letters(connection) == [("a1", "rejected")]
@@ -189,7 +191,7 @@ def test_an_on_failed_that_ends_its_process_is_counted(
     deadly = """
 import os
 from tests.support import bank
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 bank.app.tasks[bank.deposit.name].on_failed = lambda *_: os._exit(7)
 DeadLetterConsumer(bank.app).run_once()
 """
@@ -211,7 +213,7 @@ def test_a_record_that_is_locked_keeps_no_other_letter_waiting(
     impatient: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dead_letter_queue, "LOCK_PATIENCE", "20ms")
+    monkeypatch.setattr(storing, "LOCK_PATIENCE", "20ms")
     op.failed(connection, STUCK, fingerprint="v1:other")
     die(bank, consumer, body_of("stuck"))
     reject(bank, body_of("a1"), dead=2)
@@ -246,10 +248,10 @@ def test_the_first_try_waits_less_for_a_lock_than_later_ones(
 def test_more_letters_than_may_be_held_wait_and_others_go_on(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letter_queue, "FIRST_PATIENCE", "1ms")
-    monkeypatch.setattr(dead_letter_queue, "HELD_LIMIT", 3)
-    monkeypatch.setattr(dead_letter_queue, "HELD_PAUSE", 1e9)
-    monkeypatch.setattr(dead_letter_queue, "HELD_CAP", 1e9)
+    monkeypatch.setattr(consuming, "FIRST_PATIENCE", "1ms")
+    monkeypatch.setattr(consuming, "HELD_LIMIT", 3)
+    monkeypatch.setattr(consuming, "HELD_PAUSE", 1e9)
+    monkeypatch.setattr(consuming, "HELD_CAP", 1e9)
     accounts = [f"locked-{number}" for number in range(8)]
     for account in accounts:
         op.failed(connection, OperationId("default", b.deposit.name, account), fingerprint="v1:other")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from idempotency.letters import dead_letter_queue
+from idempotency.letters import storing
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
@@ -47,7 +47,7 @@ class Upkeep(Relays):
         headers = message.headers | ({"task": "tests.support.bank.gone"} if unknown else {})
         if number is not None or not unknown:
             self.accepted.add((id, fingerprint(id, amount)))
-        stored = dead_letter_queue.store(self.app, self.from_broker(message, headers))
+        stored = storing.store(self.app, self.from_broker(message, headers))
         letter = Letter(
             id,
             fingerprint(id, amount),

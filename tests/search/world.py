@@ -34,7 +34,7 @@ import idempotency.application as celery_application
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.effects import DidNotHappen, Happened
 from idempotency.attempt.runtime import Runtime
-from idempotency.letters import dead_letter_queue
+from idempotency.letters import storing
 from idempotency.observe import crash_points
 from idempotency.operate import operators
 from idempotency.operate.operators import Change, Shown
@@ -379,7 +379,7 @@ class World:
         self.elsewhere[current()] = ""
         try:
             message = envelope.message
-            letter = dead_letter_queue.store(
+            letter = storing.store(
                 application.app,
                 BrokerMessage(
                     body=message.body.encode(),

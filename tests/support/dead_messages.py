@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from celery import Celery
 
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from tests.support import bank as b
 from tests.support.processes import eventually
 

@@ -19,7 +19,7 @@ from idempotency import IdempotentTask, OperationNotFound
 from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _chosen
 from idempotency.errors import BulkRefused, IdempotencyError, ReplayRefused
-from idempotency.letters.dead_letter_queue import DeadLetterConsumer
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import metrics
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store import dead_letters as letters

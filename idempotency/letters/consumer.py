@@ -1,0 +1,219 @@
+"""The dead-letter queue's consumer: what the broker gave up is stored as a dead letter, and its operation ends.
+
+The letter and the failed record are one commit, and only after it the message is acknowledged: a crash in between
+hands the message out again, which makes no second row. An operation that a living holder has, or that has ended, needs
+no letter: the message was a duplicate. What was rejected without a visible defect (a worker from before a deploy, say)
+comes back for a while before its operation ends. Any number of consumers at once; they run inside the relay.
+
+A message comes from anywhere, so its headers may hold anything. Whatever goes wrong with one message, it is held
+unacknowledged for another try while others go on.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from amqp.exceptions import AccessRefused, AMQPError, PreconditionFailed
+from celery import Celery
+from kombu import Connection as BrokerConnection
+from kombu import Message as BrokerMessage
+from kombu.exceptions import KombuError
+from kombu.serialization import prepare_accept_content
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..application import runtime_of
+from ..errors import SettingsError
+from ..observe.crash_points import crash_point
+from ..observe.logs import log
+from ..queues import dead_letter_queues
+from ..store.statements import describe
+from ..wire.foreign_headers import read_any_time
+from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
+
+# How often an empty queue is asked.
+POLL = 1.0
+# Messages per pass.
+BATCH = 200
+# Seconds after which a pass begins no further letter, so that the relay's sign of life and stop are looked at. Letters
+# that are tried again get half of it, and at least one of each kind has its turn.
+PASS = 5.0
+# How long a letter waits for one lock: those behind it wait too, and most meet no lock that lasts.
+FIRST_PATIENCE = "500ms"
+# A letter that could not be stored although Postgres answers (a lock, say) is left unacknowledged while others go on.
+# It is tried again in the next pass, then after so many seconds, and after twice as many each further time, up to the
+# second number: a lock that was held for a day costs minutes more.
+HELD_PAUSE = 5.0
+HELD_CAP = 600.0
+# So many are kept in memory. Beyond them the one held longest is parked: it stays unacknowledged too, but only its number
+# is kept. Returned to the queue it would come first again (RabbitMQ 3), and no letter behind it would be looked at. What
+# is parked returns once the queue is empty: a batch at a time, or this few while as many are held as may be.
+HELD_LIMIT = 2_000
+PARKED_TRIES = 20
+# Beyond so many unacknowledged letters no new ones are taken; the broker keeps an entry for each.
+PARKED_LIMIT = 100_000
+
+
+@dataclass(slots=True, eq=False)
+class _Taken:
+    """A message that is not acknowledged yet."""
+
+    message: BrokerMessage
+    due: float = 0.0  # by time.monotonic()
+    tries: int = 0
+    surprises: int = 0  # of these tries, those that neither Postgres nor a lock can be blamed for
+
+
+class DeadLetterConsumer:
+    """`run()` around `run_once()`, with a connection to the broker of its own."""
+
+    def __init__(self, app: Celery) -> None:
+        app.loader.import_default_modules()
+        app.finalize()
+        read_any_time()
+        self._app = app
+        self._broker: BrokerConnection | None = None
+        self._channel: Any = None
+        self._held: list[_Taken] = []
+        # delivery tags
+        self._parked: list[Any] = []
+        # what the last outage of Postgres interrupted: not a try that counts
+        self._interrupted: set[str] = set()
+
+    def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
+        """Consume until `stop` is set. `periodic` is called between passes, whether the broker is there or not."""
+        while not stop.is_set():
+            taken = 0
+            try:
+                periodic()
+                taken = self.run_once()
+            except OperationalError as error:
+                self.close()
+                log.warning("postgres_unavailable", error=type(error.orig).__name__)
+            except _BROKER_ERRORS as error:
+                self.close()
+                log.warning("broker_unavailable", error=type(error).__name__)
+            except Exception:  # one surprise must not end the thread
+                self.close()
+                log.exception("dead_letter_pass_failed")
+            if not taken:
+                stop.wait(POLL)
+        self.close()
+
+    def run_once(self, *, limit: int = BATCH) -> int:
+        """Take messages until the queues are empty or `PASS` is over; returns how many, those held for later included.
+
+        Brokers other than AMQP keep no dead letters. A letter that cannot be stored now keeps none of the others
+        waiting: it stays unacknowledged until its next try.
+        """
+        if self._app.connection_for_read().transport.driver_type != "amqp":
+            return 0
+        with runtime_of(self._app).autocommit() as connection:
+            # Nothing is taken while Postgres is away: each return to the queue counts towards a delivery limit.
+            connection.exec_driver_sql("SELECT 1")
+        channel, taken, began = self._connect(), 0, time.monotonic()
+        accept = prepare_accept_content(["json"])
+        for again in sorted((held for held in self._held if held.due <= began), key=lambda held: held.due):
+            self._held.remove(again)
+            self._settle(again)
+            if time.monotonic() - began >= PASS / 2:
+                break
+        queues = dead_letter_queues(self._app.amqp.queues.values())
+        while queues and taken < limit and len(self._parked) < PARKED_LIMIT:
+            if taken and time.monotonic() - began >= PASS:
+                break
+            for queue in list(queues):  # in turns: a long one does not keep the next one waiting
+                if (raw := channel.basic_get(queue.name, no_ack=False)) is None:
+                    queues.remove(queue)
+                    continue
+                message = channel.message_to_python(raw)
+                message.accept = accept
+                taken += 1
+                self._settle(_Taken(message))
+        if not taken:
+            self._unpark()
+        return taken
+
+    def _settle(self, taken: _Taken) -> None:
+        try:
+            if taken.surprises < ON_FAILED_TRIES:
+                patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
+                store(self._app, taken.message, self._interrupted, patience=patience)
+            else:
+                store_unhandled(self._app, taken.message)
+        except Exception as error:
+            with runtime_of(self._app).autocommit() as connection:
+                connection.exec_driver_sql("SELECT 1")  # raises when Postgres is away: no letter is to blame
+            taken.surprises += not isinstance(error, _NOT_THE_LETTERS)
+            self._hold(taken, error)
+        else:
+            crash_point("dead_letter.stored")
+            taken.message.ack()
+
+    def _hold(self, taken: _Taken, error: Exception) -> None:
+        pause = HELD_PAUSE * 2 ** min(taken.tries - 1, 20) if taken.tries else 0.0
+        taken.due = time.monotonic() + min(pause, HELD_CAP)
+        taken.tries += 1
+        self._held.append(taken)
+        if len(self._held) > HELD_LIMIT:
+            self._parked.append(self._held.pop(0).message.delivery_tag)
+        if isinstance(error, _NOT_THE_LETTERS):
+            log.warning("dead_letter_waits", error=describe(error), times=taken.tries)
+        else:
+            # not the error's text, which may quote the message
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+            log.error("dead_letter_not_handled", error=type(error).__name__, at=at, times=taken.tries)
+
+    def _unpark(self) -> None:
+        returning = self._parked[: BATCH if len(self._held) < HELD_LIMIT else PARKED_TRIES]
+        for tag in returning:
+            self._channel.basic_reject(tag, requeue=True)
+        del self._parked[: len(returning)]
+
+    def close(self) -> None:
+        """Drop the connection; what was taken and not acknowledged goes back to its queue."""
+        broker, self._broker, self._channel = self._broker, None, None
+        self._held, self._parked = [], []
+        if broker is not None:
+            broker.collect()
+
+    def _connect(self) -> Any:
+        if self._channel is None:
+            self._broker = self._app.connection_for_read(connect_timeout=5)
+            self._broker.connect()
+            channel = self._broker.channel()
+            for queue in dead_letter_queues(self._app.amqp.queues.values()):
+                try:
+                    queue(channel).declare()
+                except (PreconditionFailed, AccessRefused) as error:
+                    # declared otherwise by somebody else: it is there, which is all that a consumer needs
+                    log.warning("dead_letter_queue_differs", queue=queue.name, error=type(error).__name__)
+                    channel = self._broker.channel()
+            self._channel = channel
+        return self._channel
+
+
+def consume_once(app: Celery) -> int:
+    """Go through the dead-letter queues until they are empty; returns how many messages were taken.
+
+    What could not be stored now is back in its queue afterwards, and counted too.
+    """
+    consumer, total = DeadLetterConsumer(app), 0
+    try:
+        while taken := consumer.run_once():
+            total += taken
+    finally:
+        consumer.close()
+    return total
+
+
+# What may be wrong with the database or with the set-up, but never with one letter.
+_NOT_THE_LETTERS = (OperationalError, PoolTimeout, SettingsError)
+_BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)

@@ -1,0 +1,193 @@
+"""A dead message as the letter that is stored, and which operation it was to deliver."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from celery import Celery
+from kombu import Message as BrokerMessage
+
+from ..application import runtime_of
+from ..errors import CallRefused
+from ..store import letters
+from ..store.answers import error_text
+from ..store.letters import BrokerLetter
+from ..store.undelivered import Dead
+from ..wire import keys
+from ..wire.keys import OperationId
+from ..wire.message import (
+    FINGERPRINT_HEADER,
+    GENERATION_HEADER,
+    KEY_HEADER,
+    MARKS,
+    OUTBOX_HEADER,
+    TENANT_HEADER,
+    Message,
+)
+from ..worker.task import IdempotentTask
+from .examine import Examined
+
+# Nothing is wrong with such a message that can be seen: a worker of another version has met it, perhaps.
+PERHAPS_A_DEPLOY = (
+    "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key",
+)  # fmt: skip
+# What the letter says in a sentence; the word itself is its reason.
+EXPLANATIONS = {
+    "content_type": "a content type that is not accepted; it was not decoded",
+    "undecodable": "the body could not be decoded",
+    "envelope": "the body is not a task's [args, kwargs, embed]",
+    "protocol": "task message protocol 1 is not accepted",
+    "missing_task": "no header 'task'",
+    "missing_id": "no header 'id'",
+    "unknown_task": "no task of this name is registered",
+    "unknown_version": "made by newer code than this",
+    "invalid_header": "eta or expires is not a time, or timelimit no pair of seconds",
+    "missing_key": "no idempotency key: no header, and the task has no key template",
+    "invalid_key": "the idempotency key breaks a rule",
+    "invalid_arguments": "the arguments do not fit the task, or are not JSON",
+    "expired": "past its expires",
+    "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
+    "maxlen": "the queue was full",
+    "rejected": "rejected by the worker",
+    "unhandled": "the relay could not handle it; its operation was not touched",
+    "fingerprint_mismatch": "this idempotency key was used with other arguments",
+}
+# Bodies that are not text are stored as base64; their headers say so.
+BODY_HEADER = "idempotency-body"
+# What belonged to that delivery alone; with its `expires` a replay would be refused again.
+_NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
+# As long as a name may be in a table and on a screen.
+TEXT_LIMIT = 255
+
+
+def dead_of(
+    app: Celery, message: BrokerMessage, examined: Examined, fingerprints: list[str], letter: BrokerLetter
+) -> Dead | None:
+    """The operation that a dead message names: by its task, or by its own headers where the task is not known here."""
+    headers = message.headers
+    id = examined.id
+    if id is None and letter.reason in PERHAPS_A_DEPLOY:  # newer code may have made it: its headers name the operation
+        given = headers.get(FINGERPRINT_HEADER)
+        tenant = headers.get(TENANT_HEADER, runtime_of(app).settings.tenant)
+        try:
+            # the same rules hold for a fingerprint: short, printable
+            fingerprints = [keys.check_key(given, field="fingerprint")]
+            operation = keys.check_key(headers.get("task"), field="task")
+            id = OperationId(keys.check_key(tenant), operation, keys.check_key(headers.get(KEY_HEADER)))
+        except CallRefused:
+            return None  # no message of ours
+        if keys.fingerprint_version(given) is None or not body_of(message.body)[1]:
+            return None
+    if id is None or not fingerprints:
+        return None
+    generation = headers.get(GENERATION_HEADER)
+    return Dead(
+        id,
+        fingerprints[0],
+        fingerprints[1:],
+        event_id=letter.event_id,
+        generation=generation if type(generation) is int else None,
+        message=letter.payload,
+        queue=letter.queue or "",
+    )
+
+
+def letter_of(
+    app: Celery, message: BrokerMessage, headers: Mapping[str, Any], reason: str, id: OperationId | None
+) -> BrokerLetter:
+    delivery = message.delivery_info or {}
+    queue = headers.get("x-first-death-queue")
+    if not isinstance(queue, str) or not queue:
+        queue = delivery.get("routing_key")
+    own = {name: value for name, value in headers.items() if not name.startswith("x-") and name not in _NOT_REPLAYED}
+    body, is_text = body_of(message.body)
+    properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
+    payload = Message(json.loads(letters.headers_text(own)), body, _route(app, headers, delivery), properties)
+    stored = dict(headers) | {"content-type": message.content_type, "content-encoding": message.content_encoding}
+    if not is_text:
+        stored[BODY_HEADER] = "base64"
+    return BrokerLetter(
+        event_id=shown(headers.get(OUTBOX_HEADER)),
+        tenant=id.tenant if id else shown(headers.get(TENANT_HEADER)),
+        operation=id.operation if id else None,
+        key=id.key if id else shown(headers.get(KEY_HEADER)),
+        generation=None,
+        fingerprint=None,
+        queue=shown(queue),
+        task=shown(headers.get("task")),
+        service=runtime_of(app).settings.service,
+        reason=reason,
+        first_error=None,
+        last_error=error_text(reason, EXPLANATIONS[reason]),
+        attempts=0,
+        headers=letters.headers_text(stored),
+        payload=payload.to_text(),
+        digest=_digest(headers, message.body, queue),
+    )
+
+
+def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
+    """Whether this is a tick of beat's, say, that nobody took in time: the next one does its work.
+
+    Celery gives a message with `expires` a time to live in the broker, too. A plain task promises nothing beyond it;
+    an accepted operation is never just dropped.
+    """
+    task = app.tasks.get(name) if isinstance(name := message.headers.get("task"), str) else None
+    is_plain = task is not None and not isinstance(task, IdempotentTask)
+    return is_plain and message.headers.get("x-first-death-reason") == "expired"
+
+
+def reason_of(message: BrokerMessage, examined: Examined) -> str:
+    death = message.headers.get("x-first-death-reason")
+    if death in ("delivery_limit", "maxlen"):
+        return str(death)
+    # "expired" in the broker is a message's time to live; in a message it is Celery's `expires`
+    return examined.reason or ("expired" if death == "expired" else "rejected")
+
+
+def _route(app: Celery, headers: Mapping[str, Any], delivery: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a replay goes: the queue it died in, or its first exchange and routing key."""
+    queue = headers.get("x-first-death-queue")
+    if isinstance(queue, str) and queue in app.amqp.queues:
+        return {"queue": queue}
+    exchange, routing_key = delivery.get("exchange"), delivery.get("routing_key")
+    match headers.get("x-death"):
+        case [*_, {"exchange": str(first_exchange), "routing-keys": [str(first_key), *_]}]:
+            exchange, routing_key = first_exchange, first_key
+    return {"exchange": shown(exchange) or "", "routing_key": shown(routing_key) or ""}
+
+
+def body_of(body: Any) -> tuple[str, bool]:
+    """The body as text, and whether it is one; a NUL is none for Postgres."""
+    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return base64.b64encode(raw).decode("ascii"), False
+    return text, True
+
+
+def _digest(headers: Mapping[str, Any], body: Any, queue: object) -> str:
+    """What makes two hand-outs of one dead message the same; the broker's own notes on it do not count."""
+    own = {name: value for name, value in headers.items() if not name.startswith("x-")}
+    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
+    head = json.dumps([own, queue], sort_keys=True, default=str)
+    return hashlib.sha256(head.encode() + b"\0" + raw).hexdigest()
+
+
+def shown(value: object) -> str | None:
+    """A header as a column takes it: text, no NUL, no lone surrogate, not too long."""
+    if value is None:
+        return None
+    return str(value).encode("utf-8", "replace").decode().replace("\0", "\ufffd")[:TEXT_LIMIT]
+
+
+def refused(letter: BrokerLetter, generation: int) -> BrokerLetter:
+    reason = "fingerprint_mismatch"
+    error = error_text(reason, EXPLANATIONS[reason])
+    return replace(letter, reason=reason, generation=generation, last_error=error)

@@ -1,0 +1,268 @@
+"""Storing a dead message: the letter and the end of its operation are one commit, or the message comes back for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from celery import Celery
+from kombu import Message as BrokerMessage
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.orm import Session
+
+from ..application import runtime_of
+from ..attempt import conclusions
+from ..attempt.policy import Policy
+from ..attempt.runtime import Runtime
+from ..errors import CallRefused, PartBroken, PermanentError, UnknownVersion
+from ..observe import metrics
+from ..observe.logs import log
+from ..store import claims, ends, letters, undelivered
+from ..store.answers import Busy, Changed, Mismatch
+from ..store.ends import FailedEnd
+from ..store.letters import BrokerLetter
+from ..store.statements import describe
+from ..store.undelivered import Dead, GivenUp, PutBack
+from ..wire import keys
+from ..wire.keys import OperationId
+from ..wire.message import (
+    FINGERPRINT_HEADER,
+    MARKER_HEADER,
+)
+from .examine import Examined, examine
+from .letter import (
+    EXPLANATIONS,
+    PERHAPS_A_DEPLOY,
+    body_of,
+    dead_of,
+    letter_of,
+    reason_of,
+    refused,
+    shown,
+    was_allowed_to_expire,
+)
+
+# How long a letter waits for one lock when it is tried again; those behind it wait too.
+LOCK_PATIENCE = "3s"
+# How often a letter's `on_failed` may fail for lack of a lock, or end its process, and how often the handling of a
+# letter may fail for a reason that is not known here: with the pauses above, five minutes.
+ON_FAILED_TRIES = 8
+# What no worker took comes back after so many seconds, doubling up to the second number: within a minute of a deploy.
+PUT_BACK_PAUSE = 1.0
+PUT_BACK_CAP = 60.0
+
+
+def store(
+    app: Celery, message: BrokerMessage, interrupted: set[str] | None = None, *, patience: str = LOCK_PATIENCE
+) -> int | None:
+    """Store a message that no worker will run, and end its operation, in one transaction.
+
+    Returns the dead letter's id; None when there was nothing to store: it is stored already, or a duplicate of an
+    operation that has ended, that is started, or that something else will deliver; or it was put back, since nothing
+    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted`
+    collects the digests of letters that an outage of Postgres interrupted; `patience` is how long each lock is waited
+    for, as Postgres reads it. Raises `OperationalError`: later.
+    """
+    if MARKER_HEADER in message.headers:
+        return None  # of reconcile's: it brings nothing, and another one follows
+    if was_allowed_to_expire(app, message):
+        log.info("expired", task=shown(message.headers.get("task")))
+        return None
+    examined = examine(app, message)
+    fingerprints: list[str] = []
+    if examined.id is not None:
+        try:
+            fingerprints = keys.fingerprints(examined.arguments, message.headers.get(FINGERPRINT_HEADER))
+            fingerprints = _as_accepted(app, message, examined.id, fingerprints)
+        except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
+            examined = Examined("invalid_arguments", examined.task)
+    letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id)
+    dead = dead_of(app, message, examined, fingerprints, letter)
+    try:
+        if dead is not None and letter.reason in PERHAPS_A_DEPLOY and _came_back(app, dead, letter, patience):
+            return None
+        if dead is None or examined.task is None or examined.id is None:
+            stored = _store_alone(app, letter, patience)
+        else:
+            stored = _give_up(app, examined.task, dead, examined.arguments, letter, interrupted, patience)
+    except OperationalError:
+        raise  # Postgres is away, or a lock timed out: later
+    except UnknownVersion:
+        stored = _store_alone(app, letter, patience)
+    except DBAPIError as error:
+        # The record cannot take it; the letter must not be lost for that.
+        log.error("give_up_failed", reason=letter.reason, task=letter.task, error=describe(error))
+        stored = _store_alone(app, letter, patience)
+    log.warning(
+        "dead_letter" if stored is not None else "dead_letter_duplicate",
+        letter=stored,
+        reason=letter.reason,
+        task=letter.task,
+        key=letter.key,
+        queue=letter.queue,
+    )
+    return stored
+
+
+def store_unhandled(app: Celery, message: BrokerMessage) -> None:
+    """Store a message raw, without a look at its operation: its body, and of its headers what is text or a number."""
+    plain = {name: value for name, value in message.headers.items() if isinstance(value, str | int)}
+    letter = letter_of(app, message, plain, "unhandled", None)
+    stored = _store_alone(app, letter, LOCK_PATIENCE)
+    log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.task, queue=letter.queue)
+
+
+def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed: list[str]) -> list[str]:
+    """The fingerprints of a message, first the one it was accepted under: a deploy may have renamed parameters since."""
+    given = message.headers.get(FINGERPRINT_HEADER)
+    if given in computed or not keys.is_fingerprint(given):
+        return computed
+    with runtime_of(app).autocommit() as connection:
+        accepted = claims.is_accepted(connection, id, str(given), body_of(message.body)[0])
+    return [str(given), *computed] if accepted else computed
+
+
+def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None:
+    with runtime_of(app).engine.begin() as connection:
+        _wait_at_most(connection, patience)
+        letters.forget_tries(connection, letter.digest)
+        return letters.store_message(connection, letter)
+
+
+def _wait_at_most(connection: Connection, patience: str) -> None:
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{patience}'")
+
+
+def _came_back(app: Celery, dead: Dead, letter: BrokerLetter, patience: str) -> bool:
+    """Put a message back that a worker of another version may have refused; or count it as a duplicate.
+
+    False: it has come back for the time of grace, and is to be stored.
+    """
+    runtime = runtime_of(app)
+    if runtime.settings.unknown_task_grace == 0:
+        return False
+    with runtime.engine.begin() as connection:
+        _wait_at_most(connection, patience)
+        answer = undelivered.put_back(
+            connection, dead, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=runtime.settings.unknown_task_grace
+        )
+        if answer is PutBack.COPY:
+            undelivered.count_copy(connection, dead)
+    log.warning("dead_message", answer=answer.value, reason=letter.reason, task=letter.task, key=letter.key)
+    return answer is not PutBack.OVER
+
+
+def _give_up(
+    app: Celery,
+    task: Any,
+    dead: Dead,
+    arguments: Mapping[str, Any],
+    letter: BrokerLetter,
+    interrupted: set[str] | None,
+    patience: str,
+) -> int | None:
+    letter = replace(letter, fingerprint=dead.fingerprint)
+    end = FailedEnd(letter.reason, letter.last_error)
+    try:
+        return _end(app, task, dead, arguments, letter, end, interrupted, patience)
+    except PartBroken as broken:
+        return _end(app, task, dead, arguments, letter, end, interrupted, patience, skip=str(broken))
+
+
+def _end(
+    app: Celery,
+    task: Any,
+    dead: Dead,
+    arguments: Mapping[str, Any],
+    letter: BrokerLetter,
+    end: FailedEnd,
+    interrupted: set[str] | None,
+    patience: str,
+    *,
+    skip: str | None = None,
+) -> int | None:
+    runtime = runtime_of(app)
+    settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
+    while True:
+        with _noting_outages(runtime, letter, interrupted) as session:
+            connection = session.connection()
+            _wait_at_most(connection, patience)
+            answer = undelivered.give_up(
+                connection,
+                dead,
+                end=end,
+                retention=policy.retention_failed,
+                lease=settings.lease,
+            )
+            stored: int | None = None
+            concluded: conclusions.Concluded | None = None
+            match answer:
+                case GivenUp() as ended:
+                    has_part = policy.on_failed is not None or conclusions.has_undo(ended.effects)
+                    if skip is None and has_part and not _may_try(runtime, letter, interrupted):
+                        skip = "it has ended its process too often"
+                    concluded = conclusions.conclude(
+                        connection,
+                        id,
+                        PermanentError(EXPLANATIONS[letter.reason], letter.reason),
+                        entries=ended.effects,
+                        arguments=arguments,
+                        attempts=ended.attempts,
+                        on_failed=policy.on_failed,
+                        skip=skip,
+                    )
+                    if concluded.end != end:
+                        ends.conclude(connection, id, concluded.end, fence=ended.fence)
+                    letter = replace(
+                        letter,
+                        reason=concluded.reason if skip is None else "on_failed_error",
+                        last_error=concluded.end.error,
+                        generation=ended.generation,
+                        fingerprint=ended.fingerprint,
+                        attempts=ended.attempts,
+                        first_error=ended.first_error,
+                    )
+                    stored = letters.store_end(connection, letter)
+                case Mismatch(generation):
+                    stored = letters.store_message(connection, refused(letter, generation))
+                case Busy():
+                    undelivered.count_copy(connection, dead)
+                case Changed():
+                    continue
+            letters.forget_tries(connection, letter.digest)
+            session.commit()
+            if concluded is not None:
+                metrics.count_failed(id.operation, concluded.error.code)
+            return stored
+
+
+def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> bool:
+    """Whether the application's part (undos, `on_failed`) is to be run once more for this letter."""
+    counts = True
+    if interrupted and letter.digest in interrupted:
+        interrupted.discard(letter.digest)
+        counts = False
+    with runtime.autocommit() as connection:
+        tries = letters.count_try(connection, letter.digest, counts=counts)
+    if tries > ON_FAILED_TRIES:
+        log.error("on_failed_error", operation=letter.operation, key=letter.key, tries=tries - 1)
+    return tries <= ON_FAILED_TRIES
+
+
+@contextmanager
+def _noting_outages(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> Iterator[Session]:
+    """The session in which a letter is stored. An outage that ends it is noted: the letter is not to blame."""
+    with Session(runtime.engine) as session:
+        connection = session.connection()
+        try:
+            yield session
+        except OperationalError:
+            if connection.invalidated and interrupted is not None:
+                interrupted.add(letter.digest)
+            raise
+
+
+# ---------------------------------------------------------------- from a message to a letter
