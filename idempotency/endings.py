@@ -111,8 +111,9 @@ def end_for(error: BaseException, attempt: Attempt) -> Ending:
         delay = random.uniform(0.0, settings.lease)
         return Release(delay, cause, Retry(exc=cause, when=delay), give_back=True)
     if isinstance(cause, NotConnected | PoolTimeout) and attempt.claim.age + settings.lease <= settings.defer_budget:
-        # Claims keep their connections when Postgres, or the pool, has none left for bodies.
-        delay = random.uniform(0.0, settings.lease)
+        # Claims keep their connections when Postgres, or the pool, has none left for bodies. A restart is soon over, and a
+        # shortage may last: about as long as the operation has waited already, up to a lease.
+        delay = random.uniform(0.0, min(settings.lease, max(settings.retry_base, attempt.claim.age)))
         return Release(delay, cause, Retry(exc=cause, when=delay), give_back=True)
     if attempts == policy.max_attempts and conclusions.has_acted(attempt.claim.effects):
         # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.
