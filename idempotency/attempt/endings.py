@@ -108,8 +108,10 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         # Another's lock is not this operation's fault: a frozen holder keeps it for several leases.
         return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
     if isinstance(cause, NotConnected | PoolTimeout) and claim.age + settings.lease <= settings.defer_budget:
-        # Claims keep their connections when Postgres, or the pool, has none left for bodies.
-        return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
+        # Claims keep their connections when Postgres, or the pool, has none left for bodies. A restart is soon over, and a
+        # shortage may last: about as long as the operation has waited already, up to a lease.
+        longest = min(settings.lease, max(settings.retry_base, claim.age))
+        return Release(claim, random.uniform(0.0, longest), cause, give_back=True)
     if claim.attempts == policy.max_attempts and conclusions.has_acted(claim.effects):
         # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.
         return Release(claim, 0.0, cause)

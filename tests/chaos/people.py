@@ -33,8 +33,6 @@ from tests.chaos import provider
 PAUSE = 0.25
 # Of the commands: given a second time, exactly as before.
 REPEATED = 0.3
-# Of a person's words on effects: with them the operation is not to go on.
-ENDS = 0.5
 # How often each is drawn. Discarding ends what could go on, so it is rare.
 WEIGHTS = {"release": 3, "cancel": 3, "revoke": 2, "replay": 4, "resolve": 8, "discard": 1}
 ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
@@ -140,7 +138,9 @@ class People:
             return
         outcome = Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
         shown = self._shown(OperationId(found.tenant, found.operation, found.key))
-        end = self._chance.random() < ENDS
+        # whichever was given less often, so that a short run has seen both
+        ended, gone_on = self.done["resolve and end"], self.done["resolve"]
+        end = self._chance.random() < 0.5 if ended == gone_on else ended < gone_on
         self._give(
             "resolve and end" if end else "resolve",
             lambda change: operators.resolve_effect(self._app, shown, found.name, outcome, change, end=end),

@@ -179,9 +179,13 @@ class People(Claims):
                 row.settled = True
 
     def _is_the_last_way_on(self, letter: Letter) -> bool:
-        """Of its own request, which is running, or which no row will deliver."""
+        """Of its own request, over an effect of unknown outcome, or which is running, or which no row will deliver."""
         record = None if letter.id is None else self.records.get(letter.id)
-        if record is None or record.has_ended or letter.fingerprint not in (None, record.fingerprint):
+        if record is None or letter.fingerprint not in (None, record.fingerprint):
+            return False
+        if record.outside("begun"):
+            return True
+        if record.has_ended:
             return False
         request = (letter.id, record.fingerprint)
         waiting = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
