@@ -109,7 +109,7 @@ def test_one_record_that_is_refused_stops_no_bulk_replay(
 
 @pytest.fixture
 def crowded(bank: Celery, engine: Engine, database: str) -> Iterator[Engine]:
-    """The application under a role that may have two connections; whoever takes one by this engine fills Postgres."""
+    """The application, under a role limited to two connections; a connection of this engine takes the last one."""
     role = f"app_{uuid4().hex[:8]}"
     with engine.connect() as connection:
         owner = connection.execute(text("SELECT current_user")).scalar_one()
@@ -258,7 +258,7 @@ def test_a_session_cannot_be_set_to_autocommit(
     assert entries("a1") == 0
 
 
-# In a process of its own, because the application reads its addresses when it is imported.
+# In a separate process, because the application reads its addresses when it is imported.
 TWO_KEYS = """
 import json
 import threading
