@@ -71,7 +71,7 @@ class Notification(Base):
 
 
 class SupportCase(Base):
-    """A payment that failed or whose outcome was unknown, for somebody to look at; `code` says what became of it."""
+    """A payment that failed or whose outcome was unknown, for support to look at; `code` says what became of it."""
 
     __tablename__ = "support_cases"
 

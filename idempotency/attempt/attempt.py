@@ -218,7 +218,7 @@ class Attempt:
                 try:
                     effects.ask(self, call)
                 except (LeaseLost, DBAPIError, PoolTimeout, SoftTimeLimitExceeded):
-                    raise  # nobody was asked
+                    raise  # the provider was not asked
                 except Exception as unanswered:
                     log.warning("reconcile_failed", effect=name, error=type(unanswered).__name__, **self._names())
 

@@ -193,7 +193,7 @@ class DeadLetterConsumer:
                 try:
                     queue(channel).declare()
                 except (PreconditionFailed, AccessRefused) as error:
-                    # declared otherwise by somebody else: it is there, which is all that a consumer needs
+                    # declared with other arguments: it exists, which is all that a consumer needs
                     log.warning("dead_letter_queue_differs", queue=queue.name, error=type(error).__name__)
                     channel = self._broker.channel()
             self._channel = channel

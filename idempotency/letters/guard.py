@@ -64,7 +64,7 @@ class Guard(bootsteps.StartStopStep):
                 for queue in dead_letter_queues(self._app.amqp.queues.values()):
                     queue(channel).declare()
         except consumer.channel_errors as error:
-            # declared otherwise by somebody else; it is there, which is all that a worker needs
+            # declared with other arguments; it exists, which is all that a worker needs
             log.warning("dead_letter_queue_differs", error=type(error).__name__)
 
     def _guarded(self, handle: Handler) -> Handler:

@@ -179,7 +179,7 @@ class People(Claims):
                 row.settled = True
 
     def _is_the_last_way_on(self, letter: Letter) -> bool:
-        """Of its own request, over an effect of unknown outcome, or which is running, or which no row will deliver."""
+        """Whether its request has an effect of unknown outcome, is running, or has no row that will deliver it."""
         record = None if letter.id is None else self.records.get(letter.id)
         if record is None or letter.fingerprint not in (None, record.fingerprint):
             return False
