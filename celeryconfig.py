@@ -97,7 +97,7 @@ _sweep = float(globals().get("idempotency_sweep", Settings.model_fields["sweep"]
 beat_schedule = {
     # A tick that nobody took in time is not worth taking: the next one does its work.
     "recover": {"task": "maintenance.recover", "schedule": _sweep, "options": {"expires": _sweep}},
-    "reconcile": {"task": "maintenance.reconcile", "schedule": _sweep, "options": {"expires": _sweep}},
+    "resend": {"task": "maintenance.resend", "schedule": _sweep, "options": {"expires": _sweep}},
     "purge": {"task": "maintenance.purge", "schedule": 600.0, "options": {"expires": 600.0}},
     "alert": {"task": "maintenance.alert", "schedule": _sweep, "options": {"expires": _sweep}},
     # Asked for every hour, sent once a week: a beat that was down on Monday morning makes up for it.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 console = Console()
 
 
-BENCHMARKS = ("unique", "relay", "latency", "ordering", "reconcile", "backlog")
+BENCHMARKS = ("unique", "relay", "latency", "ordering", "resend", "backlog")
 # Not a comparison with plain Celery, and long: only when it is asked for.
 LIFE = "life"
 
@@ -56,7 +56,7 @@ def main(
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
         # the application reads the environment on import
-        from . import backlog, latency, life, ordering, reconcile, relay, unique
+        from . import backlog, latency, life, ordering, relay, resend, unique
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -79,10 +79,10 @@ def main(
             keyed = ordering.measure(engine, rounds=rounds, messages=messages)
             figures = {"one key": keyed.alone, f"beside {ordering.BLOCKED} blocked rows": keyed.beside_blocked}
             show(as_json, "events/s", "ordered_events_per_second", statistics.median(keyed.beside_blocked), **figures)
-        if "reconcile" in chosen:
-            passes = reconcile.measure(engine, rounds=max(rounds, 5))
-            figures = {f"{reconcile.WAITING} wait": passes.waiting, f"{passes.resent} sent again": passes.after_a_wipe}
-            show(as_json, "ms a pass", "reconcile_pass_ms", max(passes.waiting), **figures)
+        if "resend" in chosen:
+            passes = resend.measure(engine, rounds=max(rounds, 5))
+            figures = {f"{resend.WAITING} wait": passes.waiting, f"{passes.resent} sent again": passes.after_a_wipe}
+            show(as_json, "ms a pass", "resend_pass_ms", max(passes.waiting), **figures)
         if LIFE in chosen:
 
             @contextmanager
@@ -119,13 +119,13 @@ def show_life(as_json: bool, small: life.Left, large: life.Left) -> None:
         for name in small.tables:
             table.add_row(name, *(f"{left.tables[name]:,} bytes, {left.rows[name]} rows" for left in (small, large)))
         table.add_row("queues", *(f"{left.queued} messages" for left in (small, large)))
-        table.add_row("Redis", *(f"{left.leases} leases" for left in (small, large)))
+        table.add_row("Redis", *(f"{left.hints} hints" for left in (small, large)))
         table.add_row("largest on the way", *(f"{left.largest:,} bytes" for left in (small, large)))
         table.add_row("purged", *(f"{left.purged_per_second:,.0f} rows/s" for left in (small, large)))
         console.print(table)
     print(
         f"RESULT life={large.size / small.size:.3f} operations={large.operations} bytes={large.size} "
-        f"rows={sum(large.rows.values())} queued={large.queued} leases={large.leases} "
+        f"rows={sum(large.rows.values())} queued={large.queued} hints={large.hints} "
         f"bytes_after_{small.operations}={small.size}",
         flush=True,
     )

@@ -15,20 +15,20 @@ from . import jobs
 
 # Of the waiting ones a part is released and a part has ended but is not settled yet: windows have to look past those.
 _FILL = """
-INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, status, published_at)
+INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at)
 SELECT 'backlog' || n, 'default', 'benchmarks.unique', 'backlog' || n, 'v1:f', repeat('m', 600), 'unique', 'enqueue',
        'published', clock_timestamp()
 FROM generate_series(1, :rows) n
 """
 _RELEASED = """
-INSERT INTO idempotency.records (tenant, operation, key, status, fence, available_at, fingerprint, message, queue)
+INSERT INTO idempotency.records (tenant, task, key, status, fence, available_at, fingerprint, message, queue)
 SELECT 'default', 'benchmarks.unique', 'backlog' || n, 'released', n, clock_timestamp() + interval '1 hour', 'v1:f',
        repeat('m', 600), 'unique'
 FROM generate_series(1, :rows, 10) n
 """
 _COMPLETED = """
 INSERT INTO idempotency.records
-    (tenant, operation, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at)
+    (tenant, task, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at)
 SELECT 'default', 'benchmarks.unique', 'done' || n, 'completed', n, 'v1:f', repeat('m', 600), 'unique', 'null', 200,
        clock_timestamp(), clock_timestamp() + interval '3 days'
 FROM generate_series(1, :rows) n
@@ -58,6 +58,6 @@ def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
                 ask(connection, jobs.app, given)
             seconds.append(time.perf_counter() - began)
     with database.connect() as connection:
-        connection.execute(text("DELETE FROM idempotency.outbox WHERE event_id LIKE 'backlog%'"))
+        connection.execute(text("DELETE FROM idempotency.outbox WHERE message_id LIKE 'backlog%'"))
         connection.execute(text("DELETE FROM idempotency.records WHERE key LIKE 'backlog%' OR key LIKE 'done%'"))
     return took

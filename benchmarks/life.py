@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import events
 from idempotency.application import close_runtime, runtime_of
-from idempotency.relay import reconcile
+from idempotency.relay import resend
 from idempotency.store import claims, dead_letters, ends, outbox, record
 from idempotency.store import discards as discarding
 from idempotency.store import letters as dead_letter_store
@@ -54,7 +54,7 @@ class Left:
     tables: dict[str, int]  # bytes with indexes, after VACUUM
     rows: dict[str, int]
     queued: int
-    leases: int
+    hints: int
     largest: int  # bytes of all tables, while it went on
     purged_per_second: float
 
@@ -127,7 +127,7 @@ def _through_a_worker(connection: Connection, database: Engine, number: int) -> 
         time.sleep(0.1)
     if connection.execute(text("SELECT count(*) FROM jobs")).scalar_one() != before + number:
         raise RuntimeError("not every operation has left its one row")
-    reconcile.reconcile(jobs.app, lambda _: 0)
+    resend.resend_lost(jobs.app, lambda _: 0)
     # the worker keeps what it completes for the 72 hours of its own settings
     connection.execute(text("UPDATE idempotency.records SET expires_at = clock_timestamp()"))
 
@@ -164,7 +164,7 @@ def _through_sql(number: int) -> None:
                 connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, "life"
             )
         _each(connection, ends._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
-        reconcile.reconcile(jobs.app, lambda _: 0)
+        resend.resend_lost(jobs.app, lambda _: 0)
         letters = dead_letters.list_letters(connection, limit=number)
         connection.exec_driver_sql(discarding._DISCARD, [{"letter": letter.id} for letter in letters])
 
@@ -182,17 +182,17 @@ def _purge() -> int:
 def _accept(connection: Connection, ids: Sequence[OperationId], message: str, *, settled: bool) -> None:
     rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "origin": "enqueue", "settled": settled}
     when = {"ordering_key": None, "eta": None, "countdown": 0.0, "generation": 1}
-    rows = [{**_row(id), "event_id": str(uuid4()), **rest, **when} for id in ids]
+    rows = [{**_row(id), "message_id": str(uuid4()), **rest, **when} for id in ids]
     connection.exec_driver_sql(outbox._INSERT, rows)
 
 
 def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> None:
-    while rows := connection.exec_driver_sql(outbox._LEASE_ROWS, {"batch": WAVE, "lease": 30.0}).all():
-        ids = [row.event_id for row in rows]
+    while rows := connection.exec_driver_sql(outbox._RESERVE_ROWS, {"batch": WAVE, "seconds": 30.0}).all():
+        ids = [row.message_id for row in rows]
         keys = connection.execute(
-            text("SELECT event_id, key FROM idempotency.outbox WHERE event_id = ANY(:ids)"), {"ids": ids}
+            text("SELECT message_id, key FROM idempotency.outbox WHERE message_id = ANY(:ids)"), {"ids": ids}
         ).all()
-        refused = {row.event_id for row in keys if row.key in unpublishable}
+        refused = {row.message_id for row in keys if row.key in unpublishable}
         connection.exec_driver_sql(outbox._MARK_PUBLISHED, {"ids": [id for id in ids if id not in refused]})
         if refused:
             fields = {"error": "not a message", "service": "life"}
@@ -209,12 +209,12 @@ def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> 
 
 def _held(connection: Connection) -> list[Claimed]:
     rows = connection.execute(
-        text("""SELECT tenant, operation, key, fence, token, attempts, generation FROM idempotency.records
+        text("""SELECT tenant, task, key, fence, token, attempts, generation FROM idempotency.records
                 WHERE status = 'started' AND locked_until IS NOT NULL ORDER BY key""")
     )
     return [
         Claimed(
-            OperationId(row.tenant, row.operation, row.key),
+            OperationId(row.tenant, row.task, row.key),
             row.fence,
             row.token,
             row.attempts,
@@ -236,7 +236,7 @@ def _delivery(id: OperationId, message: str) -> Delivery:
 
 
 def _row(id: OperationId) -> dict[str, str]:
-    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+    return {"tenant": id.tenant, "task": id.task, "key": id.key}
 
 
 # ---------------------------------------------------------------- what is there

@@ -18,13 +18,13 @@ BLOCKED = 100_000
 # Half of the blocked rows stand behind one key, the others behind keys of their own.
 _BLOCK = """
 INSERT INTO idempotency.outbox
-    (event_id, tenant, operation, key, fingerprint, message, origin, ordering_key)
+    (message_id, tenant, task, key, fingerprint, message, origin, ordering_key)
 SELECT 'blocked ' || n, 'bench', 'blocked', n::text, 'f', '{}', 'enqueue', CASE WHEN n % 2 = 0 THEN 'one' ELSE n::text END
 FROM generate_series(1, :rows) n
 """
 _FAIL = """
 UPDATE idempotency.outbox SET status = 'failed', last_error = 'refused'
-WHERE operation = 'blocked' AND (ordering_key <> 'one' OR key = '2')
+WHERE task = 'blocked' AND (ordering_key <> 'one' OR key = '2')
 """
 _numbers = itertools.count(20_000_000)
 
@@ -49,7 +49,7 @@ def measure(database: Engine, *, rounds: int, messages: int) -> Rates:
             connection.execute(text(_BLOCK), {"rows": BLOCKED})
             connection.execute(text(_FAIL))
             # what a relay does when it meets a failed row
-            connection.execute(text("SELECT idempotency.refresh_lane(operation, ordering_key) FROM idempotency.lanes"))
+            connection.execute(text("SELECT idempotency.refresh_lane(task, ordering_key) FROM idempotency.lanes"))
             connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.lanes"))
         beside = [
             messages / _published(database, relay, messages)
@@ -58,8 +58,8 @@ def measure(database: Engine, *, rounds: int, messages: int) -> Rates:
     finally:
         relay.close()
     with database.connect() as connection:
-        connection.execute(text("DELETE FROM idempotency.outbox WHERE operation = 'blocked'"))
-        connection.execute(text("DELETE FROM idempotency.lanes WHERE operation = 'blocked'"))
+        connection.execute(text("DELETE FROM idempotency.outbox WHERE task = 'blocked'"))
+        connection.execute(text("DELETE FROM idempotency.lanes WHERE task = 'blocked'"))
     return Rates(alone, beside)
 
 

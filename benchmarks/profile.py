@@ -110,12 +110,12 @@ def _commands(client: redis.Redis) -> int:
     return int(client.info("stats")["total_commands_processed"])
 
 
-def _phases(operation: str) -> dict[str, float]:
+def _phases(task: str) -> dict[str, float]:
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
     for metric in metrics.phase_seconds.collect():
         for sample in metric.samples:
-            if sample.labels.get("operation") == operation:
+            if sample.labels.get("task") == task:
                 (sums if sample.name.endswith("_sum") else counts if sample.name.endswith("_count") else {})[
                     sample.labels["phase"]
                 ] = sample.value

@@ -153,10 +153,8 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
             },
             cases=dict(tuple(row) for row in rows("SELECT payment_id, code FROM support_cases")),
             records={
-                (operation, key): Record(status, error)
-                for operation, key, status, error in rows(
-                    "SELECT operation, key, status, error FROM idempotency.records"
-                )
+                (task, key): Record(status, error)
+                for task, key, status, error in rows("SELECT task, key, status, error FROM idempotency.records")
             },
             provider=ledger.read(provider),
             mails=ledger.read_mail(mail),
@@ -197,8 +195,8 @@ class _Check:
         wanted = (line.customer_id, line.amount, line.currency)
         if payment[:3] != wanted:
             self.verdict.add("wrong", line.id, f"payment: {payment[:3]}, the file has {wanted}")
-        captured, settled = payment.status == "captured", payment.status in ("captured", "free")
-        self.verdict.completed += settled
+        captured, is_complete = payment.status == "captured", payment.status in ("captured", "free")
+        self.verdict.completed += is_complete
         self.verdict.failed += payment.status in ("failed", "unknown")
 
         charges = self.charges.get(line.id, [])
@@ -221,7 +219,7 @@ class _Check:
                 "wrong", line.id, f"payment: says {payment.refunded} given back, the provider {given_back}"
             )
         self._posting("capture", line.id, line.amount, wanted=captured, status=payment.status)
-        self._mail(f"payment.captured:{line.id}", wanted=settled, status=payment.status)
+        self._mail(f"payment.captured:{line.id}", wanted=is_complete, status=payment.status)
         self._case(line.id, payment)
 
     def _refund(self, line: Line) -> None:
@@ -251,18 +249,18 @@ class _Check:
         self._posting("refund", line.id, line.amount, wanted=refunded, status=refund.status)
         self._mail(f"payment.refunded:{line.id}", wanted=refunded, status=refund.status)
 
-    def _operation(self, operation: str, key: str, status: str | None) -> None:
-        self.expected.add((operation, key))
-        record = self.books.records.get((operation, key))
+    def _operation(self, task: str, key: str, status: str | None) -> None:
+        self.expected.add((task, key))
+        record = self.books.records.get((task, key))
         found = "missing" if record is None else record.status
         if found not in ("completed", "failed"):
-            self.verdict.add("lost", key, f"{operation}: the record is {found}")
+            self.verdict.add("lost", key, f"{task}: the record is {found}")
         elif status is None:
-            self.verdict.add("lost", key, f"{operation}: the record is {found}, the business row is missing")
+            self.verdict.add("lost", key, f"{task}: the record is {found}, the business row is missing")
         elif status not in ENDS:
-            self.verdict.add("lost", key, f"{operation}: the record is {found}, the business row still {status}")
+            self.verdict.add("lost", key, f"{task}: the record is {found}, the business row still {status}")
         elif ENDS[status] != found:
-            self.verdict.add("wrong", key, f"{operation}: the record is {found}, the business row {status}")
+            self.verdict.add("wrong", key, f"{task}: the record is {found}, the business row {status}")
 
     def _exactly_one(self, id: str, what: str, found: Sequence[object], *, wanted: bool, status: str) -> None:
         if wanted and not found:
@@ -301,13 +299,13 @@ class _Check:
             self.verdict.add("wrong", payment_id, f"support case: {case}, the payment {payment.status}")
         self.cases_due += failed
 
-    def _handled(self, operation: str, event_id: str, about: str) -> None:
+    def _handled(self, task: str, event_id: str, about: str) -> None:
         """The consumer's record of an event: keyed by its id, which the business row names."""
-        self.expected.add((operation, event_id))
-        record = self.books.records.get((operation, event_id))
+        self.expected.add((task, event_id))
+        record = self.books.records.get((task, event_id))
         found = "missing" if record is None else record.status
         if found != "completed":
-            self.verdict.add("lost", about, f"{operation}: the record is {found}")
+            self.verdict.add("lost", about, f"{task}: the record is {found}")
 
     def _strangers(self) -> None:
         """What no accepted line accounts for."""
@@ -326,12 +324,12 @@ class _Check:
             for id in found:
                 if id not in known:
                     self.verdict.add("wrong", id, f"{what}: nothing accepted accounts for it")
-        cases = Counter(record.status for (operation, _), record in self.books.records.items() if operation == SUPPORT)
+        cases = Counter(record.status for (task, _), record in self.books.records.items() if task == SUPPORT)
         if cases != Counter({"completed": self.cases_due} if self.cases_due else {}):
             self.verdict.add("wrong", SUPPORT, f"records: {dict(cases)}, there are {self.cases_due} failed payments")
-        for operation, key in self.books.records:
-            if operation != SUPPORT and (operation, key) not in self.expected:
-                self.verdict.add("wrong", key, f"{operation}: a record that nothing accepted accounts for")
+        for task, key in self.books.records:
+            if task != SUPPORT and (task, key) not in self.expected:
+                self.verdict.add("wrong", key, f"{task}: a record that nothing accepted accounts for")
 
     def _sums(self) -> None:
         charges, refunds = self.books.provider

@@ -42,7 +42,7 @@ class Step:
 class Faults:
     """The steps in their order, each taken once."""
 
-    def __init__(self, processes: Processes, victim: str, leases_url: str, wipe_broker: Callable[[], int]) -> None:
+    def __init__(self, processes: Processes, victim: str, hints_url: str, wipe_broker: Callable[[], int]) -> None:
         def kill_worker() -> str:
             pid = processes.pid(victim)
             processes.kill(victim)
@@ -50,10 +50,10 @@ class Faults:
 
         def wipe() -> str:
             messages = wipe_broker()
-            with Redis.from_url(leases_url) as client:
-                leases = client.dbsize()
+            with Redis.from_url(hints_url) as client:
+                hints = client.dbsize()
                 client.flushall()
-            return f"wiped broker and Redis ({messages} waiting messages, {leases} leases)"
+            return f"wiped broker and Redis ({messages} waiting messages, {hints} hints)"
 
         self._steps = [Step("kill a worker", KILL_AT, kill_worker), Step("wipe broker and Redis", WIPE_AT, wipe)]
 

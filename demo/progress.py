@@ -19,19 +19,19 @@ PLAIN_SECONDS = 5.0
 SHARE = 50
 
 _COUNT = text("""
-SELECT operation, status IN ('completed', 'failed') AS ended, status = 'completed' AS completed, count(*)
+SELECT task, status IN ('completed', 'failed') AS ended, status = 'completed' AS completed, count(*)
 FROM idempotency.records GROUP BY 1, 2, 3
 """)
 _PENDING = text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
 _OPEN = text("""
-SELECT operation || ' ' || key || ': ' || status FROM idempotency.records WHERE status IN ('started', 'released')
+SELECT task || ' ' || key || ': ' || status FROM idempotency.records WHERE status IN ('started', 'released')
 UNION ALL
-SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || coalesce(last_error, status)
+SELECT 'outbox row ' || id || ' of ' || task || ' ' || key || ': ' || coalesce(last_error, status)
 FROM idempotency.outbox WHERE status = 'pending'
 UNION ALL
-SELECT operation || ' ' || key || ': sent, and no worker has taken it' FROM idempotency.outbox o
+SELECT task || ' ' || key || ': sent, and no worker has taken it' FROM idempotency.outbox o
 WHERE status = 'published' AND NOT EXISTS (
-    SELECT FROM idempotency.records r WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
+    SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)
 )
 LIMIT 10
 """)
@@ -85,10 +85,10 @@ class Counter:
         ended, completed = (dict.fromkeys((CAPTURE, REFUND, MAIL, SUPPORT), 0) for _ in range(2))
         still_open = 0
         with self._engine.connect() as connection:
-            for operation, has_ended, is_completed, number in connection.execute(_COUNT):
+            for task, has_ended, is_completed, number in connection.execute(_COUNT):
                 if has_ended:
-                    ended[operation] += number
-                    completed[operation] += number if is_completed else 0
+                    ended[task] += number
+                    completed[task] += number if is_completed else 0
                 else:
                     still_open += number
             pending = connection.scalar(_PENDING) or 0

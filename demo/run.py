@@ -29,7 +29,7 @@ from tasks.migrate import migrate
 if TYPE_CHECKING:
     from demo.submission import Submission
 
-# Shorter than in production, so that a killed worker's operations and a lost answer are settled within the run.
+# Shorter than in production, so that a killed worker's operations and a lost answer are over within the run.
 TIMES = {
     "IDEMPOTENCY_LEASE": "15",
     "IDEMPOTENCY_HEARTBEAT": "5",

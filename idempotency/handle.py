@@ -74,7 +74,7 @@ class Handle:
             if operation is not None and operation.status in ("completed", "failed"):
                 return operation
             if (left := deadline - time.monotonic()) <= 0:
-                raise OperationBusy(f"{self.id.operation}: not finished within {timeout} s")
+                raise OperationBusy(f"{self.id.task}: not finished within {timeout} s")
             time.sleep(min(pause, left))
             pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
 
@@ -86,10 +86,10 @@ class Handle:
         return operation.result
 
 
-def lookup(app: Celery, operation: str, key: str, *, tenant: str | None = None) -> StoredOperation:
+def lookup(app: Celery, task: str, key: str, *, tenant: str | None = None) -> StoredOperation:
     """Read the stored operation of a task name and key. Raises `OperationNotFound`."""
-    id = OperationId(tenant or runtime_of(app).settings.tenant, operation, key)
+    id = OperationId(tenant or runtime_of(app).settings.tenant, task, key)
     stored = Handle(app, id).lookup()
     if stored is None:
-        raise OperationNotFound(f"{operation}: no operation has this key")
+        raise OperationNotFound(f"{task}: no operation has this key")
     return stored

@@ -135,7 +135,7 @@ class Settings(BaseModel):
     report_mail_to: str | None = None
     report_mail_from: str = "idempotency@localhost"
     report_smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
-    # How long a settled dead letter is kept.
+    # How long a closed dead letter is kept.
     retention_dead_letters: float = Field(30 * DAY, gt=0)
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class Services:
 
     @property
     def redis_url(self) -> str:
-        """The address of the Redis that carries the leases."""
+        """The address of the Redis that carries the hints."""
         return self._url("redis")
 
     @property
@@ -77,7 +77,7 @@ class Services:
 
     @property
     def redis(self) -> Redis:
-        """The Redis for the leases started here; ServiceError when it was given or not asked for."""
+        """The Redis for the hints started here; ServiceError when it was given or not asked for."""
         return self._started("redis", Redis)
 
     @property
@@ -178,9 +178,9 @@ def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> I
     """
     private = directory is None
     place = Path(tempfile.mkdtemp(prefix="services-")) if directory is None else directory
-    guard: subprocess.Popen[bytes] | None = None
+    watchdog: subprocess.Popen[bytes] | None = None
     try:
-        guard = _start_guard(place, remove=private)
+        watchdog = _start_watchdog(place, remove=private)
         provide(needs)
         services = Services(place, needs=needs)
         try:
@@ -189,15 +189,15 @@ def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> I
         finally:
             services.discard() if private else services.stop()
     finally:
-        if guard is not None:
-            guard.kill()
-            guard.wait()
+        if watchdog is not None:
+            watchdog.kill()
+            watchdog.wait()
         if private:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _start_guard(directory: Path, *, remove: bool) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "services.guard", str(os.getpid()), str(directory)]
+def _start_watchdog(directory: Path, *, remove: bool) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "services.watchdog", str(os.getpid()), str(directory)]
     return subprocess.Popen(
         command + ["--remove"] * remove,
         cwd=Path(__file__).parent.parent,

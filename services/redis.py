@@ -14,7 +14,7 @@ from services.server import Server, ServiceError
 
 
 class Redis(Server):
-    """Redis for the leases."""
+    """Redis for the hints."""
 
     name = "redis"
 
@@ -32,7 +32,7 @@ class Redis(Server):
             f'dir "{self.directory}"\n'
             'save ""\n'
             "appendonly no\n"
-            # A lease that was evicted would look like one that was never taken.
+            # A hint that was evicted would look like one that was never taken.
             "maxmemory-policy noeviction\n"
             "daemonize no\n"
         )
@@ -44,7 +44,7 @@ class Redis(Server):
 
 
 class RedisBroker(Redis):
-    """A second Redis, so that a broker that is wiped takes no leases with it."""
+    """A second Redis, so that a broker that is wiped takes no hints with it."""
 
     name = "redis-broker"
 

@@ -197,7 +197,7 @@ class StripeGateway:
         query = f"metadata['purchase_id']:'{value}'"
         found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
         # Search compares case-insensitively; a declined try is an intent too, without a charge.
-        return _settle(
+        return _finish(
             (intent for intent in found if _says(intent, "purchase_id", payment_id)),
             done=CAPTURED,
             nothing=NOT_CAPTURED,
@@ -211,7 +211,7 @@ class StripeGateway:
         """Say whether the refund was made, under whatever key; the arguments are those of `refund`."""
         found = self._ask(lambda client: _all(client.v1.refunds.list({"payment_intent": charge_id, "limit": 100})))
         # Lists, unlike search, are current: no lag to wait for.
-        return _settle(
+        return _finish(
             (refund for refund in found if _says(refund, "refund_id", refund_id)),
             done=REFUNDED,
             nothing=NOT_REFUNDED,
@@ -319,7 +319,7 @@ def _says(found: dict[str, Any], name: str, value: str) -> bool:
     return bool((found["metadata"] or {}).get(name) == value)
 
 
-def _settle(
+def _finish(
     found: Iterable[dict[str, Any]], *, done: frozenset[str], nothing: frozenset[str], ended: bool, lag: float = 0.0
 ) -> Outcome:
     """What the things found say about the effect. `lag`: seconds for which a search may still not see it."""

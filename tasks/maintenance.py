@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idempotency.relay.reconcile import reconcile
+from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import alarms, alerts, maintenance, reports
 
 from . import app
@@ -14,10 +14,10 @@ def recover() -> int:
     return maintenance.recover(app)
 
 
-@app.task(name="maintenance.reconcile")
-def reconcile_outbox() -> int:
+@app.task(name="maintenance.resend")
+def resend_outbox() -> int:
     """Send again what the broker has lost; returns how many operations."""
-    return reconcile(app).resent
+    return resend_lost(app).resent
 
 
 @app.task(name="maintenance.purge")

@@ -1,4 +1,4 @@
-"""Payments: the application inserts one as pending together with its outbox row; the task settles it."""
+"""Payments: the application inserts one as pending together with its outbox row; the task ends it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def submit_payment(session: Session, *, payment_id: str, customer_id: str, amoun
 def payment_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     """The row says so in the transaction that makes the operation fail, and an event tells the subscribers.
 
-    Failed means that nothing was charged. What was, or may have been, is unknown until a person has settled it.
+    Failed means that nothing was charged. What was, or may have been, is unknown until a person has resolved it.
     """
     payment = session.get(Payment, operation.arguments["payment_id"], with_for_update=True)
     if payment is not None and payment.status not in ("captured", "free"):
@@ -74,8 +74,8 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
         charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
 
     status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
-    settled = payments.update().where(payments.c.id == payment_id)
-    self.session.execute(settled.values(status=status, charge_id=charge_id, failure=None))
+    ended = payments.update().where(payments.c.id == payment_id)
+    self.session.execute(ended.values(status=status, charge_id=charge_id, failure=None))
     if was_told:
         publish(self.session, "payment.recovered", {"payment_id": payment_id, "code": "recovered"}, app=app)
     if charge is not None:

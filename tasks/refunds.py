@@ -15,7 +15,7 @@ from .models import Payment, Refund
 from .outside import gateway
 from .validation import check_amount, check_id, check_text
 
-# A payment still pending is settled within seconds as a rule; asking more often would only load the queues.
+# A payment still pending ends within seconds as a rule; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
 

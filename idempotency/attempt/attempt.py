@@ -82,7 +82,7 @@ class Attempt:
         """
         if self._holding.lost and (self._holding.taken or not self._renewed()):
             self.runtime.heartbeat.lose(self._holding, "over")
-            raise LeaseLost(f"{self.claim.id.operation}: another attempt may hold the operation")
+            raise LeaseLost(f"{self.claim.id.task}: another attempt may hold the operation")
 
     def _renewed(self) -> bool:
         asked_at, lease = time.monotonic(), self.runtime.settings.lease
@@ -146,13 +146,13 @@ class Attempt:
         else:
             session = self._session
             session.flush()
-            self.guarded(
+            self.fenced_write(
                 lambda: ends.complete(session.connection(), self.claim, text, retention=retention, lease=settings.lease)
             )
             crash_point("finish.written")
             self.commit()
         crash_point("finish.committed")
-        metrics.completed.labels(self.claim.id.operation).inc()
+        metrics.completed.labels(self.claim.id.task).inc()
 
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
         """End without success: undos, `on_failed`'s rows, the record and the dead letter in one commit.
@@ -174,7 +174,7 @@ class Attempt:
             self._roll_back()
             concluded = self._fail(error, described, skip=str(broken))
         crash_point("finish.committed")
-        metrics.count_failed(self.claim.id.operation, concluded.error.code)
+        metrics.count_failed(self.claim.id.task, concluded.error.code)
         at = where(cause or error)
         log.warning("failed", code=concluded.error.code, cause=error.code, at=at, **self._names())
         return concluded.error
@@ -202,7 +202,7 @@ class Attempt:
             service=settings.service,
         )
         retention = self.policy.retention_failed
-        self.guarded(
+        self.fenced_write(
             lambda: ends.fail(
                 session.connection(), self.claim, concluded.end, retention=retention, lease=settings.lease
             )
@@ -242,15 +242,15 @@ class Attempt:
         if not released:
             self.fenced()
         counter = metrics.deferrals if give_back else metrics.retries
-        counter.labels(self.claim.id.operation).inc()
+        counter.labels(self.claim.id.task).inc()
         at = None if error is None else where(error)
         log.info("released", delay=round(delay, 3), given_back=give_back, error=described, at=at, **self._names())
 
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis, return the connection. Safe to call at any end."""
         self.runtime.heartbeat.drop(self._holding)
-        self.runtime.leases.drop(self.claim.id, self.claim.token, self.delivery.fingerprint)
-        metrics.attempt_seconds.labels(self.claim.id.operation).observe(time.monotonic() - self._holding.since)
+        self.runtime.hints.drop(self.claim.id, self.claim.token, self.delivery.fingerprint)
+        metrics.attempt_seconds.labels(self.claim.id.task).observe(time.monotonic() - self._holding.since)
         self._roll_back()
         if self._session is not None:
             self._session.end()
@@ -276,7 +276,7 @@ class Attempt:
                 raise
             self._doubt(error)
 
-    def guarded(self, finish: Callable[[], None]) -> None:
+    def fenced_write(self, finish: Callable[[], None]) -> None:
         """Run the finishing statement; it raises by itself when this attempt is not the holder."""
         try:
             finish()
@@ -309,23 +309,23 @@ class Attempt:
         self._holding.taken = True
         if self._session is not None:
             self._session.invalidate()
-        metrics.in_doubt.labels(self.claim.id.operation).inc()
+        metrics.in_doubt.labels(self.claim.id.task).inc()
         log.warning("commit_in_doubt", error=type(error).__name__, **self._names())
         if isinstance(error, SystemExit | KeyboardInterrupt):
             # the process ends; the message is unacknowledged and the record says how it went
             raise error
-        raise OutcomeInDoubt(f"{self.claim.id.operation}: the answer to COMMIT was lost") from error
+        raise OutcomeInDoubt(f"{self.claim.id.task}: the answer to COMMIT was lost") from error
 
     def fenced(self) -> NoReturn:
         """Note that a write of this attempt matched nothing, because it is not the holder any more."""
         self._holding.taken = True
-        metrics.fenced.labels(self.claim.id.operation).inc()
+        metrics.fenced.labels(self.claim.id.task).inc()
         log.warning("fenced", **self._names())
-        raise LeaseLost(f"{self.claim.id.operation}: the write of a former holder matched nothing")
+        raise LeaseLost(f"{self.claim.id.task}: the write of a former holder matched nothing")
 
     def _names(self) -> dict[str, Any]:
         return {
-            "operation": self.claim.id.operation,
+            "task": self.claim.id.task,
             "key": self.claim.id.key,
             "fence": self.claim.fence,
             "attempt": self.claim.attempts,

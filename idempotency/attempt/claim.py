@@ -37,19 +37,19 @@ def claim(
     `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
     it, so this delivery may go.
     """
-    leases, id = runtime.leases, delivery.id
-    hint = Hint.FREE if delivery.resent else leases.take(id, token, delivery.fingerprint)
-    if hint is Hint.GUARDED:
-        metrics.busy.labels(id.operation).inc()
+    hints, id = runtime.hints, delivery.id
+    hint = Hint.FREE if delivery.resent else hints.take(id, token, delivery.fingerprint)
+    if hint is Hint.COUNTED:
+        metrics.busy.labels(id.task).inc()
         return Busy()  # a duplicate was counted before this one: the record will be finished without it
-    crash_point("lease.taken")
+    crash_point("hint.left")
     answer = patiently(lambda: _answer(runtime, delivery, token, duplicate_first=hint is Hint.HELD))
     if isinstance(answer, Claimed):
         if hint is Hint.HELD or delivery.resent:
-            leases.hold([(id, token, delivery.fingerprint)])
+            hints.hold([(id, token, delivery.fingerprint)])
     elif hint is Hint.FREE:
-        leases.drop(id, token, delivery.fingerprint)
-    _count(answer, id.operation)
+        hints.drop(id, token, delivery.fingerprint)
+    _count(answer, id.task)
     return answer
 
 
@@ -89,17 +89,17 @@ def ask(
 def _counted(runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
     counted, holder = claims.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
     if counted and holder is not None:
-        runtime.leases.guard(delivery.id, holder, delivery.fingerprint)
+        runtime.hints.count(delivery.id, holder, delivery.fingerprint)
     return counted
 
 
-def _count(answer: Answer, operation: str) -> None:
+def _count(answer: Answer, task: str) -> None:
     match answer:
         case Claimed(taken_over=taken_over):
-            metrics.claims.labels(operation).inc()
+            metrics.claims.labels(task).inc()
             if taken_over:
-                metrics.takeovers.labels(operation).inc()
+                metrics.takeovers.labels(task).inc()
         case Completed() | Failed():
-            metrics.duplicates.labels(operation).inc()
+            metrics.duplicates.labels(task).inc()
         case Busy():
-            metrics.busy.labels(operation).inc()
+            metrics.busy.labels(task).inc()

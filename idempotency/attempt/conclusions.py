@@ -89,20 +89,20 @@ def conclude(
     if undos:
         broken = _run(connection, lambda session: _undo_all(session, undos))
         if broken is not None:
-            log.error("undo_error", error=broken, operation=id.operation, key=id.key)
+            log.error("undo_error", error=broken, task=id.task, key=id.key)
             ended, undos = _unfinished(f"an undo failed: {broken}"), []
     operation = Operation(
-        id.tenant, id.operation, id.key, arguments, attempts, steps=_steps(entries), effects=_effects(entries)
+        id.tenant, id.task, id.key, arguments, attempts, steps=_steps(entries), effects=_effects(entries)
     )
     reason = ended.code
     if on_failed is not None and skip is not None:
         reason, broken = "on_failed_error", broken or skip
-        log.error("on_failed_error", error=skip, operation=id.operation, key=id.key)
+        log.error("on_failed_error", error=skip, task=id.task, key=id.key)
     if on_failed is not None and skip is None:
         unheard = _run(connection, lambda session: on_failed(session, operation, ended))
         if unheard is not None:
             reason, broken = "on_failed_error", unheard
-            log.error("on_failed_error", error=unheard, operation=id.operation, key=id.key)
+            log.error("on_failed_error", error=unheard, task=id.task, key=id.key)
     stored = error_text(error.code, described, cause if cause["code"] != error.code else None)
     if ended is not error:
         stored = error_text(ended.code, str(ended), cause)

@@ -1,9 +1,9 @@
 """Effects: what an operation does outside, at most once for the world to see.
 
 An effect is begun in a commit of its own before the call, and its result is recorded before it is returned. Begun
-without a result is *unknown*: perhaps it happened. The provider is asked first (`reconcile`); if that settles
+without a result is *unknown*: perhaps it happened. The provider is asked first (`reconcile`); if that answers
 nothing, the call is repeated under the same key for as long as the provider keeps keys, and after that a person
-decides. The key is derived from tenant, operation, key and name, never from the attempt, so that a provider which
+decides. The key is derived from tenant, task, key and name, never from the attempt, so that a provider which
 honours idempotency keys acts once.
 
 A refusal of a repeated call says nothing about the call before it. Only an answer that the provider keeps under the
@@ -98,7 +98,7 @@ class Call:
 
 def provider_key(id: OperationId, name: str, number: int) -> str:
     """The idempotency key for the outside world; the same for every attempt, generation and worker."""
-    text = json.dumps([id.tenant, id.operation, id.key, name, number])
+    text = json.dumps([id.tenant, id.task, id.key, name, number])
     return f"idem-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
@@ -214,13 +214,13 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
 
 
 def _check_askable(call: Call) -> None:
-    """Raise `EffectUnknown` after a stored failure that only a person can settle: waiting would bring no answer."""
+    """Raise `EffectUnknown` after a stored failure that only a person can answer: waiting would bring no answer."""
     if call.reconcile is None:
         raise EffectUnknown(f"effect {call.name!r}: the provider replays a stored failure, and there is no reconcile")
 
 
 def _after_stored_failure(attempt: Attempt, call: Call, failure: StoredFailure) -> Any:
-    """The provider's last word under this key is a failure: settle what it left, then perhaps the next key."""
+    """The provider's last word under this key is a failure: record what it left, then perhaps the next key."""
     with attempt.runtime.autocommit() as connection:
         ended_at = clock.database_time(connection)
     _change(attempt, call.name, {"ended_at": ended_at})

@@ -12,7 +12,7 @@ from typing import Any
 from ..observe import metrics
 from ..observe.logs import log
 from ..store.answers import Claimed, Renewal
-from .hints import Leases
+from .hints import Hints
 
 
 @dataclass(slots=True, eq=False)
@@ -51,14 +51,14 @@ class Heartbeat:
     def __init__(
         self,
         renew: Callable[[Sequence[Claimed]], dict[str, Renewal]],
-        leases: Leases,
+        hints: Hints,
         *,
         lease: float,
         interval: float,
         longest_run: float,
     ) -> None:
         self._renew = renew
-        self._leases = leases.apart()
+        self._hints = hints.apart()
         self._lease = lease
         self._interval = interval
         self._longest_run = longest_run
@@ -87,7 +87,7 @@ class Heartbeat:
         while not self._running.acquire(timeout=self._interval):
             try:
                 self.run_once()
-                self._leases.flush()
+                self._hints.flush()
             except Exception:  # a heartbeat that dies would lose every lease of the process
                 log.exception("heartbeat_failed")
 
@@ -121,7 +121,7 @@ class Heartbeat:
                     if time.monotonic() - holding.renewed_at > self._lease:
                         self.lose(holding, "unknown_for_a_lease")
         if held:
-            self._leases.hold(held)
+            self._hints.hold(held)
 
     def lose(self, holding: Holding, why: str) -> None:
         """Note that an attempt is not the holder any more, once."""
@@ -129,8 +129,8 @@ class Heartbeat:
             if holding.taken or self._holdings.get(holding.claim.token) is not holding:
                 return  # known, or finished meanwhile
             holding.taken = True
-        metrics.leases_lost.labels(holding.claim.id.operation).inc()
-        log.warning("lease_lost", why=why, operation=holding.claim.id.operation, key=holding.claim.id.key)
+        metrics.leases_lost.labels(holding.claim.id.task).inc()
+        log.warning("lease_lost", why=why, task=holding.claim.id.task, key=holding.claim.id.key)
 
 
 def native(name: str) -> Any:

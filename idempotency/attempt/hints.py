@@ -1,7 +1,7 @@
-"""Leases in Redis: the hint that saves work.
+"""Hints in Redis: the hint that saves work.
 
 Redis may say that an operation is held, never that it is free, and its word alone acknowledges a message only while the
-lease carries the guarded mark, which is set after a duplicate was counted on the record. Losing Redis, or everything in
+hint carries the counted mark, which is set after a duplicate was counted on the record. Losing Redis, or everything in
 it, costs round trips and nothing else.
 """
 
@@ -24,15 +24,15 @@ from ..observe.logs import log
 from ..wire.keys import OperationId
 
 # Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.
-# Value of a lease: "<token> <fingerprint>", with " guarded" behind it once a duplicate was counted.
+# Value of a hint: "<token> <fingerprint>", with " counted" behind it once a duplicate was counted.
 _DROP = """
 for i = {first}, #KEYS do
     local value = redis.call('GET', KEYS[i])
-    if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then redis.call('DEL', KEYS[i]) end
+    if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' counted' then redis.call('DEL', KEYS[i]) end
 end
 """
 _DROP_ALL = _DROP.format(first=1)
-# The leases dropped since the last call go with it.
+# The hints dropped since the last call go with it.
 _TAKE = f"""
 {_DROP.format(first=2)}
 local value = redis.call('GET', KEYS[1])
@@ -42,16 +42,16 @@ if not value then
 end
 return value
 """
-_GUARD = """
+_COUNT = """
 if redis.call('GET', KEYS[1]) == ARGV[2] then
-    return redis.call('SET', KEYS[1], ARGV[2] .. ' guarded', 'KEEPTTL')
+    return redis.call('SET', KEYS[1], ARGV[2] .. ' counted', 'KEEPTTL')
 end
 """
-# The holder's word is Postgres': a missing or foreign lease is set again, a guarded one keeps its mark.
+# Postgres confirmed these holders: restore a missing or foreign hint, and keep the mark of a counted one.
 _RENEW = """
 for i = 1, #KEYS do
     local value = redis.call('GET', KEYS[i])
-    if value ~= ARGV[i + 1] .. ' guarded' then value = ARGV[i + 1] end
+    if value ~= ARGV[i + 1] .. ' counted' then value = ARGV[i + 1] end
     redis.call('SET', KEYS[i], value, 'PX', ARGV[1])
 end
 """
@@ -59,12 +59,12 @@ end
 
 class Hint(StrEnum):
     FREE = "free"  # ours now, or nothing known
-    HELD = "held"  # somebody is on it: ask Postgres, duplicate first
-    GUARDED = "guarded"  # a duplicate of this request was counted: this one may go
+    HELD = "held"  # there is a holder: ask Postgres, duplicate first
+    COUNTED = "counted"  # a duplicate of this request was counted: this one may go
 
 
-class Leases:
-    """The leases in Redis. Every call is one round trip of at most `redis_timeout`, and none ever raises."""
+class Hints:
+    """The hints in Redis. Every call is one round trip of at most `redis_timeout`, and none ever raises."""
 
     def __init__(self, url: str | None, *, database: str, lease: float, timeout: float, pause: float) -> None:
         self._database = database
@@ -76,8 +76,8 @@ class Leases:
         self._dropped: deque[tuple[str, str]] = deque()
         self._redis = self._client()
 
-    def apart(self) -> Leases:
-        """The same leases over connections of their own: under gevent no socket may serve two threads."""
+    def apart(self) -> Hints:
+        """The same hints over separate connections: under gevent no socket may serve two threads."""
         other = copy.copy(self)
         other._redis = self._client()
         return other
@@ -95,26 +95,26 @@ class Leases:
         )
 
     def take(self, id: OperationId, token: str, fingerprint: str) -> Hint:
-        """Ask whether somebody is on it, and leave our lease if nobody is.
+        """Ask whether there is a holder, and leave our hint if there is none.
 
-        The leases dropped since the last call go in the same round trip.
+        The hints dropped since the last call go in the same round trip.
         """
         mine = f"{token} {fingerprint}"
         value = self._call(_TAKE, [(self._name(id), mine), *self._take_dropped()])
         if value is None or str(value).startswith(mine):
             return Hint.FREE
-        return Hint.GUARDED if str(value).endswith(f" {fingerprint} guarded") else Hint.HELD
+        return Hint.COUNTED if str(value).endswith(f" {fingerprint} counted") else Hint.HELD
 
-    def guard(self, id: OperationId, token: str, fingerprint: str) -> None:
-        """Mark the holder's lease: one duplicate was counted, so further ones need no Postgres."""
-        self._call(_GUARD, [(self._name(id), f"{token} {fingerprint}")])
+    def count(self, id: OperationId, token: str, fingerprint: str) -> None:
+        """Mark the holder's hint: one duplicate was counted, so further ones need no Postgres."""
+        self._call(_COUNT, [(self._name(id), f"{token} {fingerprint}")])
 
     def hold(self, held: Sequence[tuple[OperationId, str, str]]) -> None:
-        """Set the leases of confirmed holders (operation, token, fingerprint), whatever is there now."""
+        """Set the hints of confirmed holders (operation, token, fingerprint), whatever is there now."""
         self._call(_RENEW, [(self._name(id), f"{token} {fingerprint}") for id, token, fingerprint in held])
 
     def drop(self, id: OperationId, token: str, fingerprint: str) -> None:
-        """Drop our own lease; somebody else's stays. It leaves with the next `take`: nobody waits for it."""
+        """Drop our own hint, and no other's. Sent with the next `take`, so that no one waits for it."""
         if self._redis is not None:
             self._dropped.append((self._name(id), f"{token} {fingerprint}"))
 
@@ -131,14 +131,14 @@ class Leases:
         return dropped
 
     def _name(self, id: OperationId) -> str:
-        return lease_name(id, self._database)
+        return hint_name(id, self._database)
 
-    def _call(self, script: str, leases: Sequence[tuple[str, str]]) -> object | None:
-        """One round trip over leases (name, value). Returns the script's answer; None when there is none."""
+    def _call(self, script: str, hints: Sequence[tuple[str, str]]) -> object | None:
+        """One round trip over hints (name, value). Returns the script's answer; None when there is none."""
         if self._redis is None or time.monotonic() < self._skip_until:
-            return None  # leases run out by themselves
-        names = [name for name, _ in leases]
-        values = [value for _, value in leases]
+            return None  # hints expire by themselves
+        names = [name for name, _ in hints]
+        values = [value for _, value in hints]
         try:
             answer: object = self._redis.eval(script, len(names), *names, self._lease_ms, *values)
             return answer
@@ -150,6 +150,6 @@ class Leases:
             return None
 
 
-def lease_name(id: OperationId, database: str) -> str:
-    """The key of a lease. Applications may share a Redis: what one database knows says nothing about another."""
-    return f"idempotency:lease:{hashlib.sha256(database.encode()).hexdigest()[:8]}:{id.digest}"
+def hint_name(id: OperationId, database: str) -> str:
+    """The key of a hint. Applications may share a Redis: what one database knows says nothing about another."""
+    return f"idempotency:hint:{hashlib.sha256(database.encode()).hexdigest()[:8]}:{id.digest}"

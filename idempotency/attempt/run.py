@@ -50,7 +50,7 @@ def run(runtime: Runtime, delivery: Delivery, policy: Policy, body: Body, patien
     """
     token, ending = secrets.token_hex(16), None
     for _ in range(DOUBT_ROUNDS):
-        with metrics.phase(delivery.id.operation, "claim"):
+        with metrics.phase(delivery.id.task, "claim"):
             answer = claim(runtime, delivery, token, patiently)
         if not isinstance(answer, Claimed):
             return answer
@@ -64,7 +64,7 @@ def run(runtime: Runtime, delivery: Delivery, policy: Policy, body: Body, patien
                 raise ending.ends_process from None  # recovery has the rest
         finally:
             attempt.close()
-    raise IdempotencyError(f"{delivery.id.operation}: still in doubt after {DOUBT_ROUNDS} rounds")
+    raise IdempotencyError(f"{delivery.id.task}: still in doubt after {DOUBT_ROUNDS} rounds")
 
 
 def perform(attempt: Attempt, body: Body) -> Ending:
@@ -72,16 +72,16 @@ def perform(attempt: Attempt, body: Body) -> Ending:
 
     Raises `LeaseLost` and `OutcomeInDoubt`.
     """
-    operation = attempt.claim.id.operation
+    task = attempt.claim.id.task
     try:
         crash_point("claimed")
         if (end := _end_without_body(attempt)) is not None:
             result = _look_once_more(attempt, body, end)
         else:
             crash_point("body.entered")
-            with metrics.phase(operation, "body"):
+            with metrics.phase(task, "body"):
                 result = body(attempt)
-        with metrics.phase(operation, "commit"):
+        with metrics.phase(task, "commit"):
             attempt.complete(result)
     except (LeaseLost, OutcomeInDoubt):
         raise

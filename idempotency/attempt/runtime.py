@@ -1,4 +1,4 @@
-"""What one process holds open: connections, leases, heartbeat.
+"""What one process holds open: connections, hints, heartbeat.
 
 Made in the process that uses it, so that a forked child never shares a socket with its parent.
 """
@@ -21,7 +21,7 @@ from ..store import connections
 from ..store.answers import Claimed, Renewal
 from ..store.claims import renew
 from .heartbeat import Heartbeat
-from .hints import Leases
+from .hints import Hints
 from .liveness import process_identity
 from .session import refuse_others_commits
 
@@ -49,7 +49,7 @@ class Runtime:
             isolation_level="AUTOCOMMIT",
             pool_reset_on_return=None,
         )
-        self.leases = Leases(
+        self.hints = Hints(
             None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
             database=self.settings.database_name,
             lease=self.settings.lease,
@@ -68,7 +68,7 @@ class Runtime:
         )
         self.heartbeat = Heartbeat(
             self._renew,
-            self.leases,
+            self.hints,
             lease=self.settings.lease,
             interval=self.settings.heartbeat,
             longest_run=self.settings.longest_run,
@@ -77,7 +77,7 @@ class Runtime:
     def close(self) -> None:
         """Close everything; it is not used again."""
         self.heartbeat.stop()
-        self.leases.flush()
+        self.hints.flush()
         for engine in self._engines:
             engine.dispose()
 

@@ -74,8 +74,8 @@ class Published:
         return self.lanes.get(id) in self.stopped
 
     def open(self, batch: Iterable[tuple[str, Message]]) -> list[tuple[str, Message]]:
-        settled = {*self.confirmed, *self.refused}
-        return [(id, message) for id, message in batch if id not in settled]
+        answered = {*self.confirmed, *self.refused}
+        return [(id, message) for id, message in batch if id not in answered]
 
     def keep_order(self) -> None:
         """Forget what came of messages behind the first of their lane that was not confirmed: they go again."""

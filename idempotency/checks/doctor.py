@@ -233,12 +233,12 @@ def _redis(url: SecretStr) -> list[Finding]:
     version, role, policy = info["redis_version"], info["role"], info.get("maxmemory_policy", "unknown")
     if int(version.partition(".")[0]) < OLDEST_REDIS:
         findings.append(
-            warning("redis", f"version {version}, need at least {OLDEST_REDIS}", "leases are marked with SET … KEEPTTL")
+            warning("redis", f"version {version}, need at least {OLDEST_REDIS}", "hints are marked with SET … KEEPTTL")
         )
     if role != "master":
-        findings.append(warning("redis", f"role {role}, need master", "every lease is refused; point at the primary"))
+        findings.append(warning("redis", f"role {role}, need master", "every hint is refused; point at the primary"))
     if policy != "noeviction":
-        advice = "an evicted lease looks like none: more claims go to Postgres"
+        advice = "an evicted hint looks like none: more claims go to Postgres"
         findings.append(warning("redis maxmemory-policy", f"{policy}, need noeviction", advice))
     findings = findings or [ok("redis", f"version {version}, {role}, {policy}")]
     return [*findings, _clock("redis clock", seconds + microseconds / 1e6 - now, "this host")]

@@ -52,7 +52,7 @@ class By(StrEnum):
 
 
 IdsArgument = Annotated[list[int] | None, typer.Argument(help="Dead letters by their number.", metavar="[ID]...")]
-OperationOption = Annotated[str | None, typer.Option(help="Only this task name.")]
+TaskOption = Annotated[str | None, typer.Option(help="Only this task name.")]
 ErrorOption = Annotated[str | None, typer.Option(help="Only this reason of failure, as `list` shows it.")]
 ServiceOption = Annotated[str | None, typer.Option(help="Only this service.")]
 TenantOption = Annotated[str | None, typer.Option(help="Only this tenant.")]
@@ -65,7 +65,7 @@ LetterArgument = Annotated[int, typer.Argument(metavar="ID")]
 def list_letters(
     by: Annotated[list[By] | None, typer.Option(help="Count by this, e.g. --by service --by type --by error.")] = None,
     status: Status = Status.OPEN,
-    operation: OperationOption = None,
+    task: TaskOption = None,
     error: ErrorOption = None,
     service: ServiceOption = None,
     tenant: TenantOption = None,
@@ -74,7 +74,7 @@ def list_letters(
     as_json: JsonOption = False,
 ) -> None:
     """The newest dead letters, or how many there are of each kind."""
-    selection = Selection(None if status is Status.ALL else status.value, operation, error, service, tenant)
+    selection = Selection(None if status is Status.ALL else status.value, task, error, service, tenant)
     groups: list[Group] = [group.value for group in by or ()]
     with runtime_of(application(app)).autocommit() as connection:
         if groups:
@@ -108,7 +108,7 @@ def show_letter(letter: LetterArgument, app: AppOption = "tasks", as_json: JsonO
 def replay_letters(
     actor: ActorOption,
     ids: IdsArgument = None,
-    operation: OperationOption = None,
+    task: TaskOption = None,
     error: ErrorOption = None,
     service: ServiceOption = None,
     tenant: TenantOption = None,
@@ -127,7 +127,7 @@ def replay_letters(
         request = None if request_id is None else f"{request_id}:{letter}"
         return _named(letter, "replayed", operators.replay(celery, letter, Change(actor, reason, request)))
 
-    chosen = _chosen(celery, ids, Selection("open", operation, error, service, tenant), limit)
+    chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
     _each(chosen, replay, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
 
 
@@ -135,7 +135,7 @@ def replay_letters(
 def discard_letters(
     reason: Annotated[str, typer.Option(help="Why nobody needs it; kept in the audit table.")],
     ids: IdsArgument = None,
-    operation: OperationOption = None,
+    task: TaskOption = None,
     error: ErrorOption = None,
     service: ServiceOption = None,
     tenant: TenantOption = None,
@@ -153,7 +153,7 @@ def discard_letters(
             discards.request(connection, person, letter, reason)
         return _named(letter, "requested", None)
 
-    chosen = _chosen(celery, ids, Selection("open", operation, error, service, tenant), limit)
+    chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
     _each(chosen, request, "requested", single=_single(ids), dry_run=dry_run, as_json=as_json)
 
 
@@ -226,14 +226,14 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
             raise IdempotencyError(f"{len(ids)} dead letters named, --limit is {limit}")
         return ids
     if selection == Selection("open"):
-        raise typer.BadParameter("name dead letters, or choose by --operation, --error, --service or --tenant")
+        raise typer.BadParameter("name dead letters, or choose by --task, --error, --service or --tenant")
     with runtime_of(app).autocommit() as connection:
         chosen = dead_letters.select_ids(connection, selection, limit=limit)
-    if not chosen and (name := selection.operation) is not None:
+    if not chosen and (name := selection.task) is not None:
         app.loader.import_default_modules()
         if name not in app.tasks:
             raise IdempotencyError(
-                f"--operation {name}: no open dead letter matches, and the application has no such task"
+                f"--task {name}: no open dead letter matches, and the application has no such task"
             )
     return chosen
 
@@ -243,7 +243,7 @@ def _single(ids: list[int] | None) -> int | None:
 
 
 def _named(letter: int, done: str, id: OperationId | None) -> dict[str, Any]:
-    return {done: letter} | ({} if id is None else {"operation": id.operation, "key": id.key})
+    return {done: letter} | ({} if id is None else {"task": id.task, "key": id.key})
 
 
 def _each(
@@ -268,7 +268,7 @@ def _each(
         if as_json:
             print_json(document)
         else:
-            named = " ".join(str(document[name]) for name in ("operation", "key") if name in document)
+            named = " ".join(str(document[name]) for name in ("task", "key") if name in document)
             console.print(
                 plain(f"dead letter {single} {done} {named}".rstrip()), markup=False, highlight=False, soft_wrap=True
             )

@@ -29,8 +29,8 @@ from ..errors import IdempotencyError, SettingsError
 from ..letters.consumer import DeadLetterConsumer
 from ..observe import metrics
 from ..observe.logs import log
-from ..relay.reconcile import reconcile
 from ..relay.relay import AWAY_PAUSE, Relay
+from ..relay.resend import resend_lost
 from ..store import schema
 from ..store.connections import make_engine
 from ..store.statements import describe
@@ -97,7 +97,7 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
     """
     sweep = runtime_of(celery).settings.sweep
     running, life = Relay(celery), SignOfLife(celery, "relay")
-    due = {"recover": time.monotonic(), "reconcile": time.monotonic() + sweep}
+    due = {"recover": time.monotonic(), "resend": time.monotonic() + sweep}
 
     def between_passes() -> None:
         life.progressed(loop="publishing")
@@ -106,9 +106,9 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
             due["recover"] = now + DEATH_WATCH
             if recovered := maintenance.recover(celery):
                 log.info("recovered", operations=recovered)
-        if now >= due["reconcile"]:
-            due["reconcile"] = now + sweep
-            reconcile(celery, publisher=running.publisher)
+        if now >= due["resend"]:
+            due["resend"] = now + sweep
+            resend_lost(celery, publisher=running.publisher)
 
     letters, progressed = DeadLetterConsumer(celery), partial(life.progressed, loop="letters")
     threads = [

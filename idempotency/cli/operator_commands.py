@@ -48,7 +48,7 @@ def this_user() -> str:
 
 
 KeyArgument = Annotated[str, typer.Argument(help="The idempotency key.")]
-OperationOption = Annotated[
+TaskOption = Annotated[
     str | None, typer.Option(help="The task's name or its end after a dot, where several have the key.")
 ]
 TenantOption = Annotated[str | None, typer.Option(help="The tenant, where several have the key.")]
@@ -95,7 +95,7 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     most = max((n for by_status in seen["operations"].values() for n in by_status.values()), default=1)
     about = "about " if seen["operations_are_estimated"] else ""
     print_table(
-        "operation", "status", "operations", "",
+        "task", "status", "operations", "",
         rows=[
             (name, status, f"{about if status in ('completed', 'failed') else ''}{count}", Bar(most, 0, count, width=24))
             for name, by_status in seen["operations"].items()
@@ -114,7 +114,7 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
             ("outbox oldest due", _age(outbox["oldest_due_seconds"])),
             ("outbox failed", outbox["failed"]),
             ("dead letters open", letters["open"]),
-            *((f"  {row['operation'] or '-'} {row['reason']}", row["letters"]) for row in letters["by_reason"]),
+            *((f"  {row['task'] or '-'} {row['reason']}", row["letters"]) for row in letters["by_reason"]),
         ],
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 @commands.command("list")
 def list_operations(
     app: AppOption = "tasks",
-    operation: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
     status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     older_than: Annotated[
@@ -134,15 +134,15 @@ def list_operations(
     """The oldest operations, without their arguments and results. Those accepted have no record yet."""
     with stored.looking(settings_of(application(app))) as connection:
         rows = stored.list_operations(
-            connection, operation=operation, status=status, tenant=tenant, older_than=older_than, limit=limit
+            connection, task=task, status=status, tenant=tenant, older_than=older_than, limit=limit
         )
     if as_json:
         print_json([row._asdict() | {"error": row.error and json.loads(row.error)} for row in rows])
         return
     print_table(
-        "operation", "key", "status", "attempts", "created", "error",
+        "task", "key", "status", "attempts", "created", "error",
         rows=[
-            (row.operation, row.key, row.status, row.attempts, row.created_at,
+            (row.task, row.key, row.status, row.attempts, row.created_at,
              _refused(row.refusals, row.first_refused_at) or (row.error and json.loads(row.error)["code"]))
             for row in rows
         ],
@@ -153,19 +153,19 @@ def list_operations(
 def show_operation(
     key: KeyArgument,
     app: AppOption = "tasks",
-    operation: OperationOption = None,
+    task: TaskOption = None,
     tenant: TenantOption = None,
     with_payload: Annotated[bool, typer.Option("--with-payload", help="Also arguments and results.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """One operation: its record, effects, deliveries, dead letters and what people did to it."""
     with runtime_of(application(app)).autocommit() as connection:
-        id = operators.find(connection, key, operation=operation, tenant=tenant)
+        id = operators.find(connection, key, task=task, tenant=tenant)
         shown = operations.operation(connection, id, with_payload=with_payload)
     if as_json:
         print_json(shown)
         return
-    console.print(f"{plain(id.operation)} {plain(id.key)} (tenant {plain(id.tenant)})", markup=False, highlight=False)
+    console.print(f"{plain(id.task)} {plain(id.key)} (tenant {plain(id.tenant)})", markup=False, highlight=False)
     record = shown["record"]
     if record is None:
         waiting = [row for row in shown["outbox"] if row["settled_at"] is None and row["status"] != "failed"]
@@ -204,7 +204,7 @@ def release(
     reason: ReasonOption,
     actor: ActorOption,
     app: AppOption = "tasks",
-    operation: OperationOption = None,
+    task: TaskOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
     request_id: RequestOption = None,
@@ -212,7 +212,7 @@ def release(
 ) -> None:
     """Take a started operation from its holder, and deliver it again now."""
     celery = application(app)
-    shown = _shown(app, key, operation, tenant, fence)
+    shown = _shown(app, key, task, tenant, fence)
     operators.release(celery, shown, Change(actor, reason, request_id))
     _print_change("released", shown, as_json)
 
@@ -223,7 +223,7 @@ def cancel(
     reason: ReasonOption,
     actor: ActorOption,
     app: AppOption = "tasks",
-    operation: OperationOption = None,
+    task: TaskOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
     may_have_happened: Annotated[
@@ -235,7 +235,7 @@ def cancel(
 ) -> None:
     """End an operation that has not begun, or waits for its next attempt: failed as cancelled, with a dead letter."""
     celery = application(app)
-    shown = _shown(app, key, operation, tenant, fence)
+    shown = _shown(app, key, task, tenant, fence)
     change = Change(actor, reason, request_id)
     error = operators.cancel(celery, shown, change, may_have_happened=may_have_happened, without_task=without_task)
     _print_change("cancelled" if error.code == "cancelled" else "ended", shown, as_json, ended_as=error.code)
@@ -280,7 +280,7 @@ def resolve(
         bool, typer.Option("--end", help="The operation is not to go on: undo what its end had to leave.")
     ] = False,
     app: AppOption = "tasks",
-    operation: OperationOption = None,
+    task: TaskOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
     without_task: WithoutTaskOption = False,
@@ -297,7 +297,7 @@ def resolve(
         except ValueError as error:
             raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
     celery = application(app)
-    shown = _shown(app, key, operation, tenant, fence)
+    shown = _shown(app, key, task, tenant, fence)
     change = Change(actor, reason, request_id)
     code = operators.resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
     with runtime_of(celery).autocommit() as connection:
@@ -310,9 +310,9 @@ def resolve(
         console.print(f"to go on: idempotency dead-letters replay {letter}", highlight=False)
 
 
-def _shown(app: str, key: str, operation: str | None, tenant: str | None, fence: int | None) -> Shown:
+def _shown(app: str, key: str, task: str | None, tenant: str | None, fence: int | None) -> Shown:
     with runtime_of(application(app)).autocommit() as connection:
-        shown = operators.read(connection, operators.find(connection, key, operation=operation, tenant=tenant))
+        shown = operators.read(connection, operators.find(connection, key, task=task, tenant=tenant))
     # compared in the change's own transaction, after it is known not to be a repetition
     return shown if fence is None else replace(shown, fence=fence)
 
@@ -320,9 +320,9 @@ def _shown(app: str, key: str, operation: str | None, tenant: str | None, fence:
 def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:
     if as_json:
         id = shown.id
-        print_json({"change": what, "tenant": id.tenant, "operation": id.operation, "key": id.key} | more)
+        print_json({"change": what, "tenant": id.tenant, "task": id.task, "key": id.key} | more)
     else:
-        text = " ".join([f"{what}:", shown.id.operation, shown.id.key, *more.values()])
+        text = " ".join([f"{what}:", shown.id.task, shown.id.key, *more.values()])
         console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
 
 

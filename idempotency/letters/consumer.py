@@ -121,7 +121,7 @@ class DeadLetterConsumer:
         accept = prepare_accept_content(["json"])
         for again in sorted((held for held in self._held if held.due <= began), key=lambda held: held.due):
             self._held.remove(again)
-            self._settle(again)
+            self._handle(again)
             if time.monotonic() - began >= PASS / 2:
                 break
         queues = dead_letter_queues(self._app.amqp.queues.values())
@@ -135,12 +135,12 @@ class DeadLetterConsumer:
                 message = channel.message_to_python(raw)
                 message.accept = accept
                 taken += 1
-                self._settle(_Taken(message))
+                self._handle(_Taken(message))
         if not taken:
             self._unpark()
         return taken
 
-    def _settle(self, taken: _Taken) -> None:
+    def _handle(self, taken: _Taken) -> None:
         try:
             if taken.surprises < ON_FAILED_TRIES:
                 patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE

@@ -46,7 +46,7 @@ class Guard(bootsteps.StartStopStep):
         celerys_handler: Callable[..., Handler] = consumer.create_task_handler
 
         def create_task_handler(*args: Any, **kwargs: Any) -> Handler:
-            return self._guarded(celerys_handler(*args, **kwargs))
+            return self._examined(celerys_handler(*args, **kwargs))
 
         consumer.create_task_handler = create_task_handler
         # Whatever else Celery finds wrong; its own answers write the body to the log.
@@ -67,7 +67,7 @@ class Guard(bootsteps.StartStopStep):
             # declared with other arguments; it exists, which is all that a worker needs
             log.warning("dead_letter_queue_differs", error=type(error).__name__)
 
-    def _guarded(self, handle: Handler) -> Handler:
+    def _examined(self, handle: Handler) -> Handler:
         def on_message(message: Message) -> None:
             if (marker := message.headers.get(MARKER_HEADER)) is not None:
                 self._note(message, f"{marker}")

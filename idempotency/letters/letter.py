@@ -77,8 +77,8 @@ def dead_of(
         try:
             # the same rules hold for a fingerprint: short, printable
             fingerprints = [keys.check_key(given, field="fingerprint")]
-            operation = keys.check_key(headers.get("task"), field="task")
-            id = OperationId(keys.check_key(tenant), operation, keys.check_key(headers.get(KEY_HEADER)))
+            task = keys.check_key(headers.get("task"), field="task")
+            id = OperationId(keys.check_key(tenant), task, keys.check_key(headers.get(KEY_HEADER)))
         except CallRefused:
             return None  # no message of ours
         if keys.fingerprint_version(given) is None or not body_of(message.body)[1]:
@@ -90,7 +90,7 @@ def dead_of(
         id,
         fingerprints[0],
         fingerprints[1:],
-        event_id=letter.event_id,
+        message_id=letter.message_id,
         generation=generation if type(generation) is int else None,
         message=letter.payload,
         queue=letter.queue or "",
@@ -112,14 +112,14 @@ def letter_of(
     if not is_text:
         stored[BODY_HEADER] = "base64"
     return BrokerLetter(
-        event_id=shown(headers.get(OUTBOX_HEADER)),
+        message_id=shown(headers.get(OUTBOX_HEADER)),
         tenant=id.tenant if id else shown(headers.get(TENANT_HEADER)),
-        operation=id.operation if id else None,
+        task=id.task if id else None,
         key=id.key if id else shown(headers.get(KEY_HEADER)),
         generation=None,
         fingerprint=None,
         queue=shown(queue),
-        task=shown(headers.get("task")),
+        header_task=shown(headers.get("task")),
         service=runtime_of(app).settings.service,
         reason=reason,
         first_error=None,

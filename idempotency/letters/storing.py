@@ -67,7 +67,7 @@ def store(
     for, as Postgres reads it. Raises `OperationalError`: later.
     """
     if MARKER_HEADER in message.headers:
-        return None  # of reconcile's: it brings nothing, and another one follows
+        return None  # a marker that resend sent: nothing to do, another one follows
     if was_allowed_to_expire(app, message):
         log.info("expired", task=shown(message.headers.get("task")))
         return None
@@ -94,13 +94,13 @@ def store(
         stored = _store_alone(app, letter, patience)
     except DBAPIError as error:
         # The record cannot take it; the letter must not be lost for that.
-        log.error("give_up_failed", reason=letter.reason, task=letter.task, error=describe(error))
+        log.error("give_up_failed", reason=letter.reason, task=letter.header_task, error=describe(error))
         stored = _store_alone(app, letter, patience)
     log.warning(
         "dead_letter" if stored is not None else "dead_letter_duplicate",
         letter=stored,
         reason=letter.reason,
-        task=letter.task,
+        task=letter.header_task,
         key=letter.key,
         queue=letter.queue,
     )
@@ -112,7 +112,7 @@ def store_unhandled(app: Celery, message: BrokerMessage) -> None:
     plain = {name: value for name, value in message.headers.items() if isinstance(value, str | int)}
     letter = letter_of(app, message, plain, "unhandled", None)
     stored = _store_alone(app, letter, LOCK_PATIENCE)
-    log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.task, queue=letter.queue)
+    log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.header_task, queue=letter.queue)
 
 
 def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed: list[str]) -> list[str]:
@@ -151,7 +151,7 @@ def _came_back(app: Celery, dead: Dead, letter: BrokerLetter, patience: str) -> 
         )
         if answer is PutBack.COPY:
             undelivered.count_copy(connection, dead)
-    log.warning("dead_message", answer=answer.value, reason=letter.reason, task=letter.task, key=letter.key)
+    log.warning("dead_message", answer=answer.value, reason=letter.reason, task=letter.header_task, key=letter.key)
     return answer is not PutBack.OVER
 
 
@@ -235,7 +235,7 @@ def _end(
             letters.forget_tries(connection, letter.digest)
             session.commit()
             if concluded is not None:
-                metrics.count_failed(id.operation, concluded.error.code)
+                metrics.count_failed(id.task, concluded.error.code)
             return stored
 
 
@@ -248,7 +248,7 @@ def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | Non
     with runtime.autocommit() as connection:
         tries = letters.count_try(connection, letter.digest, counts=counts)
     if tries > ON_FAILED_TRIES:
-        log.error("on_failed_error", operation=letter.operation, key=letter.key, tries=tries - 1)
+        log.error("on_failed_error", task=letter.task, key=letter.key, tries=tries - 1)
     return tries <= ON_FAILED_TRIES
 
 

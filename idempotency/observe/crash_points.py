@@ -1,6 +1,6 @@
 """Named moments of an attempt at which a test may kill, stop or hold the process. No-ops in production.
 
-lease.taken · claimed · body.entered · effect.begun · effect.called · effect.recorded · step.recorded ·
+hint.left · claimed · body.entered · effect.begun · effect.called · effect.recorded · step.recorded ·
 step.committed · finish.written (UPDATE done, COMMIT not sent) · finish.committed · released · relay.selected ·
 relay.published · relay.confirmed · relay.marked · dead_letter.stored
 """

@@ -1,6 +1,6 @@
 """The library's log: transitions only, as key=value lines through the standard `logging`, under "idempotency".
 
-Every line names operation, key, fence and attempt where it has them; never arguments or results.
+Every line names task, key, fence and attempt where it has them; never arguments or results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     processors=[
         structlog.stdlib.filter_by_level,
         structlog.processors.format_exc_info,
-        structlog.processors.LogfmtRenderer(
-            key_order=["event", "operation", "key", "fence", "attempt"], drop_missing=True
-        ),
+        structlog.processors.LogfmtRenderer(key_order=["event", "task", "key", "fence", "attempt"], drop_missing=True),
     ],
 )

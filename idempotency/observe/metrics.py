@@ -1,4 +1,4 @@
-"""What operators count: prometheus counters, by operation, never by key.
+"""What operators count: prometheus counters, by task, never by key.
 
 Flower shows a task that ran twice as one success; these show it as it was. Prefork workers share them through
 `PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode). They are made on first use, since a counter opens its
@@ -53,43 +53,33 @@ class _Metrics:
     def __init__(self, directory: Path | None) -> None:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)  # prometheus-client does not make it
-        self.claims = Counter(
-            "idempotency_claims", "Claims granted; after a doubt an attempt claims again", ["operation"]
-        )
+        self.claims = Counter("idempotency_claims", "Claims granted; after a doubt an attempt claims again", ["task"])
         self.takeovers = Counter(
             "idempotency_takeovers",
             "Claims of a started operation whose holder's lease was over. What recovery released first is claimed as any released "
             "operation and counts in idempotency_recovered",
-            ["operation"],
+            ["task"],
         )
-        self.completed = Counter("idempotency_completed", "Operations completed", ["operation"])
-        self.failed = Counter("idempotency_failed", "Operations failed", ["operation", "code"])
-        self.retries = Counter("idempotency_retries", "Attempts released for another one", ["operation"])
-        self.deferrals = Counter(
-            "idempotency_deferrals", "Attempts given back: not the operation's fault", ["operation"]
-        )
-        self.duplicates = Counter(
-            "idempotency_duplicates", "Deliveries answered with the stored outcome", ["operation"]
-        )
-        self.busy = Counter(
-            "idempotency_busy", "Deliveries acknowledged while the operation was in flight", ["operation"]
-        )
+        self.completed = Counter("idempotency_completed", "Operations completed", ["task"])
+        self.failed = Counter("idempotency_failed", "Operations failed", ["task", "code"])
+        self.retries = Counter("idempotency_retries", "Attempts released for another one", ["task"])
+        self.deferrals = Counter("idempotency_deferrals", "Attempts given back: not the operation's fault", ["task"])
+        self.duplicates = Counter("idempotency_duplicates", "Deliveries answered with the stored outcome", ["task"])
+        self.busy = Counter("idempotency_busy", "Deliveries acknowledged while the operation was in flight", ["task"])
         self.waiting = Counter(
-            "idempotency_claims_waiting", "Deliveries that had to wait for Postgres' answer", ["operation", "error"]
+            "idempotency_claims_waiting", "Deliveries that had to wait for Postgres' answer", ["task", "error"]
         )
         self.put_back = Counter(
             "idempotency_put_back",
             "Deliveries that Postgres did not answer in time, by where they wait now",
-            ["operation", "to"],
+            ["task", "to"],
         )
-        self.mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fingerprint", ["operation"])
-        self.fenced = Counter(
-            "idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["operation"]
-        )
-        self.in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["operation"])
-        self.leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["operation"])
+        self.mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fingerprint", ["task"])
+        self.fenced = Counter("idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["task"])
+        self.in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["task"])
+        self.leases_lost = Counter("idempotency_leases_lost", "Hints lost while the body ran", ["task"])
         self.unknown_effects = Counter(
-            "idempotency_unknown_effects", "Operations that ended as effect_unknown", ["operation"]
+            "idempotency_unknown_effects", "Operations that ended as effect_unknown", ["task"]
         )
         self.recovered = Counter(
             "idempotency_recovered", "Orphaned operations released by recovery, or ended as spent", ["cause"]
@@ -108,12 +98,12 @@ class _Metrics:
         self.alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts that their receiver did not take")
         self.redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
         self.attempt_seconds = Histogram(
-            "idempotency_attempt_seconds", "From a claim to the end of its attempt", ["operation"]
+            "idempotency_attempt_seconds", "From a claim to the end of its attempt", ["task"]
         )
         self.phase_seconds = Histogram(
             "idempotency_phase_seconds",
             "Time of a delivery in each phase: claim, body, commit",
-            ["operation", "phase"],
+            ["task", "phase"],
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0),
         )
 
@@ -132,16 +122,16 @@ def __getattr__(name: str) -> Any:
     return getattr(_metrics(), name)
 
 
-def count_failed(operation: str, code: str) -> None:
+def count_failed(task: str, code: str) -> None:
     """Count an operation that has ended without success."""
-    _metrics().failed.labels(operation, code).inc()
+    _metrics().failed.labels(task, code).inc()
     if code == "effect_unknown":
-        _metrics().unknown_effects.labels(operation).inc()
+        _metrics().unknown_effects.labels(task).inc()
 
 
-def phase(operation: str, name: str) -> AbstractContextManager[object]:
+def phase(task: str, name: str) -> AbstractContextManager[object]:
     """Time a phase of a delivery, however it ends."""
-    return _metrics().phase_seconds.labels(operation, name).time()
+    return _metrics().phase_seconds.labels(task, name).time()
 
 
 def of_all_processes(directory: Path | None = None) -> CollectorRegistry:

@@ -146,7 +146,7 @@ def _check_nothing_is_left_undelivered(connection: Connection, letter: int) -> N
     if conclusions.is_open(record.effects):
         raise DiscardRefused(
             f"dead letter {letter}: an effect of its operation was begun and its outcome is not known; "
-            "settle it first with `effects resolve`"
+            "resolve it first with `effects resolve`"
         )
     if record.status in ("completed", "failed"):
         return
@@ -167,9 +167,9 @@ def _is_its_request(letter: Row[Any], record: Any) -> bool:
 
 def _operation(connection: Connection, letter: Row[Any]) -> tuple[OperationId | None, Any]:
     """The operation that a letter names, and its record, locked."""
-    if None in (letter.tenant, letter.operation, letter.key):
+    if None in (letter.tenant, letter.task, letter.key):
         return None, None
-    id = OperationId(letter.tenant, letter.operation, letter.key)
+    id = OperationId(letter.tenant, letter.task, letter.key)
     return id, operations.read_locked(connection, id)
 
 

@@ -81,28 +81,28 @@ class Change:
 # ---------------------------------------------------------------- find
 
 
-def find(connection: Connection, key: str, *, operation: str | None = None, tenant: str | None = None) -> OperationId:
+def find(connection: Connection, key: str, *, task: str | None = None, tenant: str | None = None) -> OperationId:
     """Find the one operation of a key. `operation` is the task's name, or its end after a dot.
 
     Raises `OperationNotFound`, and `ChangeRefused` listing the choices.
     """
-    found = operations.find(connection, key, operation=operation, tenant=tenant)
-    found = [id for id in found if id.operation == operation] or found  # a whole name means itself alone
+    found = operations.find(connection, key, task=task, tenant=tenant)
+    found = [id for id in found if id.task == task] or found  # a whole name means itself alone
     if not found:
         raise OperationNotFound(f"key {key!r}: no operation has it")
     if len(found) > 1:
-        choices = "; ".join(f"--operation {id.operation} --tenant {id.tenant}" for id in found)
+        choices = "; ".join(f"--task {id.task} --tenant {id.tenant}" for id in found)
         raise ChangeRefused(f"key {key!r}: {len(found)} operations have it, choose one: {choices}")
     return found[0]
 
 
 def read(connection: Connection, id: OperationId) -> Shown:
-    """Read what a change will be guarded by. Raises `OperationNotFound`."""
+    """Read what a change will depend on. Raises `OperationNotFound`."""
     row = operations.status_and_fence(connection, id)
     if row is not None:
         return Shown(id, row.status, row.fence)
     if operations.accepted(connection, id) is None:
-        raise OperationNotFound(f"{id.operation} {id.key}: has neither a record nor a message that waits")
+        raise OperationNotFound(f"{id.task} {id.key}: has neither a record nor a message that waits")
     return Shown(id, "accepted", None)
 
 
@@ -175,7 +175,7 @@ def _cancel(
         details = {"was": shown.status, "ended_as": concluded.error.code}
         details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
         audit(connection, change, "cancel", shown.id, row, fence=fence, details=details)
-    metrics.count_failed(shown.id.operation, concluded.error.code)
+    metrics.count_failed(shown.id.task, concluded.error.code)
     return concluded.error
 
 
@@ -260,7 +260,7 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
     """
     with runtime_of(app).engine.begin() as connection:
         if (done := _repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
-            return OperationId(done.tenant, done.operation, done.key)
+            return OperationId(done.tenant, done.task, done.key)
         id = dead_letters.replay(connection, letter, app=app)
         row = operations.read_locked(connection, id)
         audit(connection, change, "replay", id, row, details={"dead_letter": letter})
@@ -290,7 +290,7 @@ def audit(
         details=details or {},
         request_id=change.request_id,
     )
-    log.info("operator_change", action=action, actor=change.actor, operation=id and id.operation, key=id and id.key)
+    log.info("operator_change", action=action, actor=change.actor, task=id and id.task, key=id and id.key)
 
 
 # ---------------------------------------------------------------- how
@@ -310,11 +310,9 @@ def _repeated(
     row = audits.of_request(connection, change.request_id)
     if row is None:
         return None
-    same = id is None or (id.tenant, id.operation, id.key) == (row.tenant, row.operation, row.key)
+    same = id is None or (id.tenant, id.task, id.key) == (row.tenant, row.task, row.key)
     if row.action != action or not same or any(row.details.get(name) != value for name, value in said.items()):
-        raise ChangeRefused(
-            f"--request-id: was used before, to {row.action} {row.operation} {row.key}, and not for this"
-        )
+        raise ChangeRefused(f"--request-id: was used before, to {row.action} {row.task} {row.key}, and not for this")
     return row
 
 
@@ -371,15 +369,15 @@ def _open_unclaimed(connection: Connection, runtime: Runtime, id: OperationId) -
     ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
 
 
-def _known_task(app: Celery, operation: str, without_task: bool) -> Any:
+def _known_task(app: Celery, task: str, without_task: bool) -> Any:
     """The operation's task. Raises `ChangeRefused` where the application has none, and nobody has said that this is right."""
     app.loader.import_default_modules()
-    task = app.tasks.get(operation)
+    task = app.tasks.get(task)
     if hasattr(task, "retention_failed"):
         return task
     if not without_task:
         raise ChangeRefused(
-            f"{operation}: this application has no such task; name the one that has it with -A, or give --without-task: "
+            f"{task}: this application has no such task; name the one that has it with -A, or give --without-task: "
             "then neither its undos nor its on_failed run"
         )
     return None
@@ -389,7 +387,7 @@ def _task_of(
     app: Celery, runtime: Runtime, row: Row[Any], *, without_task: bool
 ) -> tuple[Policy, dict[str, Any], str | None]:
     """How the operation's task wants to end, its arguments by name, and why they could not be read."""
-    task = _known_task(app, row.operation, without_task)
+    task = _known_task(app, row.task, without_task)
     if task is None:
         settings = runtime.settings
         unknown = Policy(
@@ -435,7 +433,7 @@ def _conclude(
 def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, result: Any, without_task: bool) -> str:
     """A person's result as text, if it is what the task says that this effect returns. Raises `InvalidResult`."""
     text = results.to_text(result, limit=runtime.settings.result_limit, what=f"result of {name!r}")
-    types = getattr(_known_task(app, row.operation, without_task), "effect_types", {})
+    types = getattr(_known_task(app, row.task, without_task), "effect_types", {})
     if name in types:
         try:
             TypeAdapter(types[name]).validate_python(result)
@@ -456,4 +454,4 @@ def _claimed(id: OperationId, row: Row[Any]) -> Claimed:
 
 
 def _called(id: OperationId) -> str:
-    return f"{id.operation} {id.key}"
+    return f"{id.task} {id.key}"

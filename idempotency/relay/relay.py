@@ -1,9 +1,9 @@
 """The relay: brings committed outbox rows to the broker, and marks exactly those it has confirmed.
 
-Rows are leased in one commit, published outside any transaction, and marked in a second. A crash in between publishes
+Rows are reserved in one commit, published outside any transaction, and marked in a second. A crash in between publishes
 twice, which the record absorbs; it never publishes nothing. Any number of relays at once.
 
-Rows with an ordering key are leased by lane, so one relay at a time publishes a lane, and many of its rows at once; what
+Rows with an ordering key are reserved by lane, so one relay at a time publishes a lane, and many of its rows at once; what
 comes behind the first row that the broker does not confirm goes again, after it.
 """
 
@@ -31,10 +31,10 @@ from ..store import outbox
 from ..store.outbox import Lane
 from ..wire.message import Message
 
-# Rows leased per pass: enough to keep confirms pipelined, few enough that a killed relay delays little.
+# Rows reserved per pass: enough to keep confirms pipelined, few enough that a killed relay delays little.
 BATCH = 200
-# How long a leased row is another relay's business; longer than a batch of confirms ever takes.
-RELAY_LEASE = 30.0
+# How long a reserved row is another relay's business; longer than a batch of confirms ever takes.
+RESERVATION = 30.0
 # A broker that does not confirm within this time is treated as away.
 CONFIRM_TIMEOUT = 10.0
 # The safety net behind LISTEN/NOTIFY.
@@ -89,12 +89,12 @@ class Relay:
         self.close()
 
     def run_once(self) -> Relayed:
-        """Lease a batch in one commit, publish outside any transaction, mark exactly what was confirmed."""
+        """Reserve a batch in one commit, publish outside any transaction, mark exactly what was confirmed."""
         runtime = runtime_of(self._app)
         with runtime.autocommit() as connection:
-            rows = outbox.lease_rows(connection, batch=self._batch, lease=RELAY_LEASE)
-            ordered = outbox.lease_lanes(connection, batch=self._batch, lease=RELAY_LEASE)
-        lanes: list[Lane] = list(dict.fromkeys((row.operation, row.ordering_key) for row in ordered))
+            rows = outbox.reserve_rows(connection, batch=self._batch, seconds=RESERVATION)
+            ordered = outbox.reserve_lanes(connection, batch=self._batch, seconds=RESERVATION)
+        lanes: list[Lane] = list(dict.fromkeys((row.task, row.ordering_key) for row in ordered))
         rows += _runs(ordered)
         if not rows:
             with runtime.autocommit() as connection:
@@ -102,18 +102,18 @@ class Relay:
             return Relayed(0, 0)
         crash_point("relay.selected")
         result = Published(
-            lanes={row.event_id: (row.operation, row.ordering_key) for row in rows if row.ordering_key is not None}
+            lanes={row.message_id: (row.task, row.ordering_key) for row in rows if row.ordering_key is not None}
         )
         batch = []
         for row in rows:
             try:
                 message = Message.from_text(row.message).marked(
-                    origin=row.origin, outbox_id=row.event_id, generation=row.generation
+                    origin=row.origin, outbox_id=row.message_id, generation=row.generation
                 )
-                batch.append((row.event_id, message))
+                batch.append((row.message_id, message))
             except Exception as error:  # whatever it is, it is of this row alone
                 why = str(error) if isinstance(error, ValueError) else type(error).__name__
-                result.refuse(row.event_id, Refusal(f"not a message: {why}"[:300], own=True))
+                result.refuse(row.message_id, Refusal(f"not a message: {why}"[:300], own=True))
         away = False
         try:
             self.publisher.publish(batch, result)
@@ -133,9 +133,9 @@ class Relay:
         self._deafen()
 
     def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published, lanes: Iterable[Lane] = ()) -> None:
-        settled = {*result.confirmed, *result.refused}
-        returned = [row.event_id for row in rows if row.event_id not in settled]
-        attempts = {row.event_id: row.attempts for row in rows}
+        answered = {*result.confirmed, *result.refused}
+        returned = [row.message_id for row in rows if row.message_id not in answered]
+        attempts = {row.message_id: row.attempts for row in rows}
         with runtime.autocommit() as connection:
             if result.confirmed:
                 outbox.mark_published(connection, result.confirmed)
@@ -164,9 +164,9 @@ class Relay:
         if any(not row.queue for row in rows):
             published = set(confirmed)
             for row in rows:
-                if not row.queue and row.event_id in published:
+                if not row.queue and row.message_id in published:
                     queue = Message.from_text(row.message).queue(self._app)
-                    found.setdefault(queue, []).append(row.event_id)
+                    found.setdefault(queue, []).append(row.message_id)
         return found
 
     def _sleep(self, stop: threading.Event) -> None:
@@ -194,7 +194,7 @@ def _runs(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
     A row that was refused before goes alone: those behind it are sent once it is through.
     """
     found = []
-    for _, lane in groupby(rows, key=lambda row: (row.operation, row.ordering_key)):
+    for _, lane in groupby(rows, key=lambda row: (row.task, row.ordering_key)):
         run = list(takewhile(lambda row: row.goes, lane))
         found += run[:1] if run and run[0].attempts else run
     return found

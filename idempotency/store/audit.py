@@ -13,8 +13,8 @@ from .statements import storable
 
 _AUDIT = """
 INSERT INTO idempotency.audit
-    (actor, action, tenant, operation, key, generation, fence_before, fence_after, reason, details, request_id)
-VALUES (%(actor)s, %(action)s, %(tenant)s, %(operation)s, %(key)s, %(generation)s, %(before)s, %(after)s, %(reason)s,
+    (actor, action, tenant, task, key, generation, fence_before, fence_after, reason, details, request_id)
+VALUES (%(actor)s, %(action)s, %(tenant)s, %(task)s, %(key)s, %(generation)s, %(before)s, %(after)s, %(reason)s,
         %(details)s::jsonb, %(request_id)s)
 """
 
@@ -22,7 +22,7 @@ VALUES (%(actor)s, %(action)s, %(tenant)s, %(operation)s, %(key)s, %(generation)
 _LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
 
 _REQUESTED = """
-SELECT action, tenant, operation, key, details FROM idempotency.audit WHERE request_id = %(request_id)s
+SELECT action, tenant, task, key, details FROM idempotency.audit WHERE request_id = %(request_id)s
 """
 
 
@@ -44,7 +44,7 @@ def add(
         _AUDIT,
         {
             "tenant": id and id.tenant,
-            "operation": id and id.operation,
+            "task": id and id.task,
             "key": id and id.key,
             "actor": actor,
             "action": action,

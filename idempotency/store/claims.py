@@ -17,11 +17,11 @@ from .statements import execute
 _CLAIM = f"""
 WITH claimed AS (
     INSERT INTO idempotency.records AS r
-        (tenant, operation, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue)
-    VALUES (%(tenant)s, %(operation)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
+        (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue)
+    VALUES (%(tenant)s, %(task)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
             clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s,
             %(queue)s)
-    ON CONFLICT (tenant, operation, key) DO UPDATE SET
+    ON CONFLICT (tenant, task, key) DO UPDATE SET
         status = 'started',
         fence = nextval('idempotency.fence'),
         token = excluded.token,
@@ -56,7 +56,7 @@ FROM idempotency.records
 WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
 
-# The only proof that allows a duplicate in flight to be acknowledged: one row, under this guard. Zero rows flush
+# The only proof that allows a duplicate in flight to be acknowledged: one row, under this condition. Zero rows flush
 # nothing and prove nothing.
 _COUNT_DUPLICATE = f"""
 UPDATE idempotency.records
@@ -73,22 +73,22 @@ _RENEW = """
 WITH held AS (
     SELECT * FROM unnest(%(tenants)s::text[], %(operations)s::text[], %(keys)s::text[],
                          %(fences)s::bigint[], %(tokens)s::text[])
-        AS h(tenant, operation, key, fence, token)
+        AS h(tenant, task, key, fence, token)
 ), mine AS MATERIALIZED (
-    SELECT r.tenant, r.operation, r.key
-    FROM idempotency.records r JOIN held h USING (tenant, operation, key)
+    SELECT r.tenant, r.task, r.key
+    FROM idempotency.records r JOIN held h USING (tenant, task, key)
     WHERE r.status = 'started' AND r.fence = h.fence AND r.token = h.token
-    ORDER BY r.tenant, r.operation, r.key
+    ORDER BY r.tenant, r.task, r.key
     FOR UPDATE OF r SKIP LOCKED
 ), renewed AS (
     UPDATE idempotency.records r SET locked_until = clock_timestamp() + make_interval(secs => %(lease)s)
-    FROM mine WHERE (r.tenant, r.operation, r.key) = (mine.tenant, mine.operation, mine.key)
+    FROM mine WHERE (r.tenant, r.task, r.key) = (mine.tenant, mine.task, mine.key)
     RETURNING r.token
 )
 SELECT h.token,
        EXISTS (SELECT FROM renewed WHERE renewed.token = h.token) AS renewed,
        EXISTS (SELECT FROM idempotency.records r
-               WHERE (r.tenant, r.operation, r.key) = (h.tenant, h.operation, h.key)
+               WHERE (r.tenant, r.task, r.key) = (h.tenant, h.task, h.key)
                  AND r.status = 'started' AND r.fence = h.fence AND r.token = h.token) AS still_mine
 FROM held h
 """
@@ -191,7 +191,7 @@ def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> di
         _RENEW,
         {
             "tenants": [claim.id.tenant for claim in claims],
-            "operations": [claim.id.operation for claim in claims],
+            "operations": [claim.id.task for claim in claims],
             "keys": [claim.id.key for claim in claims],
             "fences": [claim.fence for claim in claims],
             "tokens": [claim.token for claim in claims],

@@ -31,7 +31,7 @@ BULK_LIMIT = 10_000
 
 GROUPS = {
     "service": "coalesce(consumer_service, '-')",
-    "type": "coalesce(operation, task, '-')",
+    "type": "coalesce(task, header_task, '-')",
     "error": "reason",
     "queue": "coalesce(queue, '-')",
     "status": "status",
@@ -40,7 +40,7 @@ Group = Literal["service", "type", "error", "queue", "status"]
 
 _FILTER = """
     (%(status)s::text IS NULL OR status = %(status)s)
-    AND (%(operation)s::text IS NULL OR coalesce(operation, task) = %(operation)s)
+    AND (%(task)s::text IS NULL OR coalesce(task, header_task) = %(task)s)
     AND (%(reason)s::text IS NULL OR reason = %(reason)s)
     AND (%(service)s::text IS NULL OR consumer_service = %(service)s)
     AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
@@ -48,7 +48,7 @@ _FILTER = """
 """
 
 _LIST = f"""
-SELECT id, source, tenant, operation, key, generation, queue, task, consumer_service, reason, attempts, status,
+SELECT id, source, tenant, task, key, generation, queue, header_task, consumer_service, reason, attempts, status,
        last_error, failed_at
 FROM idempotency.dead_letters WHERE {_FILTER} ORDER BY id DESC LIMIT %(limit)s
 """
@@ -65,14 +65,14 @@ _SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
 
 _OPEN_LETTER = """
 SELECT max(id) FROM idempotency.dead_letters
-WHERE (tenant, operation, key) = (%(tenant)s, %(operation)s, %(key)s) AND status = 'open'
+WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND status = 'open'
   AND reason <> 'fingerprint_mismatch' -- another request's: no replay of it brings this operation on
 """
 
 _MARK_REPLAYED = """
-UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp()
+UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
 WHERE id = %(id)s AND status = 'open'
-RETURNING outbox_id, tenant, operation, key, generation, fingerprint, queue, reason, payload
+RETURNING outbox_id, tenant, task, key, generation, fingerprint, queue, reason, payload
 """
 
 # failed → released: the generation is the proof that a person asked for another run. Effects and steps are kept.
@@ -83,7 +83,7 @@ SET status = 'released', generation = generation + 1, attempts = 0, spent_at = N
     error = NULL, error_code = NULL, first_error = NULL,
     -- what a worker remembers to have been revoked was revoked before this replay
     revoked_generation = coalesce(revoked_generation, generation), opened_at = clock_timestamp(), updated_at = clock_timestamp()
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
 RETURNING generation
 """
@@ -95,36 +95,36 @@ WITH again AS (
     SET status = 'pending', origin = 'replay', generation = %(opened)s, attempts = 0, resends = 0, refusals = 0,
         first_refused_at = NULL, last_error = NULL, available_at = clock_timestamp(), taken = false,
         -- what has no operation of its own owes nothing but its publication
-        alerted_at = NULL, settled_at = CASE WHEN operation = 'idempotency.external_event' THEN settled_at END
+        alerted_at = NULL, settled_at = CASE WHEN task = 'idempotency.external_event' THEN settled_at END
     WHERE id = %(outbox_id)s AND status = 'failed'
-    RETURNING operation, ordering_key
+    RETURNING task, ordering_key
 ), new AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
-    SELECT gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(payload)s,
+    INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, generation)
+    SELECT gen_random_uuid()::text, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(payload)s,
            coalesce(%(queue)s, ''), 'replay', %(opened)s
     WHERE NOT EXISTS (SELECT FROM again)
 )
-SELECT operation, ordering_key FROM again WHERE ordering_key IS NOT NULL
+SELECT task, ordering_key FROM again WHERE ordering_key IS NOT NULL
 """
 
 # A row whose message a dead-letter queue has brought is not sent again by itself.
 _WILL_BE_DELIVERED = """
 SELECT EXISTS (SELECT FROM idempotency.outbox
-               WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+               WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
                  AND fingerprint = %(fingerprint)s AND settled_at IS NULL
                  AND (status = 'pending' OR status = 'published' AND NOT taken))
 """
 
 _STATUS = """
 SELECT status, generation FROM idempotency.records
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s FOR UPDATE
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s FOR UPDATE
 """
 
 _REPORT = """
 SELECT coalesce(consumer_service, '-') AS service,
        count(*) FILTER (WHERE failed_at >= since) AS new,
-       count(*) FILTER (WHERE status = 'replayed' AND settled_at >= since) AS replayed,
-       count(*) FILTER (WHERE status = 'discarded' AND settled_at >= since) AS discarded,
+       count(*) FILTER (WHERE status = 'replayed' AND closed_at >= since) AS replayed,
+       count(*) FILTER (WHERE status = 'discarded' AND closed_at >= since) AS discarded,
        count(*) FILTER (WHERE status = 'open') AS open,
        min(failed_at) FILTER (WHERE status = 'open') AS oldest_open,
        (SELECT string_agg(reason || ' ' || letters, ', ' ORDER BY letters DESC, reason)
@@ -132,7 +132,7 @@ SELECT coalesce(consumer_service, '-') AS service,
               WHERE r.consumer_service IS NOT DISTINCT FROM d.consumer_service AND r.status = 'open'
               GROUP BY reason ORDER BY count(*) DESC, reason LIMIT 5) AS reasons) AS reasons
 FROM idempotency.dead_letters d, (SELECT clock_timestamp() - make_interval(days => %(days)s) AS since) AS period
-GROUP BY consumer_service HAVING count(*) FILTER (WHERE status = 'open' OR failed_at >= since OR settled_at >= since) > 0
+GROUP BY consumer_service HAVING count(*) FILTER (WHERE status = 'open' OR failed_at >= since OR closed_at >= since) > 0
 ORDER BY 1
 """
 
@@ -145,7 +145,7 @@ class Selection:
     """Which dead letters are meant; None means any. `operation` is the task's name."""
 
     status: str | None = "open"
-    operation: str | None = None
+    task: str | None = None
     reason: str | None = None
     service: str | None = None
     tenant: str | None = None
@@ -196,7 +196,7 @@ def show(connection: Connection, letter: int) -> Row[Any]:
 
 def open_letter(connection: Connection, id: OperationId) -> int | None:
     """The newest dead letter of an operation that is open."""
-    names = {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+    names = {"tenant": id.tenant, "task": id.task, "key": id.key}
     letter: int | None = connection.exec_driver_sql(_OPEN_LETTER, names).scalar_one()
     return letter
 
@@ -218,14 +218,14 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
     """
     row = connection.exec_driver_sql(_MARK_REPLAYED, {"id": letter}).one_or_none()
     if row is None:
-        settled = show(connection, letter)
-        newer = open_letter(connection, OperationId(settled.tenant, settled.operation, settled.key))
+        letter_now = show(connection, letter)
+        newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
-        raise ReplayRefused(f"dead letter {letter}: already {settled.status}{other}")
+        raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
     fields = row._asdict()
     if row.fingerprint is None:
         id, fingerprint = _named(app, letter, row)
-        fields |= {"tenant": id.tenant, "operation": id.operation, "key": id.key, "fingerprint": fingerprint}
+        fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
     opened: int | None = connection.exec_driver_sql(_REOPEN, fields).scalar_one_or_none()
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
@@ -242,8 +242,8 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
                 )
             opened = record.generation
     again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
-    refresh_lanes(connection, [(row.operation, row.ordering_key) for row in again])
-    return OperationId(fields["tenant"], fields["operation"], fields["key"])
+    refresh_lanes(connection, [(row.task, row.ordering_key) for row in again])
+    return OperationId(fields["tenant"], fields["task"], fields["key"])
 
 
 def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) -> bool:

@@ -28,35 +28,35 @@ _LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status
 # What would still bring an operation to its end: its published rows, which this discard gives back, and those to come.
 _WILL_BE_DELIVERED = """
 SELECT EXISTS (SELECT FROM idempotency.outbox
-               WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+               WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
                  AND fingerprint = %(fingerprint)s AND settled_at IS NULL AND status <> 'failed')
 """
 
 # The outbox must not send again what a person has given up; with a record, the record's end says so already. All other
-# rows of the operation are given back to reconcile, `taken` or not: it may be about to mark one for this very letter.
+# rows of the operation are given back to resend, `taken` or not: it may be about to mark one for this very letter.
 _DISCARD = """
 WITH discarded AS (
-    UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()
+    UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()
     WHERE id = %(letter)s AND status = 'open'
-    RETURNING outbox_id, tenant, operation, key, fingerprint
+    RETURNING outbox_id, tenant, task, key, fingerprint
 ), given_back AS (
     UPDATE idempotency.outbox o SET taken = false, settled_at = CASE
         WHEN EXISTS (SELECT FROM idempotency.records r
-                     WHERE (r.tenant, r.operation, r.key, r.fingerprint)
-                         = (o.tenant, o.operation, o.key, o.fingerprint)) THEN NULL
+                     WHERE (r.tenant, r.task, r.key, r.fingerprint)
+                         = (o.tenant, o.task, o.key, o.fingerprint)) THEN NULL
         -- a message without a row of its own: whatever would deliver the operation was given up with it
         WHEN o.id = d.outbox_id OR d.outbox_id IS NULL AND o.fingerprint = d.fingerprint THEN clock_timestamp()
     END
     FROM discarded d
     WHERE o.status = 'published' AND o.settled_at IS NULL
-      AND (o.id = d.outbox_id OR (o.tenant, o.operation, o.key) = (d.tenant, d.operation, d.key))
+      AND (o.id = d.outbox_id OR (o.tenant, o.task, o.key) = (d.tenant, d.task, d.key))
 ), unblocked AS (
     -- without a place the row holds back nothing of its ordering key
     UPDATE idempotency.outbox o SET place = NULL FROM discarded d
     WHERE o.id = d.outbox_id AND o.status = 'failed' AND o.ordering_key IS NOT NULL
-    RETURNING o.operation, o.ordering_key
+    RETURNING o.task, o.ordering_key
 )
-SELECT unblocked.operation, unblocked.ordering_key FROM discarded LEFT JOIN unblocked ON true
+SELECT unblocked.task, unblocked.ordering_key FROM discarded LEFT JOIN unblocked ON true
 """
 
 
@@ -84,12 +84,12 @@ def lock(connection: Connection, letter: int) -> Row[Any] | None:
 
 def will_be_delivered(connection: Connection, id: OperationId, fingerprint: str) -> bool:
     """Whether an operation has a row that would still bring it to its end once the letter is discarded."""
-    fields = {"tenant": id.tenant, "operation": id.operation, "key": id.key, "fingerprint": fingerprint}
+    fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
     return bool(connection.exec_driver_sql(_WILL_BE_DELIVERED, fields).scalar_one())
 
 
 def discard(connection: Connection, letter: int) -> None:
-    """Discard an open letter, and with it its row; the operation's other rows go back to reconcile, its lane goes on."""
+    """Discard an open letter, and with it its row; the operation's other rows go back to resend, its lane goes on."""
     lane = connection.exec_driver_sql(_DISCARD, {"letter": letter}).one()
     if lane.ordering_key is not None:
-        refresh_lanes(connection, [(lane.operation, lane.ordering_key)])
+        refresh_lanes(connection, [(lane.task, lane.ordering_key)])

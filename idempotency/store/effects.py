@@ -34,7 +34,7 @@ RETURNING 1
 _RECORD_STEP = FINISH.format(
     changes="""effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
         || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8))""",
-    guard=f"{MINE} AND NOT effects ? %(name)s",
+    condition=f"{MINE} AND NOT effects ? %(name)s",
 )
 
 

@@ -21,7 +21,7 @@ _TERMINAL = """completed_at = clock_timestamp(), locked_until = NULL,
         expires_at = clock_timestamp() + make_interval(secs => %(retention)s)"""
 
 _COMPLETE = FINISH.format(
-    changes=f"status = 'completed', result = %(result)s, response_code = 200, {_TERMINAL}", guard=MINE
+    changes=f"status = 'completed', result = %(result)s, response_code = 200, {_TERMINAL}", condition=MINE
 )
 
 # Steps that were undone are forgotten, so that a replay does them again.
@@ -31,7 +31,7 @@ _CONCLUDED = """status = 'failed', error = %(error)s, error_code = %(code)s,
 _FAIL = FINISH.format(
     changes=f"""{_CONCLUDED}, first_error = coalesce(first_error, %(error)s),
         response_code = %(response_code)s, {_TERMINAL}""",
-    guard=MINE,
+    condition=MINE,
 )
 
 # The next delivery leaves with the release itself: no message has to survive for the operation to go on.
@@ -44,17 +44,17 @@ WITH released AS (
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
         updated_at = clock_timestamp()
     WHERE {MINE}
-    RETURNING tenant, operation, key, fingerprint, message, queue, available_at, generation
+    RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation
 ), next_delivery AS (
     INSERT INTO idempotency.outbox
-        (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at, generation)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'retry',
+        (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation)
+    SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'retry',
            available_at + make_interval(secs => %(after_due)s), generation
     FROM released WHERE %(deliver)s
 ), superseded AS (
     -- what the next delivery stands for now: an operation that defers for hours keeps one row and not thousands
     DELETE FROM idempotency.outbox o USING released r
-    WHERE o.tenant = r.tenant AND o.operation = r.operation AND o.key = r.key AND o.fingerprint = r.fingerprint
+    WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key AND o.fingerprint = r.fingerprint
       AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND %(deliver)s
 )
 SELECT count(*) FROM released

@@ -35,14 +35,14 @@ def storing_rows(rows: str, *, reason: str, error: str, attempts: str, generatio
     """The SQL that stores a dead letter for each of some rows of the outbox; all but `rows` are values in SQL."""
     columns = {
         "outbox_id": "id",
-        "event_id": "event_id",
+        "message_id": "message_id",
         "tenant": "tenant",
-        "operation": "operation",
+        "task": "task",
         "key": "key",
         "generation": generation,
         "fingerprint": "fingerprint",
         "queue": "queue",
-        "task": "operation",
+        "header_task": "task",
         "reason": reason,
         "first_error": error,
         "last_error": error,
@@ -55,19 +55,19 @@ def storing_rows(rows: str, *, reason: str, error: str, attempts: str, generatio
 
 # first_error comes from the record, which knows all attempts.
 _STORE = storing(
-    "operation",
+    "task",
     {
         "tenant": "%(tenant)s",
-        "operation": "%(operation)s",
+        "task": "%(task)s",
         "key": "%(key)s",
         "generation": "%(generation)s",
         "fingerprint": "%(fingerprint)s",
         "queue": "%(queue)s",
-        "task": "%(operation)s",
+        "header_task": "%(task)s",
         "consumer_service": "%(service)s",
         "reason": "%(reason)s",
         "first_error": """coalesce((SELECT first_error FROM idempotency.records WHERE tenant = %(tenant)s
-                             AND operation = %(operation)s AND key = %(key)s
+                             AND task = %(task)s AND key = %(key)s
                              AND fingerprint = %(fingerprint)s), %(last_error)s)""",
         "last_error": "%(last_error)s",
         "attempts": "%(attempts)s",
@@ -83,14 +83,14 @@ _STORE_MESSAGE = (
         "broker",
         {
             "outbox_id": "o.id",
-            "event_id": "%(event_id)s",
+            "message_id": "%(message_id)s",
             "tenant": "coalesce(%(tenant)s, o.tenant)",
-            "operation": "coalesce(%(operation)s, o.operation)",
+            "task": "coalesce(%(task)s, o.task)",
             "key": "coalesce(%(key)s, o.key)",
             "generation": "%(generation)s::int",
             "fingerprint": "coalesce(%(fingerprint)s, o.fingerprint)",
             "queue": "%(queue)s",
-            "task": "%(task)s",
+            "header_task": "%(header_task)s",
             "consumer_service": "%(service)s",
             "reason": "%(reason)s",
             "first_error": "coalesce(%(first_error)s, %(last_error)s)",
@@ -100,7 +100,7 @@ _STORE_MESSAGE = (
             "payload": "%(payload)s",
             "digest": "%(digest)s",
         },
-        rows="FROM (SELECT) one LEFT JOIN idempotency.outbox o ON o.event_id = %(event_id)s",
+        rows="FROM (SELECT) one LEFT JOIN idempotency.outbox o ON o.message_id = %(message_id)s",
     )
     + " RETURNING id"
 )
@@ -109,15 +109,15 @@ _STORE_MESSAGE = (
 # one message, and a second letter would leave the first one open for ever.
 _ADOPT = """
 UPDATE idempotency.dead_letters d
-SET tenant = %(tenant)s, operation = %(operation)s, key = %(key)s, generation = %(generation)s,
-    fingerprint = %(fingerprint)s, queue = %(queue)s, task = %(task)s, consumer_service = %(service)s,
+SET tenant = %(tenant)s, task = %(task)s, key = %(key)s, generation = %(generation)s,
+    fingerprint = %(fingerprint)s, queue = %(queue)s, header_task = %(header_task)s, consumer_service = %(service)s,
     reason = %(reason)s, first_error = coalesce(d.first_error, %(first_error)s), last_error = %(last_error)s,
     attempts = %(attempts)s, headers = %(headers)s, payload = %(payload)s, alerted_at = NULL
 WHERE d.id = (
     SELECT unnamed.id FROM idempotency.dead_letters unnamed
     WHERE unnamed.status = 'open' AND unnamed.generation IS NULL
       AND (unnamed.digest = %(digest)s
-        OR unnamed.outbox_id = (SELECT o.id FROM idempotency.outbox o WHERE o.event_id = %(event_id)s))
+        OR unnamed.outbox_id = (SELECT o.id FROM idempotency.outbox o WHERE o.message_id = %(message_id)s))
     ORDER BY unnamed.id LIMIT 1 FOR UPDATE)
 RETURNING d.id
 """
@@ -155,14 +155,14 @@ def store_refusal(
 class BrokerLetter:
     """A message that no worker will run, as it is stored; `payload` is a message's text (`Message.to_text`)."""
 
-    event_id: str | None
+    message_id: str | None
     tenant: str | None
-    operation: str | None
+    task: str | None
     key: str | None
     generation: int | None
     fingerprint: str | None
     queue: str | None
-    task: str | None
+    header_task: str | None
     service: str
     reason: str
     first_error: str | None
@@ -199,7 +199,7 @@ def _store(
         _STORE,
         {
             "tenant": id.tenant,
-            "operation": id.operation,
+            "task": id.task,
             "key": id.key,
             "generation": generation,
             "fingerprint": delivery.fingerprint,
@@ -224,7 +224,7 @@ def headers_of(message: str) -> dict[str, Any]:
 
 _SAY_AGAIN = """
 UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s AND generation = %(generation)s
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
   AND status = 'open' AND source <> 'relay' AND reason <> 'fingerprint_mismatch' AND reason <> %(reason)s
 """
 
@@ -235,7 +235,7 @@ def say_again(connection: Connection, id: OperationId, generation: int, end: Fai
         _SAY_AGAIN,
         {
             "tenant": id.tenant,
-            "operation": id.operation,
+            "task": id.task,
             "key": id.key,
             "generation": generation,
             "reason": reason,

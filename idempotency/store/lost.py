@@ -1,7 +1,7 @@
 """What a broker may have lost, as the tables tell it: what has ended is settled, what left no trace is named.
 
 A row of the outbox stays unsettled until its operation has ended. When its message must have left its queue is for
-`relay/reconcile.py` to say; what a row is then, and what is done to it, is said here.
+`relay/resend.py` to say; what a row is then, and what is done to it, is said here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OVERLAP = 10.0
 # Fingerprints of two rules cannot be compared here, where the arguments are not known; the worker that is given the
 # message does it.
 _OTHER_RULE = "split_part(p.fingerprint, ':', 1) <> split_part(r.fingerprint, ':', 1)"
-_ITS_RECORD = "(p.tenant, p.operation, p.key) = (r.tenant, r.operation, r.key)"
+_ITS_RECORD = "(p.tenant, p.task, p.key) = (r.tenant, r.task, r.key)"
 _ENDED = f"p.status IN ('completed', 'failed') AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"
 _REFUSED = f"p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE}"
 
@@ -86,7 +86,7 @@ SELECT queue FROM oldest WHERE published_at < clock_timestamp() - make_interval(
 # `started` is recover's business; a released operation that is due has its next delivery in the newest row of its
 # newest generation.
 LOOK = Sweep(
-    "reconcile",
+    "resend",
     table="outbox",
     columns="r.id, r.fingerprint, r.generation, r.message, r.published_at, r.resends, r.ctid AS version",
     due="""r.queue = %(queue)s AND r.settled_at IS NULL AND NOT r.taken AND r.status = 'published'
@@ -102,8 +102,8 @@ LOOK = Sweep(
         WHEN {_ENDED} THEN 'ended'
         WHEN p.status = 'started'
           OR EXISTS (SELECT FROM idempotency.outbox newer
-                     WHERE (newer.tenant, newer.operation, newer.key, newer.fingerprint)
-                         = (r.tenant, r.operation, r.key, r.fingerprint)
+                     WHERE (newer.tenant, newer.task, newer.key, newer.fingerprint)
+                         = (r.tenant, r.task, r.key, r.fingerprint)
                        AND (newer.generation, newer.id) > (r.generation, r.id)
                        AND newer.settled_at IS NULL AND newer.status <> 'failed')
           OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
@@ -153,17 +153,17 @@ SELECT (SELECT count(*) FROM refused)""",
 
 # Whatever has begun since it was looked at is not sent, nor what another pass has sent again meanwhile.
 _RESEND = """
-UPDATE idempotency.outbox o SET status = 'pending', origin = 'reconcile', resends = resends + 1,
+UPDATE idempotency.outbox o SET status = 'pending', origin = 'resend', resends = resends + 1,
     available_at = clock_timestamp(), relayed_until = NULL
 FROM unnest(%(ids)s::bigint[], %(published)s::timestamptz[]) lost(id, published_at)
 WHERE (o.id, o.published_at) = (lost.id, lost.published_at) AND status = 'published' AND settled_at IS NULL
   AND NOT EXISTS (SELECT FROM idempotency.records r
-                  WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
+                  WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)
                     AND (r.status <> 'released' OR r.available_at > clock_timestamp()))
-RETURNING operation, ordering_key
+RETURNING task, ordering_key
 """
 _NAMED = """
-SELECT o.id, o.id::text AS row_id, tenant, operation, key, o.published_at
+SELECT o.id, o.id::text AS row_id, tenant, task, key, o.published_at
 FROM idempotency.outbox o JOIN unnest(%(ids)s::bigint[], %(published)s::timestamptz[]) lost(id, published_at)
     ON (o.id, o.published_at) = (lost.id, lost.published_at) ORDER BY o.id
 """
@@ -171,16 +171,16 @@ FROM idempotency.outbox o JOIN unnest(%(ids)s::bigint[], %(published)s::timestam
 # What waits in a queue: published, and its record missing, or released and due.
 _WAITING = """
 WITH newest AS MATERIALIZED (
-    SELECT DISTINCT ON (o.tenant, o.operation, o.key, o.fingerprint)
-           o.id, o.tenant, o.operation, o.key, o.fingerprint, o.queue, o.published_at, o.resends, o.status
+    SELECT DISTINCT ON (o.tenant, o.task, o.key, o.fingerprint)
+           o.id, o.tenant, o.task, o.key, o.fingerprint, o.queue, o.published_at, o.resends, o.status
     FROM idempotency.outbox o
     WHERE o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed'
-    ORDER BY o.tenant, o.operation, o.key, o.fingerprint, o.generation DESC, o.id DESC
+    ORDER BY o.tenant, o.task, o.key, o.fingerprint, o.generation DESC, o.id DESC
 )
-SELECT n.id, n.operation, n.queue, n.published_at,
+SELECT n.id, n.task, n.queue, n.published_at,
        n.published_at < clock_timestamp()
            - make_interval(secs => least(%(after)s * power(2, least(n.resends, 20)), %(cap)s)) AS overdue
-FROM newest n LEFT JOIN idempotency.records r ON (r.tenant, r.operation, r.key) = (n.tenant, n.operation, n.key)
+FROM newest n LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (n.tenant, n.task, n.key)
 WHERE n.status = 'published'
   AND (r.status IS NULL OR r.status = 'released' AND r.available_at <= clock_timestamp())
   AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
@@ -303,7 +303,7 @@ def waiting(connection: Connection, *, after: float) -> Sequence[Row[Any]]:
 def send_again(connection: Connection, lost: Sequence[Row[Any]]) -> int:
     """Give rows back to the relay that still are what they were judged to be; returns how many. In one transaction."""
     rows = connection.exec_driver_sql(_RESEND, _judged(lost)).all()
-    refresh_lanes(connection, [(row.operation, row.ordering_key) for row in rows if row.ordering_key])
+    refresh_lanes(connection, [(row.task, row.ordering_key) for row in rows if row.ordering_key])
     return len(rows)
 
 

@@ -13,26 +13,26 @@ from .statements import execute
 
 # Everywhere that an accepted operation can be known from.
 _FIND = """
-SELECT tenant, operation, key FROM (
-    SELECT tenant, operation, key FROM idempotency.records
-    UNION ALL SELECT tenant, operation, key FROM idempotency.outbox
-    UNION ALL SELECT tenant, operation, key FROM idempotency.dead_letters
-    UNION ALL SELECT tenant, operation, key FROM idempotency.audit
+SELECT tenant, task, key FROM (
+    SELECT tenant, task, key FROM idempotency.records
+    UNION ALL SELECT tenant, task, key FROM idempotency.outbox
+    UNION ALL SELECT tenant, task, key FROM idempotency.dead_letters
+    UNION ALL SELECT tenant, task, key FROM idempotency.audit
 ) known
-WHERE key = %(key)s AND (%(operation)s::text IS NULL OR right('.' || operation, length(%(operation)s::text) + 1) = '.' || %(operation)s::text)
+WHERE key = %(key)s AND (%(task)s::text IS NULL OR right('.' || task, length(%(task)s::text) + 1) = '.' || %(task)s::text)
   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-GROUP BY tenant, operation, key
-ORDER BY operation <> coalesce(%(operation)s::text, ''), tenant, operation LIMIT 20
+GROUP BY tenant, task, key
+ORDER BY task <> coalesce(%(task)s::text, ''), tenant, task LIMIT 20
 """
 
 _READ = """
 SELECT status, fence FROM idempotency.records
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
 """
 
 _ACCEPTED = """
 SELECT fingerprint, message, queue FROM idempotency.outbox
-WHERE tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
   AND settled_at IS NULL AND status <> 'failed'
 ORDER BY id LIMIT 1
 """
@@ -56,14 +56,14 @@ PAYLOAD = ("message", "result", "payload", "headers")
 _NEVER = ("token",)
 
 
-def find(connection: Connection, key: str, *, operation: str | None, tenant: str | None) -> list[OperationId]:
+def find(connection: Connection, key: str, *, task: str | None, tenant: str | None) -> list[OperationId]:
     """The operations that have a key, at most 20. `operation` is the task's name, or its end after a dot."""
-    rows = connection.exec_driver_sql(_FIND, {"key": key, "operation": operation, "tenant": tenant})
-    return [OperationId(row.tenant, row.operation, row.key) for row in rows]
+    rows = connection.exec_driver_sql(_FIND, {"key": key, "task": task, "tenant": tenant})
+    return [OperationId(row.tenant, row.task, row.key) for row in rows]
 
 
 def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None:
-    """What a person's change is guarded by."""
+    """What a person's change depends on."""
     return connection.exec_driver_sql(_READ, named(id)).one_or_none()
 
 

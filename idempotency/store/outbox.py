@@ -28,30 +28,30 @@ STUCK = 5
 
 _INSERT = """
 INSERT INTO idempotency.outbox
-    (event_id, tenant, operation, key, fingerprint, message, queue, ordering_key, origin, available_at, settled_at,
+    (message_id, tenant, task, key, fingerprint, message, queue, ordering_key, origin, available_at, settled_at,
      generation)
-VALUES (%(event_id)s, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
+VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
         %(origin)s,
         greatest(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
         CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s)
 """
 
 _REFRESH = """
-SELECT idempotency.refresh_lane(operation, ordering_key)
-FROM unnest(%(operations)s::text[], %(keys)s::text[]) lane(operation, ordering_key)
+SELECT idempotency.refresh_lane(task, ordering_key)
+FROM unnest(%(operations)s::text[], %(keys)s::text[]) lane(task, ordering_key)
 """
 
 # Said by what it is not: for "= 'pending'" the planner takes the index of pending rows and reads through all the dead
 # entries in it, instead of finding the row by its id.
 _STILL_PENDING = "status NOT IN ('published', 'failed')"
 
-# A crash of Postgres that undoes a lease or a mark has its rows published twice, so neither waits for the disk.
+# A crash of Postgres that undoes a reservation or a mark has its rows published twice, so neither waits for the disk.
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
 # MATERIALIZED: without it the planner may run the locking subquery once per row and lock more than the batch.
 # (SELECT clock_timestamp()): a volatile condition finds its rows by reading the whole index, delayed rows included.
 # By state, never by `id > last`: a row committed late by a slow transaction has a small id.
-_LEASE_ROWS = f"""
+_RESERVE_ROWS = f"""
 WITH due AS MATERIALIZED (
     SELECT id FROM idempotency.outbox
     WHERE status = 'pending' AND available_at <= (SELECT clock_timestamp()) AND ordering_key IS NULL
@@ -60,35 +60,35 @@ WITH due AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 )
 UPDATE idempotency.outbox o
-SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
+SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
 FROM due WHERE o.id = due.id
-RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS operation, NULL AS ordering_key,
+RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS task, NULL AS ordering_key,
     {_UNFLUSHED}
 """
 
-# A lane is leased whole, and as much of each as makes one batch of all. A lane whose rows are gone has a row of NULLs.
-_LEASE_LANES = f"""
+# A lane is reserved whole, and as much of each as makes one batch of all. A lane whose rows are gone has a row of NULLs.
+_RESERVE_LANES = f"""
 WITH due AS MATERIALIZED (
-    SELECT operation, ordering_key FROM idempotency.lanes
+    SELECT task, ordering_key FROM idempotency.lanes
     WHERE NOT blocked AND available_at <= (SELECT clock_timestamp())
       AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
     ORDER BY available_at LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 ), lane AS (
     UPDATE idempotency.lanes l
-    SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
-    FROM due WHERE (l.operation, l.ordering_key) = (due.operation, due.ordering_key)
-    RETURNING l.operation, l.ordering_key, {_UNFLUSHED}
+    SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
+    FROM due WHERE (l.task, l.ordering_key) = (due.task, due.ordering_key)
+    RETURNING l.task, l.ordering_key, {_UNFLUSHED}
 )
-SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue,
+SELECT lane.task, lane.ordering_key, o.id, o.message_id, o.message, o.origin, o.generation, o.attempts, o.queue,
        o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
 FROM lane LEFT JOIN LATERAL (
     SELECT * FROM idempotency.outbox r
-    WHERE r.operation = lane.operation AND r.ordering_key = lane.ordering_key
+    WHERE r.task = lane.task AND r.ordering_key = lane.ordering_key
       AND r.status <> 'published' AND r.place IS NOT NULL
     ORDER BY r.place, r.id LIMIT greatest(%(batch)s / (SELECT count(*) FROM due), 1)
 ) o ON true
-ORDER BY lane.operation, lane.ordering_key, o.place, o.id
+ORDER BY lane.task, lane.ordering_key, o.place, o.id
 """
 
 # Joined, and not "= ANY": so they are marked in the order in which they were sent.
@@ -96,20 +96,22 @@ _MARK_PUBLISHED = f"""
 UPDATE idempotency.outbox
 SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
 FROM unnest(%(ids)s::text[]) AS confirmed(id)
-WHERE event_id = confirmed.id AND {_STILL_PENDING}
+WHERE message_id = confirmed.id AND {_STILL_PENDING}
 RETURNING {_UNFLUSHED}
 """
 
 # Of deliveries whose writer did not know the application's routes: what their queue has lost is looked for by its name.
-_NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE event_id = ANY(%(ids)s) AND queue = ''"
+_NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE message_id = ANY(%(ids)s) AND queue = ''"
 
-_RETURN_ROWS = f"UPDATE idempotency.outbox SET relayed_until = NULL WHERE event_id = ANY(%(ids)s) AND {_STILL_PENDING}"
+_RETURN_ROWS = (
+    f"UPDATE idempotency.outbox SET relayed_until = NULL WHERE message_id = ANY(%(ids)s) AND {_STILL_PENDING}"
+)
 
 _NOTE_ERROR = f"""
 UPDATE idempotency.outbox
 SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
     available_at = clock_timestamp() + make_interval(secs => %(delay)s)
-WHERE event_id = %(id)s AND {_STILL_PENDING}
+WHERE message_id = %(id)s AND {_STILL_PENDING}
 """
 
 _UNPUBLISHABLE = storing_rows("failed", reason="'unpublishable'", error="last_error", attempts="attempts")
@@ -118,7 +120,7 @@ WITH failed AS (
     UPDATE idempotency.outbox
     SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
         settled_at = clock_timestamp()
-    WHERE event_id = %(id)s AND {_STILL_PENDING}
+    WHERE message_id = %(id)s AND {_STILL_PENDING}
     RETURNING *
 )
 {_UNPUBLISHABLE}
@@ -156,13 +158,13 @@ def insert(
         got = type(session).__name__  # a sessionmaker, most often
         raise InvalidArguments(f"session: must be a SQLAlchemy Session or Connection, got {got}")
     connection = session if isinstance(session, Connection) else session.connection()
-    event_id = str(uuid4())
+    message_id = str(uuid4())
     connection.exec_driver_sql(
         _INSERT,
         {
-            "event_id": event_id,
+            "message_id": message_id,
             "tenant": id.tenant,
-            "operation": id.operation,
+            "task": id.task,
             "key": id.key,
             "fingerprint": fingerprint,
             "message": message.to_text(),
@@ -175,7 +177,7 @@ def insert(
             "generation": generation,
         },
     )
-    return event_id
+    return message_id
 
 
 def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
@@ -189,40 +191,40 @@ def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
 # ---------------------------------------------------------------- what a relay does
 
 
-def lease_rows(connection: Connection, *, batch: int, lease: float) -> list[Row[Any]]:
-    """Lease the rows without an order that are due, for `lease` seconds; the oldest first."""
-    rows = connection.exec_driver_sql(_LEASE_ROWS, {"batch": batch, "lease": lease})
+def reserve_rows(connection: Connection, *, batch: int, seconds: float) -> list[Row[Any]]:
+    """Reserve the rows without an order that are due, for `seconds`; the oldest first."""
+    rows = connection.exec_driver_sql(_RESERVE_ROWS, {"batch": batch, "seconds": seconds})
     return sorted(rows, key=lambda row: row.id)
 
 
-def lease_lanes(connection: Connection, *, batch: int, lease: float) -> Sequence[Row[Any]]:
-    """Lease the lanes that are due, for `lease` seconds. Returns their first rows, lane by lane; `goes`: it is due."""
-    return connection.exec_driver_sql(_LEASE_LANES, {"batch": batch, "lease": lease}).all()
+def reserve_lanes(connection: Connection, *, batch: int, seconds: float) -> Sequence[Row[Any]]:
+    """Reserve the lanes that are due, for `seconds`. Returns their first rows, lane by lane; `goes`: it is due."""
+    return connection.exec_driver_sql(_RESERVE_LANES, {"batch": batch, "seconds": seconds}).all()
 
 
-def mark_published(connection: Connection, event_ids: Sequence[str]) -> None:
+def mark_published(connection: Connection, message_ids: Sequence[str]) -> None:
     """Mark what the broker has confirmed as published, in the order in which it was sent."""
-    connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": event_ids})
+    connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": message_ids})
 
 
-def name_queue(connection: Connection, event_ids: Sequence[str], queue: str) -> None:
+def name_queue(connection: Connection, message_ids: Sequence[str], queue: str) -> None:
     """Note the queue that rows without one have gone to."""
-    connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": event_ids})
+    connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": message_ids})
 
 
-def give_back(connection: Connection, event_ids: Sequence[str]) -> None:
-    """Let any relay take rows again that were leased and got no answer."""
-    connection.exec_driver_sql(_RETURN_ROWS, {"ids": event_ids})
+def give_back(connection: Connection, message_ids: Sequence[str]) -> None:
+    """Let any relay take rows again that were reserved and got no answer."""
+    connection.exec_driver_sql(_RETURN_ROWS, {"ids": message_ids})
 
 
-def note_error(connection: Connection, event_id: str, error: str, *, delay: float) -> None:
+def note_error(connection: Connection, message_id: str, error: str, *, delay: float) -> None:
     """Count a refusal by the broker; the row is due again after `delay` seconds."""
-    connection.exec_driver_sql(_NOTE_ERROR, {"id": event_id, "error": error, "delay": delay})
+    connection.exec_driver_sql(_NOTE_ERROR, {"id": message_id, "error": error, "delay": delay})
 
 
-def give_up(connection: Connection, event_id: str, error: str, *, service: str) -> None:
+def give_up(connection: Connection, message_id: str, error: str, *, service: str) -> None:
     """Fail a row that can never be published, with its dead letter in the same statement."""
-    connection.exec_driver_sql(_GIVE_UP, {"id": event_id, "error": error, "service": service})
+    connection.exec_driver_sql(_GIVE_UP, {"id": message_id, "error": error, "service": service})
 
 
 def sleep(connection: Connection, *, poll: float) -> None:

@@ -37,9 +37,9 @@ _WAITING = "o.settled_at IS NULL"
 # LATERAL with LIMIT, so that each row costs two looks into an index.
 _BEGUN = """
     LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.records r
-                       WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key) LIMIT 1) begun ON true
+                       WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) LIMIT 1) begun ON true
     LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.dead_letters d
-                       WHERE (d.tenant, d.operation, d.key) = (o.tenant, o.operation, o.key) AND d.status = 'open'
+                       WHERE (d.tenant, d.task, d.key) = (o.tenant, o.task, o.key) AND d.status = 'open'
                        LIMIT 1) refused ON true
 """
 _ACCEPTED_ONLY = "begun.yes IS NULL AND refused.yes IS NULL AND o.status <> 'failed'"
@@ -71,41 +71,41 @@ _WINDOW = f"""
 _ACCEPTED = f"""
 {_WAITING_QUEUES}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
-    SELECT o.operation, sum(count(*)) OVER () >= {_PART} AS stopped,
+    SELECT o.task, sum(count(*)) OVER () >= {_PART} AS stopped,
            count(*) FILTER (WHERE {_ACCEPTED_ONLY} AND {_DUE_AT} <= clock_timestamp()) AS accepted,
            count(*) FILTER (WHERE {_ACCEPTED_ONLY} AND {_DUE_AT} > clock_timestamp()) AS scheduled,
            extract(epoch FROM clock_timestamp() - min({_DUE_AT}) FILTER (WHERE {_ACCEPTED_ONLY}))::float8 AS oldest
     FROM ({_WINDOW}) o {_BEGUN}
-    GROUP BY o.operation
+    GROUP BY o.task
 ) counted WHERE q.queue IS NOT NULL
 """
 
 _RELEASED = f"""
 {_QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
-    SELECT o.operation, count(*) AS operations, sum(count(*)) OVER () >= {_PART} AS stopped,
+    SELECT o.task, count(*) AS operations, sum(count(*)) OVER () >= {_PART} AS stopped,
            extract(epoch FROM min(o.available_at) - clock_timestamp())::float8 AS next_due,
            extract(epoch FROM clock_timestamp() - min(o.opened_at))::float8 AS oldest
-    FROM (SELECT r.operation, r.available_at, r.opened_at FROM idempotency.records r
+    FROM (SELECT r.task, r.available_at, r.opened_at FROM idempotency.records r
           WHERE r.available_at IS NOT NULL AND r.queue = q.queue ORDER BY r.available_at LIMIT {_PART}) o
-    GROUP BY o.operation
+    GROUP BY o.task
 ) counted WHERE q.queue IS NOT NULL
 """
 
 # One window for all: what runs at once is as much as there are slots.
 _RUNNING = """
-SELECT queue, operation, count(*) AS operations, sum(count(*)) OVER () >= %(bound)s AS stopped,
+SELECT queue, task, count(*) AS operations, sum(count(*)) OVER () >= %(bound)s AS stopped,
        count(*) FILTER (WHERE locked_until < clock_timestamp()) AS lease_over,
        extract(epoch FROM clock_timestamp() - min(opened_at))::float8 AS oldest
-FROM (SELECT queue, operation, locked_until, opened_at FROM idempotency.records
+FROM (SELECT queue, task, locked_until, opened_at FROM idempotency.records
       WHERE locked_until IS NOT NULL ORDER BY locked_until LIMIT %(bound)s) held
-GROUP BY queue, operation
+GROUP BY queue, task
 """
 
 _PAGES = "SELECT pg_relation_size('idempotency.records') / current_setting('block_size')::int"
 _ENDED = """
-SELECT operation, status, count(*) AS operations FROM idempotency.records TABLESAMPLE SYSTEM (%(percent)s)
-WHERE status IN ('completed', 'failed') GROUP BY operation, status
+SELECT task, status, count(*) AS operations FROM idempotency.records TABLESAMPLE SYSTEM (%(percent)s)
+WHERE status IN ('completed', 'failed') GROUP BY task, status
 """
 
 # Due rows only: a delay that was asked for is no backlog. A row that could not be published has moved its own time, so
@@ -125,34 +125,34 @@ FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp
           -- with the failed ones at the heads of lanes, and so no more than these are read
           (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
            WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL
-           ORDER BY operation, ordering_key, place, id LIMIT %(bound)s)
+           ORDER BY task, ordering_key, place, id LIMIT %(bound)s)
           LIMIT %(bound)s) window_of_both
       WHERE status = 'pending') pending
 """
 
 _OPEN_LETTERS = """
-SELECT operation, service, reason, count(*) AS letters, count(*) FILTER (WHERE unknown) AS unknown
-FROM (SELECT operation, coalesce(consumer_service, '-') AS service, reason,
+SELECT task, service, reason, count(*) AS letters, count(*) FILTER (WHERE unknown) AS unknown
+FROM (SELECT task, coalesce(consumer_service, '-') AS service, reason,
              -- a broken on_failed hides the code that the record has
              reason = 'effect_unknown' OR reason = 'on_failed_error' AND EXISTS (
                  SELECT FROM idempotency.records r
-                 WHERE (r.tenant, r.operation, r.key) = (d.tenant, d.operation, d.key)
+                 WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
                    AND r.generation = d.generation AND r.error_code = 'effect_unknown') AS unknown
       FROM idempotency.dead_letters d
-      WHERE status = 'open' ORDER BY operation, reason LIMIT %(bound)s) open
-GROUP BY operation, service, reason ORDER BY operation, service, reason
+      WHERE status = 'open' ORDER BY task, reason LIMIT %(bound)s) open
+GROUP BY task, service, reason ORDER BY task, service, reason
 """
 
 _LIST = """
-SELECT tenant, operation, key, status, generation, fence, attempts, duplicates, locked_until, available_at,
+SELECT tenant, task, key, status, generation, fence, attempts, duplicates, locked_until, available_at,
        created_at, updated_at, completed_at, error, 0 AS refusals, NULL AS first_refused_at
 FROM idempotency.records
 WHERE {condition}
-  AND (%(operation)s::text IS NULL OR operation = %(operation)s)
+  AND (%(task)s::text IS NULL OR task = %(task)s)
   AND (%(status)s::text IS NULL OR status = %(status)s)
   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
   AND (%(older_than)s::float8 IS NULL OR opened_at < clock_timestamp() - make_interval(secs => %(older_than)s))
-ORDER BY opened_at, tenant, operation, key LIMIT %(limit)s
+ORDER BY opened_at, tenant, task, key LIMIT %(limit)s
 """
 # What means the same as the status and has an index.
 _INDEXED = {"started": "locked_until IS NOT NULL", "released": "available_at IS NOT NULL"}
@@ -160,21 +160,21 @@ _INDEXED = {"started": "locked_until IS NOT NULL", "released": "available_at IS 
 # The columns of _LIST, for what is only in the outbox. Of the oldest BOUND rows of each queue.
 _LIST_ACCEPTED = f"""
 {_WAITING_QUEUES}
-SELECT tenant, operation, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
+SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
        NULL AS locked_until, min(available_at) AS available_at, min(created_at) AS created_at,
        max(updated_at) AS updated_at, NULL AS completed_at, NULL AS error, max(refusals) AS refusals,
        min(first_refused_at) AS first_refused_at
 FROM queues q CROSS JOIN LATERAL (
-    SELECT o.tenant, o.operation, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at,
+    SELECT o.tenant, o.task, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at,
            coalesce(o.published_at, o.created_at) AS updated_at
     FROM ({_WINDOW}) o {_BEGUN}
     WHERE {_ACCEPTED_ONLY}
-      AND (%(operation)s::text IS NULL OR o.operation = %(operation)s)
+      AND (%(task)s::text IS NULL OR o.task = %(task)s)
       AND (%(tenant)s::text IS NULL OR o.tenant = %(tenant)s)
       AND (%(older_than)s::float8 IS NULL OR o.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
     ORDER BY o.id LIMIT %(limit)s
 ) accepted WHERE q.queue IS NOT NULL
-GROUP BY tenant, operation, key ORDER BY min(created_at), tenant, operation, key LIMIT %(limit)s
+GROUP BY tenant, task, key ORDER BY min(created_at), tenant, task, key LIMIT %(limit)s
 """
 
 
@@ -228,9 +228,9 @@ class Look:
     def queue(self, name: str) -> QueueState:
         return self.queues.setdefault(name, QueueState())
 
-    def count(self, operation: str, status: str, number: int) -> None:
+    def count(self, task: str, status: str, number: int) -> None:
         if number:
-            counts = self.operations.setdefault(operation, {})
+            counts = self.operations.setdefault(task, {})
             counts[status] = counts.get(status, 0) + number
 
 
@@ -260,19 +260,19 @@ def count(connection: Connection) -> Look:
         state.count("scheduled", row.scheduled, row.stopped)
         if row.accepted:
             state.oldest_accepted_seconds = max(row.oldest, state.oldest_accepted_seconds or 0.0)
-        found.count(row.operation, "accepted", row.accepted + row.scheduled)
+        found.count(row.task, "accepted", row.accepted + row.scheduled)
     for row in connection.exec_driver_sql(_RUNNING, bound):
         state = found.queue(row.queue)
         state.count("running", row.operations, row.stopped)
         state.count("lease_over", row.lease_over, row.stopped)
         found.oldest_started = max(row.oldest, found.oldest_started or 0.0)
-        found.count(row.operation, "started", row.operations)
+        found.count(row.task, "started", row.operations)
     for row in connection.exec_driver_sql(_RELEASED, bound):
         state = found.queue(row.queue)
         state.count("released", row.operations, row.stopped)
         state.next_due_seconds = min(row.next_due, math.inf if (due := state.next_due_seconds) is None else due)
         found.oldest_released = max(row.oldest, found.oldest_released or 0.0)
-        found.count(row.operation, "released", row.operations)
+        found.count(row.task, "released", row.operations)
     found.outbox = connection.exec_driver_sql(_UNPUBLISHED, bound).one()
     found.letters = connection.exec_driver_sql(_OPEN_LETTERS, bound).all()
     found.processes = processes.processes(connection)
@@ -288,7 +288,7 @@ def ended(connection: Connection) -> tuple[Sequence[Row[Any]], float]:
 def list_operations(
     connection: Connection,
     *,
-    operation: str | None = None,
+    task: str | None = None,
     status: str | None = None,
     tenant: str | None = None,
     older_than: float | None = None,
@@ -299,7 +299,7 @@ def list_operations(
     `accepted` are those that have no record yet; without a status they are among the others.
     """
     parameters = {
-        "operation": operation, "status": status, "tenant": tenant, "older_than": older_than, "limit": limit,
+        "task": task, "status": status, "tenant": tenant, "older_than": older_than, "limit": limit,
         "bound": BOUND,
     }  # fmt: skip
     found: list[Row[Any]] = []

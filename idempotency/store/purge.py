@@ -21,29 +21,29 @@ OPERATIONS = Sweep(
     table="records",
     columns="""greatest(
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.outbox o
-         WHERE o.tenant = r.tenant AND o.operation = r.operation AND o.key = r.key
+         WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key
            AND (o.status = 'pending' OR o.settled_at IS NULL AND (o.status <> 'published' OR o.fingerprint <> r.fingerprint))
          LIMIT 1),
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.dead_letters d
-         WHERE d.tenant = r.tenant AND d.operation = r.operation AND d.key = r.key AND d.status = 'open' LIMIT 1),
+         WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),
         (SELECT max(o.published_at) + make_interval(secs => %(horizon)s) FROM idempotency.outbox o
-         WHERE o.tenant = r.tenant AND o.operation = r.operation AND o.key = r.key)) AS stays_until""",
+         WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key)) AS stays_until""",
     due="r.status IN ('completed', 'failed') AND greatest(r.expires_at, r.kept_until) < (SELECT clock_timestamp())",
     order="greatest(r.expires_at, r.kept_until)",
     one=THIS_RECORD,
     id=RECORD_ID,
     then="""
 , judged AS MATERIALIZED (
-    SELECT tenant, operation, key, stays_until, coalesce(stays_until > clock_timestamp(), false) AS stays FROM due
+    SELECT tenant, task, key, stays_until, coalesce(stays_until > clock_timestamp(), false) AS stays FROM due
 ), kept AS (
     UPDATE idempotency.records r SET kept_until = j.stays_until
-    FROM judged j WHERE j.stays AND (r.tenant, r.operation, r.key) = (j.tenant, j.operation, j.key)
+    FROM judged j WHERE j.stays AND (r.tenant, r.task, r.key) = (j.tenant, j.task, j.key)
 ), rows AS (
     DELETE FROM idempotency.outbox o USING judged j
-    WHERE NOT j.stays AND (o.tenant, o.operation, o.key) = (j.tenant, j.operation, j.key)
+    WHERE NOT j.stays AND (o.tenant, o.task, o.key) = (j.tenant, j.task, j.key)
 ), purged AS (
     DELETE FROM idempotency.records r USING judged j
-    WHERE NOT j.stays AND (r.tenant, r.operation, r.key) = (j.tenant, j.operation, j.key)
+    WHERE NOT j.stays AND (r.tenant, r.task, r.key) = (j.tenant, j.task, j.key)
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM purged)""",
@@ -57,12 +57,12 @@ ROWS = Sweep(
     table="outbox",
     columns="""r.id, coalesce(
         (SELECT true FROM idempotency.records p
-         WHERE p.tenant = r.tenant AND p.operation = r.operation AND p.key = r.key
+         WHERE p.tenant = r.tenant AND p.task = r.task AND p.key = r.key
            AND (p.status NOT IN ('completed', 'failed')
                 OR r.published_at > clock_timestamp() - make_interval(secs => %(horizon)s)) LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open' LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d
-         WHERE d.tenant = r.tenant AND d.operation = r.operation AND d.key = r.key AND d.status = 'open' LIMIT 1),
+         WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),
         false) AS stays""",
     due="""r.settled_at IS NOT NULL AND r.status = %(status)s AND r.status <> 'pending'
       AND greatest(r.settled_at, r.kept_at) < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))""",
@@ -78,13 +78,13 @@ ROWS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# Only what a person has settled: an open letter stays as long as it takes. The request to discard it goes with it.
+# Only what a person has closed: an open letter stays as long as it takes. The request to discard it goes with it.
 LETTERS = Sweep(
     "purge_letters",
     table="dead_letters",
     columns="r.id",
-    due="r.status <> 'open' AND r.settled_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))",
-    order="r.settled_at",
+    due="r.status <> 'open' AND r.closed_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))",
+    order="r.closed_at",
     one="r.id = %(id)s",
     id="r.id::text",
     then="""
@@ -102,7 +102,7 @@ _FORGET_SET_ASIDE = (
 
 
 def letters(connection: Connection, *, retention: float, limit: int) -> tuple[int, bool]:
-    """Delete letters settled more than `retention` seconds ago. Returns how many, and whether more may be due."""
+    """Delete letters closed more than `retention` seconds ago. Returns how many, and whether more may be due."""
     return sweeps.run(connection, LETTERS, {"retention": retention}, limit=limit)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from ..wire.keys import OperationId
 from .answers import Claimed
 
-ROW = "tenant = %(tenant)s AND operation = %(operation)s AND key = %(key)s"
+ROW = "tenant = %(tenant)s AND task = %(task)s AND key = %(key)s"
 MINE = f"{ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
 
 # Raises division_by_zero by itself when it matches no row, so that no COMMIT can follow. A holder
@@ -33,7 +33,7 @@ WITH settings AS (
            set_config('synchronous_commit', 'on', true)
 ), finished AS (
     UPDATE idempotency.records SET {changes}, updated_at = clock_timestamp()
-    FROM settings WHERE {guard} RETURNING 1
+    FROM settings WHERE {condition} RETURNING 1
 )
 SELECT 1 / count(*) FROM finished
 """
@@ -41,7 +41,7 @@ SELECT 1 / count(*) FROM finished
 
 def named(id: OperationId) -> dict[str, Any]:
     """The parameters of `ROW`."""
-    return {"tenant": id.tenant, "operation": id.operation, "key": id.key}
+    return {"tenant": id.tenant, "task": id.task, "key": id.key}
 
 
 def mine(claim: Claimed) -> dict[str, Any]:

@@ -21,12 +21,12 @@ _HOLDERS = (
 
 # The attempts of the task's own, or those of the settings.
 _MOST = """coalesce(
-          (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(operation, attempts)
-           WHERE bound.operation = r.operation), %(otherwise)s)"""
+          (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(task, attempts)
+           WHERE bound.task = r.task), %(otherwise)s)"""
 
 # Whether this application knows the task: another service on this database does not know how many attempts it has.
 _KNOWN = """coalesce(
-          (SELECT true FROM unnest(%(known)s::text[]) known(operation) WHERE known.operation = r.operation), false)"""
+          (SELECT true FROM unnest(%(known)s::text[]) known(task) WHERE known.task = r.task), false)"""
 
 # So many claims have found the attempts used up, counted from the first one. Where none lived to say so, twice as many:
 # by the limit of this process, which in the middle of a deploy may not be the workers'.
@@ -51,11 +51,11 @@ RECOVER = Sweep(
     UPDATE idempotency.records r
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = clock_timestamp(), updated_at = clock_timestamp()
-    FROM due o WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key)
-    RETURNING r.tenant, r.operation, r.key, r.fingerprint, r.message, r.queue, r.generation
+    FROM due o WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)
+    RETURNING r.tenant, r.task, r.key, r.fingerprint, r.message, r.queue, r.generation
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, generation)
-    SELECT gen_random_uuid()::text, tenant, operation, key, fingerprint, message, queue, 'recover', generation
+    INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, generation)
+    SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'recover', generation
     FROM released
 )
 SELECT (SELECT count(*) FROM released)""",

@@ -22,7 +22,7 @@ VERSION_TABLE = "schema_version"
 # Two services may start at once after a deploy; the second waits for the first. Any constant not used elsewhere.
 MIGRATION_LOCK = 0x1DE4907E
 # The oldest tables that this code can run on: what it reads and writes is all there from this revision on.
-OLDEST_SCHEMA = "0009"
+OLDEST_SCHEMA = "0011"
 # Seconds. Whatever needs a table queues behind a migration that waits for its lock, so a migration does not wait long.
 LOCK_TIMEOUT = 2.0
 # Between two tries the others have their turn.

@@ -35,12 +35,12 @@ _NOT_ASIDE = """(SELECT true FROM idempotency.set_aside a
        WHERE a.sweep = '{name}' AND a.id = {id} AND a.until > clock_timestamp() LIMIT 1) IS NULL"""
 
 # For `Sweep.one` and `Sweep.id` of records: their keys may be longer than an index takes.
-THIS_RECORD = "r.tenant = %(tenant)s AND r.operation = %(operation)s AND r.key = %(key)s"
-RECORD_ID = "md5(ARRAY[r.tenant, r.operation, r.key]::text)"
+THIS_RECORD = "r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = %(key)s"
+RECORD_ID = "md5(ARRAY[r.tenant, r.task, r.key]::text)"
 
 _SET_ASIDE = """
-INSERT INTO idempotency.set_aside AS a (sweep, id, tenant, operation, key, error, until)
-VALUES (%(sweep)s, %(id)s, %(tenant)s, %(operation)s, %(key)s, %(error)s,
+INSERT INTO idempotency.set_aside AS a (sweep, id, tenant, task, key, error, until)
+VALUES (%(sweep)s, %(id)s, %(tenant)s, %(task)s, %(key)s, %(error)s,
         clock_timestamp() + make_interval(secs => %(first)s))
 ON CONFLICT (sweep, id) DO UPDATE SET times = a.times + 1, error = excluded.error,
     until = clock_timestamp() + make_interval(secs => least(%(longest)s, %(first)s * 2 ^ least(a.times, 20)))
@@ -58,7 +58,7 @@ class Sweep:
 
     name: str
     table: str
-    # For the select list of `due`: beside tenant, operation and key, what `then` needs.
+    # For the select list of `due`: beside tenant, task and key, what `then` needs.
     columns: str
     due: str
     order: str
@@ -98,7 +98,7 @@ class Sweep:
     def _select(self) -> str:
         aside = _NOT_ASIDE.format(name=self.name, id=self.id)
         return (
-            f"SELECT r.tenant, r.operation, r.key, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
+            f"SELECT r.tenant, r.task, r.key, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
             f"WHERE {self.due} AND {aside}"
         )
 
@@ -165,7 +165,7 @@ def is_of_a_row(error: DBAPIError) -> bool:
 
 def names(row: Row[Any]) -> dict[str, Any]:
     """The parameters of `Sweep.one` for this row."""
-    return {name: value for name, value in row._mapping.items() if name in ("tenant", "operation", "key", "id")}
+    return {name: value for name, value in row._mapping.items() if name in ("tenant", "task", "key", "id")}
 
 
 def _single(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], row: Row[Any]) -> int:
@@ -179,7 +179,7 @@ def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Excep
         "sweep": sweep.name,
         "id": row.row_id,
         "tenant": row.tenant,
-        "operation": row.operation,
+        "task": row.task,
         "key": row.key,
         "error": f"{kind}: {primary}" if primary else kind,
         "first": FIRST_PAUSE,
@@ -187,7 +187,7 @@ def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Excep
     }
     times = connection.exec_driver_sql(_SET_ASIDE, fields).scalar_one()
     metrics.set_aside.labels(sweep.name).inc()
-    log.error("set_aside", sweep=sweep.name, operation=row.operation, key=row.key, error=fields["error"], times=times)
+    log.error("set_aside", sweep=sweep.name, task=row.task, key=row.key, error=fields["error"], times=times)
 
 
 _AS_BEFORE = "RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan"

@@ -36,7 +36,7 @@ def forget_rows_after(connection: Connection, newest: int) -> None:
 
 def rows_after(connection: Connection, newest: int) -> Sequence[Row[Any]]:
     """The operations and messages of the rows that were written after that one."""
-    query = "SELECT tenant, operation, key, message FROM idempotency.outbox WHERE id > %(newest)s ORDER BY id"
+    query = "SELECT tenant, task, key, message FROM idempotency.outbox WHERE id > %(newest)s ORDER BY id"
     return connection.exec_driver_sql(query, {"newest": newest}).all()
 
 

@@ -17,22 +17,22 @@ from .record import ROW, idle_ms, named
 from .statements import execute
 
 # Whether something else than the message in hand will deliver the operation. The newest row of the newest generation
-# is what reconcile would send again; the message in hand is a copy if that is another row, or is about to leave again.
+# is what resend would send again; the message in hand is a copy if that is another row, or is about to leave again.
 # (A row that a relay holds at this moment, itself or by its lane, is the message in hand: it was refused before its
 # confirm was noted.)
 _ELSEWHERE = f"""(EXISTS (
     SELECT FROM (
-        SELECT event_id, status, coalesce(relayed_until, (
+        SELECT message_id, status, coalesce(relayed_until, (
             SELECT l.relayed_until FROM idempotency.lanes l
-            WHERE (l.operation, l.ordering_key) = (o.operation, o.ordering_key))) AS relayed_until
+            WHERE (l.task, l.ordering_key) = (o.task, o.ordering_key))) AS relayed_until
         FROM idempotency.outbox o WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
         ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
-    WHERE event_id IS DISTINCT FROM %(event_id)s
+    WHERE message_id IS DISTINCT FROM %(message_id)s
        OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))
     OR EXISTS (
         SELECT FROM idempotency.outbox
         WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'pending'
-          AND event_id IS DISTINCT FROM %(event_id)s))"""
+          AND message_id IS DISTINCT FROM %(message_id)s))"""
 
 # What is started goes on by its holder or by recover, whatever its lease. What is released ends only if it is as this
 # statement's snapshot has it: a release since then has brought a delivery that the snapshot does not show.
@@ -48,13 +48,13 @@ WITH settings AS (
     SELECT {_ELSEWHERE} AS elsewhere
 ), given_up AS (
     INSERT INTO idempotency.records AS r
-        (tenant, operation, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
+        (tenant, task, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
          error_code, response_code, completed_at, expires_at)
-    SELECT %(tenant)s, %(operation)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
+    SELECT %(tenant)s, %(task)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
            %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(retention)s)
     FROM settings, deliveries WHERE NOT elsewhere
-    ON CONFLICT (tenant, operation, key) DO UPDATE SET
+    ON CONFLICT (tenant, task, key) DO UPDATE SET
         status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
         -- what the end may conclude is said in the same transaction, by `conclude`
@@ -91,7 +91,7 @@ WITH counted AS (
     WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
 )
 UPDATE idempotency.outbox copy SET settled_at = clock_timestamp()
-WHERE event_id = %(event_id)s AND settled_at IS NULL AND status = 'published'
+WHERE message_id = %(message_id)s AND settled_at IS NULL AND status = 'published'
   AND EXISTS (SELECT FROM idempotency.outbox
               WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
                 AND generation > copy.generation)
@@ -103,7 +103,7 @@ WHERE event_id = %(event_id)s AND settled_at IS NULL AND status = 'published'
 _PUT_BACK = f"""
 WITH own AS (
     SELECT id FROM idempotency.outbox
-    WHERE event_id = %(event_id)s AND settled_at IS NULL AND status <> 'failed' AND ordering_key IS NULL
+    WHERE message_id = %(message_id)s AND settled_at IS NULL AND status <> 'failed' AND ordering_key IS NULL
 ), free AS (
     SELECT WHERE NOT {_ELSEWHERE}
       AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW}
@@ -126,9 +126,9 @@ WITH own AS (
     RETURNING 1
 ), first AS (
     INSERT INTO idempotency.outbox
-        (event_id, tenant, operation, key, fingerprint, message, queue, origin, available_at, generation, refusals,
+        (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation, refusals,
          first_refused_at)
-    SELECT gen_random_uuid()::text, %(tenant)s, %(operation)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s,
+    SELECT gen_random_uuid()::text, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s,
            'retry', clock_timestamp() + make_interval(secs => %(pause)s), coalesce(%(generation)s::int, 1), 1,
            clock_timestamp()
     FROM in_time WHERE NOT EXISTS (SELECT FROM own)
@@ -167,7 +167,7 @@ class Dead:
     id: OperationId
     fingerprint: str
     also: Sequence[str]
-    event_id: str | None
+    message_id: str | None
     generation: int | None
     message: str
     queue: str
@@ -176,7 +176,7 @@ class Dead:
         return named(self.id) | {
             "fingerprint": self.fingerprint,
             "fingerprints": [self.fingerprint, *self.also],
-            "event_id": self.event_id,
+            "message_id": self.message_id,
             "generation": self.generation,
             "message": self.message,
             "queue": self.queue,

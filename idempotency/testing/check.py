@@ -42,7 +42,7 @@ from .recording import RecordingServer
 MORE_DELIVERIES = 10
 AGAIN_HINT = "something that is not begun afresh: a table that setup= does not bring back, a cache, a file, a counter; or chance."
 POINTS = {
-    "lease.taken": "before the claim",
+    "hint.left": "before the claim",
     "claimed": "after the claim",
     "body.entered": "as the body began",
     "step.recorded": "in a step, before its COMMIT",

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
-from ..attempt.hints import lease_name
+from ..attempt.hints import hint_name
 from ..store import testing as stored
 from ..store.connections import make_engine
 from ..store.schema import SCHEMA
@@ -112,7 +112,7 @@ class Ground:
         if self._settings.redis_url is not None and self._ids:
             try:
                 with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
-                    client.delete(*(lease_name(id, self._settings.database_name) for id in self._ids))
+                    client.delete(*(hint_name(id, self._settings.database_name) for id in self._ids))
             except redis.RedisError:
                 pass  # without Redis nothing is there to be forgotten
 
@@ -152,8 +152,8 @@ class Ground:
         """The messages left in the outbox since `clear`, but for the check's own operations."""
         found: list[Row] = []
         for row in stored.rows_after(self._connection, self._newest):
-            if OperationId(row.tenant, row.operation, row.key) not in self._ids:
-                found.append({"task": row.operation, "key": row.key, **_said(row.message)})
+            if OperationId(row.tenant, row.task, row.key) not in self._ids:
+                found.append({"task": row.task, "key": row.key, **_said(row.message)})
         return found
 
     def others(self) -> dict[str, tuple[int, int]]:

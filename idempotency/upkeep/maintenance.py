@@ -68,13 +68,13 @@ def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str
         record = recovery.lock_spent(connection, bounds, names)
         if record is None:
             return 0
-        _conclude(connection, runtime.settings, record, app.tasks.get(record.operation))
+        _conclude(connection, runtime.settings, record, app.tasks.get(record.task))
     return 1
 
 
 def _conclude(connection: Connection, settings: Settings, record: Row[Any], task: Any) -> None:
     """Fail an operation whose process died in every attempt, with its dead letter. The record is locked."""
-    id = OperationId(record.tenant, record.operation, record.key)
+    id = OperationId(record.tenant, record.task, record.key)
     claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, record.effects, False)
     concluded = conclusions.conclude(
         connection,
@@ -98,7 +98,7 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
     )
     retention = getattr(task, "retention_failed", None) or settings.retention_failed
     ends.fail(connection, claim, concluded.end, retention=retention, lease=settings.lease)
-    metrics.count_failed(id.operation, concluded.error.code)
+    metrics.count_failed(id.task, concluded.error.code)
 
 
 def _bounds(app: Celery, runtime: Runtime, dead: list[str]) -> Bounds:
@@ -123,7 +123,7 @@ def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
 
 
 def purge_once(app: Celery, *, limit: int) -> Purged:
-    """Delete ended operations past their retention with their outbox rows, settled rows without one, settled letters.
+    """Delete ended operations past their retention with their outbox rows, settled rows without one, closed letters.
 
     At most about `limit` of each kind. Never an operation that has not ended, is younger than its retention, has an
     open dead letter, or an outbox row that is not published or was within the `redelivery_horizon`; never a row that is
@@ -133,7 +133,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     settings = runtime.settings
     letters_kept, horizon = settings.retention_dead_letters, settings.redelivery_horizon
     with runtime.autocommit() as connection:
-        # first, because an open letter keeps its operation and a settled one does not
+        # first, because an open letter keeps its operation and a closed one does not
         deleted_letters, more = past.letters(connection, retention=letters_kept, limit=limit)
         operations, more_operations = past.operations(connection, horizon=horizon, limit=limit)
         more, rows = more or more_operations, 0

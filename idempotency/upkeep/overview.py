@@ -78,10 +78,10 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
     found = look(connection, app, settings)
     ended, percent = overview.ended(connection)
     for row in ended:
-        found.count(row.operation, row.status, round(row.operations * 100 / percent))
+        found.count(row.task, row.status, round(row.operations * 100 / percent))
     letters: dict[tuple[str | None, str], int] = {}
     for row in found.letters:
-        letters[row.operation, row.reason] = letters.get((row.operation, row.reason), 0) + row.letters
+        letters[row.task, row.reason] = letters.get((row.task, row.reason), 0) + row.letters
     return {
         "queues": {name: asdict(state) for name, state in sorted(found.queues.items())},
         "broker_answered": found.broker_answered,
@@ -103,8 +103,7 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
         "dead_letters": {
             "open": sum(letters.values()),
             "by_reason": [
-                {"operation": operation, "reason": reason, "letters": number}
-                for (operation, reason), number in letters.items()
+                {"task": task, "reason": reason, "letters": number} for (task, reason), number in letters.items()
             ],
         },
     }

@@ -66,7 +66,7 @@ class Operation:
     """
 
     tenant: str
-    operation: str
+    task: str
     key: str
     arguments: Mapping[str, Any]
     attempts: int

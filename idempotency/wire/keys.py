@@ -35,16 +35,16 @@ class OperationId:
     """What a key names: one operation of one tenant. The primary key of its record."""
 
     tenant: str
-    operation: str
+    task: str
     key: str
 
     def __str__(self) -> str:
-        return f"{self.tenant}/{self.operation}/{self.key}"
+        return f"{self.tenant}/{self.task}/{self.key}"
 
     @property
     def digest(self) -> str:
         """A name of fixed length that shows nothing of the key: 128 bits of SHA-256, in hex."""
-        return _sha256(json.dumps([self.tenant, self.operation, self.key]))[:32]
+        return _sha256(json.dumps([self.tenant, self.task, self.key]))[:32]
 
 
 def check_key(key: object, *, field: str = "idempotency key") -> str:

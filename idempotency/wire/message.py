@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KEY_HEADER = "idempotency-key"
 TENANT_HEADER = "idempotency-tenant"
-# Set on deliveries of the outbox that repeat an earlier one (retry, recover, reconcile, replay): Redis' word does
+# Set on deliveries of the outbox that repeat an earlier one (retry, recover, resend, replay): Redis' word does
 # not acknowledge them, because they may be the only way on.
 ORIGIN_HEADER = "idempotency-origin"
 # How often a duplicate with on_busy="wait" has come back.

@@ -51,8 +51,8 @@ def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:
     to, message = "queue", Message.from_text(delivery.message)
     if not is_stopping():
         to = "outbox" if _parked(app, delivery, message) else "copy" if _copied(app, delivery, message) else to
-    metrics.put_back.labels(delivery.id.operation, to).inc()
-    log.warning("put_back", operation=delivery.id.operation, key=delivery.id.key, to=to)
+    metrics.put_back.labels(delivery.id.task, to).inc()
+    log.warning("put_back", task=delivery.id.task, key=delivery.id.key, to=to)
     return Reject("no answer from Postgres", requeue=True) if to == "queue" else Ignore()
 
 

@@ -32,6 +32,6 @@ class Request(request.Request):
             self._task.revoke_terminated(self._context)
         except Exception:
             # Not marked, so not acknowledged either: it comes back, and this worker remembers the revoke.
-            log.exception("revoke_failed", operation=self.name, task_id=self.id)
+            log.exception("revoke_failed", task=self.name, task_id=self.id)
             self.reject(requeue=True)
         super()._announce_revoked(reason, terminated, signum, expired)

@@ -148,7 +148,7 @@ class IdempotentTask(KeyedTask):
         except Exception as error:
             if self.request.is_eager:
                 raise
-            log.exception("rejected", operation=self.name, task_id=self.request.id)
+            log.exception("rejected", task=self.name, task_id=self.request.id)
             raise Reject(describe(error), requeue=False) from error
         if isinstance(outcome, Raised):
             raise outcome.error
@@ -229,7 +229,7 @@ class IdempotentTask(KeyedTask):
         if not delivery.is_eager:
             self._answer(delivery, store)
         metrics.mismatches.labels(self.name).inc()
-        log.warning("fingerprint_mismatch", operation=self.name, key=delivery.id.key)
+        log.warning("fingerprint_mismatch", task=self.name, key=delivery.id.key)
         return error
 
     def _yield_to_holder(self, delivery: Delivery) -> Exception:

@@ -46,8 +46,8 @@ class Waiting:
     An eager call waits only for a Postgres that is away: its caller is there to be told everything else.
     """
 
-    def __init__(self, operation: str, *, time_limit: float | None = None, is_eager: bool = False) -> None:
-        self._operation = operation
+    def __init__(self, task: str, *, time_limit: float | None = None, is_eager: bool = False) -> None:
+        self._task = task
         self._is_eager = is_eager
         patience = PATIENCE if time_limit is None else min(PATIENCE, SHARE_OF_TIME_LIMIT * time_limit)
         self._until = time.monotonic() + patience
@@ -81,8 +81,8 @@ class Waiting:
 
     def _tell(self, error: BaseException) -> None:
         if not self._told:  # once for a delivery, however long it waits
-            log.warning("claim_waits", operation=self._operation, error=describe(error))
-            metrics.waiting.labels(self._operation, type(getattr(error, "orig", None) or error).__name__).inc()
+            log.warning("claim_waits", task=self._task, error=describe(error))
+            metrics.waiting.labels(self._task, type(getattr(error, "orig", None) or error).__name__).inc()
         self._told = True
 
 

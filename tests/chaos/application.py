@@ -21,7 +21,7 @@ from idempotency import Defer, IdempotentTask, Operation, PermanentError, publis
 from idempotency.attempt.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
 from idempotency.errors import StoredFailure, StoredRefusal
 from idempotency.queues import quorum_queue
-from idempotency.relay.reconcile import reconcile
+from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import maintenance
 from tests.chaos import ledgers, provider
 from tests.support import crashing
@@ -30,7 +30,7 @@ app = Celery("chaos")
 
 TABLES = """
 CREATE TABLE submitted (
-    id bigserial PRIMARY KEY, tenant text, operation text, key text, account text, amount bigint
+    id bigserial PRIMARY KEY, tenant text, task text, key text, account text, amount bigint
 );
 CREATE TABLE entries (id bigserial PRIMARY KEY, account text, amount bigint);
 CREATE TABLE reversals (id bigserial PRIMARY KEY, account text, amount bigint);
@@ -62,8 +62,7 @@ SELECT (SELECT coalesce(sum(amount), 0) FROM entries WHERE account = :account)
      - (SELECT coalesce(sum(amount), 0) FROM reversals WHERE account = :account)
 """)
 _ACCEPT = text(
-    "INSERT INTO submitted (tenant, operation, key, account, amount)"
-    " VALUES (:tenant, :operation, :key, :account, :amount)"
+    "INSERT INTO submitted (tenant, task, key, account, amount) VALUES (:tenant, :task, :key, :account, :amount)"
 )
 
 
@@ -101,7 +100,7 @@ def configure(environment: Mapping[str, str]) -> None:
         # A tick that was not taken in time is not worth taking: the next one does its work.
         beat_schedule={
             name: {"task": f"upkeep.{name}", "schedule": 1.0, "options": {"expires": 5.0}}
-            for name in ("recover", "reconcile", "purge")
+            for name in ("recover", "resend", "purge")
         },
         # a beat that slept through a fault looks at its schedule again within this time
         beat_max_loop_interval=1,
@@ -124,9 +123,9 @@ def upkeep_queue(queue: str) -> str:
     return f"{queue}-upkeep"
 
 
-def accept(session: Session | Connection, *, tenant: str, operation: str, key: str, account: str, amount: int) -> None:
+def accept(session: Session | Connection, *, tenant: str, task: str, key: str, account: str, amount: int) -> None:
     """Note in the caller's transaction that this operation is accepted and what it is to do."""
-    row = {"tenant": tenant, "operation": operation, "key": key, "account": account, "amount": amount}
+    row = {"tenant": tenant, "task": task, "key": key, "account": account, "amount": amount}
     session.execute(_ACCEPT, row)
 
 
@@ -273,7 +272,7 @@ def tell(session: Session | Connection, *, tenant: str, number: str, account: st
         accept(
             session,
             tenant=tenant,
-            operation=consumer,
+            task=consumer,
             key=event_id,
             account=f"{account}/{consumer}",
             amount=amount,
@@ -381,10 +380,10 @@ def recover() -> None:
     maintenance.recover(app)
 
 
-@app.task(name="upkeep.reconcile", ignore_result=True)
-def reconcile_outbox() -> None:
+@app.task(name="upkeep.resend", ignore_result=True)
+def resend_outbox() -> None:
     """Send again what the broker has lost."""
-    reconcile(app)
+    resend_lost(app)
 
 
 @app.task(name="upkeep.purge", ignore_result=True)

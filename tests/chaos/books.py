@@ -331,7 +331,7 @@ def sha256(value: str) -> str:
 
 
 def id_of(row: Mapping[str, Any]) -> Id:
-    return Id(row["tenant"], row["operation"], row["key"])
+    return Id(row["tenant"], row["task"], row["key"])
 
 
 def name_of(id: Id) -> str:

@@ -16,7 +16,7 @@ class Id(NamedTuple):
     """What a key names: the operation."""
 
     tenant: str
-    operation: str
+    task: str
     key: str
 
 
@@ -49,7 +49,7 @@ class Accepted:
     """
 
     tenant: str
-    operation: str
+    task: str
     key: str
     rows: tuple[tuple[str, int], ...] | None = None
     result: str | None = None
@@ -67,7 +67,7 @@ class Accepted:
 
     @property
     def id(self) -> Id:
-        return Id(self.tenant, self.operation, self.key)
+        return Id(self.tenant, self.task, self.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,23 +17,23 @@ _CLOSED = frozenset({f"provider_{CLOSED}"})
 _REVOKED = frozenset({f"provider_{REVOKED}"})
 
 
-def expected(tenant: str, operation: str, key: str, account: str, amount: int) -> Accepted:
+def expected(tenant: str, task: str, key: str, account: str, amount: int) -> Accepted:
     """What should come of an accepted operation."""
     row = (account, amount)
     result = json.dumps({"account": account, "amount": amount})
     reserve, tag = Step("reserve", f"{account}/reserved", amount), Step("tag", f"{account}/tag", amount)
-    match operation:
+    match task:
         case "chaos.refused":
-            return Accepted(tenant, operation, key, rows=(), failure="no_account")
+            return Accepted(tenant, task, key, rows=(), failure="no_account")
         case "chaos.ungrateful" | "chaos.stuck":
             # how often a stuck end is tried is for the library to bound
-            return Accepted(tenant, operation, key, rows=(), failure="no_account", failure_row=False)
+            return Accepted(tenant, task, key, rows=(), failure="no_account", failure_row=False)
         case "chaos.hopeless" | "chaos.poison":
-            return Accepted(tenant, operation, key, rows=(), failure="attempts_exhausted", max_attempts=FEW_ATTEMPTS)
+            return Accepted(tenant, task, key, rows=(), failure="attempts_exhausted", max_attempts=FEW_ATTEMPTS)
         case "chaos.stumble":
             return Accepted(
                 tenant,
-                operation,
+                task,
                 key,
                 rows=(),
                 failure="unfinished",
@@ -46,7 +46,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
         case "chaos.refunded":
             return Accepted(
                 tenant,
-                operation,
+                task,
                 key,
                 rows=(),
                 failure="no_account",
@@ -59,7 +59,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
             rows = (row, reserve[1:])
             return Accepted(
                 tenant,
-                operation,
+                task,
                 key,
                 rows,
                 result,
@@ -73,7 +73,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
         case "chaos.charge":
             return Accepted(
                 tenant,
-                operation,
+                task,
                 key,
                 rows=(row, reserve[1:], tag[1:]),
                 result=result,
@@ -86,7 +86,7 @@ def expected(tenant: str, operation: str, key: str, account: str, amount: int) -
                 max_attempts=FEW_ATTEMPTS,
             )
         case "chaos.direct":
-            return Accepted(tenant, operation, key, (row,), result, failure_row=True, once_claimed=True)
+            return Accepted(tenant, task, key, (row,), result, failure_row=True, once_claimed=True)
         case application.LEDGER | application.MAILER:
-            return Accepted(tenant, operation, key, (row,), result, failure_row=False, is_event=True)
-    return Accepted(tenant, operation, key, (row,), result, failure_row=True)
+            return Accepted(tenant, task, key, (row,), result, failure_row=False, is_event=True)
+    return Accepted(tenant, task, key, (row,), result, failure_row=True)

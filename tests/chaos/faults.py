@@ -44,7 +44,7 @@ BLACK_HOLE = 3.0
 SLOW, SLOW_SECONDS = 0.05, 3.0
 
 ATTEMPT_POINTS = (
-    "lease.taken",
+    "hint.left",
     "claimed",
     "body.entered",
     "body.done",
@@ -64,16 +64,16 @@ RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.m
 
 # The fourth part of a holder's name is its pid.
 _HELD = """
-SELECT tenant, operation, key, fence FROM idempotency.records
+SELECT tenant, task, key, fence FROM idempotency.records
 WHERE status = 'started' AND split_part(locked_by, '|', 4) = %(pid)s
 """
 _PAID_AND_RELEASED = """
 SELECT fence > %(fence)s AND status = 'released' AND effects ? 'pay' FROM idempotency.records
-WHERE (tenant, operation, key) = (%(tenant)s, %(operation)s, %(key)s)
+WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s)
 """
 _REPLACED = """
 SELECT fence > %(fence)s AND status IN ('completed', 'failed') FROM idempotency.records
-WHERE (tenant, operation, key) = (%(tenant)s, %(operation)s, %(key)s)
+WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s)
 """
 
 
@@ -427,10 +427,10 @@ def _stop_until(scene: Scene, point: str, target: int, query: str, what: str) ->
             replaced = any(row[0] for row in scene.ask(query, held[0]._asdict()))
     finally:
         goes_on = _continue(pid)
-    operation = f"{held[0].tenant} {held[0].operation} {held[0].key}" if held else "nothing"
+    of = f"{held[0].tenant} {held[0].task} {held[0].key}" if held else "nothing"
     if not goes_on:
         raise Missed(f"{pid} was killed meanwhile")
-    return f"{pid}, {what if replaced else f'not {what}'} by another attempt meanwhile: {operation}"
+    return f"{pid}, {what if replaced else f'not {what}'} by another attempt meanwhile: {of}"
 
 
 def _stop_at(scene: Scene, points: Sequence[str], target: int) -> str:

@@ -22,8 +22,8 @@ class Hand:
 
     def sql(self, *statements: str, **values: Any) -> Any:
         """Run statements in one transaction; `:row` stands for the key's WHERE clause."""
-        where = "tenant = :tenant AND operation = :operation AND key = :key"
-        values = {"tenant": "shop", "operation": OPERATION, "key": "a"} | values
+        where = "tenant = :tenant AND task = :task AND key = :key"
+        values = {"tenant": "shop", "task": OPERATION, "key": "a"} | values
         result = None
         self._connection.exec_driver_sql("BEGIN")
         try:
@@ -39,15 +39,15 @@ class Hand:
         self._connection.close()
 
 
-ENQUEUE = """INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin,
-    ordering_key) VALUES (gen_random_uuid()::text, :tenant, :operation, :key, 'f', '{}', 'q', 'enqueue', 'order')"""
+ENQUEUE = """INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin,
+    ordering_key) VALUES (gen_random_uuid()::text, :tenant, :task, :key, 'f', '{}', 'q', 'enqueue', 'order')"""
 PUBLISH = """UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()
     WHERE :row AND status = 'pending'"""
 SETTLE = "UPDATE idempotency.outbox SET settled_at = clock_timestamp() WHERE :row AND status = 'published'"
-CLAIM = """INSERT INTO idempotency.records AS r (tenant, operation, key, status, fence, token, locked_until, locked_by,
-    fingerprint, message) VALUES (:tenant, :operation, :key, 'started', nextval('idempotency.fence'),
+CLAIM = """INSERT INTO idempotency.records AS r (tenant, task, key, status, fence, token, locked_until, locked_by,
+    fingerprint, message) VALUES (:tenant, :task, :key, 'started', nextval('idempotency.fence'),
     gen_random_uuid()::text, clock_timestamp() + interval '1 min', 'h|b|n|7|1', 'f', '{"m": 1}')
-    ON CONFLICT (tenant, operation, key) DO UPDATE SET status = 'started', fence = excluded.fence,
+    ON CONFLICT (tenant, task, key) DO UPDATE SET status = 'started', fence = excluded.fence,
     token = excluded.token, attempts = r.attempts + 1, locked_until = excluded.locked_until,
     locked_by = excluded.locked_by, available_at = NULL, completed_at = NULL, expires_at = NULL, result = NULL"""
 DEPOSIT = "INSERT INTO entries (account, amount) VALUES (:key, 1)"
@@ -57,16 +57,16 @@ COMPLETE = """UPDATE idempotency.records SET status = 'completed', result = '{"o
 FAIL = """UPDATE idempotency.records SET status = 'failed', error_code = 'no_account', error = '{"code": "no_account", "message": "m"}',
     completed_at = clock_timestamp(), locked_until = NULL, expires_at = clock_timestamp() + interval '1 hour'
     WHERE :row"""
-LETTER = """INSERT INTO idempotency.dead_letters (source, tenant, operation, key, generation, fingerprint, reason,
-    first_error, last_error, attempts, headers, payload) SELECT 'operation', tenant, operation, key, generation, 'f',
+LETTER = """INSERT INTO idempotency.dead_letters (source, tenant, task, key, generation, fingerprint, reason,
+    first_error, last_error, attempts, headers, payload) SELECT 'operation', tenant, task, key, generation, 'f',
     'no_account', 'e', 'e', attempts, '{}', '{}' FROM idempotency.records WHERE :row"""
 FAILURE = "INSERT INTO failures (account, code) VALUES (:key, 'no_account')"
 RELEASE = """UPDATE idempotency.records SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
     available_at = clock_timestamp() WHERE :row"""
-NEXT = """INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin) VALUES
-    (gen_random_uuid()::text, :tenant, :operation, :key, 'f', '{}', 'q', 'retry')"""
+NEXT = """INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin) VALUES
+    (gen_random_uuid()::text, :tenant, :task, :key, 'f', '{}', 'q', 'retry')"""
 RECOVER = NEXT.replace("'retry'", "'recover'")
-REPLAYED = "UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp() WHERE :row"
+REPLAYED = "UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp() WHERE :row"
 REOPEN = """UPDATE idempotency.records SET status = 'released', generation = generation + 1, attempts = 0,
     token = NULL, locked_by = NULL, available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL,
     error = NULL, error_code = NULL WHERE :row"""

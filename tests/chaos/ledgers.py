@@ -139,12 +139,12 @@ def _sign() -> None:
     os.environ["PGAPPNAME"] = f"pid {os.getpid()}"  # libpq reads it for each new connection
 
 
-def history(changes: Sequence[Change], tenant: str, operation: str, key: str) -> list[str]:
+def history(changes: Sequence[Change], tenant: str, task: str, key: str) -> list[str]:
     """The lines of one operation, for people: what its record, outbox rows and dead letters went through."""
     lines = []
     for change in changes:
         row = change.row
-        if (row.get("tenant"), row.get("operation"), row.get("key")) != (tenant, operation, key):
+        if (row.get("tenant"), row.get("task"), row.get("key")) != (tenant, task, key):
             continue
         parts = [f"{change.seq:>7} {change.at:%H:%M:%S.%f} tx {change.txid} {change.writer or '-'}", change.book]
         parts += [change.verb.lower()]
@@ -158,7 +158,7 @@ def history(changes: Sequence[Change], tenant: str, operation: str, key: str) ->
 
 
 _NOT_SHOWN = frozenset(
-    {"tenant", "operation", "key", "message", "payload", "headers", "updated_at", "created_at", "fingerprint"}
+    {"tenant", "task", "key", "message", "payload", "headers", "updated_at", "created_at", "fingerprint"}
 )
 
 

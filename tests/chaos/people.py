@@ -37,22 +37,22 @@ REPEATED = 0.3
 WEIGHTS = {"release": 3, "cancel": 3, "revoke": 2, "replay": 4, "resolve": 8, "discard": 1}
 ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
 
-_STARTED = "SELECT tenant, operation, key FROM idempotency.records WHERE status = 'started' LIMIT 50"
+_STARTED = "SELECT tenant, task, key FROM idempotency.records WHERE status = 'started' LIMIT 50"
 _CANCELLABLE = """
-SELECT tenant, operation, key FROM idempotency.records WHERE status = 'released'
+SELECT tenant, task, key FROM idempotency.records WHERE status = 'released'
 UNION ALL
-SELECT o.tenant, o.operation, o.key FROM idempotency.outbox o
+SELECT o.tenant, o.task, o.key FROM idempotency.outbox o
 WHERE o.settled_at IS NULL AND o.origin = 'enqueue' AND NOT EXISTS (
-    SELECT FROM idempotency.records r WHERE (r.tenant, r.operation, r.key) = (o.tenant, o.operation, o.key))
+    SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key))
 LIMIT 50
 """
 _ACCEPTED = """
-SELECT tenant, operation, key, message FROM idempotency.outbox
+SELECT tenant, task, key, message FROM idempotency.outbox
 WHERE settled_at IS NULL AND origin = 'enqueue' ORDER BY id DESC LIMIT 50
 """
 _OPEN = "SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id LIMIT 200"
 _UNKNOWN = """
-SELECT r.tenant, r.operation, r.key, e.name, e.effect ->> 'key' AS gateway_key
+SELECT r.tenant, r.task, r.key, e.name, e.effect ->> 'key' AS gateway_key
 FROM idempotency.records r, jsonb_each(r.effects) AS e(name, effect)
 WHERE r.status = 'failed' AND e.effect ->> 'state' = 'begun' LIMIT 50
 """
@@ -119,7 +119,7 @@ class People:
     def _revoke(self) -> None:
         found = self._one(_ACCEPTED, lambda row: row)
         if found is not None:
-            self.revoked.add(OperationId(found.tenant, found.operation, found.key))
+            self.revoked.add(OperationId(found.tenant, found.task, found.key))
             id = Message.from_text(found.message).headers["id"]
             self._app.control.revoke(id, terminate=self._chance.random() < 0.5)
             self.done["revoke"] += 1
@@ -137,7 +137,7 @@ class People:
         if answer is None:
             return
         outcome = Happened(answer["receipt"]) if answer["acted"] else DidNotHappen()
-        shown = self._shown(OperationId(found.tenant, found.operation, found.key))
+        shown = self._shown(OperationId(found.tenant, found.task, found.key))
         # whichever was given less often, so that a short run has seen both
         ended, gone_on = self.done["resolve and end"], self.done["resolve"]
         end = self._chance.random() < 0.5 if ended == gone_on else ended < gone_on

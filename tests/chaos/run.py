@@ -273,9 +273,7 @@ class _Stage:
     def check(self, open_work: Sequence[str]) -> Findings:
         """Read the ledgers; nothing is running any more. `open_work` is what did not come to an end in its time."""
         with self.engine.connect() as connection:
-            rows = connection.exec_driver_sql(
-                "SELECT DISTINCT tenant, operation, key, account, amount FROM submitted"
-            ).all()
+            rows = connection.exec_driver_sql("SELECT DISTINCT tenant, task, key, account, amount FROM submitted").all()
         accepted = [expected(*row) for row in rows]
         findings = check(
             Evidence(
@@ -285,7 +283,7 @@ class _Stage:
                 amounts=dict(self.provider.amounts),
                 queues=self._waiting(),
                 tenants=frozenset(TENANTS),
-                revoked=frozenset(Id(id.tenant, id.operation, id.key) for id in self.people.revoked),
+                revoked=frozenset(Id(id.tenant, id.task, id.key) for id in self.people.revoked),
                 # it had its time: what is open now stays open
                 drained=True,
                 max_attempts=MANY_ATTEMPTS,
@@ -310,7 +308,7 @@ class _Stage:
         told = Counter(
             row.account.removesuffix(f"/{application.LEDGER}")
             for row in rows
-            if row.operation == application.LEDGER and "-announce-" in row.account
+            if row.task == application.LEDGER and "-announce-" in row.account
         )
         return [
             Violation("I3", account, f"announced {told[account]} times, completed: {account in completed}")
@@ -390,15 +388,15 @@ SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 're
      + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
 """
 _OPEN_WORK = """
-SELECT operation || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records
+SELECT task || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records
 WHERE status IN ('started', 'released')
 UNION ALL
-SELECT 'outbox row ' || id || ' of ' || operation || ' ' || key || ': ' || status || coalesce(' ' || last_error, '')
+SELECT 'outbox row ' || id || ' of ' || task || ' ' || key || ': ' || status || coalesce(' ' || last_error, '')
 FROM idempotency.outbox WHERE settled_at IS NULL
 """
 _ANNOUNCED = """
 SELECT tenant || '-announce-' || key FROM idempotency.records
-WHERE operation = 'chaos.announce' AND status = 'completed'
+WHERE task = 'chaos.announce' AND status = 'completed'
 """
 
 

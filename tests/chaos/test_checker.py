@@ -261,7 +261,7 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
             (PUBLISH,),
             (CLAIM,),
             (DEPOSIT, COMPLETE),
-            ("UPDATE idempotency.dead_letters SET status = 'open', settled_at = NULL",),
+            ("UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL",),
             (REPLAYED,),
         ],
         [deposited()],

@@ -40,9 +40,9 @@ TAG = "INSERT INTO entries (account, amount) VALUES ('a/tag', 1)"
 UNRESERVE = "INSERT INTO reversals (account, amount) VALUES ('a/reserved', 1)"
 REFUND = "INSERT INTO reversals (account, amount) VALUES ('a/reserved/call', 1)"
 UNTAG = "INSERT INTO reversals (account, amount) VALUES ('a/tag', 1)"
-AUDIT = """INSERT INTO idempotency.audit (actor, action, tenant, operation, key, fence_before, reason)
-    VALUES ('ann', :action, :tenant, :operation, :key, 7, 'ticket 1')"""
-DISCARD = "UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp() WHERE :row"
+AUDIT = """INSERT INTO idempotency.audit (actor, action, tenant, task, key, fence_before, reason)
+    VALUES ('ann', :action, :tenant, :task, :key, 7, 'ticket 1')"""
+DISCARD = "UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp() WHERE :row"
 CANCEL = FAIL.replace(
     "status = 'failed'", "status = 'failed', available_at = NULL, fence = nextval('idempotency.fence')"
 )
@@ -260,7 +260,7 @@ def test_a_compensated_effect_without_its_refund_is_reported(engine: Engine, han
 # ---------------------------------------------------------------- people, copies and eager calls
 
 
-def test_a_failure_whose_letter_is_settled_without_a_person_is_reported(engine: Engine, hand: Hand) -> None:
+def test_a_failure_whose_letter_is_closed_without_a_person_is_reported(engine: Engine, hand: Hand) -> None:
     hand.sql(CLAIM)
     hand.sql(*ended_as("no_account"))
     hand.sql(REPLAYED)

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import text
 
 import services
-from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters
 from idempotency.upkeep.maintenance import recover
 from tests.chaos import ledgers
@@ -22,7 +22,7 @@ from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
 
 POINTS = (
-    "lease.taken",
+    "hint.left",
     "claimed",
     "step.recorded",
     "effect.begun",
@@ -90,7 +90,7 @@ def test_a_run_with_killed_workers_failures_duplicates_and_a_replay_is_clean(
         timeout=60,
         what="failed again",
     )
-    reconcile(ready.app)
+    resend_lost(ready.app)
     assert all(worker.process.poll() is None for worker in workers)
 
     found = check(

@@ -64,7 +64,7 @@ _RETRY = {"max_retries": 1, "interval_start": 0.1}
 _BROKER_ERRORS = (AMQPError, BrokerError, OSError)
 
 _MESSAGES = text("SELECT message FROM idempotency.outbox WHERE key = :key")
-_MESSAGE = text("SELECT message FROM idempotency.outbox WHERE key = :key AND tenant = :tenant AND operation = :task")
+_MESSAGE = text("SELECT message FROM idempotency.outbox WHERE key = :key AND tenant = :tenant AND task = :task")
 _CALL = text("INSERT INTO calls (task, tenant, arguments) VALUES (:task, :tenant, cast(:arguments AS jsonb))")
 
 
@@ -183,7 +183,7 @@ class Traffic:
         elif kind == "flaky":
             arguments["failures"] = self._chance.randrange(1, 4)
         application.accept(
-            session, tenant=tenant, operation=task.name, key=number, account=arguments["account"], amount=amount
+            session, tenant=tenant, task=task.name, key=number, account=arguments["account"], amount=amount
         )
         task_id = None
         if kind != "direct":

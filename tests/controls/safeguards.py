@@ -89,7 +89,7 @@ def select_by_state(removal: Removal) -> None:
         "WHERE status = 'pending' AND available_at",
         "WHERE id > (SELECT coalesce(max(id), 0) FROM idempotency.outbox WHERE published_at IS NOT NULL)"
         " AND status = 'pending' AND available_at",
-        only="_LEASE_ROWS",
+        only="_RESERVE_ROWS",
     )
 
 
@@ -106,23 +106,23 @@ def outbox_until_terminal(removal: Removal) -> None:
 def tenant(removal: Removal) -> None:
     """Records are found by operation and key alone."""
     for module in (claims, effects, ends, undelivered, operations):
-        removal.edit(module, "tenant = %(tenant)s AND operation", "operation")
+        removal.edit(module, "tenant = %(tenant)s AND task", "task")
 
 
-def lease_compare(removal: Removal) -> None:
-    """An attempt that leaves deletes the lease in Redis, even if it is that of another one."""
-    removal.edit(hints, "if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' guarded' then", "if value then")
+def hint_compare(removal: Removal) -> None:
+    """An attempt that leaves deletes the hint in Redis, even if it is that of another one."""
+    removal.edit(hints, "if value == ARGV[i + 1] or value == ARGV[i + 1] .. ' counted' then", "if value then")
 
 
-def guarded_mark(removal: Removal) -> None:
-    """Any lease in Redis is believed, as if a duplicate had been counted."""
-    take = hints.Leases.take
+def counted_mark(removal: Removal) -> None:
+    """Any hint in Redis is believed, as if a duplicate had been counted."""
+    take = hints.Hints.take
 
     def believe(self: Any, *args: Any) -> Hint:
         hint = take(self, *args)
-        return Hint.GUARDED if hint is Hint.HELD else hint
+        return Hint.COUNTED if hint is Hint.HELD else hint
 
-    removal.set(hints.Leases, "take", believe)
+    removal.set(hints.Hints, "take", believe)
 
 
 def delivery_limit(removal: Removal) -> None:
@@ -138,8 +138,8 @@ SAFEGUARDS: dict[str, Callable[[Removal], None]] = {
     "select_by_state": select_by_state,
     "outbox_until_terminal": outbox_until_terminal,
     "tenant": tenant,
-    "lease_compare": lease_compare,
-    "guarded_mark": guarded_mark,
+    "hint_compare": hint_compare,
+    "counted_mark": counted_mark,
 }
 
 

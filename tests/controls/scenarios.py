@@ -20,9 +20,9 @@ from sqlalchemy.orm import Session
 
 from idempotency import OperationNotFound, lookup
 from idempotency.application import runtime_of
-from idempotency.attempt.hints import lease_name
+from idempotency.attempt.hints import hint_name
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.relay.reconcile import reconcile
+from idempotency.relay.resend import resend_lost
 from idempotency.upkeep.maintenance import recover
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER
@@ -142,7 +142,7 @@ def delivery_limit(stage: Stage) -> Sequence[Violation]:
     def deliveries() -> int:
         return len(marks.read_text()) if marks.exists() else 0
 
-    worker = stage.worker(KILL_ALWAYS="lease.taken").wait_until_ready()
+    worker = stage.worker(KILL_ALWAYS="hint.left").wait_until_ready()
     stage.send(bank.deposit, "poison")
     consumer = DeadLetterConsumer(stage.app)
     eventually(
@@ -181,7 +181,7 @@ def outbox_until_terminal(stage: Stage) -> Sequence[Violation]:
         connection.default_channel.queue_delete(stage.queue)
     stage.relay.close()  # its next connection declares the queue again
     stage.sql("UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour'")
-    reconcile(stage.app)
+    resend_lost(stage.app)
     stage.relay_everything()
     stage.wait_for_everything_sent(stage.worker().wait_until_ready())
     return stage.check()
@@ -199,27 +199,27 @@ def tenant(stage: Stage) -> Sequence[Violation]:
     return found
 
 
-def lease_compare(stage: Stage) -> Sequence[Violation]:
+def hint_compare(stage: Stage) -> Sequence[Violation]:
     record, workers, frozen = _stopped_and_taken_over(stage, wipe_redis=True)
     os.kill(frozen, signal.SIGCONT)
-    # fenced, it drops its lease with its next call to Redis, finds the new holder, and is counted as a duplicate
+    # fenced, it drops its hint with its next call to Redis, finds the new holder, and is counted as a duplicate
     eventually(lambda: (row := stage.record("a")) and row.duplicates > 0, timeout=45, what="the duplicate was counted")
     value = stage.redis.get(
-        lease_name(OperationId(TENANT, bank.slow_deposit.name, "a"), runtime_of(stage.app).settings.database_name)
+        hint_name(OperationId(TENANT, bank.slow_deposit.name, "a"), runtime_of(stage.app).settings.database_name)
     )
     found = []
     if value is None or not str(value).startswith(record.token):
-        found.append(Violation("lease", "a", "a former holder has removed the lease of the living one"))
+        found.append(Violation("hint", "a", "a former holder has removed the hint of the living one"))
     (stage.crashes / "working.go").touch()
     stage.wait_for("a", "completed", *workers)
     return [*found, *stage.check()]
 
 
-def guarded_mark(stage: Stage) -> Sequence[Violation]:
+def counted_mark(stage: Stage) -> Sequence[Violation]:
     worker = stage.worker().wait_until_ready()
     # An eager caller that died before its claim: there is no record, and nothing that the broker would hand out again.
     id, headers = bank.deposit._checked(("a",), {}, None, None)
-    runtime_of(stage.app).leases.take(id, "the dead one's", headers[FINGERPRINT_HEADER])
+    runtime_of(stage.app).hints.take(id, "the dead one's", headers[FINGERPRINT_HEADER])
     stage.send(bank.deposit, "a")
     ignored = re.compile(rf"Task {bank.deposit.name}\[[^]]+\] ignored")
     eventually(
@@ -237,14 +237,14 @@ def _status(stage: Stage, account: str) -> str | None:
 CONTROLS: tuple[Control, ...] = (
     Control(
         "fence",
-        "fence and token in every guard",
+        "fence and token in every write",
         "I4",
         "the record's history has a write of a process that did not hold it",
         fence,
     ),
     Control(
         "status",
-        "status in every guard",
+        "status in every write",
         "I5",
         "a completed record is released again by its own attempt",
         status,
@@ -256,7 +256,7 @@ CONTROLS: tuple[Control, ...] = (
         "I8",
         "a row is marked, and the broker has refused its message",
         confirm,
-        also_off="reconcile does not run: it would send the row again",
+        also_off="resend does not run: it would send the row again",
         environment={"MAX_LENGTH": "1"},
     ),
     Control(
@@ -265,7 +265,7 @@ CONTROLS: tuple[Control, ...] = (
         "I8",
         "a row is marked, and no queue holds its message",
         mandatory,
-        also_off="reconcile does not run: it would send the row again",
+        also_off="resend does not run: it would send the row again",
     ),
     Control(
         "delivery_limit",
@@ -297,18 +297,18 @@ CONTROLS: tuple[Control, ...] = (
         tenant,
     ),
     Control(
-        "lease_compare",
-        "the token is compared before a lease is dropped",
-        "lease",
-        "the lease of a living holder is gone from Redis",
-        lease_compare,
+        "hint_compare",
+        "the token is compared before a hint is dropped",
+        "hint",
+        "the hint of a living holder is gone from Redis",
+        hint_compare,
     ),
     Control(
-        "guarded_mark",
-        "only the guarded mark acknowledges",
+        "counted_mark",
+        "only the counted mark acknowledges",
         "I15",
-        "a message is acknowledged on the word of a dead holder's lease, and its operation is nowhere",
-        guarded_mark,
+        "a message is acknowledged on a dead holder's hint, and its operation is nowhere",
+        counted_mark,
         also_off="no outbox row: sent with delay(), or the row would send it again",
     ),
 )

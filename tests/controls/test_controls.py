@@ -68,7 +68,7 @@ def test_a_missing_safeguard_is_an_error_and_nothing_stays_changed(
         monkeypatch.setattr(hints, script, "redis.call('UNLINK', KEYS[1])")
     before = ends._COMPLETE
     with pytest.raises(NothingToRemove, match="hints"):
-        remove(["fence", "lease_compare"])
+        remove(["fence", "hint_compare"])
     assert before == ends._COMPLETE
     with pytest.raises(NothingToRemove, match="no statement has"), without("fence", "fence"):
         pass

@@ -76,7 +76,7 @@ def _steps(record: Mapping[str, Any]) -> int:
 
 def _provider_keys(record: Mapping[str, Any]) -> dict[str, set[str]]:
     """Per effect: the keys it has been called under, as they are recorded and as they are derived."""
-    id = OperationId(record["tenant"], record["operation"], record["key"])
+    id = OperationId(record["tenant"], record["task"], record["key"])
     return {
         name: {effect["key"], *(effects.provider_key(id, name, number) for number in range(1, effect["number"] + 1))}
         for name, effect in record["effects"].items()

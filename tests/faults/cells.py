@@ -32,7 +32,7 @@ LEGEND = {
     "K": "published again; the consumer drops it",
     "W": "waits or fails closed, and resumes",
     "Q": "a dead letter after N attempts",
-    "S": "needed the sweeper: sent again by recover or reconcile",
+    "S": "needed the sweeper: sent again by recover or resend",
     "finish": "the interrupted process ends what it has begun",
     "retry": "released, and another attempt with back-off",
     "failed": "failed at once, with a dead letter",

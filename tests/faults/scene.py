@@ -25,8 +25,8 @@ from sqlalchemy.orm import Session
 from idempotency.attempt.liveness import start_time
 from idempotency.observe import crash_points
 from idempotency.queues import dead_letter_queues
-from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import maintenance
 from tests.support import bank, crashing
 from tests.support.outside import OutsideWorld
@@ -35,7 +35,7 @@ from tests.support.proxy import Proxy
 
 # Where an attempt is held for a phase. P5, COMMIT sent and its reply not received, is made by a proxy.
 POINTS = {
-    "P0": "lease.taken",
+    "P0": "hint.left",
     "P1": "claimed",
     "P2": "body.entered",
     "P3": "effect.called",
@@ -111,7 +111,7 @@ class Scene:
         return self.workers[-1]
 
     def relay(self) -> None:
-        """Relay from now on in a thread of this process. It neither recovers nor reconciles: `sweep` does."""
+        """Relay from now on in a thread of this process. It neither recovers nor resends: `sweep` does."""
         relay = Relay(self.app, confirm_timeout=2.0)
         self._relay = threading.Thread(target=relay.run, args=(self._stop,), daemon=True)
         self._relay.start()
@@ -192,7 +192,7 @@ class Scene:
         """What beat does once a lease and the patience for lost messages are over, without waiting for either."""
         self.age()
         maintenance.recover(self.app)
-        reconcile(self.app)
+        resend_lost(self.app)
 
     def age(self, hours: int = 2) -> None:
         """Let time pass: leases are over, and what was published long ago is overdue."""
@@ -288,13 +288,13 @@ class Scene:
         assert row.status == "completed", row
         assert (list(self.outside.acts.values()), self.entries()) == ([1], (1, 1))
         letter = self._letter(row)
-        if any(each.origin in ("recover", "reconcile") for each in self.outbox()):
+        if any(each.origin in ("recover", "resend") for each in self.outbox()):
             return "S" if letter == "–" else f"{letter},S"
         return letter
 
     def _letter(self, row: Row[Any]) -> str:
         trace = [each for each in crashing.trace(self.directory) if each.key == self.account]
-        taken, claimed = self.trace("lease.taken"), self.trace("claimed")
+        taken, claimed = self.trace("hint.left"), self.trace("claimed")
         if sum(self.outside.calls.values()) > 1:
             return "G"
         if len(claimed) > 1:
@@ -302,12 +302,12 @@ class Scene:
         if taken[0].pid != claimed[0].pid and not row.duplicates:
             return "R"  # the first delivery ended before it had claimed
         finish = max(number for number, each in enumerate(trace) if each.point == "finish.written")
-        after = [each for each in trace[finish + 1 :] if each.point in ("lease.taken", "finish.committed")]
+        after = [each for each in trace[finish + 1 :] if each.point in ("hint.left", "finish.committed")]
         if self.logged("event=commit_in_doubt") and not any(each.point == "finish.committed" for each in after):
             if not after:
                 return "U,S" if all(each.settled_at for each in self.outbox()) else "U"
             return "U" if after[0].pid == trace[finish].pid else "D"
-        if any(each.point == "lease.taken" for each in after):
+        if any(each.point == "hint.left" for each in after):
             return "D"
         if self.logged("event=claim_waits"):
             return "U" if row.fence > 1 else "W"  # the first fence of a fresh database is 1: it was claimed twice

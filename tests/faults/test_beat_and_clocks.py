@@ -125,15 +125,15 @@ def test_two_beats_do_not_send_again_what_a_worker_holds(
     doubled = beats()
     logs = [doubled.start(name) for name in ("one", "two")]
     eventually(
-        lambda: all(log.read_text().count("Sending due task reconcile") >= 3 for log in logs),
+        lambda: all(log.read_text().count("Sending due task resend") >= 3 for log in logs),
         timeout=PATIENCE,
         what="both tick",
     )
-    eventually(lambda: doubled.ticks("reconcile") >= 6, timeout=PATIENCE, what="their ticks are done")
+    eventually(lambda: doubled.ticks("resend") >= 6, timeout=PATIENCE, what="their ticks are done")
     assert [row.resends for row in scene.outbox()] == [0]
     scene.let_go("P0")
     scene.completed()
-    assert (len(scene.trace("body.entered")), len(scene.trace("lease.taken"))) == (1, 1)
+    assert (len(scene.trace("body.entered")), len(scene.trace("hint.left"))) == (1, 1)
     cell.saw("–")
 
 

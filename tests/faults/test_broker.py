@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import services
-from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay, Relayed
+from idempotency.relay.resend import resend_lost
 from services import RabbitMQ
 from tests.faults.conftest import SeenCell
 from tests.faults.marks import each
@@ -57,9 +57,7 @@ def consumed(scene: Scene, copies: int) -> str:
     """Let a worker take what the broker has; the letter of what the copies did."""
     scene.worker(children=1)
     scene.completed()
-    eventually(
-        lambda: len(scene.trace("lease.taken")) == copies and scene.messages() == 0, what=f"{copies} copies taken"
-    )
+    eventually(lambda: len(scene.trace("hint.left")) == copies and scene.messages() == 0, what=f"{copies} copies taken")
     outcome = scene.outcome()
     assert outcome == ("D" if copies > 1 else "–")
     return outcome
@@ -197,7 +195,7 @@ def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(
 
 
 @pytest.mark.parametrize("phase", each("F8", "P8", "P9"))
-def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(
+def test_a_published_message_that_its_broker_lost_is_sent_again(
     phase: str, relay: Relay, scene: Scene, cell: SeenCell
 ) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
@@ -209,9 +207,9 @@ def test_a_published_message_that_its_broker_lost_is_sent_again_by_reconcile(
     assert relay.run_once() == Relayed(1, 0)
     assert scene.outbox()[0].status == "published"
     scene.worker()
-    assert reconcile(scene.app).resent == 0, "not before its time"
+    assert resend_lost(scene.app).resent == 0, "not before its time"
     scene.age()
-    assert reconcile(scene.app).resent == 1
+    assert resend_lost(scene.app).resent == 1
     publish(relay, scene)
     scene.completed()
     cell.saw(scene.outcome())
@@ -233,7 +231,7 @@ def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(
     rabbitmq.start()
     scene.completed()
     # where only a redelivery will look: the process that was waiting for COMMIT's reply is gone
-    again = "lease.taken" if phase in ("P5", "P6") else "finish.committed"
+    again = "hint.left" if phase in ("P5", "P6") else "finish.committed"
     count = 2 if phase in ("P5", "P6") else 1
     eventually(lambda: len(scene.trace(again)) >= count, timeout=PATIENCE, what=again)
     cell.saw(scene.outcome())
@@ -255,7 +253,7 @@ def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(
     assert scene.outbox()[-1].status == "pending"
     rabbitmq.resume()
     eventually(lambda: {row.status for row in scene.outbox()} == {"published"}, timeout=PATIENCE)
-    eventually(lambda: len(scene.trace("lease.taken")) > 1, timeout=PATIENCE, what="the duplicate was delivered")
+    eventually(lambda: len(scene.trace("hint.left")) > 1, timeout=PATIENCE, what="the duplicate was delivered")
     eventually(lambda: scene.messages() == 0)
     assert before == "–"
     cell.saw("W" if phase == "P0" else scene.outcome() if phase == "P6" else before)

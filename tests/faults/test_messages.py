@@ -37,10 +37,10 @@ def send_copies(scene: Scene, cell: Any, number: int) -> None:
         bank.transfer.apply_async((scene.account, scene.outside.url), task_id=f"copy-of-{scene.account}")
 
 
-def settled(scene: Scene, number: int) -> None:
+def handled(scene: Scene, number: int) -> None:
     """Wait until so many copies have an answer, and nothing waits in the queue."""
     answers = (" succeeded", " ignored")
-    eventually(lambda: sum(map(scene.logged, answers)) >= number, timeout=PATIENCE, what=f"{number} copies settled")
+    eventually(lambda: sum(map(scene.logged, answers)) >= number, timeout=PATIENCE, what=f"{number} copies handled")
     assert sum(map(scene.logged, answers)) == number
     assert scene.messages() == 0
 
@@ -54,7 +54,7 @@ def test_of_eight_copies_at_once_one_runs(scene: Scene, eight: None, cell: SeenC
     eventually(lambda: len(list(scene.directory.glob(held))) == COPIES, timeout=PATIENCE, what="eight before the claim")
     scene.let_go("P0")
     scene.completed()
-    settled(scene, COPIES)
+    handled(scene, COPIES)
     assert scene.outcome() in ("–", "D")
     cell.saw(f"{len(scene.trace('body.entered'))} runs")
 
@@ -73,7 +73,7 @@ def test_of_seven_copies_that_find_the_lease_over_one_calls_the_gateway_again(
     done = scene.completed()
     scene.let_go("P3")
     os.kill(holder, signal.SIGCONT)
-    settled(scene, COPIES)
+    handled(scene, COPIES)
     assert scene.record().fence == done.fence > first.fence
     assert list(scene.outside.calls.values()) == [2]
     cell.saw(scene.outcome())
@@ -90,7 +90,7 @@ def test_seven_copies_wait_for_a_commit_and_find_its_result(scene: Scene, eight:
     eventually(lambda: len(scene.rows(waiting)) == COPIES - 1, timeout=PATIENCE, what="seven wait for the row")
     scene.let_go("P4")
     scene.completed()
-    settled(scene, COPIES)
+    handled(scene, COPIES)
     assert scene.outcome() == "D"
     runs = len(scene.trace("body.entered"))
     cell.saw("1 wins" if (runs, scene.record().fence) == (1, first.fence) else f"{runs} runs")
@@ -104,9 +104,9 @@ def test_seven_copies_find_the_result_of_a_commit_that_is_not_acknowledged(
     send_copies(scene, cell, 1)
     scene.held("P6")
     send_copies(scene, cell, COPIES - 1)
-    settled(scene, COPIES - 1)
+    handled(scene, COPIES - 1)
     scene.let_go("P6")
-    settled(scene, COPIES)
+    handled(scene, COPIES)
     assert scene.record().duplicates == 0
     cell.saw(scene.outcome())
 
@@ -139,7 +139,7 @@ def test_poison_before_the_claim_ends_at_the_brokers_delivery_limit(scene: Scene
     consumer = DeadLetterConsumer(scene.app)
     eventually(lambda: consumer.run_once() == 1, timeout=PATIENCE, what="given up by the broker, and stored")
     consumer.close()
-    assert len(scene.trace("lease.taken")) == DEATHS
+    assert len(scene.trace("hint.left")) == DEATHS
     assert worker.process.poll() is None
     assert scene.rows("SELECT reason FROM idempotency.dead_letters WHERE key = :key")[0].reason == "delivery_limit"
     cell.saw(ended(scene))

@@ -51,7 +51,7 @@ def published_again(scene: Scene) -> str:
     eventually(lambda: scene.messages() == 2, what="the second copy")
     scene.worker(children=1)
     scene.completed()
-    eventually(lambda: len(scene.trace("lease.taken")) == 2, what="both copies taken")
+    eventually(lambda: len(scene.trace("hint.left")) == 2, what="both copies taken")
     assert scene.outcome() == "D"
     return "K"
 
@@ -87,7 +87,7 @@ def test_what_postgres_had_committed_answers_a_duplicate_after_recovery(
     assert scene.status() == "completed"
     scene.let_go("P6")
     scene.duplicate()
-    eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE)
+    eventually(lambda: len(scene.trace("hint.left")) == 2, timeout=PATIENCE)
     eventually(lambda: scene.logged(" succeeded in ") == 2, timeout=PATIENCE, what="both answered")
     cell.saw(scene.outcome())
 

@@ -31,7 +31,7 @@ def own_redis(tmp_path: Path, environment: dict[str, str]) -> Iterator[Redis]:
 
 def leases(server: Redis) -> list[str]:
     with client.Redis.from_url(server.url, decode_responses=True) as connection:
-        return [connection.get(name) for name in connection.keys("idempotency:lease:*")]
+        return [connection.get(name) for name in connection.keys("idempotency:hint:*")]
 
 
 def restart_empty(server: Redis) -> None:
@@ -142,16 +142,16 @@ def test_a_redis_clock_an_hour_back_holds_up_a_delivery_until_recovery(
     scene.worker()
     scene.bring_to("P1")
     scene.duplicate()
-    eventually(lambda: [each for each in leases(own_redis) if each.endswith(" guarded")], what="the guarded mark")
+    eventually(lambda: [each for each in leases(own_redis) if each.endswith(" counted")], what="the counted mark")
     clock.shift(-3600)
     # Its holder dies, and its lease in Postgres ends: only Redis still holds a lease of it.
     os.kill(scene.held("P1"), signal.SIGKILL)
     scene.age()
-    seen = len(scene.trace("lease.taken"))
+    seen = len(scene.trace("hint.left"))
     ignored = scene.logged(" ignored")
     scene.duplicate()
     eventually(lambda: scene.logged(" ignored") > ignored, what="acknowledged on Redis' word alone")
-    assert len(scene.trace("lease.taken")) == seen, "it did not even ask Postgres"
+    assert len(scene.trace("hint.left")) == seen, "it did not even ask Postgres"
     assert scene.status() == "started"
 
     assert maintenance.recover(scene.app) == 1

@@ -57,10 +57,10 @@ def lease_is_over(scene: Scene) -> None:
 
 
 def consumed(scene: Scene, copies: int) -> str:
-    """Wait until the workers have settled so many copies. K: published again, and run once; W: published once, later."""
+    """Wait until the workers have handled so many copies. K: published again, and run once; W: published once, later."""
     scene.completed()
-    settled = (" succeeded", " ignored")
-    eventually(lambda: sum(map(scene.logged, settled)) >= copies, timeout=PATIENCE, what=f"{copies} copies settled")
+    handled = (" succeeded", " ignored")
+    eventually(lambda: sum(map(scene.logged, handled)) >= copies, timeout=PATIENCE, what=f"{copies} copies handled")
     eventually(lambda: scene.outbox()[0].status == "published", timeout=PATIENCE, what="marked")
     assert scene.outcome() in ("–", "D")
     assert scene.messages() == 0

@@ -95,7 +95,7 @@ def test_an_attempt_of_one_release_and_its_takeover_by_another(
 
     scene.let_go(phase)
     os.kill(child, signal.SIGCONT)
-    eventually(lambda: " succeeded" in holder.log or " ignored" in holder.log, timeout=PATIENCE, what="settled")
+    eventually(lambda: " succeeded" in holder.log or " ignored" in holder.log, timeout=PATIENCE, what="handled")
     assert scene.record() == done
     # at P5 the first had committed, unknown to all
     assert writer(scene) == (first if phase == "P5" else second)
@@ -112,6 +112,6 @@ def test_one_release_answers_with_the_result_of_another(
     scene.duplicate()
     eventually(lambda: " succeeded" in other.log, timeout=PATIENCE, what="the other release has answered")
     scene.let_go(phase)
-    eventually(lambda: " succeeded" in holder.log, timeout=PATIENCE, what="settled")
+    eventually(lambda: " succeeded" in holder.log, timeout=PATIENCE, what="handled")
     assert writer(scene) == first
     cell.saw(scene.outcome())

@@ -74,7 +74,7 @@ def test_a_broker_reset_and_a_lost_commit_reply_leave_one_commit(scene: Scene, c
     eventually(lambda: postgres.swallowed > 0, timeout=PATIENCE, what="the reply was lost")
     broker.reset()
     scene.cancelled("P5")
-    eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE, what="delivered again")
+    eventually(lambda: len(scene.trace("hint.left")) == 2, timeout=PATIENCE, what="delivered again")
     eventually(lambda: scene.logged(" succeeded in ") == 1, timeout=PATIENCE, what="answered")
     cell.saw(scene.outcome())
 
@@ -106,7 +106,7 @@ def test_a_broker_and_relay_killed_before_the_confirm_leave_a_copy(
     eventually(lambda: scene.messages() == 2, what="the second copy")
     scene.worker(children=1)
     scene.completed()
-    eventually(lambda: len(scene.trace("lease.taken")) == 2, timeout=PATIENCE, what="both copies taken")
+    eventually(lambda: len(scene.trace("hint.left")) == 2, timeout=PATIENCE, what="both copies taken")
     assert scene.outcome() == "D"
     cell.saw("K")
 

@@ -31,9 +31,9 @@ def postgres(request: pytest.FixtureRequest, scene: Scene) -> Proxy | None:
 
 
 def redelivered(scene: Scene) -> None:
-    """Wait until the message is with a worker again, and has been settled there."""
+    """Wait until the message is with a worker again, and has been handled there."""
     eventually(lambda: scene.logged(" received") >= 2, timeout=PATIENCE, what="delivered again")
-    eventually(lambda: scene.logged(" succeeded") + scene.logged(" ignored") >= 1, timeout=PATIENCE, what="settled")
+    eventually(lambda: scene.logged(" succeeded") + scene.logged(" ignored") >= 1, timeout=PATIENCE, what="handled")
 
 
 def seen(scene: Scene, postgres: Proxy | None) -> str:
@@ -51,7 +51,7 @@ def test_the_child_is_killed(phase: str, scene: Scene, postgres: Proxy | None, c
         postgres.heal()
     redelivered(scene)
     if phase in ("P1", "P2", "P3", "P4"):
-        # the redelivery found the dead holder's lease: counted, and let go
+        # the redelivery found the dead holder's hint: counted, and let go
         eventually(lambda: scene.record().duplicates == 1, timeout=PATIENCE, what="counted")
         scene.sweep()
     scene.completed()
@@ -101,9 +101,9 @@ def test_the_whole_worker_is_frozen_past_its_lease_and_goes_on_later(
     os.kill(child, signal.SIGCONT)
     if phase not in ("P0", "P6"):
         # what it writes matches nothing, or its connection is gone: either way it claims again, to learn from the record
-        asked = [("lease.taken", child)] * 2
+        asked = [("hint.left", child)] * 2
         eventually(
-            lambda: [(e.point, e.pid) for e in scene.trace("lease.taken") if e.pid == child] == asked,
+            lambda: [(e.point, e.pid) for e in scene.trace("hint.left") if e.pid == child] == asked,
             timeout=PATIENCE,
             what="the stale attempt asks again",
         )

@@ -224,18 +224,18 @@ def test_a_process_that_falls_silent_is_an_alarm_until_it_signs(
     assert sent[1].startswith(f"bank: over: silent/{kind}/some@host")
 
 
-def test_unknown_effects_are_an_alarm_until_their_letters_are_settled(
+def test_unknown_effects_are_an_alarm_until_their_letters_are_closed(
     bank: Celery, connection: Connection, sent: list[str]
 ) -> None:
-    letter = """INSERT INTO idempotency.dead_letters (source, operation, reason, payload)
+    letter = """INSERT INTO idempotency.dead_letters (source, task, reason, payload)
                 VALUES ('operation', 'o', '{}', '')"""
     connection.execute(text(letter.format("no_account")))
     assert look(bank, connection) == 0
     connection.execute(text(letter.format("effect_unknown")))
     assert look(bank, connection) == 1
     assert sent == ["bank: effects: 1 ended as effect_unknown and open, for a person to resolve"]
-    settle = "UPDATE idempotency.dead_letters SET status = 'replayed', settled_at = clock_timestamp()"
-    connection.execute(text(settle))
+    close = "UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()"
+    connection.execute(text(close))
     assert look(bank, connection) == 1
 
 

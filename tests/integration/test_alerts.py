@@ -336,13 +336,13 @@ def test_a_report_with_a_password_goes_only_over_tls_to_a_known_server(
 # ---------------------------------------------------------------- kept for a while
 
 
-def test_only_letters_settled_long_ago_are_purged(bank: Celery, connection: Connection) -> None:
+def test_only_letters_closed_long_ago_are_purged(bank: Celery, connection: Connection) -> None:
     store(connection, "old open", "old", "young")
     connection.execute(text("UPDATE idempotency.dead_letters SET failed_at = now() - interval '90 days'"))
     for reason, days in [("old", 31), ("young", 29)]:
         connection.execute(
             text("""UPDATE idempotency.dead_letters SET status = 'discarded',
-                    settled_at = clock_timestamp() - make_interval(days => :days) WHERE reason = :reason"""),
+                    closed_at = clock_timestamp() - make_interval(days => :days) WHERE reason = :reason"""),
             {"reason": reason, "days": days},
         )
     assert maintenance.purge_once(bank, limit=BATCH).letters == 1

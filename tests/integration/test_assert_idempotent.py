@@ -474,9 +474,9 @@ def test_a_finish_without_a_session_is_broken_as_well(
 def test_without_the_fence_a_right_task_is_found_wrong(
     bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unguarded = ends._COMPLETE.replace("AND status = 'started' AND fence = %(fence)s AND token = %(token)s", "")
-    assert unguarded != ends._COMPLETE
-    monkeypatch.setattr(ends, "_COMPLETE", unguarded)
+    unfenced = ends._COMPLETE.replace("AND status = 'started' AND fence = %(fence)s AND token = %(token)s", "")
+    assert unfenced != ends._COMPLETE
+    monkeypatch.setattr(ends, "_COMPLETE", unfenced)
 
     said = report(deposit, "a")
     assert "Scenario:  stopped as the body began, its lease lost" in said

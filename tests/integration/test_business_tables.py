@@ -124,7 +124,7 @@ call("p1", "p1")
 call("declined", "declined-again")
 with engine.connect() as c:
     rows = c.exec_driver_sql("SELECT id, status FROM payments ORDER BY id").all()
-    records = c.exec_driver_sql("SELECT key, status, error_code FROM idempotency.records WHERE operation LIKE 'payments%%' ORDER BY key").all()
+    records = c.exec_driver_sql("SELECT key, status, error_code FROM idempotency.records WHERE task LIKE 'payments%%' ORDER BY key").all()
 print(json.dumps({"charges": len(charges), "keys": len(set(charges)), "answers": answers, "payments": [list(r) for r in rows], "records": [list(r) for r in records]}))
 """
 

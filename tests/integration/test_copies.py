@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.relay.reconcile import reconcile
+from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters, ends
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId, fingerprint
@@ -55,12 +55,12 @@ def replayed(bank: Celery, deliveries: Deliveries, connection: Connection) -> di
     enqueue_deposit()
     first = op.sent(connection, ID)
     op.failed(connection, ID, fingerprint=FINGERPRINT)
-    reconcile(bank, lambda _: 0)
+    resend_lost(bank, lambda _: 0)
     connection.execute(
         text("""
-            INSERT INTO idempotency.dead_letters (source, tenant, operation, key, generation, fingerprint, queue, reason,
+            INSERT INTO idempotency.dead_letters (source, tenant, task, key, generation, fingerprint, queue, reason,
                                                   payload)
-            SELECT 'operation', tenant, operation, key, generation, fingerprint, queue, 'no_account', message
+            SELECT 'operation', tenant, task, key, generation, fingerprint, queue, 'no_account', message
             FROM idempotency.records
         """)
     )
@@ -127,8 +127,8 @@ def test_a_second_call_after_a_replay_ends_nothing_and_hides_nothing(
     dies(bank, consumer, op.sent(connection, ID))
     assert state(connection) == ("released", 2, 0)
     connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour'"))
-    assert reconcile(bank, lambda _: 0).resent == 1
-    assert [row.origin for row in op.outbox(connection, ID) if row.status == "pending"] == ["reconcile"]
+    assert resend_lost(bank, lambda _: 0).resent == 1
+    assert [row.origin for row in op.outbox(connection, ID) if row.status == "pending"] == ["resend"]
     op.sent(connection, ID)
     connection.execute(text("UPDATE idempotency.outbox SET status = 'published'"))
     dies(bank, consumer, of_replay)
@@ -172,7 +172,7 @@ def test_a_row_that_is_about_to_leave_again_lives(
 ) -> None:
     enqueue_deposit()
     marks = op.sent(connection, ID)
-    connection.execute(text("UPDATE idempotency.outbox SET status = 'pending'"))  # reconcile has sent it again
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'pending'"))  # resend has sent it again
     dies(bank, consumer, marks)
     assert op.record(connection, ID) is None
     assert lives(connection)
@@ -213,7 +213,7 @@ def test_what_is_lost_is_sent_again_by_the_row_of_the_newest_generation(
         text("UPDATE idempotency.outbox SET queue = :queue, published_at = published_at - interval '1 hour'"),
         {"queue": bank.conf.task_default_queue},
     )
-    assert reconcile(bank).resent == 1
+    assert resend_lost(bank).resent == 1
     assert [row.generation for row in op.outbox(connection, ID) if row.status == "pending"] == [2]
 
 

@@ -29,7 +29,7 @@ from idempotency import (
 from tests.support import bank, crashing
 from tests.support.bank import failures
 from tests.support.deliveries import Deliveries
-from tests.support.leases import leave_lease
+from tests.support.hints import leave_hint
 from tests.support.operations import Entries, Record, make_due
 from tests.support.processes import eventually
 from tests.support.tasks import ROW, make_task
@@ -131,7 +131,7 @@ def test_a_duplicate_in_flight_is_counted_and_let_go(
     assert isinstance(duplicates[0].value, Ignore)
     assert done[0].state == "SUCCESS"
     assert entries("a") == 1
-    # one write to Postgres; the guarded mark let the others go from Redis alone
+    # one write to Postgres; the counted mark let the others go from Redis alone
     assert record("a").duplicates == 1
 
 
@@ -142,7 +142,7 @@ def test_another_request_under_a_busy_key_is_refused_and_not_swallowed(
     crashing.plan(tmp_path, "working", crashing.HOLD)
     thread, _ = in_flight(deliveries, bank_task("slow_deposit"), "a", 0.05)
     eventually((tmp_path / "working.held").exists)
-    deliveries.deliver(bank_task("slow_deposit"), "a", 0.05)  # sets the guarded mark
+    deliveries.deliver(bank_task("slow_deposit"), "a", 0.05)  # sets the counted mark
     refused = deliveries.deliver(bank_task("slow_deposit"), "a", 9.0)
     (tmp_path / "working.go").touch()
     thread.join()
@@ -153,10 +153,10 @@ def test_another_request_under_a_busy_key_is_refused_and_not_swallowed(
 def test_a_resent_delivery_never_takes_redis_answer(
     deliveries: Deliveries, record: Record, engine: Engine, entries: Entries, redis_url: str
 ) -> None:
-    # the holder died: recovery released the record, and Redis still has the dead holder's guarded lease
+    # the holder died: recovery released the record, and Redis still has the dead holder's counted hint
     deliveries.deliver(bank.failing, "a", "value")
     make_due(engine, "a")
-    leave_lease(redis_url, record("a"), guarded=True)
+    leave_hint(redis_url, record("a"), counted=True)
 
     ordinary = deliveries.deliver(bank.failing, "a", "value")
     resent = deliveries.deliver(bank.failing, "a", "value", origin="recover")
@@ -171,7 +171,7 @@ def test_redis_saying_busy_does_not_stop_a_claim_that_postgres_allows(
 ) -> None:
     deliveries.deliver(bank.failing, "a", "value")
     make_due(engine, "a")
-    leave_lease(redis_url, record("a"), guarded=False)
+    leave_hint(redis_url, record("a"), counted=False)
 
     assert deliveries.deliver(bank.failing, "a", "value").state == "RETRY"
     assert record("a").attempts == 2

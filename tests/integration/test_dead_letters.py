@@ -72,8 +72,8 @@ def test_a_failure_stores_its_dead_letter_with_the_record(deliveries: Deliveries
     assert row.status == "failed"
     (letter,) = op.dead_letters(connection)
     assert (letter.source, letter.status, letter.reason) == ("operation", "open", "no_account")
-    assert (letter.tenant, letter.operation, letter.key) == ("default", b.failing.name, "a1")
-    assert letter.task == b.failing.name
+    assert (letter.tenant, letter.task, letter.key) == ("default", b.failing.name, "a1")
+    assert letter.header_task == b.failing.name
     assert letter.queue == deliveries.app.conf.task_default_queue
     assert (letter.generation, letter.attempts, letter.fingerprint) == (1, 1, row.fingerprint)
     assert json.loads(letter.last_error) == {"code": "no_account", "message": "no such account"}
@@ -161,7 +161,7 @@ def test_letters_are_listed_newest_first_and_shown_whole(deliveries: Deliveries,
     deliveries.deliver(repairable, "a3")
     keys = [row.key for row in letters.list_letters(connection)]
     assert keys == ["a3", "a2", "a1"]
-    assert [row.key for row in letters.list_letters(connection, operation=b.failing.name, limit=1)] == ["a2"]
+    assert [row.key for row in letters.list_letters(connection, task=b.failing.name, limit=1)] == ["a2"]
     assert letters.list_letters(connection, status="replayed") == []
     newest = letters.list_letters(connection)[0]
     assert letters.show(connection, newest.id).payload == op.dead_letters(connection)[-1].payload
@@ -191,9 +191,9 @@ def test_a_replay_runs_the_operation_again_under_its_key_and_keeps_its_steps(
     assert reopened.opened_at > failed.opened_at
     assert reopened.effects == failed.effects
     assert list(reopened.effects) == ["reserve"]
-    (settled,) = op.dead_letters(connection)
-    assert settled.status == "replayed"
-    assert settled.settled_at is not None
+    (closed,) = op.dead_letters(connection)
+    assert closed.status == "replayed"
+    assert closed.closed_at is not None
     (row,) = op.outbox(connection, id)
     assert (row.origin, row.status, row.message, row.fingerprint) == (
         "replay",
@@ -292,13 +292,13 @@ def test_a_letter_that_does_not_exist_is_refused(bank: Celery, connection: Conne
 
 
 @pytest.mark.parametrize("status", ["replayed", "discarded"])
-def test_a_letter_that_is_settled_is_refused_with_its_status(
+def test_a_letter_that_is_closed_is_refused_with_its_status(
     deliveries: Deliveries, connection: Connection, status: str
 ) -> None:
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = op.dead_letters(connection)
     connection.execute(
-        text("UPDATE idempotency.dead_letters SET status = :status, settled_at = clock_timestamp()"),
+        text("UPDATE idempotency.dead_letters SET status = :status, closed_at = clock_timestamp()"),
         {"status": status},
     )
     before = record(connection, operation(b.failing, "a1"))
@@ -333,7 +333,7 @@ def test_a_letter_of_an_earlier_generation_is_refused_from_then_on(
     id = operation(repairable, "a1")
     (letter,) = op.dead_letters(connection)
     replay(deliveries.app, letter.id)
-    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'open', settled_at = NULL"))
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL"))
 
     def refused(status: str) -> None:
         with pytest.raises(ReplayRefused, match=f"the operation is {status}"):
@@ -387,7 +387,7 @@ def test_a_letter_of_an_earlier_failure_does_not_replay_a_later_one(
     replay(deliveries.app, op.dead_letters(connection)[0].id)
     (row,) = op.outbox(connection)
     deliver_row(deliveries, repairable, row)
-    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'open', settled_at = NULL"))
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL"))
     earlier, later = op.dead_letters(connection)
     with pytest.raises(ReplayRefused, match="only one that failed in the letter's generation"):
         replay(deliveries.app, earlier.id)

@@ -17,8 +17,8 @@ from idempotency.letters import consumer as consuming
 from idempotency.letters import storing
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import crash_points
-from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
@@ -74,7 +74,7 @@ def test_a_task_that_a_worker_does_not_know_comes_back_and_runs_once(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, known: bool
 ) -> None:
     enqueue_deposit()
-    with without(bank, "tests.support.bank.failing" if known else ID.operation):
+    with without(bank, "tests.support.bank.failing" if known else ID.task):
         dies(bank, consumer, connection)
     (row,) = op.outbox(connection, ID)
     assert (row.status, row.origin, row.refusals, row.generation) == ("pending", "retry", 1, 1)
@@ -86,7 +86,7 @@ def test_a_task_that_a_worker_does_not_know_comes_back_and_runs_once(
     relay.close()
     outcome = Deliveries(bank).deliver(b.deposit, "a1", origin="retry", headers=stored_message(connection).headers)
     assert outcome.state == "SUCCESS"
-    assert reconcile(bank, lambda _: 0).settled == 1
+    assert resend_lost(bank, lambda _: 0).settled == 1
 
 
 def test_what_came_back_is_looked_for_in_its_queue_again(
@@ -121,12 +121,12 @@ def test_after_the_grace_an_older_relay_keeps_the_message_as_a_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     enqueue_deposit()
-    with without(bank, ID.operation):
+    with without(bank, ID.task):
         dies(bank, consumer, connection)
         past_the_grace(connection)
         dies(bank, consumer, connection)
     (letter,) = op.dead_letters(connection)
-    assert (letter.reason, letter.operation, letter.key) == ("unknown_task", ID.operation, "a1")
+    assert (letter.reason, letter.task, letter.key) == ("unknown_task", ID.task, "a1")
     assert op.record(connection, ID) is None
     with runtime_of(bank).engine.begin() as transaction:
         assert dead_letters.replay(transaction, letter.id, app=bank) == ID
@@ -137,7 +137,7 @@ def test_a_message_that_was_sent_without_the_outbox_comes_back_by_a_row(
 ) -> None:
     _, sent = b.deposit._checked(("a1",), {}, None, None)
     die(bank, consumer, headers=headers(**sent))
-    with without(bank, ID.operation):
+    with without(bank, ID.task):
         crash_points.install(lambda point: _die() if point == "dead_letter.stored" else None)
         try:
             with pytest.raises(KeyboardInterrupt):  # between the commit and the acknowledgement
@@ -186,7 +186,7 @@ def test_a_copy_of_what_is_started_or_has_ended_does_not_come_back(
 ) -> None:
     enqueue_deposit()
     state(connection, ID, fingerprint=FINGERPRINT)
-    with without(bank, "tests.support.bank.failing" if known else ID.operation):
+    with without(bank, "tests.support.bank.failing" if known else ID.task):
         dies(bank, consumer, connection)
     assert [row.status for row in op.outbox(connection, ID)] == ["published"]
     assert op.dead_letters(connection) == []
@@ -305,7 +305,7 @@ def test_a_message_of_an_older_rule_keeps_it_so_that_its_row_is_settled(
     connection.execute(
         text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp() - interval '1 day'")
     )
-    assert reconcile(bank, lambda _: 0).settled == 2
+    assert resend_lost(bank, lambda _: 0).settled == 2
     assert op.dead_letters(connection) == []
 
 

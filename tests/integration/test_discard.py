@@ -144,9 +144,9 @@ def test_of_approvals_and_replays_at_once_one_wins(
             return True
 
         assert sum(at_once(4, attempt)) == 1
-    settled = [letter.status for letter in op.dead_letters(connection)]
-    assert settled.count("replayed") == len(op.outbox(connection))
-    assert settled.count("discarded") == len([row for row in audits(connection) if row[1] == "discard_approved"])
+    statuses = [letter.status for letter in op.dead_letters(connection)]
+    assert statuses.count("replayed") == len(op.outbox(connection))
+    assert statuses.count("discarded") == len([row for row in audits(connection) if row[1] == "discard_approved"])
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_dry_run_writes_nothing_and_a_bulk_replay_sends_each_once(
     failed("a1", "a2", "a3")
     before = snapshot(connection)
     ids = [letter.id for letter in op.dead_letters(connection)]
-    replay = ("dead-letters", "replay", "--operation", b.failing.name)
+    replay = ("dead-letters", "replay", "--task", b.failing.name)
     assert json.loads(run(*replay, "--dry-run", "--json").stdout) == {"dry_run": True, "replayed": ids}
     assert "more than 2 dead letters match" in str(run(*replay, "--limit", 2, status=1).exception)
     assert "at most 10000" in str(run(*replay, "--limit", 2, status=1).exception)

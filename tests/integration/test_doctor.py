@@ -255,7 +255,7 @@ def test_a_database_that_forgets_in_a_power_cut_is_refused(
     assert "database full_page_writes: off, need on; a power cut can lose what was committed" in refused
 
 
-def test_a_redis_that_forgets_or_refuses_leases_is_a_warning(configured: Celery, servers: services.Services) -> None:
+def test_a_redis_that_forgets_or_refuses_hints_is_a_warning(configured: Celery, servers: services.Services) -> None:
     with redis.Redis.from_url(servers.redis_url) as client:
         before = client.config_get("maxmemory-policy")["maxmemory-policy"]
         try:

@@ -109,7 +109,7 @@ def test_what_a_person_has_said_is_remembered_for_its_retention(
     ago = "UPDATE idempotency.records SET expires_at = expires_at - :ago, completed_at = completed_at - :ago"
     connection.execute(text(ago), {"ago": timedelta(days=31)})
     operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN)
-    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()"))
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()"))
     connection.execute(text("DELETE FROM idempotency.outbox"))
     assert maintenance.purge(bank) == 0
     assert isinstance(deliveries.deliver(task, key="k").value, OperationFailed)

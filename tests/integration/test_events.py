@@ -55,7 +55,7 @@ def test_an_event_is_one_row_for_each_consumer_that_subscribed(
     event_id = publish(transaction, "order.paid", {"order": 1}, app=bank)
     publish(transaction, "user.created", {}, app=bank)
     transaction.commit()
-    found = [(row.operation, row.key == event_id) for row in rows(engine)]
+    found = [(row.task, row.key == event_id) for row in rows(engine)]
     assert found == [("ledger.handle", True), ("mail.handle", True), ("audit.handle", True), ("audit.handle", False)]
 
 
@@ -94,7 +94,7 @@ def test_events_of_one_ordering_key_are_published_in_commit_order(bank: Celery, 
     relay.close()
     with engine.connect() as connection:
         ordered = connection.execute(
-            text("SELECT message FROM idempotency.outbox WHERE operation = 'ledger.handle' ORDER BY place")
+            text("SELECT message FROM idempotency.outbox WHERE task = 'ledger.handle' ORDER BY place")
         ).scalars()
         assert [json.loads(json.loads(message)["body"])[0][0]["data"]["n"] for message in ordered] == [1, 0]
 
@@ -183,7 +183,7 @@ def test_a_consumer_in_a_module_that_only_include_names_is_told(
         for _ in range(3):
             publish(transaction, "order.paid", {}, app=bank)
         transaction.commit()
-        assert [row.operation for row in rows(engine)] == ["late.handle"] * 3
+        assert [row.task for row in rows(engine)] == ["late.handle"] * 3
         assert imports == [1]  # not again for every event
     finally:
         bank.conf.include = []

@@ -165,7 +165,7 @@ def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
     assert (row.status, row.attempts, row.response_code) == ("failed", 0, 422)
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.generation, letter.fingerprint) == ("rejected", 1, row.fingerprint)
-    assert (letter.tenant, letter.operation, letter.key) == (ID.tenant, ID.operation, ID.key)
+    assert (letter.tenant, letter.task, letter.key) == (ID.tenant, ID.task, ID.key)
     assert json.loads(letter.headers)["trace-id"] == "t"
     assert connection.execute(text("SELECT account, code FROM failures")).all() == [("a1", "rejected")]
     # a late original finds the end; a replay runs it
@@ -228,7 +228,7 @@ def test_a_plain_task_that_was_rejected_leaves_its_letter(
 ) -> None:
     die(bank, consumer, json.dumps([[], {}, {}]), headers=headers(task=tick.name))
     consumer.run_once()
-    assert [(letter.reason, letter.task) for letter in op.dead_letters(connection)] == [("rejected", tick.name)]
+    assert [(letter.reason, letter.header_task) for letter in op.dead_letters(connection)] == [("rejected", tick.name)]
 
 
 @pytest.mark.parametrize("state", [op.early, op.due])
@@ -319,7 +319,7 @@ def test_what_the_broker_delivered_too_often_is_given_up(
         eventually(lambda: returned() or (consumer.run_once(), None)[1])
     (letter,) = op.dead_letters(connection)
     (sent,) = op.outbox(connection)
-    assert (letter.reason, letter.outbox_id, letter.event_id) == ("delivery_limit", sent.id, sent.event_id)
+    assert (letter.reason, letter.outbox_id, letter.message_id) == ("delivery_limit", sent.id, sent.message_id)
     row = record(connection, ID)
     assert row is not None
     assert row.status == "failed"
@@ -384,7 +384,7 @@ def test_a_letter_of_an_unknown_task_is_replayed_once_the_task_is_known(
     die(bank, consumer, headers=headers(task="tests.known_later"))
     consumer.run_once()
     (letter,) = op.dead_letters(connection)
-    assert (letter.reason, letter.task, letter.operation) == ("unknown_task", "tests.known_later", None)
+    assert (letter.reason, letter.header_task, letter.task) == ("unknown_task", "tests.known_later", None)
 
     def replay() -> OperationId:
         with runtime_of(bank).engine.begin() as transaction:

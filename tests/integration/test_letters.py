@@ -28,8 +28,8 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.storing import ON_FAILED_TRIES
 from idempotency.operate import discards, operators
 from idempotency.operate.discards import Person
-from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters, ends, sweeps
 from idempotency.store import lost as losing
 from idempotency.store.dead_letters import Selection
@@ -57,14 +57,14 @@ def lose(connection: Connection) -> None:
 def break_copy(app: Celery, task: Any, row: Row[Any]) -> None:
     """A copy of this row's message comes to the dead-letter queue as something that is no JSON."""
     consumer = DeadLetterConsumer(app)
-    die(app, consumer, "not JSON", headers=headers(task=task.name) | {"idempotency-outbox-id": row.event_id})
+    die(app, consumer, "not JSON", headers=headers(task=task.name) | {"idempotency-outbox-id": row.message_id})
     eventually(consumer.run_once)
     consumer.close()
 
 
 def sends(app: Celery) -> int:
-    """How many operations reconcile sends again, in passes of which the last finds no more."""
-    return reconcile(app).resent + reconcile(app).resent
+    """How many operations are sent again, in passes of which the last finds no more."""
+    return resend_lost(app).resent + resend_lost(app).resent
 
 
 # ---------------------------------------------------------------- open and discarded letters
@@ -83,7 +83,7 @@ def test_a_replay_that_was_lost_is_sent_again_beside_an_open_letter(
     lose(connection)
     assert (broken.outbox_id, sends(bank)) == (row.id, 1)
     replayed = op.outbox(connection, id)[-1]
-    assert (replayed.generation, replayed.status, replayed.origin) == (2, "pending", "reconcile")
+    assert (replayed.generation, replayed.status, replayed.origin) == (2, "pending", "resend")
 
 
 ASKS, APPROVES = Person("ann", "operator"), Person("bob", "admin")
@@ -138,7 +138,7 @@ def test_a_pass_that_began_before_a_discard_does_not_hide_what_it_gave_back(
     monkeypatch.setattr(losing, "_LOOK", losing._LOOK.replace("r.queue = %(queue)s", wait))
     monkeypatch.setattr(sweeps, "LOCK_TIMEOUT_MS", 10_000)
     connection.exec_driver_sql("SELECT pg_advisory_lock(7)")
-    passing = op.in_background(lambda: reconcile(bank))
+    passing = op.in_background(lambda: resend_lost(bank))
     op.wait_for_a_lock(connection)
     discard(bank, letter.id)
     connection.exec_driver_sql("SELECT pg_advisory_unlock(7)")
@@ -375,7 +375,7 @@ def test_a_discarded_letter_settles_the_row_of_its_own_message_only(
         discards.approve(transaction, Person("bob", "admin"), letter.id)
     assert [row.settled_at is not None for row in op.outbox(connection, id)] == [False, True]
     connection.execute(text("UPDATE idempotency.outbox SET published_at = clock_timestamp() - interval '1d'"))
-    assert reconcile(bank, lambda queue: 0).resent == 1
+    assert resend_lost(bank, lambda queue: 0).resent == 1
     assert op.outbox(connection, id)[0].status == "pending"
 
 
@@ -406,7 +406,7 @@ def test_the_letter_of_what_the_relay_could_not_handle_can_be_replayed(
     consumer.close()
     connection.execute(text("DROP FUNCTION refuse() CASCADE"))
     (letter,) = op.dead_letters(connection)
-    assert (letter.reason, letter.operation, letter.key) == ("unhandled", id.operation, "stuck")
+    assert (letter.reason, letter.task, letter.key) == ("unhandled", id.task, "stuck")
     before = len(op.outbox(connection))
     operators.replay(bank, letter.id, ANN)
     (row,) = op.outbox(connection)[before:]
@@ -456,7 +456,7 @@ def test_one_record_that_is_refused_stops_no_bulk_replay(
         CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.records FOR EACH ROW
         WHEN (NEW.key = 'a2') EXECUTE FUNCTION refuse()""")
     )
-    arguments = ["dead-letters", "replay", "--operation", b.failing.name, "--json", "-A", "tests.support.bank"]
+    arguments = ["dead-letters", "replay", "--task", b.failing.name, "--json", "-A", "tests.support.bank"]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 1
     said = json.loads(result.stdout)
@@ -486,7 +486,7 @@ def test_the_letter_of_an_unknown_effect_is_not_discarded(
     with runtime_of(bank).engine.begin() as own:
         discards.request(own, discards.Person("ann", "admin"), letter.id, "old")
     with (
-        pytest.raises(DiscardRefused, match="its outcome is not known; settle it first"),
+        pytest.raises(DiscardRefused, match="its outcome is not known; resolve it first"),
         runtime_of(bank).engine.begin() as own,
     ):
         discards.approve(own, discards.Person("ben", "admin"), letter.id)

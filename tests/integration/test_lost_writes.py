@@ -137,7 +137,7 @@ def test_a_mark_undone_by_a_crash_is_made_again_and_the_work_done_once(
 
     with engine.connect() as connection:
         left = connection.execute(text("SELECT status, relayed_until FROM idempotency.outbox")).one()
-    # neither the lease nor the mark has survived, or this test would show nothing
+    # neither the reservation nor the mark has survived, or this test would show nothing
     assert tuple(left) == ("pending", None)
     assert relay.run_once().published == 1
     relay.close()

@@ -153,7 +153,7 @@ def fill_with_orphans(connection: Connection, number: int) -> None:
     connection.execute(
         text("""
             INSERT INTO idempotency.records
-                (tenant, operation, key, status, fence, token, locked_until, locked_by, fingerprint, message)
+                (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message)
             SELECT 'default', 'o', n::text, 'started', nextval('idempotency.fence'), n::text,
                    clock_timestamp() - interval '1 s', 'h', 'v1:f', '{}'
             FROM generate_series(1, :number) AS n
@@ -378,9 +378,9 @@ REFUSALS = {
         "DROP FUNCTION refuse CASCADE",
     ),
     "foreign key": (
-        "CREATE TABLE kept (tenant text, operation text, key text, FOREIGN KEY (tenant, operation, key) "
+        "CREATE TABLE kept (tenant text, task text, key text, FOREIGN KEY (tenant, task, key) "
         "REFERENCES idempotency.records ON UPDATE RESTRICT);"
-        "INSERT INTO kept SELECT tenant, operation, key FROM idempotency.records WHERE key = 'bad'",
+        "INSERT INTO kept SELECT tenant, task, key FROM idempotency.records WHERE key = 'bad'",
         "DROP TABLE kept",
     ),
     "CHECK": (
@@ -390,7 +390,7 @@ REFUSALS = {
     ),
     "unique": (
         "CREATE UNIQUE INDEX one_of_many ON idempotency.outbox (key) WHERE key = 'bad';"
-        "INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, settled_at)"
+        "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, settled_at)"
         " VALUES ('there', 'default', 'other', 'bad', 'f', '{}', 'enqueue', clock_timestamp())",
         "DROP INDEX idempotency.one_of_many",
     ),

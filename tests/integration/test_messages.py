@@ -22,8 +22,8 @@ from idempotency.attempt.hints import Hint
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import operators
 from idempotency.operate.operators import Change
-from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay, Relayed
+from idempotency.relay.resend import resend_lost
 from idempotency.store import effects, ends
 from idempotency.upkeep import maintenance
 from idempotency.wire import keys
@@ -95,7 +95,7 @@ def test_a_parameter_renamed_before_the_first_attempt_makes_no_letter(
     assert deliver_row(deliveries, renamed, op.outbox(connection)[0]).value == "a"
     assert record("k").fingerprint == op.outbox(connection)[0].fingerprint
     connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '2 days'"))
-    reconcile(bank, lambda queue: 0)
+    resend_lost(bank, lambda queue: 0)
     (row,) = op.outbox(connection)
     assert (row.settled_at is not None, op.dead_letters(connection)) == (True, [])
 
@@ -115,7 +115,7 @@ def test_a_key_that_is_sent_again_keeps_its_record_and_no_old_rows(bank: Celery,
 def test_deferrals_leave_at_most_a_few_outbox_rows(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record
 ) -> None:
-    """A refund asks every 2 s whether its payment is settled, for up to 12 hours."""
+    """A refund asks every 2 s whether its payment has ended, for up to 12 hours."""
 
     def body(self: Any, note: str) -> None:
         raise Defer(2.0, "still pending")
@@ -128,7 +128,7 @@ def test_deferrals_leave_at_most_a_few_outbox_rows(
         )
         make_due(engine, "k")
         deliver_row(deliveries, task, op.outbox(connection)[-1])
-        reconcile(bank, lambda queue: 1_000_000)
+        resend_lost(bank, lambda queue: 1_000_000)
         maintenance.purge(bank)
     assert (record("k").status, record("k").attempts) == ("released", 0)
     assert len(op.outbox(connection)) <= 3
@@ -195,15 +195,15 @@ def test_a_retry_that_old_code_cannot_bind_comes_back(
     die(bank, consumer, body, headers=sent | marks)  # the deploy took longer than the time of grace
     consumer.run_once()
     (letter,) = op.dead_letters(connection)
-    assert (letter.reason, letter.operation, letter.generation, letter.status) == (
-        "invalid_arguments", id.operation, None, "open",
+    assert (letter.reason, letter.task, letter.generation, letter.status) == (
+        "invalid_arguments", id.task, None, "open",
     )  # fmt: skip
     assert record("a1").status == "released"
 
     # the deploy is over: every process knows `note` from here on
     connection.execute(text("UPDATE idempotency.outbox SET published_at = clock_timestamp() - interval '1 day'"))
     connection.execute(text("UPDATE idempotency.records SET available_at = clock_timestamp() - interval '1 day'"))
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
     assert [(row.status, row.taken) for row in op.outbox(connection)] == [("published", True)]
     operators.replay(bank, letter.id, Change("ann", "the deploy is over"))
     assert [(row.status, row.origin) for row in op.outbox(connection)] == [
@@ -228,10 +228,10 @@ def test_an_application_that_shares_redis_runs_its_own_messages(
     id = OperationId("default", b.deposit.name, "a1")
     fingerprint = keys.fingerprint({"account": "a1"})
     their_delivery = uuid4().hex
-    assert runtime.leases.take(id, their_delivery, fingerprint) is Hint.FREE  # as their worker does, and then claims
+    assert runtime.hints.take(id, their_delivery, fingerprint) is Hint.FREE  # as their worker does, and then claims
     with runtime.autocommit() as there:
         op.started(there, id, token=their_delivery, fingerprint=fingerprint)
-    assert deliveries.deliver(b.deposit, "a1").state == "IGNORED"  # a duplicate there: counted there, and guarded
+    assert deliveries.deliver(b.deposit, "a1").state == "IGNORED"  # a duplicate there: counted there, and marked
 
     close_runtime(bank)
     bank.conf.update(idempotency_database_url=ours)
@@ -257,7 +257,7 @@ def test_events_for_a_missing_exchange_cost_the_relay_few_connections(
     assert relay.run_once() == Relayed(published=1, failed=0)
     relay.close()
     assert len(connected) < 10
-    (payment,) = [row for row in op.outbox(connection) if row.operation == b.deposit.name]
+    (payment,) = [row for row in op.outbox(connection) if row.task == b.deposit.name]
     assert payment.status == "published"
 
 

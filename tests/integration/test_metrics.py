@@ -59,7 +59,7 @@ def samples(url: str) -> dict[tuple[str, str, str], float]:
     """Every sample by name, task and the second label (code or phase)."""
     page = httpx.get(url).raise_for_status().text
     return {
-        (sample.name, sample.labels.get("operation", ""), sample.labels.get("code", sample.labels.get("phase", ""))): (
+        (sample.name, sample.labels.get("task", ""), sample.labels.get("code", sample.labels.get("phase", ""))): (
             sample.value
         )
         for family in text_string_to_metric_families(page)
@@ -82,7 +82,7 @@ def test_the_endpoint_shows_what_all_processes_of_a_worker_did(
 
     with endpoint(directory) as url:
 
-        def settled() -> dict[tuple[str, str, str], float] | None:
+        def all_counted() -> dict[tuple[str, str, str], float] | None:
             seen = samples(url)
             deliveries = sum(
                 seen.get((f"idempotency_{kind}_total", deposit, ""), 0) for kind in ("claims", "duplicates", "busy")
@@ -90,7 +90,7 @@ def test_the_endpoint_shows_what_all_processes_of_a_worker_did(
             exhausted = seen.get(("idempotency_failed_total", failing, "attempts_exhausted"), 0)
             return seen if deliveries == 6 and exhausted == 1 else None
 
-        seen = eventually(settled, what="six deliveries and a last attempt")
+        seen = eventually(all_counted, what="six deliveries and a last attempt")
         assert seen["idempotency_claims_total", deposit, ""] == 2
         assert seen["idempotency_completed_total", deposit, ""] == 2
         # max_attempts=3: two come after another one, the third ends the operation
@@ -132,8 +132,8 @@ def test_the_endpoint_shows_what_waits_in_the_database(
         for reason in ("envelope", "envelope", "expired", "effect_unknown"):
             letter = "INSERT INTO idempotency.dead_letters (source, consumer_service, reason, payload) VALUES "
             connection.execute(text(letter + f"('broker', 'bank', '{reason}', '')"))
-        settled = "UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = now() WHERE id = 1"
-        connection.execute(text(settled))
+        discard = "UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = now() WHERE id = 1"
+        connection.execute(text(discard))
         op.started(connection, queue=queue)
         op.early(connection, queue=queue)  # with its next delivery in the outbox, due in ten minutes
 
@@ -204,8 +204,8 @@ def test_a_scrape_does_not_fail_or_hang_with_the_database(
         assert gauges(url) == down
 
 
-def counted(name: str, operation: str) -> float:
-    return REGISTRY.get_sample_value(f"idempotency_{name}_total", {"operation": operation}) or 0.0
+def counted(name: str, task: str) -> float:
+    return REGISTRY.get_sample_value(f"idempotency_{name}_total", {"task": task}) or 0.0
 
 
 def test_only_a_claim_from_a_holder_whose_lease_is_over_is_a_takeover(

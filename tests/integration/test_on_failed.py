@@ -287,7 +287,7 @@ def test_a_dead_message_gets_its_letter_although_on_failed_commits(
     consumer.close()
     assert (record("a1").status, told_codes()) == ("failed", ["expired"])
     (letter,) = op.dead_letters(connection)
-    assert (letter.operation, letter.key, letter.status) == (b.deposit.name, "a1", "open")
+    assert (letter.task, letter.key, letter.status) == (b.deposit.name, "a1", "open")
 
 
 @pytest.fixture

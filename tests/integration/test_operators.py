@@ -346,11 +346,11 @@ def test_an_operation_that_failed_otherwise_has_nothing_to_resolve(
 def test_a_key_of_several_operations_is_refused_with_the_choices(connection: Connection) -> None:
     for id in (OperationId("t1", "one", "a"), OperationId("t2", "one", "a"), OperationId("t1", "two", "a")):
         op.started(connection, id)
-    with pytest.raises(ChangeRefused, match=r"3 operations have it.*--operation one --tenant t2"):
+    with pytest.raises(ChangeRefused, match=r"3 operations have it.*--task one --tenant t2"):
         find(connection, "a")
     with pytest.raises(ChangeRefused, match="2 operations"):
-        find(connection, "a", operation="one")
-    assert find(connection, "a", operation="one", tenant="t2") == OperationId("t2", "one", "a")
+        find(connection, "a", task="one")
+    assert find(connection, "a", task="one", tenant="t2") == OperationId("t2", "one", "a")
     with pytest.raises(OperationNotFound, match="key 'b': no operation has it"):
         find(connection, "b")
 

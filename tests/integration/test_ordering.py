@@ -47,20 +47,20 @@ def lanes(connection: Connection) -> dict[str, bool]:
 
 
 def let_pass(connection: Connection) -> None:
-    """Let back-offs and leases be over, of rows and of lanes."""
+    """Let back-offs and reservations be over, of rows and of lanes."""
     make_due(connection)
     past = "clock_timestamp() - interval '1 s'"
     connection.execute(text(f"UPDATE idempotency.lanes SET available_at = {past}, relayed_until = NULL"))
 
 
-def fail(connection: Connection, relay: Relay, event_id: str) -> int:
+def fail(connection: Connection, relay: Relay, message_id: str) -> int:
     """Let a row fail by its own fault; returns its dead letter."""
     for _ in range(relay_module.OWN_ERRORS):
         let_pass(connection)
         relay.run_once()
     return int(
         connection.execute(
-            text("SELECT id FROM idempotency.dead_letters WHERE event_id = :id"), {"id": event_id}
+            text("SELECT id FROM idempotency.dead_letters WHERE message_id = :id"), {"id": message_id}
         ).scalar_one()
     )
 
@@ -250,7 +250,7 @@ def test_a_connection_that_breaks_in_a_run_leaves_its_key_in_order(
     assert set(states(connection)) == {"published"}
 
 
-def test_a_lane_of_a_relay_that_died_goes_on_when_its_lease_is_over(
+def test_a_lane_of_a_relay_that_died_goes_on_when_its_reservation_is_over(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     def die(name: str) -> None:
@@ -277,10 +277,10 @@ def test_a_lane_of_a_relay_that_died_goes_on_when_its_lease_is_over(
 def blocked(relays: Callable[..., Relay], connection: Connection) -> tuple[Relay, int]:
     """A key whose first row has failed, with two rows behind it; the relay and the dead letter."""
     relay = relays()
-    event_id = write(connection, "a1", "a", route=TOO_LONG)
+    message_id = write(connection, "a1", "a", route=TOO_LONG)
     write(connection, "a2", "a")
     write(connection, "a3", "a")
-    letter = fail(connection, relay, event_id)
+    letter = fail(connection, relay, message_id)
     assert lanes(connection) == {"a": True}
     let_pass(connection)
     assert relay.run_once() == Relayed(0, 0)
@@ -383,9 +383,9 @@ def test_a_discard_and_a_relay_at_once_leave_the_key_open(
 ) -> None:
     """The relay notes a failure while a person discards it: who is last sees what the other did."""
     relay = relays()
-    event_id = write(connection, "a1", "a", route=TOO_LONG)
+    message_id = write(connection, "a1", "a", route=TOO_LONG)
     write(connection, "a2", "a")
-    letter = fail(connection, relay, event_id)
+    letter = fail(connection, relay, message_id)
     with runtime_of(bank).engine.connect() as person:
         discards.request(person, discards.Person("ann", "operator"), letter, "of no use")
         discards.approve(person, discards.Person("bob", "admin"), letter)
@@ -424,7 +424,7 @@ def test_blocked_rows_are_not_read_by_a_pass(
 ) -> None:
     connection.execute(
         text("""
-            INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, ordering_key)
+            INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, ordering_key)
             SELECT 'e' || n, 'default', 'events', 'k' || n, 'f', '{}', 'enqueue', 'blocked ' || n % :keys
             FROM generate_series(1, 4000) n
         """),
@@ -436,20 +436,20 @@ def test_blocked_rows_are_not_read_by_a_pass(
             WHERE id IN (SELECT min(id) FROM idempotency.outbox GROUP BY ordering_key)
         """)
     )
-    connection.execute(text("SELECT idempotency.refresh_lane(operation, ordering_key) FROM idempotency.lanes"))
+    connection.execute(text("SELECT idempotency.refresh_lane(task, ordering_key) FROM idempotency.lanes"))
     write(connection, "a1", "a")
     write(connection, "free", None)
     connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.lanes"))
-    for statement in (outbox._LEASE_ROWS, outbox._LEASE_LANES):
+    for statement in (outbox._RESERVE_ROWS, outbox._RESERVE_LANES):
         assert rows_read(bank, statement, batch=200, lease=0.0) < 20
     assert relays().run_once() == Relayed(2, 0)
     assert sorted(keys(drained(bank))) == ["a1", "free"]
 
 
 @pytest.mark.parametrize(
-    ("statement", "index"), [("_LEASE_ROWS", "outbox_pending"), ("_LEASE_LANES", "outbox_ordered")]
+    ("statement", "index"), [("_RESERVE_ROWS", "outbox_pending"), ("_RESERVE_LANES", "outbox_ordered")]
 )
-def test_the_relay_leases_by_its_indexes(bank: Celery, statement: str, index: str) -> None:
+def test_the_relay_reserves_by_its_indexes(bank: Celery, statement: str, index: str) -> None:
     with runtime_of(bank).autocommit() as connection:
         plan = explain(connection, getattr(outbox, statement))
     assert f"using {index}" in plan, plan

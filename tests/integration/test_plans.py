@@ -43,7 +43,7 @@ def planned(bank: Celery) -> Plan:
         ("_FAIL", True),
     ],
 )
-def test_a_guarded_write_finds_its_record_by_key(planned: Plan, name: str, in_session: bool) -> None:
+def test_a_fenced_write_finds_its_record_by_key(planned: Plan, name: str, in_session: bool) -> None:
     plan = planned((vars(claims) | vars(effects) | vars(ends))[name], in_session=in_session)
     assert "using records_pkey" in plan or "on records_pkey" in plan, plan
     # Small, and so cheap in the planner's eyes: but it holds a dead entry for each operation that has ended.
@@ -81,7 +81,7 @@ def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str)
 
 
 def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:
-    plan = planned(outbox._LEASE_ROWS, in_session=False)
+    plan = planned(outbox._RESERVE_ROWS, in_session=False)
     # A bitmap scan never learns which entries are dead, and reads them in every pass.
     assert "Index Scan using outbox_pending" in plan, plan
     assert "Seq Scan on outbox" not in plan
@@ -90,7 +90,7 @@ def test_the_relay_reads_only_what_is_pending(planned: Plan) -> None:
 @pytest.mark.parametrize("name", ["_MARK_PUBLISHED", "_RETURN_ROWS", "_NOTE_ERROR", "_GIVE_UP"])
 def test_the_relay_finds_the_rows_it_has_published_by_id(planned: Plan, name: str) -> None:
     plan = planned(getattr(outbox, name), in_session=False)
-    assert "outbox_event_id_key" in plan, plan
+    assert "outbox_message_id_key" in plan, plan
     assert "outbox_pending" not in plan
 
 

@@ -99,20 +99,18 @@ def test_an_operation_with_an_outbox_row_that_is_not_settled_is_kept(
     assert op.outbox(connection) == []
 
 
-def test_an_operation_with_an_open_dead_letter_is_kept_until_it_is_settled(
-    bank: Celery, connection: Connection
-) -> None:
+def test_an_operation_with_an_open_dead_letter_is_kept_until_it_is_closed(bank: Celery, connection: Connection) -> None:
     id = past_its_time(connection, failed)
     connection.execute(
         text("""
-            INSERT INTO idempotency.dead_letters (source, tenant, operation, key, generation, reason, payload)
-            VALUES ('operation', :tenant, :operation, :key, 1, 'no_account', '{}')
+            INSERT INTO idempotency.dead_letters (source, tenant, task, key, generation, reason, payload)
+            VALUES ('operation', :tenant, :task, :key, 1, 'no_account', '{}')
         """),
-        {"tenant": id.tenant, "operation": id.operation, "key": id.key},
+        {"tenant": id.tenant, "task": id.task, "key": id.key},
     )
     assert purge(bank) == 0
     assert status(connection, id) == "failed"
-    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()"))
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()"))
     an_hour_later(connection)
     assert purge(bank) == 1
     # the letter itself is a person's business
@@ -149,7 +147,7 @@ def test_another_tenant_s_rows_keep_nothing_and_are_kept(
     bank: Celery, connection: Connection, state: Callable[..., Any]
 ) -> None:
     id = past_its_time(connection, state)
-    theirs = OperationId("another", id.operation, id.key)
+    theirs = OperationId("another", id.task, id.key)
     deliver_again(connection, theirs)
     deliver_again(connection, id, **PUBLISHED)
     assert purge(bank) == 1
@@ -181,21 +179,21 @@ def test_a_purged_key_is_new_again_under_a_higher_fence(bank: Celery, connection
 
 # Ways in which a row comes to be settled without a record to go with.
 SETTLED_ALONE = {
-    "an external event": SETTLED | {"operation": "'idempotency.external_event'"},
+    "an external event": SETTLED | {"task": "'idempotency.external_event'"},
     "discarded": SETTLED,
     "never to be published": SETTLED | {"status": "'failed'", "last_error": "'too large'", "published_at": "NULL"},
     "sent by a replay": SETTLED | {"origin": "'replay'"},
 }
 
 
-def letter(connection: Connection, id: OperationId, *, of_row: bool, settled_days_ago: int | None = None) -> None:
+def letter(connection: Connection, id: OperationId, *, of_row: bool, closed_days_ago: int | None = None) -> None:
     """A dead letter that names the operation or only its outbox row."""
     connection.execute(
         text("""
             INSERT INTO idempotency.dead_letters
-                (source, outbox_id, tenant, operation, key, reason, payload, status, settled_at)
+                (source, outbox_id, tenant, task, key, reason, payload, status, closed_at)
             SELECT 'broker', CASE WHEN :of_row THEN (SELECT id FROM idempotency.outbox WHERE key = :key) END,
-                   CASE WHEN NOT :of_row THEN :tenant END, CASE WHEN NOT :of_row THEN :operation END,
+                   CASE WHEN NOT :of_row THEN :tenant END, CASE WHEN NOT :of_row THEN :task END,
                    CASE WHEN NOT :of_row THEN :key END, 'unpublishable', '{}',
                    CASE WHEN cast(:days AS int) IS NULL THEN 'open' ELSE 'discarded' END,
                    clock_timestamp() - make_interval(days => :days)
@@ -203,9 +201,9 @@ def letter(connection: Connection, id: OperationId, *, of_row: bool, settled_day
         {
             "of_row": of_row,
             "tenant": id.tenant,
-            "operation": id.operation,
+            "task": id.task,
             "key": id.key,
-            "days": settled_days_ago,
+            "days": closed_days_ago,
         },
     )
 
@@ -265,11 +263,11 @@ def test_a_row_that_is_not_published_or_not_settled_is_never_purged(
 def test_an_open_dead_letter_keeps_its_row(
     bank: Celery, connection: Connection, columns: dict[str, str], of_row: bool
 ) -> None:
-    id = new_id(operation=columns.get("operation", "'tests.support.bank.deposit'").strip("'"))
+    id = new_id(task=columns.get("task", "'tests.support.bank.deposit'").strip("'"))
     deliver_again(connection, id, **columns)
     letter(connection, id, of_row=of_row)
     assert purge_once(bank, limit=BATCH).rows == 0
-    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', settled_at = clock_timestamp()"))
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()"))
     assert purge_once(bank, limit=BATCH).rows == 0  # it was looked at a moment ago
     a_retention_later(connection)
     assert purge_once(bank, limit=BATCH).rows == 1
@@ -310,9 +308,9 @@ def test_an_external_event_is_purged_once_published_and_not_before(
 # ---------------------------------------------------------------- letters, alerts, what was set aside
 
 
-def test_a_settled_letter_goes_with_the_request_to_discard_it(bank: Celery, connection: Connection) -> None:
+def test_a_closed_letter_goes_with_the_request_to_discard_it(bank: Celery, connection: Connection) -> None:
     for days in (31, 29, None):
-        letter(connection, new_id(), of_row=False, settled_days_ago=days)
+        letter(connection, new_id(), of_row=False, closed_days_ago=days)
     connection.execute(
         text("""INSERT INTO idempotency.discards (letter, requested_by, reason)
                 SELECT id, 'eve', 'closed' FROM idempotency.dead_letters""")
@@ -343,7 +341,7 @@ def test_a_row_or_letter_that_cannot_be_deleted_keeps_no_other(
         if table == "outbox":
             deliver_again(connection, id, **SETTLED)
         else:
-            letter(connection, id, of_row=False, settled_days_ago=31)
+            letter(connection, id, of_row=False, closed_days_ago=31)
     connection.exec_driver_sql(f"""
         CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
             BEGIN IF OLD.key = 'bad' THEN RAISE EXCEPTION 'not this one'; END IF; RETURN OLD; END $$;
@@ -361,7 +359,7 @@ def test_a_row_or_letter_that_cannot_be_deleted_keeps_no_other(
 # In each table: so many that stay, of every kind there is, and so many that go.
 STAY, GO = 5_000, 100
 MANY = f"""
-INSERT INTO idempotency.records (tenant, operation, key, status, fence, fingerprint, message, result, response_code,
+INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, result, response_code,
                                  error, error_code, completed_at, expires_at)
 SELECT 'default', 'o', kind || n, CASE kind WHEN 'letter' THEN 'failed' ELSE 'completed' END, n, 'f', '{{}}',
        CASE kind WHEN 'letter' THEN NULL ELSE '1' END, 200, CASE kind WHEN 'letter' THEN '{{}}' END,
@@ -371,14 +369,14 @@ SELECT 'default', 'o', kind || n, CASE kind WHEN 'letter' THEN 'failed' ELSE 'co
 FROM unnest(ARRAY['young', 'letter', 'unsent', 'sent', 'gone']) kind,
      generate_series(1, CASE kind WHEN 'gone' THEN {GO} ELSE {STAY} END) n;
 
-INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, status, published_at,
+INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, status, published_at,
                                 settled_at)
-SELECT 'r' || key, tenant, operation, key, fingerprint, message, 'enqueue',
+SELECT 'r' || key, tenant, task, key, fingerprint, message, 'enqueue',
        CASE WHEN starts_with(key, 'unsent') THEN 'pending' ELSE 'published' END,
        clock_timestamp() - CASE WHEN starts_with(key, 'sent') THEN interval '0' ELSE interval '40 days' END,
        CASE WHEN NOT starts_with(key, 'unsent') THEN clock_timestamp() - interval '40 days' END
 FROM idempotency.records;
-INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, status, published_at,
+INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, status, published_at,
                                 settled_at, last_error)
 SELECT kind || n, 'default', 'alone', kind || n, 'f', '{{}}', 'enqueue',
        CASE kind WHEN 'failed' THEN 'failed' ELSE 'published' END, clock_timestamp(),
@@ -387,17 +385,17 @@ SELECT kind || n, 'default', 'alone', kind || n, 'f', '{{}}', 'enqueue',
 FROM unnest(ARRAY['young', 'unsettled', 'failed', 'gone']) kind,
      generate_series(1, CASE kind WHEN 'gone' THEN {GO} ELSE {STAY} END) n;
 
-INSERT INTO idempotency.dead_letters (source, tenant, operation, key, generation, reason, payload, status, settled_at)
-SELECT 'operation', tenant, operation, key, 1, 'no', '{{}}', 'open', NULL::timestamptz FROM idempotency.outbox
+INSERT INTO idempotency.dead_letters (source, tenant, task, key, generation, reason, payload, status, closed_at)
+SELECT 'operation', tenant, task, key, 1, 'no', '{{}}', 'open', NULL::timestamptz FROM idempotency.outbox
 WHERE starts_with(key, 'letter') OR starts_with(key, 'failed')
 UNION ALL
-SELECT 'operation', 'default', 'o', 'settled' || n, 1, 'no', '{{}}', 'discarded',
+SELECT 'operation', 'default', 'o', 'closed' || n, 1, 'no', '{{}}', 'discarded',
        clock_timestamp() - CASE WHEN n <= {GO} THEN interval '90 days' ELSE interval '1 day' END
 FROM generate_series(1, {STAY} + {GO}) n;
 ANALYZE
 """
 SWEEPS: dict[str, tuple[sweeps.Sweep, dict[str, Any], str]] = {
-    "letters": (past.LETTERS, {"retention": 30 * DAY}, "dead_letters_settled"),
+    "letters": (past.LETTERS, {"retention": 30 * DAY}, "dead_letters_closed"),
     "operations": (past.OPERATIONS, {"keep": 3600.0, "horizon": DAY}, "records_purgeable"),
     "published rows": (
         past.ROWS,
@@ -463,7 +461,7 @@ def test_what_stays_costs_the_next_purge_nothing(many: Celery, connection: Conne
 
 def test_a_pass_of_the_purge_is_bounded_and_says_that_there_is_more(bank: Celery, connection: Connection) -> None:
     connection.execute(
-        text("""INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, status,
+        text("""INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, status,
                                                 published_at, settled_at)
                 SELECT n::text, 'default', 'o', n::text, 'f', '{}', 'enqueue', 'published', clock_timestamp(),
                        clock_timestamp() - interval '40 days' FROM generate_series(1, :number) n"""),

@@ -71,7 +71,7 @@ def test_a_committed_row_is_published_once_and_marked(
     assert row.published_at is not None
     assert message.headers["id"] == message.properties["correlation_id"] == "t-1"
     assert message.headers[KEY_HEADER] == "a1"
-    assert message.headers[OUTBOX_HEADER] == row.event_id
+    assert message.headers[OUTBOX_HEADER] == row.message_id
     assert ORIGIN_HEADER not in message.headers
     assert message.payload[1] == {"account": "a1", "amount": 5}
     assert (message.content_type, message.content_encoding) == ("application/json", "utf-8")
@@ -226,14 +226,14 @@ def test_a_refused_row_is_counted_from_the_fifth_try_and_tried_on(
 def test_a_pass_reads_no_row_that_is_not_due(bank: Celery, connection: Connection) -> None:
     connection.execute(
         text("""
-            INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, available_at)
+            INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, available_at)
             SELECT 'e' || n, 'default', 'o', 'k' || n, 'f', '{}', 'retry', clock_timestamp() + interval '1 hour'
             FROM generate_series(1, 3000) n
         """)
     )
     write(connection, "due")
     connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
-    assert rows_read(bank, outbox._LEASE_ROWS, batch=2, lease=0.0) < 20
+    assert rows_read(bank, outbox._RESERVE_ROWS, batch=2, lease=0.0) < 20
 
 
 def test_a_row_whose_queue_comes_back_is_published(
@@ -272,13 +272,13 @@ def test_a_row_that_can_never_be_published_does_not_stop_the_others(
     bank: Celery, relays: Callable[..., Relay], connection: Connection, broken: dict[str, Any] | str
 ) -> None:
     write(connection, "before")
-    event_id = write(connection, "broken")
+    message_id = write(connection, "broken")
     write(connection, "after")
-    (good,) = [row.message for row in op.outbox(connection) if row.event_id == event_id]
+    (good,) = [row.message for row in op.outbox(connection) if row.message_id == message_id]
     message = broken if isinstance(broken, str) else json.dumps(json.loads(good) | broken)
     connection.execute(
-        text("UPDATE idempotency.outbox SET message = :message WHERE event_id = :id"),
-        {"message": message, "id": event_id},
+        text("UPDATE idempotency.outbox SET message = :message WHERE message_id = :id"),
+        {"message": message, "id": message_id},
     )
     relay = relays()
     assert relay.run_once() == Relayed(2, 1)
@@ -366,7 +366,7 @@ def test_rows_of_a_relay_that_died_before_it_published_are_published_by_another(
     with pytest.raises(SystemExit):
         relays().run_once()
     other = relays()
-    assert other.run_once() == IDLE  # leased: perhaps it is only slow
+    assert other.run_once() == IDLE  # reserved: perhaps it is only slow
     make_due(connection)
     assert other.run_once() == Relayed(1, 0)
     assert keys(drained(bank)) == ["a1"]
@@ -378,7 +378,7 @@ def test_a_row_published_but_not_marked_is_published_again_under_the_same_event(
     connection: Connection,
     at_point: Callable[[str, Callable[[], None]], None],
 ) -> None:
-    event_id = write(connection, "a1")
+    message_id = write(connection, "a1")
     at_point("relay.confirmed", die)
     with pytest.raises(SystemExit):
         relays().run_once()
@@ -386,7 +386,7 @@ def test_a_row_published_but_not_marked_is_published_again_under_the_same_event(
     make_due(connection)
     assert relays().run_once() == Relayed(1, 0)
     messages = drained(bank)
-    assert [message.headers[OUTBOX_HEADER] for message in messages] == [event_id, event_id]
+    assert [message.headers[OUTBOX_HEADER] for message in messages] == [message_id, message_id]
     assert [message.headers["id"] for message in messages] == ["t-a1", "t-a1"]
 
 

@@ -238,7 +238,7 @@ def test_an_index_whose_build_was_interrupted_is_built_anew(empty: Engine, with_
     schema.migrate(empty, schema._known()[1])
     with empty.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         insert(connection, "outbox", OUTBOX)
-        insert(connection, "outbox", OUTBOX | {"event_id": "'f'"})
+        insert(connection, "outbox", OUTBOX | {"message_id": "'f'"})
         with pytest.raises(IntegrityError):  # leaves an invalid index under the name
             connection.execute(text(INDEX.replace("CREATE INDEX", "CREATE UNIQUE INDEX")))
     assert "idempotency.outbox_by_origin" not in indexes(empty)
@@ -326,7 +326,7 @@ def test_a_downgrade_takes_everything_away_and_can_be_undone(empty: Engine) -> N
 # ---------------------------------------------------------------- what the tables refuse
 
 NOW = "clock_timestamp()"
-KEY = {"tenant": "'t'", "operation": "'o'", "key": "'k'", "fingerprint": "'v1:f'", "message": "'{}'"}
+KEY = {"tenant": "'t'", "task": "'o'", "key": "'k'", "fingerprint": "'v1:f'", "message": "'{}'"}
 
 STARTED = KEY | {"status": "'started'", "fence": "1", "token": "'x'", "locked_until": NOW, "locked_by": "'h'"}
 RELEASED = KEY | {"status": "'released'", "fence": "1", "available_at": NOW}
@@ -339,7 +339,7 @@ FAILED = (
 )
 LEGAL_RECORDS = {"started": STARTED, "released": RELEASED, "completed": COMPLETED, "failed": FAILED}
 
-OUTBOX = KEY | {"event_id": "'e'", "origin": "'enqueue'"}
+OUTBOX = KEY | {"message_id": "'e'", "origin": "'enqueue'"}
 LETTER = {"source": "'operation'", "reason": "'r'", "payload": "'{}'"}
 
 # The constraint that refuses, the legal row, and the change that makes it illegal.
@@ -382,10 +382,10 @@ ILLEGAL_OUTBOX = [
 ]
 ILLEGAL_LETTERS = [
     ("dead_letters_source_check", LETTER, {"source": "'elsewhere'"}),
-    ("dead_letters_status_check", LETTER, {"status": "'gone'", "settled_at": NOW}),
-    ("settled_has_its_time", LETTER, {"status": "'replayed'"}),
-    ("settled_has_its_time", LETTER, {"status": "'discarded'"}),
-    ("settled_has_its_time", LETTER, {"settled_at": NOW}),
+    ("dead_letters_status_check", LETTER, {"status": "'gone'", "closed_at": NOW}),
+    ("closed_has_its_time", LETTER, {"status": "'replayed'"}),
+    ("closed_has_its_time", LETTER, {"status": "'discarded'"}),
+    ("closed_has_its_time", LETTER, {"closed_at": NOW}),
 ]
 ILLEGAL = (
     [("records", *case) for case in ILLEGAL_RECORDS]
@@ -397,17 +397,14 @@ LEGAL = [
     ("records", STARTED | {"key": "repeat('k', 255)"}),
     ("records", STARTED | {"attempts": "0", "error": "'{}'", "first_error": "'{}'"}),
     ("records", RELEASED | {"error": "'{}'"}),
-    *(
-        ("outbox", OUTBOX | {"origin": f"'{origin}'"})
-        for origin in ("enqueue", "retry", "recover", "reconcile", "replay")
-    ),
+    *(("outbox", OUTBOX | {"origin": f"'{origin}'"}) for origin in ("enqueue", "retry", "recover", "resend", "replay")),
     ("outbox", OUTBOX | {"status": "'published'", "published_at": NOW}),
     # sent again: it keeps the time of the publish that was lost
     ("outbox", OUTBOX | {"published_at": NOW}),
     ("outbox", OUTBOX | {"status": "'failed'", "last_error": "'too large'"}),
     *(("dead_letters", LETTER | {"source": f"'{source}'"}) for source in ("operation", "broker", "relay")),
-    ("dead_letters", LETTER | {"status": "'replayed'", "settled_at": NOW}),
-    ("dead_letters", LETTER | {"status": "'discarded'", "settled_at": NOW}),
+    ("dead_letters", LETTER | {"status": "'replayed'", "closed_at": NOW}),
+    ("dead_letters", LETTER | {"status": "'discarded'", "closed_at": NOW}),
 ]
 
 
@@ -438,7 +435,7 @@ def test_an_illegal_state_is_refused_however_it_is_written(
 @pytest.mark.parametrize(
     ("table", "row", "column"),
     [("records", STARTED, column) for column in (*KEY, "status", "fence")]
-    + [("outbox", OUTBOX, column) for column in (*KEY, "event_id", "origin")]
+    + [("outbox", OUTBOX, column) for column in (*KEY, "message_id", "origin")]
     + [("dead_letters", LETTER, column) for column in LETTER],
 )
 def test_what_every_row_needs_may_not_be_null(
@@ -448,7 +445,7 @@ def test_what_every_row_needs_may_not_be_null(
         insert(connection, table, row | {column: "NULL"})
 
 
-@pytest.mark.parametrize("column", ["tenant", "operation", "key"])
+@pytest.mark.parametrize("column", ["tenant", "task", "key"])
 def test_one_operation_has_one_record_and_another_has_its_own(connection: Connection, column: str) -> None:
     insert(connection, "records", STARTED)
     with pytest.raises(IntegrityError, match="records_pkey"), connection.begin_nested():
@@ -456,15 +453,15 @@ def test_one_operation_has_one_record_and_another_has_its_own(connection: Connec
     insert(connection, "records", STARTED | {column: "'another'"})
 
 
-def test_an_event_has_one_outbox_row(connection: Connection) -> None:
+def test_a_message_has_one_outbox_row(connection: Connection) -> None:
     insert(connection, "outbox", OUTBOX)
-    insert(connection, "outbox", OUTBOX | {"event_id": "'f'"})
-    with pytest.raises(IntegrityError, match="event_id"):
+    insert(connection, "outbox", OUTBOX | {"message_id": "'f'"})
+    with pytest.raises(IntegrityError, match="message_id"):
         insert(connection, "outbox", OUTBOX)
 
 
 LETTER_KEY = {
-    "tenant": "'t'", "operation": "'o'", "key": "'k'", "generation": "1", "reason": "'r'", "fingerprint": "'f'"
+    "tenant": "'t'", "task": "'o'", "key": "'k'", "generation": "1", "reason": "'r'", "fingerprint": "'f'"
 }  # fmt: skip
 
 

@@ -327,7 +327,7 @@ def test_a_letter_that_surprises_is_stored_raw_in_the_end(
         assert keys_of_letters(connection) == [("a1", "rejected")]
     consumer.run_once()
     (_, letter) = op.dead_letters(connection)
-    assert (letter.key, letter.reason, letter.task) == (None, "unhandled", b.deposit.name)
+    assert (letter.key, letter.reason, letter.header_task) == (None, "unhandled", b.deposit.name)
     assert json.loads(letter.payload)["body"] == body_of("stuck")
     assert op.record(connection, STUCK) == untouched
     assert (consumer.run_once(), waiting(bank)) == (0, 0)

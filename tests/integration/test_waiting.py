@@ -27,7 +27,7 @@ from idempotency.worker.waiting import Waiting
 from tests.faults.clocks import Clock, can_be_built
 from tests.support import bank as app_module
 from tests.support.deliveries import Deliveries, Outcome
-from tests.support.leases import leave_lease
+from tests.support.hints import leave_hint
 from tests.support.processes import Processes, eventually
 from tests.support.proxy import Proxy
 from tests.support.queues import depth
@@ -108,7 +108,7 @@ def test_a_schema_that_is_missing_at_the_claim_is_waited_for(
     assert (outcome.state, entries("a")) == ("SUCCESS", 1)
 
 
-# Held by another process, as the lease of `leave_lease` says.
+# Held by another process, as the lease of `leave_hint` says.
 HELD = f"""
 UPDATE idempotency.records
 SET status = 'started', token = '{"d" * 32}', result = NULL, response_code = NULL, completed_at = NULL,
@@ -250,7 +250,7 @@ def test_the_holders_own_redelivery_gets_the_result_whatever_the_mark_says(
     deliveries: Deliveries, record: Records, redis_url: str
 ) -> None:
     done = deliveries.deliver(app_module.deposit, "a", 5, task_id="one")
-    leave_lease(redis_url, record("a"), guarded=True)
+    leave_hint(redis_url, record("a"), counted=True)
     info = {"exchange": "", "routing_key": "q", "redelivered": True}
     again = deliveries.deliver(app_module.deposit, "a", 5, task_id="one", headers={"delivery_info": info})
     assert (again.state, again.value) == ("SUCCESS", done.value)
@@ -262,7 +262,7 @@ def test_a_storm_of_copies_of_one_message_costs_one_write(
     deliveries.deliver(app_module.deposit, "a", task_id="one")
     with engine.connect() as connection:
         connection.execute(text(HELD))
-    leave_lease(redis_url, record("a"), guarded=False)
+    leave_hint(redis_url, record("a"), counted=False)
     for _ in range(20):
         assert deliveries.deliver(app_module.deposit, "a", task_id="one").state == "IGNORED"
     assert record("a").duplicates == 1

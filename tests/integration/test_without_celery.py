@@ -27,8 +27,8 @@ from idempotency.wire.keys import OperationId, fingerprint
 runtime = Runtime(Settings.read({"database_url": sys.argv[1], "redis_url": sys.argv[2], "lease": 1.0, "heartbeat": 0.3}))
 said, calls = {}, []
 
-def failed(session, operation, error):
-    session.execute(text("INSERT INTO failures (account, code) VALUES (:a, :c)"), {"a": operation.key, "c": error.code})
+def failed(session, task, error):
+    session.execute(text("INSERT INTO failures (account, code) VALUES (:a, :c)"), {"a": task.key, "c": error.code})
 
 policy = Policy(max_attempts=3, retention_completed=3600, retention_failed=3600, provider_key_retention=3600, on_failed=failed)
 

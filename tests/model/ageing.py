@@ -40,13 +40,13 @@ class Ageing(Checks):
     @precondition(lambda self: self.rows)
     @rule(failed_before=st.sampled_from([False, False, True]))
     def the_outbox_ages(self, failed_before: bool) -> None:
-        """Delays and relays' leases are over, what was published was so long ago; or most tries are used up."""
+        """Delays and relays' reservations are over, what was published was so long ago; or most tries are used up."""
         self.connection.exec_driver_sql(
             "UPDATE idempotency.outbox SET available_at = clock_timestamp() - interval '2 hours', "
             "relayed_until = NULL, published_at = published_at - interval '2 hours'"
         )
         for row in self.rows.values():
-            row.available, row.leased, row.overdue = True, False, True
+            row.available, row.reserved, row.overdue = True, False, True
         if failed_before:
             self.connection.exec_driver_sql("UPDATE idempotency.outbox SET attempts = 4 WHERE status = 'pending'")
             for row in self.rows.values():
@@ -54,9 +54,9 @@ class Ageing(Checks):
 
     @precondition(lambda self: any(letter.status != "open" for letter in self.letters.values()))
     @rule()
-    def settled_letters_age(self) -> None:
+    def closed_letters_age(self) -> None:
         self.connection.exec_driver_sql(
-            "UPDATE idempotency.dead_letters SET settled_at = settled_at - interval '100 days' WHERE status <> 'open'"
+            "UPDATE idempotency.dead_letters SET closed_at = closed_at - interval '100 days' WHERE status <> 'open'"
         )
         for letter in self.letters.values():
             letter.old = letter.status != "open"

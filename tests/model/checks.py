@@ -14,19 +14,19 @@ from tests.model.world import World
 
 STORED = text("""
 SELECT (SELECT coalesce(json_agg(json_build_array(
-            tenant, operation, key, status, fingerprint, token, generation, attempts, duplicates, effects,
+            tenant, task, key, status, fingerprint, token, generation, attempts, duplicates, effects,
             revoked_generation, result, error::jsonb ->> 'code', coalesce(locked_until < clock_timestamp(), false),
             coalesce(available_at <= clock_timestamp(), false), coalesce(expires_at < clock_timestamp(), false),
             fence)), '[]') FROM idempotency.records),
        (SELECT coalesce(json_agg(json_build_array(
-            id, tenant, operation, key, fingerprint, origin, status,
+            id, tenant, task, key, fingerprint, origin, status,
             status = 'pending' AND available_at <= clock_timestamp(),
             status = 'pending' AND coalesce(relayed_until > clock_timestamp(), false),
             status = 'published' AND published_at < clock_timestamp() - interval '1 hour',
-            settled_at IS NOT NULL, attempts, resends, generation, event_id) ORDER BY id), '[]') FROM idempotency.outbox),
+            settled_at IS NOT NULL, attempts, resends, generation, message_id) ORDER BY id), '[]') FROM idempotency.outbox),
        (SELECT coalesce(json_agg(json_build_array(
-            id, tenant, operation, key, fingerprint, reason, source, generation, status,
-            coalesce(settled_at < clock_timestamp() - interval '90 days', false), outbox_id)
+            id, tenant, task, key, fingerprint, reason, source, generation, status,
+            coalesce(closed_at < clock_timestamp() - interval '90 days', false), outbox_id)
             ORDER BY id), '[]') FROM idempotency.dead_letters),
        (SELECT coalesce(json_agg(account), '[]') FROM entries),
        (SELECT coalesce(json_agg(account), '[]') FROM failures)
@@ -45,8 +45,8 @@ class Checks(World):
     def what_is_stored_is_the_model(self) -> None:
         stored = self.connection.execute(STORED).one()
         seen: dict[OperationId, int] = {}
-        for tenant, operation, key, *columns, fence in stored[0]:
-            id = OperationId(tenant, operation, key)
+        for tenant, task, key, *columns, fence in stored[0]:
+            id = OperationId(tenant, task, key)
             columns[6] = {name: effect["state"] for name, effect in columns[6].items()}
             assert id in self.records, f"unexpected record {id} {columns}"
             assert tuple(columns) == self.records[id].shown(), str(id)
@@ -83,7 +83,7 @@ class Checks(World):
             assert has_record or is_on_its_way or is_told, f"lost: {id} {mine}"
 
     def a_failure_has_its_letter(self) -> None:
-        """One for each generation, open until a person has settled it."""
+        """One for each generation, open until a person has closed it."""
         letters = Counter(
             (letter.id, letter.fingerprint, letter.generation, letter.reason)
             for letter in self.letters.values()
@@ -96,8 +96,8 @@ class Checks(World):
                 assert (id, record.fingerprint, record.generation) in told | self.discarded, f"no letter: {id}"
 
 
-def id_of(tenant: str | None, operation: str | None, key: str | None) -> OperationId | None:
-    return None if tenant is None or operation is None or key is None else OperationId(tenant, operation, key)
+def id_of(tenant: str | None, task: str | None, key: str | None) -> OperationId | None:
+    return None if tenant is None or task is None or key is None else OperationId(tenant, task, key)
 
 
 def split(rows: Iterable[list[Any]], ids: int) -> Iterator[tuple[Any, ...]]:

@@ -82,7 +82,7 @@ class Row:
     origin: str
     status: str = "pending"
     available: bool = True
-    leased: bool = False
+    reserved: bool = False
     overdue: bool = False
     recent: bool = False  # published within the redelivery horizon
     settled: bool = False
@@ -99,7 +99,7 @@ class Row:
             self.origin,
             self.status,
             pending and self.available,
-            pending and self.leased,
+            pending and self.reserved,
             self.status == "published" and self.overdue,
             self.settled,
             self.attempts,

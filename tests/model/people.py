@@ -141,7 +141,7 @@ class People(Claims):
         row = None if letter.row is None else self.rows.get(letter.row)
         if row is not None and row.status == "failed":  # goes again itself, in its place
             row.status, row.origin, row.attempts, row.generation = "pending", "replay", 0, generation
-            row.available, row.settled, row.leased, row.resends = True, False, False, 0
+            row.available, row.settled, row.reserved, row.resends = True, False, False, 0
         else:
             self.new_rows.append(Row(letter.id, letter.fingerprint, "replay", generation=generation))
 

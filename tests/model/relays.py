@@ -1,4 +1,4 @@
-"""Relays, also those that another has overtaken, and the reconciliation with the broker."""
+"""Relays, also those that another has overtaken, and what the broker has lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 
 from idempotency.broker.publisher import Published, Refusal
 from idempotency.relay import relay as relaying
-from idempotency.relay.reconcile import reconcile
+from idempotency.relay.resend import resend_lost
 from idempotency.store import outbox
 from tests.model.ageing import Ageing
 from tests.model.choices import nth, some_answers, which
@@ -24,19 +24,21 @@ class Relays(Ageing):
     def relay_leases(self, answers: list[str] | None) -> None:
         """A relay takes what is due, and may stop before the broker's answers."""
         due = {
-            number for number, row in self.rows.items() if row.status == "pending" and row.available and not row.leased
+            number
+            for number, row in self.rows.items()
+            if row.status == "pending" and row.available and not row.reserved
         }
-        options = {"batch": relaying.BATCH, "lease": relaying.RELAY_LEASE}
-        leased = self.connection.exec_driver_sql(outbox._LEASE_ROWS, options).all()
-        assert {row.id for row in leased} == due
+        options = {"batch": relaying.BATCH, "seconds": relaying.RESERVATION}
+        reserved = self.connection.exec_driver_sql(outbox._RESERVE_ROWS, options).all()
+        assert {row.id for row in reserved} == due
         for number in due:
-            self.rows[number].leased = True
+            self.rows[number].reserved = True
         # in an order that is the same in every run of a program
-        leased = sorted(leased, key=lambda row: (str(self.rows[row.id].id), row.id))
+        reserved = sorted(reserved, key=lambda row: (str(self.rows[row.id].id), row.id))
         if answers is not None:
-            self._mark(leased, answers)
-        elif leased:
-            self.batches.append(leased)
+            self._mark(reserved, answers)
+        elif reserved:
+            self.batches.append(reserved)
 
     @precondition(lambda self: self.batches)
     @rule(n=which, answers=some_answers)
@@ -61,34 +63,34 @@ class Relays(Ageing):
 
     def _mark(self, batch: Sequence[Any], answers: list[str]) -> None:
         result = Published()
-        for index, leased in enumerate(batch):
+        for index, reserved in enumerate(batch):
             answer = answers[index % len(answers)]
-            row = self.rows.get(leased.id)
+            row = self.rows.get(reserved.id)
             own = answer == "own fault"
             if answer == "confirmed":
-                result.confirmed.append(leased.event_id)
+                result.confirmed.append(reserved.message_id)
             elif answer != "none":
-                result.refused[leased.event_id] = Refusal(answer, own)
+                result.refused[reserved.message_id] = Refusal(answer, own)
             if row is None or row.status != "pending":
                 continue
-            row.leased = False
+            row.reserved = False
             if answer == "confirmed":
                 row.status, row.overdue, row.recent = "published", False, True
-            elif own and leased.attempts + 1 >= relaying.OWN_ERRORS:
+            elif own and reserved.attempts + 1 >= relaying.OWN_ERRORS:
                 row.status, row.settled, row.attempts = "failed", True, row.attempts + 1
-                self._store(Letter(row.id, row.fingerprint, "unpublishable", "relay", None, row=leased.id))
+                self._store(Letter(row.id, row.fingerprint, "unpublishable", "relay", None, row=reserved.id))
             elif answer != "none":
                 row.attempts, row.available = row.attempts + 1, False
         self.relay._mark(self.runtime, list(batch), result)
         # its back-off is a second, which may or may not have passed by the next step
         self.connection.exec_driver_sql(
             "UPDATE idempotency.outbox SET available_at = clock_timestamp() + interval '10 min' "
-            "WHERE status = 'pending' AND event_id = ANY(%(ids)s)",
+            "WHERE status = 'pending' AND message_id = ANY(%(ids)s)",
             {"ids": list(result.refused)},
         )
 
     @rule(empty=st.sampled_from([True, True, False]), late=st.booleans())
-    def reconcile(self, empty: bool, late: bool) -> None:
+    def resend(self, empty: bool, late: bool) -> None:
         """With queues that are empty, or that hold everything; at once, or long after the publish."""
         if late:
             self.the_outbox_ages(failed_before=False)
@@ -104,10 +106,10 @@ class Relays(Ageing):
                 reason = "fingerprint_mismatch"
                 self._store(Letter(row.id, row.fingerprint, reason, "relay", record.generation, row=number))
         lacking = [row for number, row in self._newest() if self._waits(number, row) and row.overdue] if empty else []
-        done = reconcile(self.app, lambda queue: 0 if empty else 1000)
+        done = resend_lost(self.app, lambda queue: 0 if empty else 1000)
         assert (done.settled, done.resent) == (len(settled), len(lacking))
         for row in lacking:
-            row.status, row.origin, row.available, row.leased = "pending", "reconcile", True, False
+            row.status, row.origin, row.available, row.reserved = "pending", "resend", True, False
             row.resends += 1
 
     def _is_over(self, row: Row) -> bool:

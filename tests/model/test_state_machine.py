@@ -60,7 +60,7 @@ def test_a_second_call_after_a_replay_hides_none_of_its_deliveries(machine: Mach
         lambda: machine.give_up(ACME, 1, None, unknown=False),
         lambda: machine.replay(0, twice=False),
         lambda: machine.enqueue(ACME, 1, later=later, sent=True),
-        lambda: machine.reconcile(empty=True, late=True),
+        lambda: machine.resend(empty=True, late=True),
         lambda: machine.give_up(ACME, 1, 1, unknown=False),
     )
 

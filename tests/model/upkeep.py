@@ -121,7 +121,7 @@ class Upkeep(Relays):
             return False
         last, row = list(rows.items())[-1]
         is_pending = any(other.status == "pending" for each, other in rows.items() if each != number)
-        return last != number or is_pending or (row.status == "pending" and not row.leased)
+        return last != number or is_pending or (row.status == "pending" and not row.reserved)
 
     def _settle_what_hides_a_later_generation(self, number: int | None) -> None:
         if number is None or (row := self.rows[number]).status != "published":

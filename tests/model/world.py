@@ -79,7 +79,7 @@ class World(RuleBasedStateMachine):
     def message(self, id: OperationId, amount: int) -> Message:
         return Message.composed(
             self.app,
-            id.operation,
+            id.task,
             (),
             {"account": id.key, "amount": amount},
             task_id=f"{id.tenant}-{id.key}-{amount}",

@@ -104,7 +104,7 @@ def test_after_a_crash_and_duplicates_award_them_once(
 ) -> None:
     assert adopted("after") == (120, 1)
     with engine.connect() as connection:
-        query = "SELECT operation, key, status FROM idempotency.records ORDER BY operation, key"
+        query = "SELECT task, key, status FROM idempotency.records ORDER BY task, key"
         assert [tuple(row) for row in connection.execute(text(query))] == [
             ("shop.award_points", "o1", "completed"),
             ("shop.award_points", "o2", "completed"),

@@ -91,7 +91,7 @@ class Shop:
         """Deliver the newest outbox row of the operation."""
         with self.engine.connect() as connection:
             row = op.outbox(connection, id)[-1]
-        return deliver_row(self.deliveries, self.app.tasks[id.operation], row)
+        return deliver_row(self.deliveries, self.app.tasks[id.task], row)
 
     def replay(self, id: OperationId) -> Outcome:
         with self.engine.connect() as connection:
@@ -119,7 +119,7 @@ class Shop:
     def events(self, event_type: str) -> list[OperationId]:
         with self.engine.connect() as connection:
             rows = [row for row in op.outbox(connection) if json.dumps(event_type)[1:-1] in row.message]
-        return [OperationId(row.tenant, row.operation, row.key) for row in rows]
+        return [OperationId(row.tenant, row.task, row.key) for row in rows]
 
     def charges(self, payment_id: str) -> list[ledger.Charge]:
         return [each for each in ledger.read(self.provider.data).charges if each.metadata["purchase_id"] == payment_id]
@@ -181,7 +181,7 @@ def test_a_failed_payment_that_has_happened_after_all_becomes_unknown(shop: Shop
 def test_a_captured_payment_is_not_charged_under_another_key(shop: Shop) -> None:
     payment = shop.buy("p-twice")
     first = shop.deliver(payment)
-    again = shop.deliveries.deliver(shop.app.tasks[payment.operation], key="retry-1", payment_id="p-twice")
+    again = shop.deliveries.deliver(shop.app.tasks[payment.task], key="retry-1", payment_id="p-twice")
     assert first.value["status"] == "captured"
     assert first == again
     assert len(shop.charges("p-twice")) == 1
@@ -254,7 +254,7 @@ def test_a_refund_that_a_person_says_has_happened_is_not_refused(shop: Shop) -> 
 
 def test_a_notification_that_failed_is_replayed_and_sent_once(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.deliver(shop.buy("p-mail"))
-    (mail,) = [id for id in shop.events("payment.captured") if id.operation.startswith("notifications.")]
+    (mail,) = [id for id in shop.events("payment.captured") if id.task.startswith("notifications.")]
 
     def refused(*_: Any, **__: Any) -> Any:
         raise PermanentError("the mail server refused the recipient: 550", "smtp_550")

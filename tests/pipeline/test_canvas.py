@@ -96,13 +96,13 @@ def test_a_worker_that_dies_after_its_commit_owes_result_and_chain(
     app_module.slow_deposit.delay("a", 0.01)
     eventually(lambda: record("a").duplicates == 1)
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        (lease,) = client.keys("idempotency:lease:*")
-        eventually(lambda: client.get(lease).endswith(" guarded"), what="the mark")
+        (hint,) = client.keys("idempotency:hint:*")
+        eventually(lambda: client.get(hint).endswith(" counted"), what="the mark")
         crashing.plan(directory, "finish.committed", crashing.KILL_WORKER)
         (directory / "working.go").touch()
         storing.process.wait(20)
         assert (record("a").status, entries("returning")) == ("completed", 0)
-        assert client.get(lease).endswith(" guarded")
+        assert client.get(hint).endswith(" counted")
         processes.worker("--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url)
         assert running.get(timeout=20) == "a"
     assert running.parent.get(timeout=20) == "a"

@@ -82,7 +82,7 @@ def test_status_counts_what_is_where(run: Run, bank: Celery, deliveries: Deliver
         b.failing.name: {"failed": 1, "released": 1},
     }
     assert (status["outbox"]["pending"], status["outbox"]["failed"], status["lease_over"]) == (2, 0, 0)
-    assert status["dead_letters"]["by_reason"] == [{"operation": b.failing.name, "reason": "no_account", "letters": 1}]
+    assert status["dead_letters"]["by_reason"] == [{"task": b.failing.name, "reason": "no_account", "letters": 1}]
     assert 0 <= status["oldest_seconds"]["started"] <= status["oldest_seconds"]["released"] < 60
     people = run("status")
     assert people.status == 0
@@ -187,7 +187,7 @@ def test_list_answers_by_status_task_tenant_and_age(run: Run, deliveries: Delive
         return [row["key"] for row in run("list", *options, "--json").document]
 
     assert keys() == ["a", "b", "c"]
-    assert keys("--status", "failed") == keys("--operation", b.failing.name) == ["c"]
+    assert keys("--status", "failed") == keys("--task", b.failing.name) == ["c"]
     assert keys("--tenant", "other") == ["b"]
     assert keys("--older-than", 60) == []
     assert keys("--limit", 1) == ["a"]
@@ -199,9 +199,9 @@ def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, d
         for key in ("a", "begun", "c", "c", "refused"):  # c was enqueued twice
             b.deposit.enqueue(connection, key)
         b.deposit.enqueue(connection, "d", tenant="other")
-        letter = """INSERT INTO idempotency.dead_letters (source, tenant, operation, key, reason, payload)
-                    VALUES ('broker', 'default', :operation, 'refused', 'unknown_task', '')"""
-        connection.execute(text(letter), {"operation": b.deposit.name})
+        letter = """INSERT INTO idempotency.dead_letters (source, tenant, task, key, reason, payload)
+                    VALUES ('broker', 'default', :task, 'refused', 'unknown_task', '')"""
+        connection.execute(text(letter), {"task": b.deposit.name})
     deliveries.deliver(b.deposit, "begun")
 
     def keys(*options: object) -> list[str]:
@@ -212,7 +212,7 @@ def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, d
     assert sorted(keys()) == ["a", "begun", "c", "d"]
     assert keys("--status", "accepted", "--tenant", "other") == ["d"]
     assert keys("--status", "accepted", "--limit", 1) == ["a"]
-    assert keys("--status", "accepted", "--operation", b.failing.name) == []
+    assert keys("--status", "accepted", "--task", b.failing.name) == []
     assert keys("--status", "accepted", "--older-than", 60) == []
     assert "accepted" in run("list").out
 
@@ -357,15 +357,15 @@ def test_an_unknown_effect_is_resolved_and_replayed_to_its_end(
         f"to go on: idempotency dead-letters replay {letter['id']}\n"
     )
     replayed = run("dead-letters", "replay", letter["id"], "--as", "ann", "--reason", "resolved", "--json")
-    assert replayed.document == {"replayed": letter["id"], "operation": b.transfer.name, "key": "a"}
+    assert replayed.document == {"replayed": letter["id"], "task": b.transfer.name, "key": "a"}
     audit = run("show", "a", "--json").document["audit"]
     assert [(row["action"], row["reason"]) for row in audit] == [("resolve", "seen"), ("replay", "resolved")]
     assert audit[1]["actor"] == "ann"
     assert run("dead-letters", "replay", letter["id"]).error.endswith(f"dead letter {letter['id']}: already replayed\n")
     with engine.connect() as connection:
-        again = """INSERT INTO idempotency.dead_letters (source, tenant, operation, key, reason, payload)
-                   VALUES ('operation', 'default', :operation, 'a', 'effect_unknown', '') RETURNING id"""
-        newer = connection.execute(text(again), {"operation": b.transfer.name}).scalar_one()
+        again = """INSERT INTO idempotency.dead_letters (source, tenant, task, key, reason, payload)
+                   VALUES ('operation', 'default', :task, 'a', 'effect_unknown', '') RETURNING id"""
+        newer = connection.execute(text(again), {"task": b.transfer.name}).scalar_one()
         refused = run("dead-letters", "replay", letter["id"]).error
         assert refused.endswith(f"already replayed; dead letter {newer} of this operation is open\n")
         connection.execute(text("DELETE FROM idempotency.dead_letters WHERE id = :id"), {"id": newer})
@@ -395,12 +395,12 @@ def test_the_end_of_a_name_after_a_dot_chooses_the_operation(run: Run, engine: E
         for name in ("shop.pay", "shop.tasks.pay", "shop.prepay", "pay.late"):
             op.started(connection, OperationId("default", name, "a"))
 
-    def found(operation: str) -> Any:
-        return run("show", "a", "--operation", operation, "--json")
+    def found(task: str) -> Any:
+        return run("show", "a", "--task", task, "--json")
 
-    assert found("prepay").document["operation"] == "shop.prepay"
-    assert found("tasks.pay").document["operation"] == "shop.tasks.pay"
-    assert found("shop.pay").document["operation"] == "shop.pay"
+    assert found("prepay").document["task"] == "shop.prepay"
+    assert found("tasks.pay").document["task"] == "shop.tasks.pay"
+    assert found("shop.pay").document["task"] == "shop.pay"
     assert "2 operations have it" in found("pay").error
     assert "no operation has it" in found("hop.pay").error
 
@@ -408,14 +408,14 @@ def test_the_end_of_a_name_after_a_dot_chooses_the_operation(run: Run, engine: E
 def test_a_bulk_command_for_a_task_that_is_not_there_says_so(run: Run, deliveries: Deliveries) -> None:
     for key in ("a", "b"):
         deliveries.deliver(b.failing, key, "permanent")
-    missing = run("dead-letters", "replay", "--operation", "failing", "--dry-run")
+    missing = run("dead-letters", "replay", "--task", "failing", "--dry-run")
     assert (missing.status, missing.error) == (
         1,
-        "idempotency: --operation failing: no open dead letter matches, and the application has no such task\n",
+        "idempotency: --task failing: no open dead letter matches, and the application has no such task\n",
     )
-    assert run("dead-letters", "replay", "--operation", b.deposit.name, "--dry-run").out == "would be replayed: 0\n"
+    assert run("dead-letters", "replay", "--task", b.deposit.name, "--dry-run").out == "would be replayed: 0\n"
     ids = sorted(row["id"] for row in run("dead-letters", "list", "--json").document)
-    named = run("dead-letters", "replay", "--operation", b.failing.name, "--dry-run").out
+    named = run("dead-letters", "replay", "--task", b.failing.name, "--dry-run").out
     assert named == f"would be replayed: 2 (dead letters {ids[0]}, {ids[1]})\n"
     one = run("dead-letters", "replay", ids[0]).out
     assert one in {f"dead letter {ids[0]} replayed {b.failing.name} {key}\n" for key in "ab"}

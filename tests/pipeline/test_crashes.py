@@ -23,7 +23,7 @@ from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, Worker, eventually
 
 POINTS = (
-    "lease.taken",
+    "hint.left",
     "claimed",
     "body.entered",
     "step.recorded",

@@ -99,12 +99,12 @@ class Shop:
                 text("SELECT * FROM idempotency.records WHERE key = :key"), {"key": key}
             ).one_or_none()
 
-    def settled(self, table: str, id: str, *, timeout: float = 40) -> Any:
+    def ended(self, table: str, id: str, *, timeout: float = 40) -> Any:
         def ended() -> Any:
             record = self.record(id)
             return record is not None and record.status in ("completed", "failed")
 
-        eventually(ended, timeout=timeout, what=f"{table} {id} settled")
+        eventually(ended, timeout=timeout, what=f"{table} {id} ended")
         return self.row(table, id)
 
     def charges(self, payment_id: str) -> list[int]:
@@ -134,7 +134,7 @@ def test_a_purchase_is_charged_posted_and_told_about_once(shop: Shop) -> None:
     payment_id = shop.buy(1234)
     for _ in range(3):
         shop.payments.capture_payment.delay(payment_id=payment_id)
-    payment = shop.settled("payments", payment_id)
+    payment = shop.ended("payments", payment_id)
 
     assert payment.status == "captured"
     assert shop.charges(payment_id) == [1234]
@@ -149,20 +149,20 @@ def test_a_purchase_is_charged_posted_and_told_about_once(shop: Shop) -> None:
 
 def test_a_free_purchase_is_completed_without_a_charge(shop: Shop) -> None:
     payment_id = shop.buy(0)
-    assert shop.settled("payments", payment_id).status == "free"
+    assert shop.ended("payments", payment_id).status == "free"
     assert shop.charges(payment_id) == []
 
 
 @pytest.mark.parametrize("fault", ["error_500_after", "timeout_after", "error_500_before", "rate_limited"])
 def test_whatever_the_provider_does_a_purchase_is_charged_once(shop: Shop, fault: str) -> None:
     payment_id = shop.buy(500, faults=[fault])
-    assert shop.settled("payments", payment_id).status == "captured"
+    assert shop.ended("payments", payment_id).status == "captured"
     assert shop.charges(payment_id) == [500]
 
 
 def test_a_declined_card_fails_the_payment_and_leaves_a_dead_letter(shop: Shop) -> None:
     payment_id = shop.buy(500, faults=["declined"])
-    payment = shop.settled("payments", payment_id)
+    payment = shop.ended("payments", payment_id)
     assert (payment.status, payment.failure) == ("failed", "card_declined")
     assert shop.charges(payment_id) == []
     with shop.engine.connect() as connection:
@@ -174,29 +174,29 @@ def test_a_declined_card_fails_the_payment_and_leaves_a_dead_letter(shop: Shop) 
 
 def test_a_rate_limit_uses_no_attempt(shop: Shop) -> None:
     payment_id = shop.buy(500, faults=["rate_limited"])
-    shop.settled("payments", payment_id)
+    shop.ended("payments", payment_id)
     assert shop.record(payment_id).attempts == 1
 
 
 def test_a_refund_of_more_than_is_left_is_refused_and_gives_nothing_back(shop: Shop) -> None:
     payment_id = shop.buy(1000)
-    shop.settled("payments", payment_id)
-    assert shop.settled("refunds", shop.give_back(payment_id, 700)).status == "refunded"
+    shop.ended("payments", payment_id)
+    assert shop.ended("refunds", shop.give_back(payment_id, 700)).status == "refunded"
     too_much = shop.give_back(payment_id, 301)
-    refund = shop.settled("refunds", too_much)
+    refund = shop.ended("refunds", too_much)
 
     assert (refund.status, refund.failure) == ("refused", "exceeds_captured")
     assert json.loads(shop.record(too_much).error)["message"] == "amount: at most 300 left to refund, got 301"
     assert shop.refunds_of(payment_id) == [700]
     assert shop.row("payments", payment_id).refunded == 700
-    assert shop.settled("refunds", shop.give_back(payment_id, 300)).status == "refunded"
+    assert shop.ended("refunds", shop.give_back(payment_id, 300)).status == "refunded"
 
 
 def test_two_refunds_that_race_past_the_total_give_back_one(shop: Shop) -> None:
     payment_id = shop.buy(1000)
-    shop.settled("payments", payment_id)
+    shop.ended("payments", payment_id)
     first, second = shop.give_back(payment_id, 600), shop.give_back(payment_id, 600)
-    statuses = sorted(shop.settled("refunds", id).status for id in (first, second))
+    statuses = sorted(shop.ended("refunds", id).status for id in (first, second))
 
     assert statuses == ["refunded", "refused"]
     assert shop.refunds_of(payment_id) == [600]
@@ -205,9 +205,9 @@ def test_two_refunds_that_race_past_the_total_give_back_one(shop: Shop) -> None:
 
 def test_two_refunds_within_the_total_are_both_given_back(shop: Shop) -> None:
     payment_id = shop.buy(1000)
-    shop.settled("payments", payment_id)
+    shop.ended("payments", payment_id)
     refunds = [shop.give_back(payment_id, 400), shop.give_back(payment_id, 600)]
-    assert [shop.settled("refunds", id).status for id in refunds] == ["refunded", "refunded"]
+    assert [shop.ended("refunds", id).status for id in refunds] == ["refunded", "refunded"]
     assert sorted(shop.refunds_of(payment_id)) == [400, 600]
 
 
@@ -221,7 +221,7 @@ def test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt(shop
 
     with Session(shop.engine) as session, session.begin():
         shop.payments.capture_payment.enqueue(session, payment_id=payment_id)
-    assert shop.settled("refunds", refund_id).status == "refunded"
+    assert shop.ended("refunds", refund_id).status == "refunded"
 
 
 @pytest.mark.parametrize(
@@ -232,17 +232,17 @@ def test_a_refund_of_what_was_never_captured_is_refused_and_the_row_says_why(sho
         payment_id = "p-nowhere"
     else:
         payment_id = shop.buy(0) if kind == "free" else shop.buy(500, faults=["declined"])
-        shop.settled("payments", payment_id)
-    refund = shop.settled("refunds", shop.give_back(payment_id, 100))
+        shop.ended("payments", payment_id)
+    refund = shop.ended("refunds", shop.give_back(payment_id, 100))
     assert (refund.status, refund.failure) == ("refused", code)
 
 
 def test_a_refund_answered_500_after_it_was_made_is_made_once(shop: Shop) -> None:
     payment_id = shop.buy(1000)
-    shop.settled("payments", payment_id)
+    shop.ended("payments", payment_id)
     body = {"next": ["error_500_after"], "only": {"purchase_id": payment_id}}
     requests.post(f"{shop.provider.url}/_sandbox/faults", json=body, timeout=5).raise_for_status()
-    assert shop.settled("refunds", shop.give_back(payment_id, 300)).status == "refunded"
+    assert shop.ended("refunds", shop.give_back(payment_id, 300)).status == "refunded"
     assert shop.refunds_of(payment_id) == [300]
 
 

@@ -60,7 +60,7 @@ def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
             enqueue(*accounts)
             killed = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
             assert killed.wait(30) == -9
-            with engine.connect() as connection:  # its lease on the rows is over, without waiting for it
+            with engine.connect() as connection:  # its reservation of the rows is over, without waiting for it
                 connection.execute(text("UPDATE idempotency.outbox SET relayed_until = NULL"))
             relay = Relay(bank)
             while relay.run_once().published:
@@ -176,7 +176,7 @@ def test_a_busy_relay_is_not_notified(bank: Celery, engine: Engine, enqueue: Cal
         assert list(driver.notifies(timeout=0.2)) == []
 
 
-def test_deleting_queues_and_leases_under_load_loses_and_doubles_nothing(
+def test_deleting_queues_and_hints_under_load_loses_and_doubles_nothing(
     bank: Celery,
     worker: Worker,
     relay: Relay,
@@ -188,7 +188,7 @@ def test_deleting_queues_and_leases_under_load_loses_and_doubles_nothing(
 ) -> None:
     import redis
 
-    from idempotency.relay.reconcile import reconcile
+    from idempotency.relay.resend import resend_lost
 
     accounts = [f"a{number}" for number in range(60)]
     for account in accounts[:30]:
@@ -208,7 +208,7 @@ def test_deleting_queues_and_leases_under_load_loses_and_doubles_nothing(
                     "WHERE status = 'published' AND settled_at IS NULL"
                 )
             )
-        reconcile(bank)
+        resend_lost(bank)
         return all((row := record(account)) and row.status == "completed" for account in accounts)
 
     eventually(all_done, timeout=60)

@@ -94,10 +94,10 @@ def test_a_task_terminated_before_its_claim_ends_as_a_dead_letter(
     bank: Celery, worker: Worker, relay: Any, environment: dict[str, str], entries: Any, record: Any, letters: Any
 ) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])
-    crashing.plan(directory, "lease.taken", crashing.HOLD)
+    crashing.plan(directory, "hint.left", crashing.HOLD)
     id = str(uuid4())
     b.deposit.apply_async(("a",), task_id=id)
-    eventually((directory / "lease.taken.held").exists)
+    eventually((directory / "hint.left.held").exists)
     assert record("a") is None
     revoke(bank, id, terminate=True)
     eventually(lambda: status(record, "a") == "failed")

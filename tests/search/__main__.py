@@ -117,7 +117,7 @@ def _fitting(kinds: Sequence[str]) -> str:
     """The scenario in which both have something to do."""
     if RUNNERS & set(kinds):
         return "lost"
-    return "unknown" if {"replay", "resolve", "settle", "discard"} & set(kinds) else "open"
+    return "unknown" if {"replay", "resolve", "resolve_effect", "discard"} & set(kinds) else "open"
 
 
 def _cases(pairs: str, scenarios: Iterable[str]) -> Iterator[Case]:

@@ -57,10 +57,10 @@ def _recover(world: World) -> None:
     world.recover()
 
 
-def _reconcile(world: World) -> None:
+def _resend(world: World) -> None:
     stop_before("time passes: a lease and more")
     world.a_while()
-    world.reconcile()
+    world.resend()
 
 
 def _dead_letter(world: World) -> None:
@@ -129,7 +129,7 @@ def _resolve(world: World) -> None:
         _insisting(lambda change: world.resolve(shown, change))
 
 
-def _settle(world: World) -> None:
+def _resolve_effect(world: World) -> None:
     """As resolve, and the operation is not to go on."""
     with _refusals():
         shown = world.shown()
@@ -183,7 +183,7 @@ KINDS = {
         Kind("eager", _eager),
         Kind("relay", _relay),
         Kind("recover", _recover),
-        Kind("reconcile", _reconcile),
+        Kind("resend", _resend),
         Kind("dead_letter", _dead_letter, dead_copies=1),
         Kind("message_dies", _message_dies),
         Kind("rejected", _rejected),
@@ -194,7 +194,7 @@ KINDS = {
         Kind("cancel_anyway", _cancel_anyway),
         Kind("replay", _replay),
         Kind("resolve", _resolve),
-        Kind("settle", _settle),
+        Kind("resolve_effect", _resolve_effect),
         Kind("discard", _discard),
     )
 }

@@ -75,7 +75,7 @@ _UNRESERVE = text("""
 WITH refund AS (UPDATE refunds SET status = 'pending' WHERE id = :id RETURNING payment_id, amount)
 UPDATE payments p SET reserved = p.reserved - r.amount FROM refund r WHERE p.id = r.payment_id
 """)
-_SETTLE = text("""
+_PAID = text("""
 WITH refund AS (UPDATE refunds SET status = 'refunded', charge = :charge, failure = NULL WHERE id = :id
                 RETURNING payment_id, amount)
 UPDATE payments p SET reserved = p.reserved - r.amount, refunded = p.refunded + r.amount
@@ -134,7 +134,7 @@ def _refund(self: IdempotentTask, refund_id: str, **effect: Any) -> dict[str, An
     bodies.add((claim.id.key, claim.generation, claim.attempts))
     reserved = self.step("reserve", reserve, refund_id, undo=unreserve)
     answer = self.effect("refund", call_provider, refund_id, reserved["amount"], **effect)
-    self.session.execute(_SETTLE, {"id": refund_id, "charge": answer["id"]})
+    self.session.execute(_PAID, {"id": refund_id, "charge": answer["id"]})
     return {"charge": answer["id"]}
 
 

@@ -30,7 +30,7 @@ class Envelope:
 
 
 class Broker:
-    """First in, first out; what was taken and not settled comes back to the front."""
+    """First in, first out; what was taken and not answered comes back to the front."""
 
     def __init__(self) -> None:
         self.ready: deque[Envelope] = deque()
@@ -43,7 +43,7 @@ class Broker:
         self.ready.append(envelope)
         return envelope
 
-    def settle(self, envelope: Envelope, outcome: Outcome) -> None:
+    def answer(self, envelope: Envelope, outcome: Outcome) -> None:
         touched("w:queues")
         if outcome.state == "REJECTED":
             self.dead.append((envelope, "rejected"))

@@ -216,7 +216,7 @@ def run(
 
 
 def _rest(world: World, done: Run) -> None:
-    """Drain and check; then a person settles what is open, and it is checked again."""
+    """Drain and check; then a person resolves what is open, and it is checked again."""
     world.drain()
     done.violations += [*world.seen, *check(world)]
     if done.violations or not (letters := world.letters()):
@@ -229,7 +229,7 @@ def _rest(world: World, done: Run) -> None:
         done.trace.append(Event("a person", "resolves and replays", f"refused: {error}"))
         record = world.record()
         if record is not None and record.status == "failed" and len(letters) == 1:
-            done.violations.append(Violation("I27", f"it cannot be settled: {error}"))
+            done.violations.append(Violation("I27", f"it cannot be resolved: {error}"))
         return
     done.trace.append(Event("a person", "resolves what is open by the provider's books, and replays"))
     world.drain()

@@ -75,10 +75,10 @@ FINDINGS = (
     ),
     Finding(
         "a dead copy ends what is sent again",
-        "plain/reconcile+dead_letter",
+        "plain/resend+dead_letter",
         0,
         "I29",
-        "outbox row (reconcile)",
+        "outbox row (resend)",
         ("elsewhere",),
     ),
     Finding(

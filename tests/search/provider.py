@@ -26,7 +26,7 @@ class Charge:
 
     id: str
     key: str
-    operation: str
+    task: str
     amount: int
 
 
@@ -43,7 +43,7 @@ class Provider:
         self._declined: set[str] = set()
         self._keys: list[str] = []
 
-    def call(self, operation: str, amount: int, key: str) -> dict[str, str]:
+    def call(self, task: str, amount: int, key: str) -> dict[str, str]:
         """Act, once per key. Raises ConnectionError, `PermanentError`, `StoredRefusal` or `Defer` where the plan says so."""
         stop_before(f"provider.call({amount}, key {self._number(key)})")
         touched("w:provider")
@@ -66,7 +66,7 @@ class Provider:
             note("declined")
             raise StoredRefusal("declined", "declined")
         if charge is None:
-            charge = Charge(f"ch_{len(self.charges) + 1}", key, operation, amount)
+            charge = Charge(f"ch_{len(self.charges) + 1}", key, task, amount)
             self.charges.append(charge)
             note(f"acted, {charge.id}")
         else:

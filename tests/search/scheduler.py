@@ -231,7 +231,7 @@ class Scheduler:
         while self._admin.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pid]).rowcount:
             time.sleep(0.001)
 
-    def _settle(self) -> None:
+    def _quiesce(self) -> None:
         """Let the sessions go on that were left alone and have been granted their lock: each ends after its statement."""
         for pid in list(self._left):
             if not self._is_waiting(pid):
@@ -242,7 +242,7 @@ class Scheduler:
         """Let those go on whose lock was granted, until no actor is left whom another one's end lets go on."""
         waiting = None
         while waiting != (waiting := (len(self.blocked()), len(self._left))) and any(waiting):
-            self._settle()
+            self._quiesce()
             for actor in self.actors:
                 if not actor.blocked:
                     continue

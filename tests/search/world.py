@@ -38,8 +38,8 @@ from idempotency.letters import storing
 from idempotency.observe import crash_points
 from idempotency.operate import operators
 from idempotency.operate.operators import Change, Shown
-from idempotency.relay.reconcile import reconcile
 from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.store import schema, undelivered
 from idempotency.store.undelivered import Dead, GivenUp
 from idempotency.upkeep import maintenance
@@ -64,7 +64,7 @@ PERSON = Change("search", "asked by the search")
 # A row that a relay holds at this moment is the message in hand: it died before its confirm was noted.
 _PENDING = """
 SELECT origin FROM idempotency.outbox WHERE status = 'pending'
-    AND (event_id IS DISTINCT FROM %s OR relayed_until IS NULL OR relayed_until < clock_timestamp())
+    AND (message_id IS DISTINCT FROM %s OR relayed_until IS NULL OR relayed_until < clock_timestamp())
 """
 _give_up = undelivered.give_up
 _EMPTY = """
@@ -318,7 +318,7 @@ class World:
     # ------------------------------------------------------------ what happens in it
 
     def attempt(self) -> Outcome | None:
-        """A worker takes the next message, runs it, and settles it."""
+        """A worker takes the next message, runs it, and answers it."""
         stop_before("message delivered")
         touched("w:queues")
         if not self.broker.ready:
@@ -333,7 +333,7 @@ class World:
             touched("w:queues")
             self.broker.ready.appendleft(envelope)  # its worker is gone: redelivered
             raise
-        self.broker.settle(envelope, outcome)
+        self.broker.answer(envelope, outcome)
         return outcome
 
     def run(self, envelope: Envelope) -> Outcome:
@@ -351,12 +351,12 @@ class World:
     def recover(self) -> None:
         maintenance.recover(application.app)
 
-    def reconcile(self) -> None:
+    def resend(self) -> None:
         def depth(_: object) -> int:
             touched("r:queues")
             return len(self.broker.ready)
 
-        reconcile(application.app, depth=depth)
+        resend_lost(application.app, depth=depth)
 
     def a_while(self) -> None:
         """So much time passes that no lease holds, and what was to be later is due."""
@@ -409,9 +409,9 @@ class World:
         answer = _give_up(connection, dead, **options)
         if isinstance(answer, GivenUp):
             touched("r:outbox", "r:queues")
-            pending = self.admin.execute(_PENDING, [dead.event_id]).fetchall()
+            pending = self.admin.execute(_PENDING, [dead.message_id]).fetchall()
             others = [f"an outbox row ({row.origin})" for row in pending]
-            others += [f"{each} in the queue" for each in self.broker.ready if each.outbox_id != dead.event_id]
+            others += [f"{each} in the queue" for each in self.broker.ready if each.outbox_id != dead.message_id]
             self.elsewhere[current()] = ", ".join(others)
         return answer
 
@@ -470,7 +470,7 @@ class World:
             while self.broker.dead:
                 self.bury()
             if not self.broker.ready:
-                self.reconcile()
+                self.resend()
             for _ in range(len(self.broker.ready)):
                 self.attempt()
 

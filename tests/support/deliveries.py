@@ -106,6 +106,6 @@ def _state(error: Exception) -> str:
 
 def deliver_row(deliveries: Deliveries, task: Any, row: Row[Any]) -> Outcome:
     """Deliver what the relay would publish for this outbox row."""
-    message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.event_id)
+    message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.message_id)
     args, kwargs, _ = json.loads(message.body)
     return deliveries.deliver(task, *args, headers=message.headers, task_id=message.headers["id"], **kwargs)

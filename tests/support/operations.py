@@ -37,8 +37,8 @@ Record = Callable[[str], Any]
 Entries = Callable[[str], int]
 
 
-def new_id(tenant: str = "default", operation: str = "tests.support.bank.deposit") -> OperationId:
-    return OperationId(tenant, operation, uuid4().hex)
+def new_id(tenant: str = "default", task: str = "tests.support.bank.deposit") -> OperationId:
+    return OperationId(tenant, task, uuid4().hex)
 
 
 # ---------------------------------------------------------------- states
@@ -120,9 +120,9 @@ def age(connection: Connection, id: OperationId, **seconds: float) -> None:
         changed = connection.execute(
             text(
                 f"UPDATE idempotency.records SET {column} = clock_timestamp() + make_interval(secs => :offset) "
-                "WHERE tenant = :tenant AND operation = :operation AND key = :key"
+                "WHERE tenant = :tenant AND task = :task AND key = :key"
             ),
-            {"offset": offset, "tenant": id.tenant, "operation": id.operation, "key": id.key},
+            {"offset": offset, "tenant": id.tenant, "task": id.task, "key": id.key},
         )
         assert changed.rowcount == 1
 
@@ -161,8 +161,8 @@ def deaths(engine: Engine, key: str, attempts: int, *, spent_at: int | None = No
 def record(connection: Connection, id: OperationId) -> Any:
     """The record's row, every column; or None, which few tests expect: hence Any."""
     return connection.execute(
-        text("SELECT * FROM idempotency.records WHERE tenant = :tenant AND operation = :operation AND key = :key"),
-        {"tenant": id.tenant, "operation": id.operation, "key": id.key},
+        text("SELECT * FROM idempotency.records WHERE tenant = :tenant AND task = :task AND key = :key"),
+        {"tenant": id.tenant, "task": id.task, "key": id.key},
     ).one_or_none()
 
 
@@ -188,9 +188,9 @@ def seconds_from_now(connection: Connection, id: OperationId, column: str) -> fl
     value: float = connection.execute(
         text(
             f"SELECT extract(epoch FROM {column} - clock_timestamp())::float8 FROM idempotency.records "
-            "WHERE tenant = :tenant AND operation = :operation AND key = :key"
+            "WHERE tenant = :tenant AND task = :task AND key = :key"
         ),
-        {"tenant": id.tenant, "operation": id.operation, "key": id.key},
+        {"tenant": id.tenant, "task": id.task, "key": id.key},
     ).scalar_one()
     return value
 
@@ -200,11 +200,11 @@ def outbox(connection: Connection, id: OperationId | None = None) -> Sequence[Ro
     return connection.execute(
         text("""
             SELECT * FROM idempotency.outbox
-            WHERE cast(:key AS text) IS NULL OR (tenant, operation, key) = (:tenant, :operation, :key) ORDER BY id
+            WHERE cast(:key AS text) IS NULL OR (tenant, task, key) = (:tenant, :task, :key) ORDER BY id
         """),
         {
             "tenant": id and id.tenant,
-            "operation": id and id.operation,
+            "task": id and id.task,
             "key": id and id.key,
         },
     ).all()
@@ -216,12 +216,14 @@ def sent(connection: Connection, id: OperationId) -> dict[str, Any]:
         text("""
             UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL
             WHERE id = (SELECT max(id) FROM idempotency.outbox
-                        WHERE (tenant, operation, key) = (:tenant, :operation, :key))
-            RETURNING event_id, generation, origin
+                        WHERE (tenant, task, key) = (:tenant, :task, :key))
+            RETURNING message_id, generation, origin
         """),
-        {"tenant": id.tenant, "operation": id.operation, "key": id.key},
+        {"tenant": id.tenant, "task": id.task, "key": id.key},
     ).one()
-    return Message({}, "", {}, {}).marked(origin=row.origin, outbox_id=row.event_id, generation=row.generation).headers
+    return (
+        Message({}, "", {}, {}).marked(origin=row.origin, outbox_id=row.message_id, generation=row.generation).headers
+    )
 
 
 def dead_letters(connection: Connection, id: OperationId | None = None) -> Sequence[Row[Any]]:
@@ -229,11 +231,11 @@ def dead_letters(connection: Connection, id: OperationId | None = None) -> Seque
     return connection.execute(
         text("""
             SELECT * FROM idempotency.dead_letters
-            WHERE cast(:key AS text) IS NULL OR (tenant, operation, key) = (:tenant, :operation, :key) ORDER BY id
+            WHERE cast(:key AS text) IS NULL OR (tenant, task, key) = (:tenant, :task, :key) ORDER BY id
         """),
         {
             "tenant": id and id.tenant,
-            "operation": id and id.operation,
+            "task": id and id.task,
             "key": id and id.key,
         },
     ).all()

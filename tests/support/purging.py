@@ -24,10 +24,10 @@ def deliver_again(
     connection: Connection, id: OperationId, *, fingerprint: str = op.FINGERPRINT, **columns: str
 ) -> None:
     """An outbox row of the operation, in the state that the columns say."""
-    event_id = outbox.insert(connection, id, fingerprint, Message.from_text(op.MESSAGE))
+    message_id = outbox.insert(connection, id, fingerprint, Message.from_text(op.MESSAGE))
     changes = ", ".join(f"{column} = {value}" for column, value in columns.items())
     if changes:
-        connection.execute(text(f"UPDATE idempotency.outbox SET {changes} WHERE event_id = :id"), {"id": event_id})
+        connection.execute(text(f"UPDATE idempotency.outbox SET {changes} WHERE message_id = :id"), {"id": message_id})
 
 
 # Longer ago than it may still be delivered.

@@ -17,7 +17,7 @@ def states(connection: Connection) -> list[str]:
 
 
 def make_due(connection: Connection) -> None:
-    """Let back-offs and leases of relays be over."""
+    """Let back-offs and reservations of relays be over."""
     past = "clock_timestamp() - interval '1 s'"
     connection.execute(text(f"UPDATE idempotency.outbox SET available_at = {past} WHERE status = 'pending'"))
     connection.execute(text(f"UPDATE idempotency.outbox SET relayed_until = {past} WHERE relayed_until IS NOT NULL"))

@@ -255,7 +255,7 @@ def test_a_first_delivery_is_marked_with_its_row_alone(app: Celery) -> None:
     assert OUTBOX_HEADER not in message.headers
 
 
-@pytest.mark.parametrize("origin", ["retry", "recover", "reconcile", "replay"])
+@pytest.mark.parametrize("origin", ["retry", "recover", "resend", "replay"])
 def test_a_later_delivery_says_where_it_comes_from(app: Celery, origin: str) -> None:
     marked = composed(app).marked(origin=origin, outbox_id="e-1")
     assert marked.headers[ORIGIN_HEADER] == origin

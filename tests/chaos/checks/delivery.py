@@ -107,7 +107,7 @@ def ordered_by_commit(books: Books) -> Iterator[Violation]:
     for row_id, lines in books.outbox.items():
         first = next((c for c in lines if becomes(c, "published")), None)
         if first is not None and first.row["ordering_key"] is not None:
-            name = (first.row["operation"], first.row["ordering_key"])
+            name = (first.row["task"], first.row["ordering_key"])
             published[name].append((first.seq, row_id, first.row))
     for (_, ordering_key), found in published.items():
         latest = (0, 0)
@@ -129,7 +129,7 @@ def nothing_disappears(books: Books) -> Iterator[Violation]:
         )
 
 
-# What any number of relays, sweepers and reconciles may do to an outbox row.
+# What any number of relays, sweepers and resenders may do to an outbox row.
 _SENDING = {
     ("pending", "pending"),
     ("pending", "published"),

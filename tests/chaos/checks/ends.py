@@ -90,12 +90,12 @@ def commands_count_once(books: Books) -> Iterator[Violation]:
     given: Counter[tuple[Any, ...]] = Counter()
     for change in books.changes:
         if change.book == "audit" and change.row["action"] != "refused":
-            columns = ("actor", "action", "tenant", "operation", "key", "reason")
+            columns = ("actor", "action", "tenant", "task", "key", "reason")
             # a release and the next one of the same operation find it under another fence
             given[*(change.row[name] for name in columns), change.row["fence_before"]] += 1
-    for (actor, action, tenant, operation, key, reason, _), times in given.items():
+    for (actor, action, tenant, task, key, reason, _), times in given.items():
         if times > 1:
-            yield Violation("I14", f"{tenant}/{operation}/{key}", f"{action} by {actor} ({reason}) took place {times} times")  # fmt: skip
+            yield Violation("I14", f"{tenant}/{task}/{key}", f"{action} by {actor} ({reason}) took place {times} times")  # fmt: skip
 
 
 def attempts_are_used_before_they_are_exhausted(books: Books) -> Iterator[Violation]:

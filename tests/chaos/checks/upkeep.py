@@ -80,8 +80,8 @@ def tenants_are_apart(books: Books) -> Iterator[Violation]:
         for change in changes:
             if change.book == "records" and (becomes(change, "completed") or becomes(change, "failed")):
                 id = id_of(change.row)
-                ended[id.operation, id.key].add(id.tenant)
-        for (operation, key), found in ended.items():
+                ended[id.task, id.key].add(id.tenant)
+        for (task, key), found in ended.items():
             if len(found) > 1:
-                name = name_of(Id(min(found), operation, key))
+                name = name_of(Id(min(found), task, key))
                 yield Violation("I23", name, f"ended in one transaction for {', '.join(sorted(found))}")

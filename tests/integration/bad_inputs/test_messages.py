@@ -262,7 +262,7 @@ def test_a_replay_that_cannot_be_is_refused_and_changes_nothing(
     letter = 999_999 if state == "unknown" else dead(deliveries, connection)
     if state in ("replayed", "discarded"):
         connection.execute(
-            text(f"UPDATE idempotency.dead_letters SET status = '{state}', settled_at = clock_timestamp()")
+            text(f"UPDATE idempotency.dead_letters SET status = '{state}', closed_at = clock_timestamp()")
         )
     elif state != "unknown":
         set_status(connection, state)

@@ -28,7 +28,7 @@ ELSEWHERE = {
     29: (
         "tests/integration/test_doctor.py",
         "test_a_database_that_forgets_in_a_power_cut_is_refused",
-        "test_a_redis_that_forgets_or_refuses_leases_is_a_warning",
+        "test_a_redis_that_forgets_or_refuses_hints_is_a_warning",
         "test_a_worker_on_old_tables_does_not_start",
     ),
     30: (

@@ -301,9 +301,9 @@ def test_a_duplicate_that_differs_in_any_part_is_not_counted(
     id = state(connection).id
     assert claims.count_duplicate(connection, id, OTHER) == (False, None)
     for other in (
-        OperationId("another", id.operation, id.key),
+        OperationId("another", id.task, id.key),
         OperationId(id.tenant, "another", id.key),
-        OperationId(id.tenant, id.operation, "another"),
+        OperationId(id.tenant, id.task, "another"),
     ):
         assert claims.count_duplicate(connection, other, FINGERPRINT) == (False, None)
     assert duplicates(connection, id) == 0
@@ -319,7 +319,7 @@ def test_a_tenant_meets_nothing_of_another_one_s(
 ) -> None:
     theirs = state(connection)
     before = record(connection, theirs.id)
-    mine = OperationId("another", theirs.id.operation, theirs.id.key)
+    mine = OperationId("another", theirs.id.task, theirs.id.key)
     assert operations.lookup(connection, mine) is None
     # the same key with other arguments is no mismatch here
     held = started(connection, mine, fingerprint=OTHER)

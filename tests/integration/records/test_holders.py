@@ -53,11 +53,11 @@ def altered(held: Claimed, **changes: Any) -> Claimed:
         lambda held: {"fence": held.fence - 1},
         lambda held: {"fence": held.fence + 1},
         lambda held: {"token": uuid4().hex},
-        lambda held: {"id": OperationId("another", held.id.operation, held.id.key)},
+        lambda held: {"id": OperationId("another", held.id.task, held.id.key)},
         lambda held: {"id": OperationId(held.id.tenant, "another", held.id.key)},
-        lambda held: {"id": OperationId(held.id.tenant, held.id.operation, "another")},
+        lambda held: {"id": OperationId(held.id.tenant, held.id.task, "another")},
     ],
-    ids=["older fence", "newer fence", "token", "tenant", "operation", "key"],
+    ids=["older fence", "newer fence", "token", "tenant", "task", "key"],
 )
 def test_who_is_not_the_holder_changes_nothing(
     connection: Connection,

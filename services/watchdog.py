@@ -1,4 +1,4 @@
-"""End the servers when their owner dies without having done so: ``python -m services.guard PID DIRECTORY``.
+"""End the servers when their owner dies without having done so: ``python -m services.watchdog PID DIRECTORY``.
 
 A signal on the parent's death (PR_SET_PDEATHSIG) would not do: it follows the thread that started the server, is lost
 when Postgres changes its user, does not reach children, and leaves the directory behind.
@@ -20,7 +20,7 @@ from services import process, rabbitmq_container
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.guard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m services.watchdog", description=__doc__)
     parser.add_argument("owner", type=int, help="pid of the process whose death ends the servers")
     parser.add_argument("directory", type=Path, help="where the servers' directories are")
     parser.add_argument("--remove", action="store_true", help="remove the directory afterwards")

@@ -1,4 +1,4 @@
-"""Reconcile: what the broker has lost is sent again from the outbox.
+"""Resend: what the broker has lost is sent again from the outbox.
 
 A row stays unsettled until its operation has ended, so that deleting every queue loses nothing. Age says little: a long
 backlog is not a lost one, and sending it again would only make it longer. So a row is looked at once it must have left
@@ -36,16 +36,16 @@ PRIORITIES = (0, 9)
 
 
 @dataclass(frozen=True, slots=True)
-class Reconciled:
+class Resent:
     """What one pass did: rows whose operation has ended, and operations sent again."""
 
     settled: int
     resent: int
 
 
-def reconcile(
+def resend_lost(
     app: Celery, depth: Callable[[str], int] | None = None, *, publisher: Publisher | None = None
-) -> Reconciled:
+) -> Resent:
     """Settle what has ended, and send again what the broker has lost. Any number at once.
 
     Nothing is sent again while the broker is away. `publisher` is used where one is open already. `depth` tells how
@@ -60,11 +60,11 @@ def reconcile(
         try:
             if own.is_fifo():
                 found, resent = _send_what_is_lost(runtime, connection, own)
-                return Reconciled(settled + found, resent)
+                return Resent(settled + found, resent)
             return _counted(app, runtime, connection, own.depth, settled)
         except BrokerAway as error:
             log.warning("broker_unavailable", error=str(error))
-            return Reconciled(settled, 0)
+            return Resent(settled, 0)
         finally:
             if publisher is None:
                 own.close()
@@ -127,8 +127,8 @@ def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[A
 
 def _counted(
     app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int], settled: int
-) -> Reconciled:
-    return Reconciled(settled + lost.settle_any(connection), _send_what_lacks(app, runtime, connection, depth))
+) -> Resent:
+    return Resent(settled + lost.settle_any(connection), _send_what_lacks(app, runtime, connection, depth))
 
 
 def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
@@ -136,7 +136,7 @@ def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, dept
     after = runtime.settings.resend_after
     lost.refuse_any(connection, runtime.settings.service, after=after)
     for row in lost.waiting(connection, after=after):
-        waiting.setdefault(row.queue or _routed(app, row.operation), []).append(row)
+        waiting.setdefault(row.queue or _routed(app, row.task), []).append(row)
     total = 0
     for queue, rows in waiting.items():
         overdue = [row for row in rows if row.overdue]
@@ -175,6 +175,6 @@ def _send_again(runtime: Runtime, rows: Sequence[Row[Any]]) -> int:
         return lost.send_again(connection, rows)
 
 
-def _routed(app: Celery, operation: str) -> str:
-    queue = app.amqp.router.route({}, operation).get("queue")
+def _routed(app: Celery, task: str) -> str:
+    queue = app.amqp.router.route({}, task).get("queue")
     return str(getattr(queue, "name", queue or app.conf.task_default_queue))

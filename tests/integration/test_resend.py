@@ -16,9 +16,9 @@ from sqlalchemy.orm import Session
 from idempotency.application import close_runtime
 from idempotency.attempt.runtime import Runtime
 from idempotency.letters.examine import examine
-from idempotency.relay import reconcile as reconciling
-from idempotency.relay.reconcile import reconcile
+from idempotency.relay import resend as resending
 from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.store import lost
 from idempotency.store import markers as marking
 from idempotency.wire.keys import OperationId
@@ -67,7 +67,7 @@ def purge_queue(bank: Celery) -> None:
 
 def test_a_long_backlog_is_not_a_lost_one(bank: Celery, sent: Sent) -> None:
     sent("a", "b", "c")
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
     assert sent.relay.run_once().published == 0
 
 
@@ -76,10 +76,10 @@ def test_what_a_wiped_queue_has_lost_is_sent_again_once(
 ) -> None:
     sent("a", "b", "c")
     purge_queue(bank)
-    assert reconcile(bank).resent == 3
+    assert resend_lost(bank).resent == 3
     assert sent.relay.run_once().published == 3
     assert depth(bank) == 3
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
 
 
 def test_a_queue_is_sent_no_more_than_it_lacks_oldest_first(bank: Celery, sent: Sent, engine: Engine) -> None:
@@ -87,7 +87,7 @@ def test_a_queue_is_sent_no_more_than_it_lacks_oldest_first(bank: Celery, sent: 
     sent("c", "d", seconds=0)
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour'"))
-    assert reconcile(bank, lambda queue: 3).resent == 1
+    assert resend_lost(bank, lambda queue: 3).resent == 1
     with engine.connect() as connection:
         resent = connection.execute(text("SELECT key FROM idempotency.outbox WHERE resends = 1")).scalars().all()
     assert resent in (["a"], ["b"])
@@ -98,15 +98,15 @@ def test_what_was_published_lately_is_left_alone_and_the_pause_doubles(
 ) -> None:
     sent("a", seconds=30)
     purge_queue(bank)
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
     age(engine, 61)
-    assert reconcile(bank).resent == 1
+    assert resend_lost(bank).resent == 1
     sent.relay.run_once()
     purge_queue(bank)
     age(engine, 61)
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
     age(engine, 121)
-    assert reconcile(bank).resent == 1
+    assert resend_lost(bank).resent == 1
 
 
 def test_what_another_pass_has_sent_again_meanwhile_is_not_sent_again(
@@ -115,16 +115,16 @@ def test_what_another_pass_has_sent_again_meanwhile_is_not_sent_again(
     """Two relays look at the same moment; while one of them asks the consumers, the other has done it all."""
     sent("a")
     purge_queue(bank)
-    resend = reconciling._resend
+    resend = resending._resend
 
     def after_another_pass(runtime: Runtime, lost: Any) -> Any:
-        monkeypatch.setattr(reconciling, "_resend", resend)
-        assert reconcile(bank).resent == 1
+        monkeypatch.setattr(resending, "_resend", resend)
+        assert resend_lost(bank).resent == 1
         assert sent.relay.run_once().published == 1
         return resend(runtime, lost)
 
-    monkeypatch.setattr(reconciling, "_resend", after_another_pass)
-    assert reconcile(bank).resent == 0
+    monkeypatch.setattr(resending, "_resend", after_another_pass)
+    assert resend_lost(bank).resent == 0
     with engine.connect() as connection:
         assert [(row.status, row.resends) for row in op.outbox(connection)] == [("published", 1)]
 
@@ -135,9 +135,9 @@ def test_an_ended_operation_settles_its_rows_and_is_not_sent_again(
     sent("a")
     deliveries.deliver(app_module.deposit, "a")
     purge_queue(bank)
-    done = reconcile(bank)
+    done = resend_lost(bank)
     assert (done.settled, done.resent) == (1, 0)
-    assert reconcile(bank).settled == 0
+    assert resend_lost(bank).settled == 0
 
 
 def test_a_running_operation_is_recovers_business(
@@ -153,7 +153,7 @@ def test_a_running_operation_is_recovers_business(
             )
         )
     purge_queue(bank)
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
 
 
 def test_a_released_operation_in_its_back_off_is_left_alone_until_it_is_due(
@@ -164,10 +164,10 @@ def test_a_released_operation_in_its_back_off_is_left_alone_until_it_is_due(
         connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp()"))
     sent()
     purge_queue(bank)
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.records SET available_at = clock_timestamp()"))
-    assert reconcile(bank).resent == 1
+    assert resend_lost(bank).resent == 1
 
 
 def test_a_row_whose_key_belongs_to_another_request_becomes_a_dead_letter(
@@ -175,17 +175,17 @@ def test_a_row_whose_key_belongs_to_another_request_becomes_a_dead_letter(
 ) -> None:
     deliveries.deliver(app_module.deposit, "a", 5)
     sent("a")  # amount 1, by default
-    reconcile(bank)
+    resend_lost(bank)
     with engine.connect() as connection:  # it waits in its queue
         assert connection.execute(text("SELECT count(*) FROM idempotency.dead_letters")).scalar_one() == 0
     purge_queue(bank)
-    reconcile(bank)
+    resend_lost(bank)
     with engine.connect() as connection:
         letters = connection.execute(text("SELECT source, reason FROM idempotency.dead_letters")).all()
         settled = connection.execute(text("SELECT count(settled_at) FROM idempotency.outbox")).scalar_one()
     assert [tuple(letter) for letter in letters] == [("relay", "fingerprint_mismatch")]
     assert settled == 1
-    reconcile(bank)
+    resend_lost(bank)
 
 
 def test_nothing_is_sent_again_while_the_broker_is_away(bank: Celery, sent: Sent, environment: dict[str, str]) -> None:
@@ -193,7 +193,7 @@ def test_nothing_is_sent_again_while_the_broker_is_away(bank: Celery, sent: Sent
     address = bank.conf.broker_url
     bank.conf.broker_url = "amqp://127.0.0.1:1//"
     try:
-        assert reconcile(bank).resent == 0
+        assert resend_lost(bank).resent == 0
     finally:
         bank.conf.broker_url = address
 
@@ -214,20 +214,20 @@ def test_a_backlog_of_sixty_thousand_is_not_sent_again_and_is_after_a_wipe(
     with engine.connect() as connection:
         connection.execute(
             text(
-                "INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, "
-                "status, published_at) SELECT 'e' || n, tenant, operation, 'k' || n, fingerprint, message, queue, "
+                "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, "
+                "status, published_at) SELECT 'e' || n, tenant, task, 'k' || n, fingerprint, message, queue, "
                 "origin, status, published_at FROM idempotency.outbox, generate_series(1, 60000) n"
             )
         )
     # slow workers: 45,000 wait in the queue, 15,001 more are prefetched or were answered and not yet settled
-    assert reconcile(bank, lambda queue: 60_001).resent == 0
-    assert reconcile(bank, lambda queue: 45_000).resent == 15_001
-    assert reconcile(bank, lambda queue: 45_000).resent == 0
+    assert resend_lost(bank, lambda queue: 60_001).resent == 0
+    assert resend_lost(bank, lambda queue: 45_000).resent == 15_001
+    assert resend_lost(bank, lambda queue: 45_000).resent == 0
     with engine.connect() as connection:
         connection.execute(
             text("UPDATE idempotency.outbox SET status = 'published', resends = 0 WHERE status = 'pending'")
         )
-    assert reconcile(bank, lambda queue: 0).resent == 60_001
+    assert resend_lost(bank, lambda queue: 0).resent == 60_001
     close_runtime(bank)
 
 
@@ -272,13 +272,13 @@ def test_operations_wiped_under_foreign_traffic_are_back_within_two_sweeps(
     others.start()
     try:
         assert depth(bank) > 0
-        assert reconcile(bank).resent == 0
+        assert resend_lost(bank).resent == 0
         assert {marker.priority for marker in markers(engine)} == {0, 9}
         eventually(all_taken(engine))
         let_grace_pass(engine)
         foreign(bank, 20, 0.2)
         assert depth(bank) > 0
-        assert reconcile(bank).resent == 5
+        assert resend_lost(bank).resent == 5
         assert sent.relay.run_once().published == 5
         eventually(lambda: all(entries(account) == 1 for account in accounts))
     finally:
@@ -294,7 +294,7 @@ def test_a_marker_waits_behind_the_backlog_it_was_sent_behind(
     eventually(lambda: depth(bank) == 0)
     sent("a", "b", "c")
     for _ in range(3):
-        assert reconcile(bank).resent == 0
+        assert resend_lost(bank).resent == 0
     # one of each class, however often it is looked; none has passed what waits
     assert [marker.taken_at for marker in markers(engine)] == [None, None]
     assert depth(bank) == 5
@@ -315,7 +315,7 @@ def test_what_a_worker_holds_unacknowledged_is_not_lost(
         connection.execute(
             text("UPDATE idempotency.outbox SET message = :message WHERE key = 'lost'"), {"message": changed.to_text()}
         )
-    assert reconcile(bank).resent == 1
+    assert resend_lost(bank).resent == 1
     with engine.connect() as connection:
         resent = connection.execute(text("SELECT key FROM idempotency.outbox WHERE resends = 1")).scalars().all()
     assert resent == ["lost"]
@@ -327,9 +327,9 @@ def test_a_consumer_that_does_not_say_what_it_holds_is_waited_for(bank: Celery, 
         channel = connection.default_channel
         channel.basic_consume(bank.conf.task_default_queue, callback=lambda message: None)
         eventually(lambda: depth(bank) == 0)
-        assert reconcile(bank).resent == 0
+        assert resend_lost(bank).resent == 0
         age(engine, 1801)  # longer than RabbitMQ leaves a delivery unacknowledged
-        assert reconcile(bank).resent == 1
+        assert resend_lost(bank).resent == 1
 
 
 def test_a_worker_without_a_guard_takes_a_marker_for_a_task_that_does_nothing(
@@ -355,7 +355,7 @@ def test_a_lost_row_keeps_its_order_when_it_is_sent_again(bank: Celery, sent: Se
     purge_queue(bank)
     with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
         app_module.deposit.enqueue(session, "d", ordering_key="k")
-    assert reconcile(bank).resent == 3
+    assert resend_lost(bank).resent == 3
     assert sent.relay.run_once().published == 4
     with bank.connection_for_read() as connection:
         queue = bank.amqp.queues[bank.conf.task_default_queue](connection.default_channel)
@@ -367,9 +367,9 @@ def test_a_row_that_has_begun_is_looked_at_once(bank: Celery, sent: Sent, engine
     purge_queue(bank)
     with engine.connect() as connection:
         op.started(connection, OperationId("default", app_module.deposit.name, "a"), fingerprint=fingerprint_of("a"))
-        reconcile(bank)
+        resend_lost(bank)
         assert connection.execute(text("SELECT taken FROM idempotency.outbox")).scalar_one()
-    assert reconcile(bank).resent == 0
+    assert resend_lost(bank).resent == 0
 
 
 def test_no_statement_of_a_pass_reads_what_waits(bank: Celery, sent: Sent, engine: Engine) -> None:
@@ -377,8 +377,8 @@ def test_no_statement_of_a_pass_reads_what_waits(bank: Celery, sent: Sent, engin
     with engine.connect() as connection:
         connection.execute(
             text(
-                "INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, queue, origin, "
-                "status, published_at) SELECT 'e' || n, tenant, operation, 'k' || n, fingerprint, message, queue, "
+                "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, "
+                "status, published_at) SELECT 'e' || n, tenant, task, 'k' || n, fingerprint, message, queue, "
                 "origin, status, published_at FROM idempotency.outbox, generate_series(1, 5000) n"
             )
         )
@@ -406,7 +406,7 @@ def test_a_record_by_another_rule_makes_no_row_another_request(
     with engine.connect() as connection:
         release(connection, OperationId("default", app_module.deposit.name, "a"), fingerprint="v9:newer")
         connection.execute(text("DELETE FROM idempotency.outbox WHERE fingerprint = 'v9:newer'"))
-        assert reconcile(bank, empty).settled == settled
+        assert resend_lost(bank, empty).settled == settled
         assert op.dead_letters(connection) == []
 
 
@@ -451,7 +451,7 @@ def test_a_row_that_raises_keeps_no_other_from_its_judgement(
             becomes(connection, account)
         connection.execute(text("ALTER TABLE idempotency.outbox ADD CONSTRAINT bad CHECK (key <> 'bad') NOT VALID"))
         for _ in range(2):  # the second pass does not trip over it again
-            reconcile(bank, empty)
+            resend_lost(bank, empty)
         done = connection.execute(text(f"SELECT key FROM idempotency.outbox WHERE {DONE[becomes]} ORDER BY key"))
         counted_and_started = empty is not None and becomes is starts  # is not judged there
         assert done.scalars().all() == ([] if counted_and_started else ["good", "well"])

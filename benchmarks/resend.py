@@ -1,4 +1,4 @@
-"""One pass of reconcile while a million published operations wait in their queue; the rows are made by SQL."""
+"""One pass of resend while a million published operations wait in their queue; the rows are made by SQL."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.broker.publisher import Publisher
-from idempotency.relay.reconcile import reconcile
+from idempotency.relay.resend import resend_lost
 
 from . import jobs
 
 WAITING = 1_000_000
 _COPY = """
 INSERT INTO idempotency.outbox
-    (event_id, tenant, operation, key, fingerprint, message, queue, origin, status, published_at)
-SELECT 'waiting ' || n, tenant, operation, 'waiting ' || n, fingerprint, message, queue, origin, 'published',
+    (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at)
+SELECT 'waiting ' || n, tenant, task, 'waiting ' || n, fingerprint, message, queue, origin, 'published',
        clock_timestamp() - interval '1 hour'
 FROM idempotency.outbox, generate_series(:first, :last) n WHERE key = :key
 """
@@ -60,7 +60,7 @@ def measure(database: Engine, *, rounds: int, waiting: int = WAITING) -> Passes:
 
 def _pass(publisher: Publisher, expected: int | None = None) -> tuple[float, int]:
     began = time.perf_counter()
-    resent = reconcile(jobs.app, publisher=publisher).resent
+    resent = resend_lost(jobs.app, publisher=publisher).resent
     took = 1e3 * (time.perf_counter() - began)
     if expected is not None and resent != expected:
         raise RuntimeError(f"{resent} operations were sent again, and none was lost")
