@@ -95,7 +95,7 @@ doctor: up ## what in the set-up would lose work or do it twice
 metrics: migrate ## the backlog, and the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency,backlog,ordering,reconcile; ONLY=life: what is left of operations
+bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what is left of operations
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## round trips, CPU and time per phase of one attempt
