@@ -232,9 +232,7 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
     if not chosen and (name := selection.task) is not None:
         app.loader.import_default_modules()
         if name not in app.tasks:
-            raise IdempotencyError(
-                f"--task {name}: no open dead letter matches, and the application has no such task"
-            )
+            raise IdempotencyError(f"--task {name}: no open dead letter matches, and the application has no such task")
     return chosen
 
 

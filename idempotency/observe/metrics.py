@@ -77,7 +77,7 @@ class _Metrics:
         self.mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fingerprint", ["task"])
         self.fenced = Counter("idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["task"])
         self.in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["task"])
-        self.leases_lost = Counter("idempotency_leases_lost", "Hints lost while the body ran", ["task"])
+        self.leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["task"])
         self.unknown_effects = Counter(
             "idempotency_unknown_effects", "Operations that ended as effect_unknown", ["task"]
         )

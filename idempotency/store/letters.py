@@ -55,7 +55,7 @@ def storing_rows(rows: str, *, reason: str, error: str, attempts: str, generatio
 
 # first_error comes from the record, which knows all attempts.
 _STORE = storing(
-    "task",
+    "operation",
     {
         "tenant": "%(tenant)s",
         "task": "%(task)s",
