@@ -255,10 +255,7 @@ def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:
         "position": entries.next_position(attempt),
         "ended_at": None,
     }
-    with attempt.runtime.autocommit() as connection:
-        begun_at = effects.begin_effect(connection, attempt.claim, call.name, entry)
-    if begun_at is None:
-        attempt.fenced()
+    begun_at = attempt.write_alone(lambda c: effects.begin_effect(c, attempt.claim, call.name, entry))
     attempt.claim.effects[call.name] = entry | {"begun_at": begun_at}
     return attempt.claim.effects[call.name]
 
@@ -278,8 +275,5 @@ def _record(attempt: Attempt, name: str, result: Any) -> Any:
 
 
 def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
-    with attempt.runtime.autocommit() as connection:
-        changed = effects.change_effect(connection, attempt.claim, name, change)
-    if not changed:
-        attempt.fenced()
+    attempt.write_alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
     attempt.claim.effects[name] = attempt.claim.effects[name] | change

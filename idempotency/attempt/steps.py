@@ -42,7 +42,7 @@ def step(
         entry["result"] = entries.as_text(attempt, name, result)
         session.flush()
         lease = attempt.runtime.settings.lease
-        attempt.fenced_write(lambda: effects.record_step(session.connection(), attempt.claim, name, entry, lease=lease))
+        attempt.write_in_session(lambda c: effects.record_step(c, attempt.claim, name, entry, lease=lease))
     except BaseException:
         session.rollback()
         raise

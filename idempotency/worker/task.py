@@ -30,10 +30,9 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
 
 from ..application import runtime_of
-from ..attempt import claim
+from ..attempt import claim, effects, steps
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed, Undo
-from ..attempt.effects import Reconcile
 from ..attempt.endings import MAX_DELAY, Ended, Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
@@ -276,14 +275,14 @@ class IdempotentTask(KeyedTask):
         return self._attempt.session
 
     def effect(
-        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Reconcile | None = None, **kwargs: Any
+        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: effects.Reconcile | None = None, **kwargs: Any
     ) -> Any:
         """Call the outside world: `fn(*args, idempotency_key=..., **kwargs)`, its result recorded before it returns.
 
         No transaction may be open. `reconcile(*args, doubt=..., **kwargs)` is asked first when an earlier call has
         no recorded outcome. Raises `EffectUnknown`, `EffectMismatch`, `EffectNameReused`, `OpenTransaction`, `LeaseLost`.
         """
-        return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
+        return effects.effect(self._attempt, effects.Call(name, fn, args, kwargs, reconcile))
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
         """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once.
@@ -293,7 +292,7 @@ class IdempotentTask(KeyedTask):
         undo runs while an effect is unknown, nor over a later effect that has happened, unless it accepts
         `effects` (their results by name) and answers for them. Raises as `effect` does.
         """
-        return self._attempt.step(name, fn, *args, undo=undo, **kwargs)
+        return steps.step(self._attempt, name, fn, args, kwargs, undo)
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` when another attempt may hold the operation; for long loops."""
