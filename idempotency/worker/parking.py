@@ -10,7 +10,8 @@ from kombu.utils.uuid import uuid
 from sqlalchemy import Connection
 
 from ..application import runtime_of
-from ..broker.publisher import Published, Publisher
+from ..broker.batch import Published
+from ..broker.publisher import Publisher
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import clock, outbox
