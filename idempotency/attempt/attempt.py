@@ -1,26 +1,22 @@
 """One run of a body under one claim: its session, its effects and steps, and its end.
 
-An attempt ends in exactly one of complete, fail and release, or finds that it no longer holds the operation. Complete
-and fail commit through `_finish`, together with what the attempt has written in its session; release rolls that back.
-Every write that commits by itself, release's included, goes through `write_alone`.
+An attempt ends in exactly one of complete, fail and release, or finds that it no longer holds the operation. Whatever
+its session wrote shares the finishing commit, or is rolled back. Every write goes through `writes.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
-from sqlalchemy import Connection
-from sqlalchemy.exc import DataError, DBAPIError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PartBroken, PermanentError, Unfinished
+from ..errors import EffectUnknown, LeaseLost, PartBroken, PermanentError, Unfinished
 from ..observe import metrics
-from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import claims, ends, letters
 from ..store.answers import Claimed, Renewal, error_text
@@ -33,10 +29,8 @@ from .heartbeat import Holding
 from .policy import Policy
 from .runtime import Runtime
 from .session import AttemptSession
+from .writes import FencedWrites
 
-T = TypeVar("T")
-# A finishing statement divides by zero (SQLSTATE 22012) when the attempt is not the holder.
-DIVISION_BY_ZERO = "22012"
 # An `on_failed` that kills its process must not do so forever: this many attempts after the last one, the operation
 # fails without it.
 ON_FAILED_TRIES = 5
@@ -59,8 +53,8 @@ class Attempt:
         # Set for a last look: the body runs only to finish what has happened outside, and may begin nothing new.
         self.ends_as: PermanentError | None = None
         self.stopped = False
-        self._session: AttemptSession | None = None
         self._holding = Holding(claim, delivery.fingerprint, runtime.settings.lease)
+        self.writes = FencedWrites(runtime, claim, self._holding)
         runtime.heartbeat.hold(self._holding)
 
     # ------------------------------------------------------------ while the body runs
@@ -69,13 +63,7 @@ class Attempt:
     def session(self) -> AttemptSession:
         """The SQLAlchemy session, opened on first use; its work is committed with the result. Raises `LeaseLost`."""
         self.check_lease()
-        if self._session is None:
-            self._session = AttemptSession(self.runtime.engine, expire_on_commit=False)
-        return self._session
-
-    @property
-    def session_in_transaction(self) -> bool:
-        return self._session is not None and self._session.in_transaction()
+        return self.writes.session
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` if another attempt may hold the operation.
@@ -129,7 +117,7 @@ class Attempt:
     def note_spent(self, *, within: int = 0) -> None:
         """Note on the record that this claim found the attempts used up, or (`within=1`) that the next one will."""
         if self.claim.spent_at is None:
-            spent_at = self.write_alone(lambda connection: claims.note_spent(connection, self.claim, within=within))
+            spent_at = self.writes.alone(lambda connection: claims.note_spent(connection, self.claim, within=within))
             self.claim = replace(self.claim, spent_at=spent_at)
 
     # ------------------------------------------------------------ how it ends
@@ -148,7 +136,7 @@ class Attempt:
             raise Unfinished(f"effect {names}: happened in an earlier attempt, and this one did not come to it")
         settings, retention = self.runtime.settings, self.policy.retention_completed
         text = results.to_text(result, limit=settings.result_limit)
-        self._finish(lambda c: ends.complete(c, self.claim, text, retention=retention, lease=settings.lease))
+        self.writes.finish(lambda c: ends.complete(c, self.claim, text, retention=retention, lease=settings.lease))
         metrics.completed.labels(self.claim.id.task).inc()
 
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
@@ -157,7 +145,7 @@ class Attempt:
         Returns the error that the operation has ended with: `error`, or `EffectUnknown` or `Unfinished` because of what
         happened outside. Raises `LeaseLost` or `OutcomeInDoubt`.
         """
-        self._roll_back()
+        self.writes.roll_back()
         self.check_lease()
         if not isinstance(error, EffectUnknown):
             self._ask_once_more()
@@ -169,11 +157,11 @@ class Attempt:
                 error, described, skip="it has ended its process too often" if is_too_often else None
             )
         except PartBroken as broken:
-            self._roll_back()
+            self.writes.roll_back()
             concluded = self._fail(error, described, skip=str(broken))
         metrics.count_failed(self.claim.id.task, concluded.error.code)
         at = where(cause or error)
-        log.warning("failed", code=concluded.error.code, cause=error.code, at=at, **self._names())
+        log.warning("failed", code=concluded.error.code, cause=error.code, at=at, **self.writes.names)
         return concluded.error
 
     def _fail(self, error: PermanentError, described: str, *, skip: str | None) -> Concluded:
@@ -199,7 +187,7 @@ class Attempt:
             service=settings.service,
         )
         retention = self.policy.retention_failed
-        self._finish(lambda c: ends.fail(c, self.claim, concluded.end, retention=retention, lease=settings.lease))
+        self.writes.finish(lambda c: ends.fail(c, self.claim, concluded.end, retention=retention, lease=settings.lease))
         return concluded
 
     def _ask_once_more(self) -> None:
@@ -211,17 +199,17 @@ class Attempt:
             except (LeaseLost, DBAPIError, PoolTimeout, SoftTimeLimitExceeded):
                 raise  # the provider was not asked
             except Exception as unanswered:
-                log.warning("reconcile_failed", effect=call.name, error=type(unanswered).__name__, **self._names())
+                log.warning("reconcile_failed", effect=call.name, error=type(unanswered).__name__, **self.writes.names)
 
     def release(self, *, delay: float, error: BaseException | None, give_back: bool = False) -> None:
         """Let go. The next delivery is committed with it and is due after `delay` seconds; `error` is why.
 
         `give_back` does not count this attempt. Raises `LeaseLost`.
         """
-        self._roll_back()
+        self.writes.roll_back()
         described = None if error is None else error_text(type(error).__name__, describe(error))
         is_eager = self.delivery.is_eager
-        self.write_alone(
+        self.writes.alone(
             lambda connection: ends.release(
                 connection,
                 self.claim,
@@ -237,130 +225,11 @@ class Attempt:
         counter = metrics.deferrals if give_back else metrics.retries
         counter.labels(self.claim.id.task).inc()
         at = None if error is None else where(error)
-        log.info("released", delay=round(delay, 3), given_back=give_back, error=described, at=at, **self._names())
+        log.info("released", delay=round(delay, 3), given_back=give_back, error=described, at=at, **self.writes.names)
 
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis and return the connection, however the attempt has ended."""
         self.runtime.heartbeat.drop(self._holding)
         self.runtime.hints.drop(self.claim.id, self.claim.token, self.delivery.fingerprint)
         metrics.attempt_seconds.labels(self.claim.id.task).observe(time.monotonic() - self._holding.since)
-        self._roll_back()
-        if self._session is not None:
-            self._session.end()
-
-    def _roll_back(self) -> None:
-        if self._session is not None:
-            try:
-                self._session.rollback()
-            except Exception:  # interrupted in the middle of a statement: the connection cannot be used again
-                self._session.invalidate()
-
-    # ------------------------------------------------------------ fenced writes and their commits
-
-    def _finish(self, write: Callable[[Connection], None]) -> None:
-        """Write the operation's end and commit it, together with the session's work if there is a session.
-
-        The one way into store.ends for an attempt that completes or fails. Raises `LeaseLost` or `OutcomeInDoubt`.
-        """
-        if self._session is None:
-            self._finish_without_session(write)
-        else:
-            self._session.flush()
-            self.write_in_session(write)
-            crash_point("finish.written")
-            self.commit()
-        crash_point("finish.committed")
-
-    def _finish_without_session(self, write: Callable[[Connection], None]) -> None:
-        """Statement and commit are one round trip."""
-        with self._fenced_by_division(), self.runtime.autocommit() as connection:
-            # Taken now: asking an invalidated connection for it would open another one in the middle of the doubt.
-            driver = connection.connection.driver_connection
-            try:
-                write(connection)
-            except BaseException as error:
-                if _refused_by_server(error, driver):
-                    raise
-                connection.invalidate()
-                self._doubt(error)
-
-    def write_in_session(self, write: Callable[[Connection], None]) -> None:
-        """Write in the session's transaction. The statement itself raises when this attempt is not the holder.
-
-        Raises `LeaseLost`; the session is rolled back then.
-        """
-        assert self._session is not None
-        with self._fenced_by_division():
-            write(self._session.connection())
-
-    def commit(self) -> None:
-        """Commit the session's transaction. Raises `OutcomeInDoubt` if the answer was lost."""
-        assert self._session is not None
-        driver = self._session.connection().connection.driver_connection
-        try:
-            self._session.end_with_commit()
-        except BaseException as error:
-            if _refused_by_server(error, driver):
-                raise
-            self._doubt(error)
-
-    def write_alone(self, write: Callable[[Connection], T | None], *, then: str | None = None) -> T:
-        """Write in a commit of its own, and return what `write` does; nothing or False means: not the holder.
-
-        `then` is the crash point after the commit. Raises `LeaseLost`.
-        """
-        with self.runtime.autocommit() as connection:
-            answer = write(connection)
-        if then is not None:
-            crash_point(then)
-        if answer is None or answer is False:
-            self._fenced()
-        return answer
-
-    @contextmanager
-    def _fenced_by_division(self) -> Iterator[None]:
-        """Turn the division by zero of a finishing statement into `LeaseLost`."""
-        try:
-            yield
-        except DataError as error:
-            if getattr(error.orig, "sqlstate", None) != DIVISION_BY_ZERO:
-                raise
-            if self._session is not None:
-                self._session.rollback()
-            self._fenced()
-
-    def _fenced(self) -> NoReturn:
-        """A write of this attempt matched nothing, because it no longer holds the operation."""
-        self._holding.taken = True
-        metrics.fenced.labels(self.claim.id.task).inc()
-        log.warning("fenced", **self._names())
-        raise LeaseLost(f"{self.claim.id.task}: the write of a former holder matched nothing")
-
-    def _doubt(self, error: BaseException) -> NoReturn:
-        """The answer to a COMMIT was lost: neither the session nor the claim can be used any more."""
-        self._holding.taken = True
-        if self._session is not None:
-            self._session.invalidate()
-        metrics.in_doubt.labels(self.claim.id.task).inc()
-        log.warning("commit_in_doubt", error=type(error).__name__, **self._names())
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            # The process ends. The message is not acknowledged, and the record says how it went.
-            raise error
-        raise OutcomeInDoubt(f"{self.claim.id.task}: the answer to COMMIT was lost") from error
-
-    def _names(self) -> dict[str, Any]:
-        return {
-            "task": self.claim.id.task,
-            "key": self.claim.id.key,
-            "fence": self.claim.fence,
-            "attempt": self.claim.attempts,
-        }
-
-
-def _refused_by_server(error: BaseException, driver: Any) -> bool:
-    """Whether the server itself said no: then nothing was committed, and there is no doubt."""
-    if not isinstance(error, DBAPIError):
-        return False
-    sqlstate = getattr(error.orig, "sqlstate", None)
-    # 57P..: the server is going down; what it had done by then is not known
-    return sqlstate is not None and not sqlstate.startswith("57P") and not driver.closed
+        self.writes.close()

@@ -255,7 +255,7 @@ def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:
         "position": entries.next_position(attempt),
         "ended_at": None,
     }
-    begun_at = attempt.write_alone(lambda c: effects.begin_effect(c, attempt.claim, call.name, entry))
+    begun_at = attempt.writes.alone(lambda c: effects.begin_effect(c, attempt.claim, call.name, entry))
     attempt.claim.effects[call.name] = entry | {"begun_at": begun_at}
     return attempt.claim.effects[call.name]
 
@@ -275,5 +275,5 @@ def _record(attempt: Attempt, name: str, result: Any) -> Any:
 
 
 def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
-    attempt.write_alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
+    attempt.writes.alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
     attempt.claim.effects[name] = attempt.claim.effects[name] | change

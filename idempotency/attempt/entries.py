@@ -28,7 +28,7 @@ def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs:
 def recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str, Any] | None:
     """The rules of a name, and what earlier attempts left under it."""
     attempt.check_lease()
-    if attempt.session_in_transaction:
+    if attempt.writes.in_transaction:
         raise OpenTransaction(
             f"{name!r}: the session has a transaction open; its locks and its snapshot would not survive the call. "
             "rollback() ends a read; what must be committed first belongs in self.step"
