@@ -46,7 +46,7 @@ INTERRUPTIONS = 2
 BREAK = "SELECT pg_terminate_backend(pg_backend_pid())"
 
 
-class Does(StrEnum):
+class Action(StrEnum):
     """What is done to a process at a point."""
 
     KILL = "kill"  # SIGKILL
@@ -57,9 +57,9 @@ class Does(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """`does`, at the `number`-th time that the point is reached."""
+    """`action`, at the `number`-th time that the point is reached."""
 
-    does: Does
+    action: Action
     point: str
     number: int = 1
 
@@ -251,13 +251,13 @@ def _install(app: Celery, interruption: Interruption | None, write: Any) -> None
         write(point=point, number=reached[point])
         if interruption is None or (point, reached[point]) != (interruption.point, interruption.number):
             return
-        match interruption.does:
-            case Does.KILL:
+        match interruption.action:
+            case Action.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
-            case Does.STOP:
+            case Action.STOP:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case _:
-                carried_out = interruption.does is Does.LOSE_ANSWER
+                carried_out = interruption.action is Action.LOSE_ANSWER
                 # an attempt that never opens its session finishes without COMMIT, in one statement
                 breaks = _break_statement if point == "body.entered" else _break_commit
                 breaks(runtime_of(app), carried_out=carried_out)
