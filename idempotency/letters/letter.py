@@ -18,6 +18,7 @@ from ..store import letters
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
 from ..store.undelivered import Dead
+from ..text import NAME_LIMIT, storable
 from ..wire import keys
 from ..wire.keys import OperationId
 from ..wire.message import (
@@ -61,8 +62,6 @@ EXPLANATIONS = {
 BODY_HEADER = "idempotency-body"
 # What belonged to that delivery alone; with its `expires` a replay would be refused again.
 _NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
-# As long as a name may be in a table and on a screen.
-TEXT_LIMIT = 255
 
 
 def dead_of(
@@ -181,10 +180,8 @@ def _digest(headers: Mapping[str, Any], body: Any, queue: object) -> str:
 
 
 def shown(value: object) -> str | None:
-    """A header as a column takes it: text, no NUL, no lone surrogate, not too long."""
-    if value is None:
-        return None
-    return str(value).encode("utf-8", "replace").decode().replace("\0", "\ufffd")[:TEXT_LIMIT]
+    """A header as a column stores it: text of at most `NAME_LIMIT` characters."""
+    return None if value is None else storable(str(value))[:NAME_LIMIT]
 
 
 def refused(letter: BrokerLetter, generation: int) -> BrokerLetter:

@@ -131,11 +131,6 @@ def where(error: BaseException) -> str | None:
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)) or None
 
 
-def storable(value: Any) -> Any:
-    """What a jsonb column takes: NUL and half a surrogate pair are JSON, and no text to Postgres."""
-    return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
 def treat_read_only_as_away(engine: Engine) -> None:
     """A refusal to write is an `OperationalError`; its connections are not used again, since the primary is elsewhere."""
 
