@@ -1,4 +1,4 @@
-"""What belongs to one Celery application: its settings, and what each of its processes holds open."""
+"""The settings of a Celery application, and the connections that each of its processes holds open."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Attempt:
         reconcile: effects.Reconcile | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call the outside world once, as `IdempotentTask.effect` does."""
+        """Call the outside world, as `IdempotentTask.effect` does."""
         return effects.effect(self, effects.Call(name, fn, args, kwargs, reconcile))
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:

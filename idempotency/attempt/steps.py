@@ -1,4 +1,4 @@
-"""Steps: database phases that are committed before the body goes on, once."""
+"""Steps: database phases, each committed once before the body goes on."""
 
 from __future__ import annotations
 

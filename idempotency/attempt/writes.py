@@ -1,6 +1,6 @@
 """The writes of one attempt, each behind its fence, and their commits: the one door to Postgres while it holds.
 
-    alone        one statement in a commit of its own: an effect, a release
+    alone        one statement that commits by itself: an effect, a release
     in_session   one statement in the session's transaction, for `commit`: a step
     finish       the end: with the session's work in one commit, or by itself if no session was opened
 
@@ -54,7 +54,7 @@ class FencedWrites:
         return self._session is not None and self._session.in_transaction()
 
     def alone(self, write: Callable[[Connection], T | None], *, then: str | None = None) -> T:
-        """Write in a commit of its own. Returns what `write` returns; None or False from it means: not the holder.
+        """Write and commit at once. Returns what `write` returns; None or False from it means: not the holder.
 
         `then` is the crash point after the commit.
         """

@@ -109,7 +109,7 @@ class CallUnderTest:
         raise self._stuck(f"the operation has not ended after {attempts + MORE_DELIVERIES} deliveries")
 
     def journals(self) -> list[Journal]:
-        """What the deliveries of this scenario have told, in their order."""
+        """What the deliveries of this scenario have written down, in order."""
         return [delivery.journal() for delivery in self._deliveries]
 
     def end(self) -> None:

@@ -25,7 +25,7 @@ AGAIN_HINT = "something that does not start afresh: a table that setup= does not
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was tried, and which columns two plain runs do not agree in, so that nothing was said about them."""
+    """What was tried, and the columns that were not compared because two plain runs differ in them."""
 
     scenarios: tuple[str, ...]
     not_compared: tuple[str, ...]
@@ -52,15 +52,15 @@ class AssertIdempotent:
     ) -> Checked:
         """Run the task under every fault; raise `NotIdempotent` at the first difference from a plain run.
 
-        The arguments are the task's own. A signature (`task.s(...)`) serves where a name is taken, and for the options
-        `idempotency_key` and `tenant` (`task.s(...).set(idempotency_key=...)`).
+        The arguments are the task's own. Give a signature (`task.s(...)`) if an argument has the name of an option below,
+        or to set `idempotency_key` and `tenant` (`task.s(...).set(idempotency_key=...)`).
 
         setup           creates and commits the rows that the task needs; called before each scenario
         tables          what the task writes to: names, mapped classes or tables; emptied before each scenario
         ignore          "table.column" that may differ; "table" that the task may write to and that is not compared.
                         Besides tables: outcome, sent, effects, calls, enqueued, result
         may_fail        the plain run may end as failed
-        allow_database  the name of the database, when it does not say that it is one for tests
+        allow_database  the name of the database, if it does not say that it is for tests
         timeout         seconds for each delivery
 
         Raises `ValueError` for a check that cannot be made.

@@ -15,7 +15,7 @@ class Comparison:
         self._title, self._plain, self._ignored, self._not_compared = title, plain, ignored, not_compared
 
     def __call__(self, name: str, left: Left, *, in_doubt: bool = False, hint: str | None = None) -> None:
-        """Raise `NotIdempotent` at the first difference. `hint` is said in the place of the difference's own."""
+        """Raise `NotIdempotent` at the first difference. `hint` replaces that of the difference."""
         __tracebackhide__ = True
         difference = first_difference(self._plain, left, self._ignored, in_doubt=in_doubt)
         if difference is not None:
