@@ -184,10 +184,13 @@ def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> Non
             text("SELECT event_id, key FROM idempotency.outbox WHERE event_id = ANY(:ids)"), {"ids": ids}
         ).all()
         refused = {row.event_id for row in keys if row.key in unpublishable}
-        connection.exec_driver_sql(relay._MARK_PUBLISHED, {"ids": [id for id in ids if id not in refused]})
+        connection.exec_driver_sql(
+            relay._MARK_PUBLISHED, relay.as_sent([row for row in rows if row.event_id not in refused])
+        )
         if refused:
             fields = {"error": "not a message", "service": "life"}
-            connection.exec_driver_sql(relay._GIVE_UP, [{"id": id, **fields} for id in refused])
+            gone = [row for row in rows if row.event_id in refused]
+            connection.exec_driver_sql(relay._GIVE_UP, relay.as_sent(gone) | fields)
 
 
 def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[records.Claimed]:

@@ -10,7 +10,7 @@ comes behind the first row that the broker does not confirm goes again, after it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
@@ -69,8 +69,8 @@ WITH due AS MATERIALIZED (
 UPDATE idempotency.outbox o
 SET relayed_until = clock_timestamp() + make_interval(secs => %(lease)s)
 FROM due WHERE o.id = due.id
-RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS operation, NULL AS ordering_key,
-    {_UNFLUSHED}
+RETURNING o.id, o.event_id, o.message, o.origin, o.generation, o.refusals, o.resends, o.attempts, o.queue,
+    NULL AS operation, NULL AS ordering_key, {_UNFLUSHED}
 """
 
 # A lane is leased whole, and as much of each as makes one batch of all. A lane whose rows are gone has a row of NULLs.
@@ -87,8 +87,8 @@ WITH due AS MATERIALIZED (
     FROM due WHERE (l.operation, l.ordering_key) = (due.operation, due.ordering_key)
     RETURNING l.operation, l.ordering_key, {_UNFLUSHED}
 )
-SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.generation, o.attempts, o.queue,
-       o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
+SELECT lane.operation, lane.ordering_key, o.id, o.event_id, o.message, o.origin, o.generation, o.refusals, o.resends,
+       o.attempts, o.queue, o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
 FROM lane LEFT JOIN LATERAL (
     SELECT * FROM idempotency.outbox r
     WHERE r.operation = lane.operation AND r.ordering_key = lane.ordering_key
@@ -98,34 +98,42 @@ FROM lane LEFT JOIN LATERAL (
 ORDER BY lane.operation, lane.ordering_key, o.place, o.id
 """
 
+# The broker's answer is about the row as it was sent. One that was put back, sent again or replayed meanwhile is to be
+# published once more: marked by a late answer, its next delivery would be nowhere.
+_AS_SENT = f"""
+FROM unnest(%(ids)s::text[], %(generations)s::int[], %(refusals)s::int[], %(resends)s::int[])
+    AS sent(id, generation, refusals, resends)
+WHERE o.event_id = sent.id AND (o.generation, o.refusals, o.resends) = (sent.generation, sent.refusals, sent.resends)
+  AND o.{_STILL_PENDING}
+"""
+
 # Joined, and not "= ANY": so they are marked in the order in which they were sent.
 _MARK_PUBLISHED = f"""
-UPDATE idempotency.outbox
+UPDATE idempotency.outbox o
 SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
-FROM unnest(%(ids)s::text[]) AS confirmed(id)
-WHERE event_id = confirmed.id AND {_STILL_PENDING}
+{_AS_SENT}
 RETURNING {_UNFLUSHED}
 """
 
 # Of deliveries whose writer did not know the application's routes: what their queue has lost is looked for by its name.
 _NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE event_id = ANY(%(ids)s) AND queue = ''"
 
-_RETURN_ROWS = f"UPDATE idempotency.outbox SET relayed_until = NULL WHERE event_id = ANY(%(ids)s) AND {_STILL_PENDING}"
+_RETURN_ROWS = f"UPDATE idempotency.outbox o SET relayed_until = NULL {_AS_SENT}"
 
 _NOTE_ERROR = f"""
-UPDATE idempotency.outbox
+UPDATE idempotency.outbox o
 SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
     available_at = clock_timestamp() + make_interval(secs => %(delay)s)
-WHERE event_id = %(id)s AND {_STILL_PENDING}
+{_AS_SENT}
 """
 
 _GIVE_UP = f"""
 WITH failed AS (
-    UPDATE idempotency.outbox
+    UPDATE idempotency.outbox o
     SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
         settled_at = clock_timestamp()
-    WHERE event_id = %(id)s AND {_STILL_PENDING}
-    RETURNING *
+    {_AS_SENT}
+    RETURNING o.*
 )
 INSERT INTO idempotency.dead_letters
     (source, outbox_id, event_id, tenant, operation, key, fingerprint, queue, task, reason, first_error, last_error,
@@ -227,27 +235,26 @@ class Relay:
     def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published, lanes: Iterable[Lane] = ()) -> None:
         settled = {*result.confirmed, *result.refused}
         returned = [row.event_id for row in rows if row.event_id not in settled]
-        attempts = {row.event_id: row.attempts for row in rows}
+        sent = {row.event_id: row for row in rows}
         with runtime.autocommit() as connection:
             if result.confirmed:
-                connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": result.confirmed})
+                connection.exec_driver_sql(_MARK_PUBLISHED, as_sent([sent[id] for id in result.confirmed]))
                 metrics.published.inc(len(result.confirmed))
                 for queue, ids in self._unnamed(rows, result.confirmed).items():
                     connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": ids})
             if returned:
-                connection.exec_driver_sql(_RETURN_ROWS, {"ids": returned})
+                connection.exec_driver_sql(_RETURN_ROWS, as_sent([sent[id] for id in returned]))
             for id, refusal in result.refused.items():
+                attempts, fields = sent[id].attempts, as_sent([sent[id]]) | {"error": refusal.error}
                 metrics.publish_errors.labels("own" if refusal.own else "unroutable").inc()
-                if refusal.own and attempts[id] + 1 >= OWN_ERRORS:
-                    connection.exec_driver_sql(
-                        _GIVE_UP, {"id": id, "error": refusal.error, "service": runtime.settings.service}
-                    )
+                if refusal.own and attempts + 1 >= OWN_ERRORS:
+                    connection.exec_driver_sql(_GIVE_UP, fields | {"service": runtime.settings.service})
                     log.error("outbox_row_failed", outbox_id=id, error=refusal.error)
                     continue
-                if attempts[id] + 1 >= STUCK:
+                if attempts + 1 >= STUCK:
                     metrics.stuck.inc()
-                delay = min(BACKOFF_CAP, 2.0 ** min(attempts[id], 10))
-                connection.exec_driver_sql(_NOTE_ERROR, {"id": id, "error": refusal.error, "delay": delay})
+                delay = min(BACKOFF_CAP, 2.0 ** min(attempts, 10))
+                connection.exec_driver_sql(_NOTE_ERROR, fields | {"delay": delay})
                 log.error("publish_failed", outbox_id=id, error=refusal.error, retry_seconds=delay)
 
             refresh_lanes(connection, lanes)
@@ -280,6 +287,16 @@ class Relay:
         ear, self._ear = self._ear, None
         if ear is not None:
             ear.close()
+
+
+def as_sent(rows: Sequence[Row[Any]]) -> dict[str, list[Any]]:
+    """The parameters by which an answer of the broker is matched to the rows that were sent."""
+    return {
+        "ids": [row.event_id for row in rows],
+        "generations": [row.generation for row in rows],
+        "refusals": [row.refusals for row in rows],
+        "resends": [row.resends for row in rows],
+    }
 
 
 def _runs(rows: Iterable[Row[Any]]) -> list[Row[Any]]:

@@ -914,6 +914,8 @@ class Machine(RuleBasedStateMachine):
                 result.refused[leased.event_id] = Refusal(answer, own)
             if row is None or row.status != "pending":
                 continue
+            if (row.generation, row.resends) != (leased.generation, leased.resends):
+                continue  # about an earlier publication
             row.leased = False
             if answer == "confirmed":
                 row.status, row.overdue, row.recent = "published", False, True
