@@ -21,16 +21,18 @@ from ..application import runtime_of
 from ..checks import configuration
 from ..errors import IdempotencyError
 from ..letters.consumer import DeadLetterConsumer, consume_once
-from ..operate import discards, operators
-from ..operate.operators import Change
+from ..operate import discard
+from ..operate.change import Change
+from ..operate.people import authenticate
+from ..operate.replay import replay
 from ..store import dead_letters
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
 from ..store.sweeps import is_of_a_row
 from ..upkeep import reports
 from ..wire.keys import OperationId
-from .operator_commands import ActorOption, RequestOption
-from .terminal import AppOption, JsonOption, application, console, operators_token, plain, print_json, print_table
+from .options import ActorOption, AppOption, JsonOption, RequestOption
+from .terminal import application, console, operators_token, plain, print_json, print_table
 
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
 errors = Console(stderr=True)
@@ -121,14 +123,13 @@ def replay_letters(
 ) -> None:
     """Send dead letters again, each under the same key and in a transaction of its own."""
     celery = application(app)
-    celery.loader.import_default_modules()
 
-    def replay(letter: int) -> dict[str, Any]:
+    def replay_one(letter: int) -> dict[str, Any]:
         request = None if request_id is None else f"{request_id}:{letter}"
-        return _named(letter, "replayed", operators.replay(celery, letter, Change(actor, reason, request)))
+        return _named(letter, "replayed", replay(celery, letter, Change(actor, reason, request)))
 
     chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
-    _each(chosen, replay, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
+    _each(chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
 
 
 @letters.command("discard")
@@ -146,11 +147,11 @@ def discard_letters(
 ) -> None:
     """Ask for dead letters to be discarded; somebody else has to approve. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(celery := application(app))
-    person = discards.authenticate(runtime, operators_token(), role="operator", action="discard", letter=_single(ids))
+    person = authenticate(runtime, operators_token(), role="operator", action="discard", letter=_single(ids))
 
     def request(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
-            discards.request(connection, person, letter, reason)
+            discard.request(connection, person, letter, reason)
         return _named(letter, "requested", None)
 
     chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
@@ -163,11 +164,11 @@ def approve_discards(
 ) -> None:
     """Discard what somebody else has asked to discard. For the role admin. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
-    person = discards.authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
+    person = authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
-            discards.approve(connection, person, letter)
+            discard.approve(connection, person, letter)
         return _named(letter, "discarded", None)
 
     _each(ids, approve, "discarded", single=_single(ids), dry_run=False, as_json=as_json)

@@ -37,14 +37,16 @@ from ..store.statements import describe
 from ..upkeep import alarms, alerts, maintenance
 from ..upkeep.backlog import Backlog
 from ..upkeep.presence import SignOfLife
+from . import change, look
 from .dead_letter_commands import letters
-from .operator_commands import commands as operator_commands
+from .options import AppOption, JsonOption
 from .people import people
-from .terminal import AppOption, JsonOption, console, print_json
 from .terminal import application as _app
+from .terminal import console, print_json
 
 cli = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Operate celery-idempotency.")
-cli.add_typer(operator_commands)
+cli.add_typer(look.commands)
+cli.add_typer(change.commands)
 cli.add_typer(letters, name="dead-letters")
 cli.add_typer(people, name="operators")
 

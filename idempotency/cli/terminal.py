@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from celery import Celery
 from celery.app.utils import find_app
 from rich.console import Console
@@ -17,11 +16,6 @@ from ..environment import environment
 from ..errors import IdempotencyError
 
 console = Console()
-
-AppOption = Annotated[
-    str, typer.Option("--app", "-A", envvar="CELERY_APP", help="The Celery application, as for celery -A.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
 def application(name: str) -> Celery:

@@ -15,7 +15,10 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId
 from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused, InvalidResult, OperationNotFound
-from idempotency.operate.operators import Change, Shown, audit, cancel, find, read, release, resolve_effect
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change, Shown, audit, find, read
+from idempotency.operate.release import release
+from idempotency.operate.resolve import resolve_effect
 from idempotency.store import dead_letters as letters
 from idempotency.store import ends
 from tests.support import bank as b

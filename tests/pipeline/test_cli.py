@@ -15,7 +15,7 @@ from sqlalchemy import Engine, text
 
 from idempotency import OperationId, cli
 from idempotency.application import runtime_of
-from idempotency.cli.operator_commands import this_user
+from idempotency.cli.options import this_user
 from idempotency.store import overview
 from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b

@@ -1,15 +1,12 @@
-"""`idempotency status, list, show, release, cancel, forget, effects resolve`: an operator's view and hands.
+"""`idempotency status, list, show`: what an operator looks at.
 
 Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the command line is wrong.
 """
 
 from __future__ import annotations
 
-import getpass
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -17,18 +14,14 @@ import typer
 from rich.bar import Bar
 
 from ..application import runtime_of, settings_of
-from ..attempt.effects import DidNotHappen, Happened
-from ..errors import ChangeRefused
-from ..operate import operators
-from ..operate.operators import Change, Shown
-from ..store import dead_letters, operations, processes
+from ..operate.change import find
+from ..store import operations
 from ..store import overview as stored
 from ..upkeep import overview
-from .terminal import AppOption, JsonOption, application, console, plain, print_json, print_table
+from .options import AppOption, JsonOption, KeyArgument, TaskOption, TenantOption
+from .terminal import application, console, plain, print_json, print_table
 
 commands = typer.Typer()
-effects = typer.Typer(no_args_is_help=True, help="Calls outside whose outcome only a person can find out.")
-commands.add_typer(effects, name="effects")
 
 
 class Status(StrEnum):
@@ -37,30 +30,6 @@ class Status(StrEnum):
     RELEASED = "released"
     COMPLETED = "completed"
     FAILED = "failed"
-
-
-def this_user() -> str:
-    """The name of the user at the keyboard, or the number where the system knows no name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"
-
-
-KeyArgument = Annotated[str, typer.Argument(help="The idempotency key.")]
-TaskOption = Annotated[
-    str | None, typer.Option(help="The task's name or its end after a dot, where several have the key.")
-]
-TenantOption = Annotated[str | None, typer.Option(help="The tenant, where several have the key.")]
-ReasonOption = Annotated[str, typer.Option(help="Why; kept in the audit table.")]
-ActorOption = Annotated[str, typer.Option("--as", help="Who does it.", default_factory=this_user, show_default="you")]
-FenceOption = Annotated[int | None, typer.Option(help="Only if the record still has the fence that `show` printed.")]
-RequestOption = Annotated[
-    str | None, typer.Option(help="A name for this change: repeated under the same one, it is made once.")
-]
-WithoutTaskOption = Annotated[
-    bool, typer.Option("--without-task", help="Also when the application has no such task: no undo, no on_failed.")
-]
 
 
 @commands.command("status")
@@ -160,7 +129,7 @@ def show_operation(
 ) -> None:
     """One operation: its record, effects, deliveries, dead letters and what people did to it."""
     with runtime_of(application(app)).autocommit() as connection:
-        id = operators.find(connection, key, task=task, tenant=tenant)
+        id = find(connection, key, task=task, tenant=tenant)
         shown = operations.operation(connection, id, with_payload=with_payload)
     if as_json:
         print_json(shown)
@@ -196,134 +165,6 @@ def show_operation(
     )  # fmt: skip
     _print_rows("dead letters", shown["dead_letters"], "id", "generation", "reason", "status", "failed_at", "payload")
     _print_rows("audit", shown["audit"], "at", "actor", "action", "fence_before", "fence_after", "reason", "details")
-
-
-@commands.command()
-def release(
-    key: KeyArgument,
-    reason: ReasonOption,
-    actor: ActorOption,
-    app: AppOption = "tasks",
-    task: TaskOption = None,
-    tenant: TenantOption = None,
-    fence: FenceOption = None,
-    request_id: RequestOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Take a started operation from its holder, and deliver it again now."""
-    celery = application(app)
-    shown = _shown(app, key, task, tenant, fence)
-    operators.release(celery, shown, Change(actor, reason, request_id))
-    _print_change("released", shown, as_json)
-
-
-@commands.command()
-def cancel(
-    key: KeyArgument,
-    reason: ReasonOption,
-    actor: ActorOption,
-    app: AppOption = "tasks",
-    task: TaskOption = None,
-    tenant: TenantOption = None,
-    fence: FenceOption = None,
-    may_have_happened: Annotated[
-        bool, typer.Option("--may-have-happened", help="Also when an effect has happened or may have.")
-    ] = False,
-    without_task: WithoutTaskOption = False,
-    request_id: RequestOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """End an operation that has not begun, or waits for its next attempt: failed as cancelled, with a dead letter."""
-    celery = application(app)
-    shown = _shown(app, key, task, tenant, fence)
-    change = Change(actor, reason, request_id)
-    error = operators.cancel(celery, shown, change, may_have_happened=may_have_happened, without_task=without_task)
-    _print_change("cancelled" if error.code == "cancelled" else "ended", shown, as_json, ended_as=error.code)
-
-
-@commands.command("forget")
-def forget_process(
-    name: Annotated[str, typer.Argument(help="The process's name, as `status` prints it.")],
-    reason: ReasonOption,
-    actor: ActorOption,
-    app: AppOption = "tasks",
-    as_json: JsonOption = False,
-) -> None:
-    """Forget a worker, relay or beat that is silent and will not come back: its alarm ends."""
-    runtime = runtime_of(application(app))
-    with runtime.engine.begin() as connection:
-        forgotten = processes.forget(connection, name, runtime.settings.alarm_silence)
-        if not forgotten:
-            raise ChangeRefused(f"{name}: no process of this name is silent")
-        for row in forgotten:
-            details = {"kind": row.kind, "name": name, "host": row.host, "pid": row.pid}
-            operators.audit(connection, Change(actor, reason), "forget", None, None, details=details)
-    if as_json:
-        print_json({"change": "forgotten", "name": name, "processes": len(forgotten)})
-    else:
-        console.print(plain(f"forgotten: {name}"), markup=False, highlight=False, soft_wrap=True)
-
-
-@effects.command("resolve")
-def resolve(
-    key: KeyArgument,
-    name: Annotated[str, typer.Argument(help="The effect's name, as `show` prints it.")],
-    reason: ReasonOption,
-    actor: ActorOption,
-    happened: Annotated[
-        str | None, typer.Option(metavar="RESULT_JSON", help="It happened, and this is what the call returns.")
-    ] = None,
-    not_happened: Annotated[
-        bool, typer.Option("--not-happened", help="It did not, and under its key it cannot happen any more.")
-    ] = False,
-    end: Annotated[
-        bool, typer.Option("--end", help="The operation is not to go on: undo what its end had to leave.")
-    ] = False,
-    app: AppOption = "tasks",
-    task: TaskOption = None,
-    tenant: TenantOption = None,
-    fence: FenceOption = None,
-    without_task: WithoutTaskOption = False,
-    request_id: RequestOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Say what became of an effect whose outcome was unknown, or correct it; then replay its dead letter, or --end it."""
-    if (happened is None) != not_happened:
-        raise typer.BadParameter("give one of --happened RESULT_JSON and --not-happened")
-    outcome: Happened | DidNotHappen = DidNotHappen()
-    if happened is not None:
-        try:
-            outcome = Happened(json.loads(happened))
-        except ValueError as error:
-            raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
-    celery = application(app)
-    shown = _shown(app, key, task, tenant, fence)
-    change = Change(actor, reason, request_id)
-    code = operators.resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
-    with runtime_of(celery).autocommit() as connection:
-        letter = dead_letters.open_letter(connection, shown.id)
-    if as_json:
-        _print_change("resolved", shown, as_json, effect=name, ended_as=code, dead_letter=letter)
-        return
-    _print_change("resolved", shown, as_json, effect=f"{name}; the operation ended as {code}")
-    if letter is not None and not end:
-        console.print(f"to go on: idempotency dead-letters replay {letter}", highlight=False)
-
-
-def _shown(app: str, key: str, task: str | None, tenant: str | None, fence: int | None) -> Shown:
-    with runtime_of(application(app)).autocommit() as connection:
-        shown = operators.read(connection, operators.find(connection, key, task=task, tenant=tenant))
-    # compared in the change's own transaction, after it is known not to be a repetition
-    return shown if fence is None else replace(shown, fence=fence)
-
-
-def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:
-    if as_json:
-        id = shown.id
-        print_json({"change": what, "tenant": id.tenant, "task": id.task, "key": id.key} | more)
-    else:
-        text = " ".join([f"{what}:", shown.id.task, shown.id.key, *more.values()])
-        console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
