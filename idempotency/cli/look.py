@@ -34,7 +34,7 @@ class Status(StrEnum):
 
 @commands.command("status")
 def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """What waits in which queue, who works on it, how many operations are where, and what is getting old."""
+    """Queues, processes, operations by status, and what has waited longest."""
     celery = application(app)
     given = settings_of(celery)
     with stored.looking(given) as connection:
@@ -95,12 +95,12 @@ def list_operations(
     status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     older_than: Annotated[
-        float | None, typer.Option(min=0, help="Only accepted or first claimed so many seconds ago.")
+        float | None, typer.Option(min=0, help="Only those accepted or first claimed more than this many seconds ago.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """The oldest operations, without their arguments and results. Those accepted have no record yet."""
+    """The oldest operations, without arguments and results. The accepted ones have no record yet."""
     with stored.looking(settings_of(application(app))) as connection:
         rows = stored.list_operations(
             connection, task=task, status=status, tenant=tenant, older_than=older_than, limit=limit
@@ -127,7 +127,7 @@ def show_operation(
     with_payload: Annotated[bool, typer.Option("--with-payload", help="Also arguments and results.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """One operation: its record, effects, deliveries, dead letters and what people did to it."""
+    """One operation: its record, effects, deliveries, dead letters, and what people have changed."""
     with runtime_of(application(app)).autocommit() as connection:
         id = find(connection, key, task=task, tenant=tenant)
         shown = operations.operation(connection, id, with_payload=with_payload)
@@ -139,12 +139,12 @@ def show_operation(
     if record is None:
         waiting = [row for row in shown["outbox"] if row["settled_at"] is None and row["status"] != "failed"]
         refused = [row for row in waiting if row["refusals"]]
-        console.print("accepted: it has not begun" if waiting else "no record: it has not begun, or is purged")
+        console.print("accepted: it has not begun" if waiting else "no record: it has not begun or has been purged")
         if refused:
             last = max(refused, key=lambda row: row["refusals"])
             console.print(
-                f"{_refused(last['refusals'], last['first_refused_at'])}: no worker that got its message knows its task, or "
-                "the version of the message",
+                f"{_refused(last['refusals'], last['first_refused_at'])}: no worker that received it knows its task or the "
+                "version of its message",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
     else:

@@ -32,7 +32,7 @@ def add_operator(
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
-    """Add a person and print their token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
+    """Add an operator and print the token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
     actor = operate.authenticate_admin(runtime, operators_token(), action="operators add", first=this_user())
     with runtime.engine.begin() as connection:
@@ -58,7 +58,7 @@ def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> Non
 
 @people.command("remove")
 def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """Remove a person; their token stops working. Only an admin may: IDEMPOTENCY_TOKEN."""
+    """Remove an operator; their token stops working. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
     actor = operate.authenticate_admin(runtime, operators_token(), action="operators remove", first=this_user())
     with runtime.engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""What all commands share: the options, the application, and how answers are printed."""
+"""What all commands share: the application, the operator's token, and how answers are printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ console = Console()
 
 
 def application(name: str) -> Celery:
-    """The Celery application of this name. Raises `IdempotencyError`."""
+    """Find the Celery application of this name. Raises `IdempotencyError`."""
     try:
         return find_app(name)
     except (ImportError, AttributeError) as error:
@@ -29,12 +29,12 @@ def application(name: str) -> Celery:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout; times as ISO 8601."""
+    """Print one JSON document on stdout; times are ISO 8601."""
     print(json.dumps(document, default=_as_text))  # noqa: T201
 
 
 def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
-    """A table of texts: nothing in a cell is markup, and no control character reaches the terminal."""
+    """Print a table of plain text: no markup is interpreted and no control character reaches the terminal."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -44,7 +44,7 @@ def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None 
 
 
 def plain(value: Any) -> str:
-    """A value as one line for a person."""
+    """Write a value as one line for a person."""
     if value is None:
         return ""
     if hasattr(value, "strftime"):
@@ -59,6 +59,6 @@ def _as_text(value: Any) -> str:
 
 
 def operators_token() -> str | None:
-    """Who gives a command: the token of an operator, if one is set."""
+    """The operator's token from the environment, if one is set."""
     token = environment().token
     return None if token is None else token.get_secret_value()
