@@ -127,7 +127,7 @@ def test_a_completion_over_an_open_effect_is_reported(engine: Engine, hand: Hand
 # ---------------------------------------------------------------- the ledgers
 
 
-def test_an_effect_recorded_as_not_happened_that_the_provider_did_is_reported(engine: Engine, hand: Hand) -> None:
+def test_an_effect_recorded_as_not_happened_but_done_is_reported(engine: Engine, hand: Hand) -> None:
     begun(hand, call("not_happened"))
     hand.sql(*ended_as("no_account"))
     assert reported(engine, failing(), acts={"g1": 1}) == {"I27"}

@@ -123,7 +123,7 @@ def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase: str, s
 
 
 @pytest.mark.cell("F13", "P6")
-def test_a_duplicate_whose_answer_is_lost_asks_again_and_gets_the_stored_result(scene: Scene, cell: SeenCell) -> None:
+def test_a_duplicate_whose_answer_is_lost_asks_again_for_the_result(scene: Scene, cell: SeenCell) -> None:
     proxy = scene.postgres_proxy()
     scene.worker(children=1)
     scene.relay()
@@ -186,7 +186,7 @@ def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(
 
 
 @pytest.mark.cell("F13", "P9")
-def test_a_mark_whose_reply_is_lost_has_been_made_and_nothing_is_sent_again(
+def test_a_mark_whose_reply_is_lost_was_made_and_nothing_is_sent_again(
     scene: Scene, proxied_relay: Relay, cell: SeenCell
 ) -> None:
     scene.accept()

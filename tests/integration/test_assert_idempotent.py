@@ -357,7 +357,7 @@ def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], repo
     assert "Expected:  0\n    Seen:      1" in said
 
 
-def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(
+def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
     def looking_first(self: Any, name: str) -> None:

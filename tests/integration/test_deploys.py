@@ -355,7 +355,7 @@ def test_older_code_leaves_a_record_of_a_newer_rule_to_newer_code(
 # ---------------------------------------------------------------- real workers
 
 
-def test_workers_of_two_releases_share_a_queue_and_every_operation_completes(
+def test_workers_of_two_releases_share_a_queue_and_all_operations_complete(
     bank: Celery,
     processes: Processes,
     connection: Connection,

@@ -90,7 +90,7 @@ def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Cel
     assert all(finding.level is Level.WARNING for finding in found)
 
 
-def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(configured: Celery, rabbitmq: None) -> None:
+def test_a_message_that_may_outlive_its_record_is_a_warning(configured: Celery, rabbitmq: None) -> None:
     queue = configured.conf.task_default_queue
     task = configured.tasks["tests.support.bank.deposit"]
     task.time_limit = 3600
@@ -207,7 +207,7 @@ def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(
     assert found.level is Level.WARNING
 
 
-def test_a_task_that_may_run_for_longer_than_its_lease_is_renewed_is_a_warning(configured: Celery) -> None:
+def test_a_task_that_may_outrun_its_lease_renewal_is_a_warning(configured: Celery) -> None:
     task = configured.tasks["tests.support.bank.deposit"]
     for limit, expected in ((600, 0), (601, 1)):
         task.time_limit = limit
@@ -401,7 +401,7 @@ def test_a_worker_that_would_lose_work_does_not_start(
         ("BROKER_URL", "broker_url"),
     ],
 )
-def test_neither_a_worker_nor_the_relay_starts_with_an_address_that_is_none(
+def test_neither_worker_nor_relay_starts_with_an_invalid_address(
     processes: Processes, environment: dict[str, str], variable: str, setting: str
 ) -> None:
     # taken for a port, the password would be in the error of what parses it

@@ -58,7 +58,7 @@ def test_an_eager_permanent_error_is_raised(bank: Celery, record: Record) -> Non
     assert record("a").status == "failed"
 
 
-def test_an_eager_deferral_is_raised_uses_no_attempt_and_the_next_call_goes_on(bank: Celery, record: Record) -> None:
+def test_an_eager_deferral_uses_no_attempt_and_the_next_call_goes_on(bank: Celery, record: Record) -> None:
     for _ in range(2):
         with pytest.raises(Defer, match="not yet"):
             app_module.failing.apply(("a", "defer")).get()

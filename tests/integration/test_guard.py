@@ -43,7 +43,7 @@ DEPOSIT = b.deposit.name
 ID, ID_AFTER = (OperationId("default", DEPOSIT, key) for key in ("a1", "after"))
 
 
-def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
+def test_what_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
     bank: Celery, worker: Worker, connection: Connection, entries: Callable[[str], int]
 ) -> None:
 
@@ -78,7 +78,7 @@ def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
 
 
 @pytest.mark.parametrize("moment", ["in the transaction", "before the answer to COMMIT", "after the commit"])
-def test_a_postgres_that_dies_in_the_middle_of_a_pass_loses_and_doubles_nothing(
+def test_a_postgres_that_dies_during_a_pass_loses_and_doubles_nothing(
     bank: Celery,
     consumer: DeadLetterConsumer,
     servers: services.Services,
@@ -155,7 +155,7 @@ def _consumed(broker: Any, queue: str) -> bool:
         return bool(channel.queue_declare(queue, passive=True).message_count == 0)
 
 
-def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
+def test_a_message_without_a_record_fails_with_on_failed_and_one_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     die(bank, consumer, headers=headers(**{"trace-id": "t"}))
@@ -178,7 +178,7 @@ def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
     assert Deliveries(bank).deliver(b.deposit, "a1", origin="replay").state == "SUCCESS"
 
 
-def test_an_expired_message_ends_its_operation_and_its_replay_does_not_expire(
+def test_an_expired_message_ends_its_operation_and_replays_without_expiry(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     die(bank, consumer, headers=headers(expires=PAST))
@@ -432,7 +432,7 @@ def test_a_letter_that_is_no_task_message_is_not_replayed(
 # ---------------------------------------------------------------- Redis as the broker
 
 
-def test_on_a_broker_without_dead_lettering_the_guard_stores_what_is_refused(
+def test_without_dead_lettering_in_the_broker_the_guard_stores_refusals(
     environment: dict[str, str], bank: Celery, processes: Processes, servers: services.Services, connection: Connection
 ) -> None:
     redis = make_url(servers.redis_url).set(database="3").render_as_string(hide_password=False)

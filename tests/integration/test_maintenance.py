@@ -78,9 +78,7 @@ def test_what_is_to_be_ended_is_not_released_because_it_was_locked(
     assert status(connection, held.id) == "failed"
 
 
-def test_an_operation_whose_lease_is_over_is_released_with_its_next_delivery(
-    bank: Celery, connection: Connection
-) -> None:
+def test_an_operation_past_its_lease_is_released_with_its_next_delivery(bank: Celery, connection: Connection) -> None:
     held = expired(connection)
     assert recover(bank) == 1
     row = record(connection, held.id)

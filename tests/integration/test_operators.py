@@ -233,7 +233,7 @@ def test_a_cancel_and_a_claim_at_once_have_one_winner(
         assert len(op.dead_letters(connection, shown.id)) == (cancelled == "cancelled")
 
 
-def test_a_broken_on_failed_does_not_keep_an_operation_from_being_cancelled(
+def test_a_broken_on_failed_does_not_prevent_cancelling_the_operation(
     bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
     def broken(session: Any, operation: Any, error: Any) -> None:

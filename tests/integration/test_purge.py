@@ -47,7 +47,7 @@ def an_hour_later(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("state", [completed, failed])
-def test_an_ended_operation_past_its_retention_is_deleted_with_its_outbox_rows(
+def test_an_operation_past_its_retention_is_deleted_with_its_outbox_rows(
     bank: Celery, connection: Connection, state: Callable[..., Any]
 ) -> None:
     id = past_its_time(connection, state)

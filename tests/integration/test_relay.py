@@ -355,7 +355,7 @@ def die() -> None:
     raise SystemExit(1)
 
 
-def test_rows_of_a_relay_that_died_before_it_published_are_published_by_another(
+def test_rows_of_a_relay_that_died_unpublished_are_published_by_another(
     bank: Celery,
     relays: Callable[..., Relay],
     connection: Connection,
@@ -372,7 +372,7 @@ def test_rows_of_a_relay_that_died_before_it_published_are_published_by_another(
     assert keys(drained(bank)) == ["a1"]
 
 
-def test_a_row_published_but_not_marked_is_published_again_under_the_same_event(
+def test_a_row_published_but_not_marked_is_published_again_under_its_id(
     bank: Celery,
     relays: Callable[..., Relay],
     connection: Connection,

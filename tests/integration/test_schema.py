@@ -109,7 +109,7 @@ def test_newer_tables_that_need_newer_code_are_refused_with_both(empty: Engine) 
 
 
 @pytest.mark.parametrize(("oldest", "accepted"), [("0008", True), ("0009", False)])
-def test_older_tables_are_accepted_down_to_the_oldest_that_the_code_can_use(
+def test_older_tables_are_accepted_down_to_the_oldest_the_code_can_use(
     empty: Engine, monkeypatch: pytest.MonkeyPatch, oldest: str, accepted: bool
 ) -> None:
     schema.migrate(empty, "0008")
@@ -296,7 +296,7 @@ SELECT 'relay', id, 'unpublishable', '' FROM idempotency.outbox WHERE key = 'blo
 """
 
 
-def test_rows_of_before_have_their_lanes_after_a_migration_and_after_a_way_back(empty: Engine) -> None:
+def test_old_rows_have_lanes_after_a_migration_and_after_the_way_back(empty: Engine) -> None:
     schema.migrate(empty, "0005")
     with empty.begin() as connection:
         connection.exec_driver_sql(BEFORE_LANES)

@@ -131,7 +131,7 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list
     return broken
 
 
-def test_a_waiting_duplicate_whose_parking_meets_a_closed_connection_is_parked(
+def test_a_waiting_duplicate_is_parked_despite_a_closed_connection(
     deliveries: Deliveries, engine: Engine, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deliveries.deliver(app_module.waited_deposit, "a")
@@ -143,7 +143,7 @@ def test_a_waiting_duplicate_whose_parking_meets_a_closed_connection_is_parked(
         assert connection.execute(text("SELECT origin FROM idempotency.outbox")).scalars().all() == ["retry"]
 
 
-def test_a_refusal_whose_letter_meets_a_closed_connection_leaves_its_letter(
+def test_a_refusal_leaves_its_letter_despite_a_closed_connection(
     deliveries: Deliveries, engine: Engine, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deliveries.deliver(app_module.deposit, "a", 1)
@@ -225,7 +225,7 @@ def test_a_soft_time_limit_ends_the_wait_after_one_more_question() -> None:
     assert len(asked) == 2
 
 
-def test_a_worker_that_waits_for_postgres_stops_when_told_and_keeps_no_message(
+def test_a_worker_waiting_for_postgres_stops_and_leaves_the_message(
     proxy: Proxy, bank: Celery, processes: Processes, entries: Callable[[str], int]
 ) -> None:
     worker = processes.worker("--concurrency", "1")

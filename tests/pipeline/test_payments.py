@@ -211,7 +211,7 @@ def test_two_refunds_within_the_total_are_both_given_back(shop: Shop) -> None:
     assert sorted(shop.refunds_of(payment_id)) == [400, 600]
 
 
-def test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt(shop: Shop) -> None:
+def test_a_refund_of_a_pending_payment_is_deferred_and_uses_no_attempt(shop: Shop) -> None:
     payment_id = f"p-{uuid4().hex[:10]}"
     with Session(shop.engine) as session, session.begin():
         session.add(shop.payments.Payment(id=payment_id, customer_id="c", amount=700, currency="USD"))
@@ -227,7 +227,7 @@ def test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt(shop
 @pytest.mark.parametrize(
     ("kind", "code"), [("unknown", "payment_unknown"), ("free", "payment_free"), ("failed", "payment_failed")]
 )
-def test_a_refund_of_what_was_never_captured_is_refused_and_the_row_says_why(shop: Shop, kind: str, code: str) -> None:
+def test_a_refund_of_an_uncaptured_payment_is_refused_and_the_row_says_why(shop: Shop, kind: str, code: str) -> None:
     if kind == "unknown":
         payment_id = "p-nowhere"
     else:

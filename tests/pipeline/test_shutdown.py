@@ -65,7 +65,7 @@ def test_a_soft_limit_in_an_attempt_is_another_attempt(
     assert "SoftTimeLimitExceeded" in row.first_error
 
 
-def test_a_soft_limit_during_the_commit_is_a_doubt_that_the_record_resolves(
+def test_a_soft_limit_during_the_commit_is_a_doubt_the_record_resolves(
     bank: Celery, worker: Worker, relay: Relay, completed: Callable[..., Any], entries: Entries, engine: Engine
 ) -> None:
     with engine.connect() as connection:
@@ -78,7 +78,7 @@ def test_a_soft_limit_during_the_commit_is_a_doubt_that_the_record_resolves(
     assert "commit_in_doubt" in worker.log
 
 
-def test_a_hard_limit_ends_the_child_and_another_one_finishes_the_operation(
+def test_after_a_hard_limit_another_child_finishes_the_operation(
     bank: Celery, worker: Worker, relay: Relay, directory: Path, completed: Callable[..., Any], entries: Entries
 ) -> None:
     crashing.plan(directory, "finish.written", crashing.HOLD)

@@ -126,7 +126,7 @@ def test_a_refused_api_key_is_deferred_and_blames_no_purchase(
         gateway.capture(**purchase, idempotency_key=key)
 
 
-def test_concurrent_calls_under_one_key_charge_once_and_the_others_are_deferred(
+def test_of_concurrent_calls_under_one_key_one_charges_and_others_defer(
     sandbox: Sandbox, gateway: StripeGateway, purchase: dict[str, Any], key: str
 ) -> None:
     faults(sandbox, latency_ms=500)
@@ -151,7 +151,7 @@ def test_concurrent_calls_under_one_key_charge_once_and_the_others_are_deferred(
 
 
 @pytest.mark.parametrize(("fault", "charged"), [("error_500_before", 0), ("error_500_after", 1)])
-def test_a_500_is_an_ordinary_error_first_and_a_stored_failure_when_replayed(
+def test_a_500_is_an_ordinary_error_and_once_replayed_a_stored_failure(
     sandbox: Sandbox, gateway: Gateway, purchase: dict[str, Any], key: str, fault: str, charged: int
 ) -> None:
     faults(sandbox, next=[fault])
