@@ -64,7 +64,7 @@ def test_one_of_seven_copies_past_the_lease_calls_the_gateway_again(scene: Scene
     crashing.plan(scene.directory, POINTS["P3"], crashing.HOLD)
     send_copies(scene, cell, 1)
     holder = scene.held("P3")
-    os.kill(holder, signal.SIGSTOP)  # nor does it renew
+    os.kill(holder, signal.SIGSTOP)  # so it does not renew either
     first = scene.record()
     scene.age()
     send_copies(scene, cell, COPIES - 1)

@@ -45,7 +45,7 @@ def published_again(scene: Scene) -> str:
     """The broker has one copy of a row that is still to be published; then what a second relay makes of it."""
     assert scene.outbox()[0].status == "pending"
     eventually(lambda: scene.messages() == 1, what="the first copy")
-    scene.age()  # the lease of the relay that failed
+    scene.age()  # the reservation of the relay that failed
     scene.relay()
     eventually(lambda: scene.outbox()[0].status == "published", timeout=PATIENCE)
     eventually(lambda: scene.messages() == 2, what="the second copy")

@@ -144,7 +144,7 @@ def test_a_redis_clock_an_hour_back_holds_up_a_delivery_until_recovery(
     scene.duplicate()
     eventually(lambda: [each for each in leases(own_redis) if each.endswith(" counted")], what="the counted mark")
     clock.shift(-3600)
-    # Its holder dies, and its lease in Postgres ends: only Redis still holds a lease of it.
+    # Its holder dies, and its lease in Postgres ends: only Redis still has a hint about it.
     os.kill(scene.held("P1"), signal.SIGKILL)
     scene.age()
     seen = len(scene.trace("hint.left"))

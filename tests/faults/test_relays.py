@@ -52,7 +52,7 @@ def held_relay(scene: Scene) -> Iterator[Start]:
 
 
 def lease_is_over(scene: Scene) -> None:
-    """The relay's lease on its rows; that of an attempt which may be under way goes on."""
+    """The relay's reservation of its rows is over; the lease of an attempt that may be running is not."""
     scene.execute("UPDATE idempotency.outbox SET relayed_until = clock_timestamp() WHERE relayed_until IS NOT NULL")
 
 

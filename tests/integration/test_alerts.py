@@ -1,4 +1,4 @@
-"""Alerts and the weekly report: told once, at a rate, to a receiver that may hang or be away."""
+"""Alerts and the weekly report: sent once, at a limited rate, to a receiver that may hang or be unavailable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`assert_idempotent`: silent about tasks that are right, and pointing at what is wrong with the others."""
+"""`assert_idempotent`: silent about correct tasks, and precise about what is wrong with the others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def own_engine(database: str) -> Iterator[Engine]:
 
 @pytest.fixture
 def report(assert_idempotent: Any) -> Callable[..., Any]:
-    """What is said about a task that is wrong."""
+    """The report about an incorrect task."""
 
     def of(task: Any, *args: Any, **options: Any) -> Any:
         with pytest.raises(NotIdempotent) as raised:

@@ -1,4 +1,4 @@
-"""What the library's connections to Postgres believe, give back, keep and outlive; a pooler in between."""
+"""The library's connections to Postgres: lost answers, what a body leaves on them, outages, and a pooler in between."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_an_eager_call_that_keeps_failing_ends_with_rows_and_dead_letter(
     assert (record("a").status, record("a").attempts) == ("failed", 3)
     with engine.connect() as connection:
         assert [letter.reason for letter in operations.dead_letters(connection)] == ["attempts_exhausted"]
-        # its attempts' deliveries leave only once a lease is over: until then the call goes on by itself
+        # its attempts' deliveries leave only once a lease is over: until then only the caller continues it
         assert [row.available_at > row.created_at for row in operations.outbox(connection)] == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""What Celery would drop, lose or die on: each ends as one dead letter with its reason, and the worker lives."""
+"""Messages that Celery would drop, lose or crash on: each becomes one dead letter with its reason; the worker survives."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_postgres_that_dies_during_a_pass_loses_and_doubles_nothing(
             )
             stop.set()
             thread.join(30)
-            consumer.close()  # what is not acknowledged goes back to its queue
+            consumer.close()  # an unacknowledged message returns to its queue
             eventually(lambda: consumer.run_once() == 0 and _consumed(broker, dead))
             for table, column in (("idempotency.dead_letters", "key"), ("failures", "account")):
                 found = connection.execute(text(f"SELECT {column} FROM {table} ORDER BY 1")).scalars().all()
@@ -194,7 +194,7 @@ def test_an_expired_message_ends_its_operation_and_replays_without_expiry(
 
 @b.app.task(name="tests.tick")
 def tick() -> None:
-    """A plain task, as beat sends it: the next tick does what this one did not."""
+    """A plain task, as beat sends it: the next tick does the work of this one."""
 
 
 def expire(app: Celery, consumer: DeadLetterConsumer, send: Callable[[], object]) -> None:

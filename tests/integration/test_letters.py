@@ -433,7 +433,7 @@ def test_a_header_that_the_client_cannot_read_becomes_a_dead_letter(
 def test_a_dead_letter_queue_declared_otherwise_is_consumed(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    """A queue that exists otherwise: a classic one, say, or one with another limit."""
+    """A queue that was declared differently: a classic one, say, or one with another limit."""
     name = f"{bank.conf.task_default_queue}-dead"
     with bank.connection_for_write() as broker:
         channel = broker.channel()

@@ -1,4 +1,4 @@
-"""Recovery: what it takes, what it leaves alone, and any number at once; and bad rows, which stop no sweep."""
+"""Recovery: what it releases, what it leaves alone, and many at once; and bad rows, which stop no sweep."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def fill_with_orphans(connection: Connection, number: int) -> None:
 
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
-    """A real process that says its name and lives until its input ends."""
+    """A real process that prints its holder name and lives until its input ends."""
     script = "import sys; from idempotency.attempt.liveness import process_identity as i; print(i(), flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -404,7 +404,7 @@ REFUSALS = {
 
 
 def states(bank: Celery, connection: Connection, sweep: str, key: str) -> OperationId:
-    """An operation that this sweep has to do with."""
+    """An operation that this sweep handles."""
     id = OperationId("default", "tests.support.bank.deposit", key)
     match sweep:
         case "recover":

@@ -1,4 +1,4 @@
-"""What a person may change: once, under what they were shown, with its audit row; and nothing else."""
+"""What a person may change: once, as it was shown to them, with its audit row; and nothing else."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_an_operation_with_an_open_dead_letter_is_kept_until_it_is_closed(bank: 
     connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()"))
     an_hour_later(connection)
     assert purge(bank) == 1
-    # the letter itself is a person's business
+    # a person decides about the letter itself
     assert len(op.dead_letters(connection, id)) == 1
 
 
@@ -177,7 +177,7 @@ def test_a_purged_key_is_new_again_under_a_higher_fence(bank: Celery, connection
 
 # ---------------------------------------------------------------- rows without a record
 
-# Ways in which a row comes to be settled without a record to go with.
+# Ways in which a row is settled without a record.
 SETTLED_ALONE = {
     "an external event": SETTLED | {"task": "'idempotency.external_event'"},
     "discarded": SETTLED,

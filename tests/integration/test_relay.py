@@ -307,7 +307,7 @@ def test_rows_wait_unmarked_while_the_broker_is_away(
         assert relay.run_once() == Relayed(0, 0, broker_away=True)
     bank.conf.broker_url = address
     for row in op.outbox(connection):
-        # not the rows' fault: no attempt, no back-off, no error
+        # the rows are not to blame: no attempt, no back-off, no error
         assert (row.status, row.attempts, row.last_error, row.relayed_until) == ("pending", 0, None, None)
     assert relay.run_once() == Relayed(2, 0)
     assert keys(drained(bank)) == ["a1", "a2"]

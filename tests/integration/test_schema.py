@@ -30,7 +30,7 @@ TABLES |= {"lanes", "markers", "settled"}
 
 @pytest.fixture
 def empty(servers: services.Services) -> Iterator[Engine]:
-    """A database without any table of ours."""
+    """A database without the library's tables."""
     name = f"empty_{uuid4().hex[:8]}"
     engine = create_engine(servers.create_database(name), poolclass=NullPool)
     yield engine
@@ -247,7 +247,7 @@ def test_an_index_whose_build_was_interrupted_is_built_anew(empty: Engine, with_
 
 
 def test_four_callers_at_once_build_an_index_once(empty: Engine, with_an_index: None, quick: None) -> None:
-    """One that waited in a statement for its turn would be waited for by the build."""
+    """The index build would wait for a migration that waited for its turn in a statement."""
     schema.migrate(empty, schema._known()[1])
     assert at_once(4, lambda _: schema.migrate(empty)) == ["with_an_index"] * 4
     assert "idempotency.outbox_by_origin" in indexes(empty)

@@ -1,4 +1,4 @@
-"""Before a claim is answered only a defect of its message rejects it: everything else waits, and loses nothing."""
+"""Until its claim is answered, a message is rejected only for its own defects; otherwise it waits and loses nothing."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_schema_that_is_missing_at_the_claim_is_waited_for(
     assert (outcome.state, entries("a")) == ("SUCCESS", 1)
 
 
-# Held by another process, as the lease of `leave_hint` says.
+# Held by another process, as the hint of `leave_hint` says.
 HELD = f"""
 UPDATE idempotency.records
 SET status = 'started', token = '{"d" * 32}', result = NULL, response_code = NULL, completed_at = NULL,

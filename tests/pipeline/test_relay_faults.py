@@ -158,7 +158,7 @@ def test_a_relay_says_that_it_sleeps_and_publishes_what_is_then_committed(
 
 def test_a_sleeping_relay_is_notified_of_a_commit(bank: Celery, engine: Engine, enqueue: Callable[..., Any]) -> None:
     with engine.connect() as connection:
-        # no relay runs that could wake up just now by itself
+        # no relay runs that could happen to wake up now
         asleep = "UPDATE idempotency.relay_sleep SET until = clock_timestamp() + interval '1 minute'"
         connection.execute(text(asleep))
         connection.execute(text("LISTEN idempotency_outbox"))

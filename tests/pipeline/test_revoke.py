@@ -1,4 +1,4 @@
-"""Celery's revoke, at a real worker: what was accepted ends as a dead letter, and nothing brings it back."""
+"""Celery's revoke, at a real worker: an accepted operation ends as a dead letter, and nothing delivers it again."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_hard_limit_while_postgres_does_not_answer_loses_no_message(
 def test_a_body_that_is_stopped_for_longer_than_max_run_uses_attempts(
     age: int, attempts: int, bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
-    # a hard limit begins with the SIGTERM of a shutdown: for free, a body that hangs would run for ever
+    # a hard limit begins with the SIGTERM of a shutdown: if that cost no attempt, a body that hangs would run for ever
     task = make_task(bank, lambda self: sys.exit())
     for _ in range(2):
         with pytest.raises(SystemExit):

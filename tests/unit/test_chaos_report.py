@@ -1,4 +1,4 @@
-"""The verdict of a chaos run: kept, broken, or nothing proved."""
+"""The verdict on a chaos run: promises kept, broken, or nothing proved."""
 
 from __future__ import annotations
 

@@ -444,5 +444,5 @@ def test_a_fingerprint_is_made_by_the_newest_rule_or_by_that_of_another(monkeypa
     assert keys.other_fingerprints(arguments, "v2:newer") == [old]
     for unknown in ("v3:later", "no version", "", None, 5):
         assert keys.fingerprint(arguments, like=unknown) == "v2:newer"
-    # a key is for ever: it is no fingerprint
+    # a key has to stay the same for ever, unlike a fingerprint
     assert keys.content_hash("order")(arguments) == key

@@ -15,7 +15,7 @@ import pytest
 from tests.support.processes import eventually
 from tests.support.proxy import Proxy
 
-# Shorter than this nothing is silent, longer than this nothing is awaited.
+# No silence is shorter than this, and no wait is longer.
 SILENCE = 0.2
 PATIENCE = 10.0
 

@@ -57,7 +57,7 @@ def purged_is_past_its_time(books: Books) -> Iterator[Violation]:
 
 
 def tenants_are_apart(books: Books) -> Iterator[Violation]:
-    """I23: no tenant has another one's rows, and no row is without a tenant."""
+    """I23: no tenant has another tenant's rows, and every row has a tenant."""
     tenants = books.evidence.tenants
     if tenants is not None:
         for id in {id_of(c.row) for c in books.changes if c.book in ("records", "outbox")}:

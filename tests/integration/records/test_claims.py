@@ -1,4 +1,4 @@
-"""The record's state table: who may claim, who is told to wait, and that tenants do not meet."""
+"""The record's state table: who may claim, who has to wait, and that tenants are separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record's state table: what its holder may do, each transition and each refusal beside its twin."""
+"""The record's state table: what its holder may do: each transition beside its refusal."""
 
 from __future__ import annotations
 
