@@ -282,7 +282,7 @@ def test_a_cancelled_operation_may_have_been_to_complete(engine: Engine, hand: H
     assert reported(engine, deposited()) == set()
 
 
-def test_an_operation_ended_as_cancelled_by_nobody_is_reported(engine: Engine, hand: Hand) -> None:
+def test_an_operation_cancelled_without_a_command_is_reported(engine: Engine, hand: Hand) -> None:
     hand.sql(CLAIM)
     hand.sql(*ended_as("cancelled"))
     assert reported(engine, deposited()) == {"I6"}

@@ -99,9 +99,7 @@ def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(
 
 
 @pytest.mark.parametrize("phase", each("F4", "P7", "P8", "P9"))
-def test_the_relay_is_told_to_end_and_finishes_its_batch(
-    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
-) -> None:
+def test_a_relay_asked_to_stop_finishes_its_batch(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()
@@ -114,7 +112,7 @@ def test_the_relay_is_told_to_end_and_finishes_its_batch(
 
 
 @pytest.mark.parametrize("phase", each("F4", "P8", "P9"))
-def test_the_relay_is_told_to_end_at_once(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
+def test_a_relay_asked_to_stop_at_once(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()

@@ -296,7 +296,7 @@ PASSWORD = "hunter2-9f3c"
         ("address", "not an address"),
     ],
 )
-def test_an_address_that_does_not_work_is_told_without_its_password(
+def test_a_failing_address_is_reported_without_its_password(
     environment: dict[str, str], fault: str, found: str
 ) -> None:
     addresses = {name: spoil(environment[name], fault) for name in ("DATABASE_URL", "REDIS_URL", "BROKER_URL")}
@@ -320,7 +320,7 @@ def test_an_address_that_does_not_work_is_told_without_its_password(
     assert done.returncode == 1
 
 
-def test_an_address_without_its_password_is_told_so(configured: Celery, environment: dict[str, str]) -> None:
+def test_an_address_that_lacks_its_password_is_reported(configured: Celery, environment: dict[str, str]) -> None:
     url = make_url(environment["DATABASE_URL"])._replace(password=None)
     configured.conf.idempotency_database_url = str(url)
     (refused,) = [finding for finding in doctor(configured) if finding.subject == "database"]
@@ -479,7 +479,7 @@ def test_a_relay_waits_for_a_postgres_that_is_away_at_its_start(
             assert running.wait(30) == 0
 
 
-def test_a_relay_told_to_end_while_it_waits_for_postgres_ends(
+def test_a_relay_asked_to_stop_while_it_waits_for_postgres_ends(
     bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
 ) -> None:
     away = environment | {"DATABASE_URL": spoil(environment["DATABASE_URL"], "port")}

@@ -206,7 +206,7 @@ def expire(app: Celery, consumer: DeadLetterConsumer, send: Callable[[], object]
         eventually(lambda: broker.default_channel.queue_declare(name, passive=True).message_count)
 
 
-def test_a_plain_task_that_nobody_took_before_it_expired_leaves_no_letter(
+def test_a_plain_task_that_expired_in_its_queue_leaves_no_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     expire(bank, consumer, lambda: tick.apply_async(expires=0.1))

@@ -64,7 +64,7 @@ def test_what_dies_in_every_claim_is_ended_with_a_letter_in_time(
         assert letters == []
 
 
-def test_what_is_to_be_ended_is_not_released_because_it_was_locked(
+def test_a_spent_operation_that_was_locked_is_not_released(
     bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = expired(connection)

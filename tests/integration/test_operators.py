@@ -251,7 +251,7 @@ def test_a_broken_on_failed_does_not_prevent_cancelling_the_operation(
     assert audits(connection)[0].details["on_failed_error"] == "ValueError: a bug"
 
 
-def test_what_another_application_runs_is_cancelled_only_when_told_so(bank: Celery, connection: Connection) -> None:
+def test_another_applications_operation_is_cancelled_only_on_request(bank: Celery, connection: Connection) -> None:
     held = op.early(connection, OperationId("t", "elsewhere.task", "a"))
     with pytest.raises(ChangeRefused, match="this application has no such task"):
         cancel(bank, read(connection, held.id), ANN)

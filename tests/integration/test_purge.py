@@ -412,7 +412,7 @@ def many(bank: Celery, connection: Connection) -> Celery:
     return bank
 
 
-def test_the_purge_deletes_what_is_to_go_among_much_that_stays(many: Celery, connection: Connection) -> None:
+def test_the_purge_deletes_the_right_rows_among_many_that_stay(many: Celery, connection: Connection) -> None:
     rows, letters = len(op.outbox(connection)), len(op.dead_letters(connection))
     assert purge_once(many, limit=100_000) == Purged(operations=GO, rows=GO + STAY, letters=GO, more=False)
     assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 4 * STAY

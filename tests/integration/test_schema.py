@@ -235,7 +235,7 @@ def columns(engine: Engine) -> set[str]:
     return {column["name"] for column in inspect(engine).get_columns("outbox", schema.SCHEMA)}
 
 
-def test_an_index_whose_build_was_interrupted_is_built_anew(empty: Engine, with_an_index: None) -> None:
+def test_an_index_whose_build_was_interrupted_is_rebuilt(empty: Engine, with_an_index: None) -> None:
     schema.migrate(empty, schema._known()[1])
     with empty.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         insert(connection, "outbox", OUTBOX)

@@ -202,7 +202,7 @@ def test_what_has_waited_long_enough_is_copied_while_postgres_is_away(
     assert (outcome.state, entries("a")) == ("SUCCESS", 1)
 
 
-def test_what_nobody_takes_goes_back_as_it_came(
+def test_a_message_that_neither_server_takes_goes_back_unchanged(
     proxy: Proxy, bank: Celery, deliveries: Deliveries, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.refuse()

@@ -285,7 +285,7 @@ def test_the_check_sees_a_second_charge(tmp_path: Path) -> None:
     assert (verdict.lost, verdict.doubled) == (0, 1)
 
 
-def test_the_check_sees_a_charge_that_nobody_ordered(tmp_path: Path) -> None:
+def test_the_check_sees_a_charge_without_an_order(tmp_path: Path) -> None:
     verdict = check(books(tmp_path, charges=[CHARGED, ("pi_9", *CHARGED[1:5], '{"purchase_id": "p-9"}', 0.0)]))
     assert "p-9" in {found.id for found in verdict.discrepancies}
 

@@ -130,7 +130,7 @@ def shop(servers: Any, template: str, tmp_path_factory: pytest.TempPathFactory) 
         yield Shop(stack, database, servers.environment(), tmp_path_factory.mktemp("shop"))
 
 
-def test_a_purchase_is_charged_posted_and_told_about_once(shop: Shop) -> None:
+def test_a_purchase_is_charged_posted_and_announced_once(shop: Shop) -> None:
     payment_id = shop.buy(1234)
     for _ in range(3):
         shop.payments.capture_payment.delay(payment_id=payment_id)

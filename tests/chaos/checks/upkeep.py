@@ -10,7 +10,7 @@ from tests.chaos.evidence import Id, Violation
 from tests.chaos.ledgers import Change
 
 
-def nobody_is_robbed(books: Books) -> Iterator[Violation]:
+def takeovers_are_justified(books: Books) -> Iterator[Violation]:
     """I20: a holder is replaced only when its lease is over or it is dead, and a dead one is replaced."""
     last_signs: dict[str, Change] = {}
     for change in books.changes:

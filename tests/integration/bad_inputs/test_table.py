@@ -33,7 +33,7 @@ ELSEWHERE = {
     ),
     30: (
         "tests/integration/test_doctor.py",
-        "test_an_address_that_does_not_work_is_told_without_its_password",
+        "test_a_failing_address_is_reported_without_its_password",
         "test_neither_worker_nor_relay_starts_with_an_invalid_address",
     ),
     34: (

@@ -268,7 +268,7 @@ def test_another_refund_of_the_same_charge_is_not_taken_for_this_one(
     assert gateway.find_refund(**other, doubt=doubt(key + "-2", ended=True)) == DidNotHappen()
 
 
-def test_a_question_that_finds_nobody_is_deferred(purchase: dict[str, Any], key: str) -> None:
+def test_a_question_to_an_unreachable_provider_is_deferred(purchase: dict[str, Any], key: str) -> None:
     with closing(StripeGateway(KEY, url=unreachable())) as gateway, pytest.raises(Defer):
         gateway.find_capture(**purchase, doubt=doubt(key))
 
