@@ -49,9 +49,9 @@ LEDGER, MAILER = "ledger.post", "mailer.note"
 ORDERING_KEYS = 5
 # The tables that the ledgers watch besides the library's own.
 BUSINESS = ("entries", "reversals", "failures")
-# Who a plain call is for, which names no tenant.
+# The tenant of a plain call, which names none.
 TENANT = "red"
-# As long as a duplicate needs to find the operation running.
+# Long enough for a duplicate to find the operation running.
 WORK = 0.2
 # How long a deferral pauses.
 LATER = 0.3
@@ -97,7 +97,7 @@ def configure(environment: Mapping[str, str]) -> None:
         worker_enable_prefetch_count_reduction=False,
         worker_cancel_long_running_tasks_on_connection_loss=True,
         timezone="UTC",
-        # A tick that was not taken in time is not worth taking: the next one does its work.
+        # A tick that is late is not worth running: the next one does its work.
         beat_schedule={
             name: {"task": f"upkeep.{name}", "schedule": 1.0, "options": {"expires": 5.0}}
             for name in ("recover", "resend", "purge")
@@ -202,7 +202,7 @@ def stumble(self: IdempotentTask, number: str, account: str, amount: int, url: s
 
 
 def reserve(session: Session, account: str, amount: int) -> dict[str, Any]:
-    """Reserve once: a second reservation would be another one's money."""
+    """Reserve once: a second reservation would use another payment's money."""
     crashing.reach("step.entered")
     reserved = session.execute(_RESERVED, {"account": account}).scalar_one()
     if reserved:
@@ -249,7 +249,7 @@ def pay(url: str, amount: int, *, idempotency_key: str) -> dict[str, Any]:
 
 
 def find(url: str, amount: int, *, doubt: EffectInDoubt) -> Happened | DidNotHappen | StillUnknown:
-    """Ask the provider, which lets nothing happen any more under a key that it says no about."""
+    """Ask the provider, which closes a key for good when it answers no."""
     answer = provider.ask(url.rpartition("/")[0], doubt.idempotency_key)
     if answer is None:
         return StillUnknown(ask_again=LATER if amount % 2 else None)

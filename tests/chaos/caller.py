@@ -51,7 +51,7 @@ def _call(call: Row[Any]) -> None:
             said = "returned"
         else:
             said = task.apply(kwargs=call.arguments, tenant=call.tenant).state
-    except Exception as error:  # busy, failed, deferred: all that a caller may be told
+    except Exception as error:  # busy, failed, deferred: every answer that a caller may get
         said = type(error).__name__
     print(f"{call.task} {call.tenant} {call.arguments['number']}: {said}", flush=True)  # noqa: T201
 

@@ -49,7 +49,7 @@ CHECKS: tuple[Callable[[Books], Iterable[Violation]], ...] = (
     ends.replays_are_one,
     ends.commands_count_once,
     delivery.nothing_disappears,
-    upkeep.nobody_is_robbed,
+    upkeep.takeovers_are_justified,
     upkeep.purged_is_past_its_time,
     delivery.sweepers_do_not_add_up,
     upkeep.tenants_are_apart,

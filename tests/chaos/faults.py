@@ -78,7 +78,7 @@ WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s)
 
 
 class Missed(Exception):
-    """There was nothing to hit, or it did not come by in time."""
+    """There was nothing to hit, or it did not come in time."""
 
 
 @dataclass
@@ -262,7 +262,7 @@ def stop_child_at_point(scene: Scene, target: int) -> str:
 def stop_child_before_finish(scene: Scene, target: int) -> str:
     """F3 with everything written and nothing finished, until another process has ended the operation.
 
-    Its next word is the write that must match nothing.
+    Its next statement is the write that must match nothing.
     """
     # either way it was stopped past its lease, and what it writes now must match nothing
     return _stop_until(scene, "body.done", target, _REPLACED, "ended")

@@ -1,6 +1,6 @@
 """The processes of the application, old code beside new, and the orchestrator that starts them again when they end.
 
-Whatever ends is started again after a moment, for whatever reason it ended: that is what an orchestrator does, and nothing else is
+Whatever ends is started again after a moment, for whatever reason it ended, as an orchestrator does, and nothing else is
 done for a process by hand.
 """
 
@@ -24,7 +24,7 @@ from tests.chaos.monitor import TAIL, Ended
 ROOT = Path(__file__).parent.parent.parent
 # Before and after a deploy.
 OLD, NEW = "tests.chaos.old_application", "tests.chaos.application"
-# As long as an orchestrator takes to notice and to schedule.
+# About as long as an orchestrator takes to notice and to schedule.
 RESTART_PAUSE = 0.5
 # What is told to end and does not is killed after this time.
 GRACE = 20.0
@@ -37,7 +37,7 @@ DEPLOYED = (WORKER, RELAY)
 
 @dataclass
 class Member:
-    """One process that is always to be there, however often it ends."""
+    """One process that is started again, however often it ends."""
 
     name: str
     kind: str
@@ -151,7 +151,7 @@ class Fleet:
         self.terminate(member, running)
 
     def finish_deploy(self) -> None:
-        """Bring everything to the new code."""
+        """Deploy the new code everywhere."""
         for member in self.members:
             if member.application == OLD:
                 member.application = NEW

@@ -1,6 +1,6 @@
 """`python -m tests.chaos.many --runs 10 --seconds 300`: runs with random seeds, one after another, and a table of them.
 
-It stops at nothing. Exit status 0: every run kept every promise. 1: one did not. 2: none broke one, and some proved
+It does not stop at a failure. Exit status 0: every run kept every promise. 1: one did not. 2: none broke one, and some proved
 nothing. 3: this machine lacks what a run needs.
 """
 

@@ -24,7 +24,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An end that is explained: of which kind of process, by which line of its log, and why it is not ours."""
+    """An end that is explained: of which kind of process, by which line of its log, and why the library is not the cause."""
 
     kind: str
     sign: str

@@ -1,4 +1,4 @@
-"""A payment provider with a ledger, and the bad line to it: a real HTTP server.
+"""A payment provider with a ledger, and an unreliable connection to it: a real HTTP server.
 
 The provider acts once per idempotency key and replays its stored answers, its failures included, before or after
 which it may have acted. It declines some requests, and refuses some repeats for another reason (a key was revoked) before

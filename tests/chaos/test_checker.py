@@ -91,7 +91,7 @@ def test_a_rolled_back_transaction_leaves_no_line(engine: Engine, hand: Hand) ->
     assert ledgers.read(engine) == []
 
 
-def test_the_ledger_refuses_to_be_changed_and_what_it_watches_to_be_truncated(engine: Engine, hand: Hand) -> None:
+def test_the_ledger_refuses_changes_and_what_it_watches_refuses_truncation(engine: Engine, hand: Hand) -> None:
     enqueued_and_done(hand)
     for statement in (
         "UPDATE ledger.changes SET book = ''",
@@ -104,7 +104,7 @@ def test_the_ledger_refuses_to_be_changed_and_what_it_watches_to_be_truncated(en
             connection.execute(text(statement))
 
 
-def test_what_is_written_past_ordinary_triggers_is_in_the_ledger_all_the_same(engine: Engine, hand: Hand) -> None:
+def test_writes_that_bypass_ordinary_triggers_are_still_in_the_ledger(engine: Engine, hand: Hand) -> None:
     with engine.connect() as connection:
         connection.execute(text("SET session_replication_role = replica; INSERT INTO entries VALUES (1, 'a', 1)"))
         connection.execute(text("SET session_replication_role = origin"))
@@ -402,7 +402,7 @@ def test_a_write_by_another_process_than_the_holder_is_reported(engine: Engine, 
     assert reported(engine, deposited()) == {"I4"}
 
 
-def test_a_holder_that_recovery_took_for_dead_and_that_writes_later_is_reported(
+def test_a_write_by_a_holder_that_recovery_took_for_dead_is_reported(
     engine: Engine, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datetime import timedelta

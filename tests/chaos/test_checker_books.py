@@ -127,7 +127,7 @@ def test_a_completion_over_an_open_effect_is_reported(engine: Engine, hand: Hand
 # ---------------------------------------------------------------- the ledgers
 
 
-def test_an_effect_recorded_as_not_happened_that_the_provider_did_is_reported(engine: Engine, hand: Hand) -> None:
+def test_an_effect_recorded_as_not_happened_but_done_is_reported(engine: Engine, hand: Hand) -> None:
     begun(hand, call("not_happened"))
     hand.sql(*ended_as("no_account"))
     assert reported(engine, failing(), acts={"g1": 1}) == {"I27"}
@@ -282,7 +282,7 @@ def test_a_cancelled_operation_may_have_been_to_complete(engine: Engine, hand: H
     assert reported(engine, deposited()) == set()
 
 
-def test_an_operation_ended_as_cancelled_by_nobody_is_reported(engine: Engine, hand: Hand) -> None:
+def test_an_operation_cancelled_without_a_command_is_reported(engine: Engine, hand: Hand) -> None:
     hand.sql(CLAIM)
     hand.sql(*ended_as("cancelled"))
     assert reported(engine, deposited()) == {"I6"}

@@ -51,9 +51,7 @@ def relayed(ready: Any) -> Iterator[Any]:
     thread.join(10)
 
 
-def test_a_run_with_killed_workers_failures_duplicates_and_a_replay_is_clean(
-    relayed: Any, outside: OutsideWorld
-) -> None:
+def test_a_run_with_kills_failures_duplicates_and_a_replay_is_clean(relayed: Any, outside: OutsideWorld) -> None:
     ready, accepted = relayed, []
     workers = [ready.worker().wait_until_ready() for _ in range(2)]
     for point in POINTS:

@@ -76,7 +76,7 @@ class Tally:
     unknown: int = 0
     copies: int = 0
     unsent: int = 0
-    # copies that every worker has to reject
+    # copies that every worker must reject
     rejected: int = 0
     # (tenant, operation, key) of what was certainly committed
     certain: list[tuple[str, str, str]] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Traffic:
         pause = len(TENANTS) / self._rate
         due = time.monotonic()
         while not self._stop.wait(max(due - time.monotonic(), 0.0)):
-            due = max(due + pause, time.monotonic() - 1.0)  # what could not be submitted is not made up for at once
+            due = max(due + pause, time.monotonic() - 1.0)  # failed submissions are not caught up all at once
             if self._may_go_on():
                 self._submit()
 

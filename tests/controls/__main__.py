@@ -1,4 +1,4 @@
-"""`python -m tests.controls`: each safeguard is removed once, and its oracle must tell."""
+"""`python -m tests.controls`: each safeguard is removed once, and its oracle must report it."""
 
 from __future__ import annotations
 

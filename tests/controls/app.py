@@ -19,9 +19,9 @@ from tests.support import bank, crashing
 
 app: Celery = bank.app
 
-# Small, so that a poison message reaches it soon; no worker starts with less than 20 unless told that less will do.
+# Small, so that a poison message reaches it soon; a worker refuses to start with less than 20 unless that is allowed.
 DELIVERY_LIMIT = 2
-# RabbitMQ has no word for "no limit" that all its versions know.
+# No value means "no limit" in all versions of RabbitMQ.
 NO_LIMIT = 1_000_000
 
 

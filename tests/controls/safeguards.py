@@ -1,7 +1,7 @@
 """The safeguards, and how each is taken away: here and nowhere in the library.
 
 Every removal changes the library's own statements or methods in this process. One that finds nothing to change raises
-`NothingToRemove`: a control whose safeguard has moved must not pass for one that works.
+`NothingToRemove`: a control whose safeguard has moved must not appear to work.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def counted_mark(removal: Removal) -> None:
 
 
 def delivery_limit(removal: Removal) -> None:
-    """The queue hands a message out without end. A matter of the queue's arguments: see `tests.controls.app`."""
+    """The queue hands a message out without end. Set by the queue's arguments: see `tests.controls.app`."""
 
 
 SAFEGUARDS: dict[str, Callable[[Removal], None]] = {

@@ -1,4 +1,4 @@
-"""The controls: for each safeguard a scenario that only it survives, and the oracle that must tell.
+"""The controls: for each safeguard, a scenario that passes only with it, and the oracle that must report its absence.
 
 A scenario is the same with and without its safeguard. It returns what its oracle and the checker report: nothing with
 the safeguard in place, and something of the oracle's own without it.

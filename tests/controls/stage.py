@@ -28,7 +28,7 @@ from tests.controls.safeguards import without
 from tests.support import bank
 from tests.support.processes import Processes, Worker, eventually
 
-# Longer than any run: nothing happens by itself, time passes by UPDATE.
+# Longer than any run: no timer fires, time passes by UPDATE.
 LEASE, MAX_RUN = 900, 3600
 TENANT = "default"
 

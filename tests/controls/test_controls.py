@@ -1,4 +1,4 @@
-"""Each safeguard is removed once, and its oracle must tell; and what makes a control itself worthless is noticed."""
+"""Each safeguard is removed once, and its oracle must report it; a control that proves nothing is noticed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def test_every_safeguard_has_its_control() -> None:
     ("outcome", "complaint"),
     [
         (Outcome(CONTROL, [], [], 1, 1), "green without its safeguard"),
-        (Outcome(CONTROL, [], [ANOTHERS], 1, 1), "green without its safeguard"),  # another oracle's word is not enough
+        (
+            Outcome(CONTROL, [], [ANOTHERS], 1, 1),
+            "green without its safeguard",
+        ),  # a report by another oracle is not enough
         (Outcome(CONTROL, [ANOTHERS], [ITS_OWN], 1, 1), "red with its safeguard in place"),
         (Outcome(CONTROL, [], [ITS_OWN], 1, PATIENCE + 1), "to tell"),
     ],

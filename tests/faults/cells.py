@@ -1,4 +1,4 @@
-"""The fault matrix as data: what may strike (F1–F21), in which phase of an operation (P0–P9), and what must come out.
+"""The fault matrix as data: what may go wrong (F1–F21), in which phase of an operation (P0–P9), and what must come out.
 
 A cell holds the matrix' own words. `outcomes` are the letters that a test of the cell may have seen; whatever else a
 test sees fails it. Cells that say "–" need no test: the fault has no effect there.

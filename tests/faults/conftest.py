@@ -77,7 +77,7 @@ class SeenCell:
         )
 
     def accepts(self, key: str) -> None:
-        """Count on a key that is sent past the outbox: without this its loss would leave no trace."""
+        """Expect a key that is sent past the outbox: without this its loss would leave no trace."""
         self.accepted.add(key)
 
     def not_run(self, reason: str) -> NoReturn:

@@ -23,7 +23,7 @@ def plain(url: str) -> str:
 def fixture_postgres() -> Iterator[Postgres]:
     """A Postgres of this module's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("DATABASE_URL", raising=False)  # one that was given is not ours to kill
+        patch.delenv("DATABASE_URL", raising=False)  # a test must not kill a server that was given
         with services.running(needs=("postgres",)) as running:
             yield running.postgres
 

@@ -75,7 +75,7 @@ class Scene:
     # ------------------------------------------------------------ the stage
 
     def postgres_proxy(self) -> Proxy:
-        """Workers started from now on reach Postgres through this; the test's own eyes do not."""
+        """Workers started from now on reach Postgres through this; the test itself does not."""
         url = make_url(self._database)
         proxy = self._proxy(url.host or "", url.port or 5432)
         through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
@@ -155,7 +155,7 @@ class Scene:
             self.relay()
         self.accept()
         self.held(phase)
-        # its child is quicker than it: a worker that loses its broker now would end no attempt, knowing of none
+        # its child is faster: a worker that loses its broker now would end no attempt, because it knows of none
         inspect = self.app.control.inspect(timeout=5, limit=1)
         eventually(lambda: any((inspect.active() or {}).values()), timeout=PATIENCE, what="the worker knows it")
         if phase == "P5":

@@ -28,7 +28,7 @@ DAY = 86400
 
 @pytest.mark.cell("F15", "P2")
 @pytest.mark.parametrize("days", [1, -1])
-def test_a_worker_whose_clock_is_a_day_off_holds_renews_and_finishes_as_usual(
+def test_a_worker_with_a_clock_a_day_off_holds_renews_and_finishes(
     days: int, scene: Scene, tmp_path: Path, cell: SeenCell
 ) -> None:
     if not clocks.can_be_built():

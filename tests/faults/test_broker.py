@@ -125,7 +125,7 @@ def test_a_relay_waits_for_a_killed_broker_and_publishes_its_rows(
 
 
 @pytest.mark.cell("F6", "P8")
-def test_a_message_whose_confirm_was_lost_with_the_broker_is_published_again(
+def test_a_message_whose_confirm_died_with_the_broker_is_published_again(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
     scene.declare_queues()
@@ -176,7 +176,7 @@ def test_a_broker_frozen_before_its_confirm_costs_a_second_copy(
 
 
 @pytest.mark.cell("F8", "P7")
-def test_a_row_whose_queue_was_deleted_waits_until_somebody_declares_it_again(
+def test_a_row_whose_queue_was_deleted_waits_until_it_is_declared_again(
     relay: Relay, scene: Scene, cell: SeenCell
 ) -> None:
     relay.publisher.depth(scene.app.conf.task_default_queue)
@@ -238,7 +238,7 @@ def test_a_worker_goes_on_after_its_broker_was_killed_and_came_back(
 
 
 @pytest.mark.parametrize("phase", each("F7", "P0", "P1", "P2", "P3", "P6"))
-def test_a_frozen_broker_holds_up_what_is_to_come_and_not_what_a_worker_has(
+def test_a_frozen_broker_delays_new_messages_but_not_what_a_worker_has(
     phase: str, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.worker()

@@ -60,13 +60,11 @@ def test_of_eight_copies_at_once_one_runs(scene: Scene, eight: None, cell: SeenC
 
 
 @pytest.mark.cell("F16", "P3")
-def test_of_seven_copies_that_find_the_lease_over_one_calls_the_gateway_again(
-    scene: Scene, eight: None, cell: SeenCell
-) -> None:
+def test_one_of_seven_copies_past_the_lease_calls_the_gateway_again(scene: Scene, eight: None, cell: SeenCell) -> None:
     crashing.plan(scene.directory, POINTS["P3"], crashing.HOLD)
     send_copies(scene, cell, 1)
     holder = scene.held("P3")
-    os.kill(holder, signal.SIGSTOP)  # nor does it renew
+    os.kill(holder, signal.SIGSTOP)  # so it does not renew either
     first = scene.record()
     scene.age()
     send_copies(scene, cell, COPIES - 1)

@@ -45,7 +45,7 @@ def published_again(scene: Scene) -> str:
     """The broker has one copy of a row that is still to be published; then what a second relay makes of it."""
     assert scene.outbox()[0].status == "pending"
     eventually(lambda: scene.messages() == 1, what="the first copy")
-    scene.age()  # the lease of the relay that failed
+    scene.age()  # the reservation of the relay that failed
     scene.relay()
     eventually(lambda: scene.outbox()[0].status == "published", timeout=PATIENCE)
     eventually(lambda: scene.messages() == 2, what="the second copy")
@@ -123,7 +123,7 @@ def test_a_reply_of_postgres_that_never_arrives_is_asked_for_again(phase: str, s
 
 
 @pytest.mark.cell("F13", "P6")
-def test_a_duplicate_whose_answer_is_lost_asks_again_and_gets_the_stored_result(scene: Scene, cell: SeenCell) -> None:
+def test_a_duplicate_whose_answer_is_lost_asks_again_for_the_result(scene: Scene, cell: SeenCell) -> None:
     proxy = scene.postgres_proxy()
     scene.worker(children=1)
     scene.relay()
@@ -186,7 +186,7 @@ def test_a_relay_whose_connection_ends_before_its_mark_publishes_again(
 
 
 @pytest.mark.cell("F13", "P9")
-def test_a_mark_whose_reply_is_lost_has_been_made_and_nothing_is_sent_again(
+def test_a_mark_whose_reply_is_lost_was_made_and_nothing_is_sent_again(
     scene: Scene, proxied_relay: Relay, cell: SeenCell
 ) -> None:
     scene.accept()

@@ -52,7 +52,7 @@ def flush(server: Redis) -> None:
         pytest.param("P3", restart_empty, marks=[pytest.mark.cell("F9", "P3"), pytest.mark.quick]),
     ],
 )
-def test_a_duplicate_finds_redis_empty_and_is_still_kept_away_by_the_record(
+def test_with_redis_empty_the_record_still_keeps_a_duplicate_away(
     phase: Any, lose: Any, scene: Scene, own_redis: Redis, cell: SeenCell
 ) -> None:
     scene.worker()
@@ -117,7 +117,7 @@ def redis_time(server: Redis) -> float:
 @pytest.mark.parametrize(
     "phase", [pytest.param(phase, marks=pytest.mark.cell("F11", phase)) for phase in ("P1", "P2", "P3")]
 )
-def test_a_redis_whose_clock_jumps_ahead_forgets_a_lease_and_postgres_keeps_it(
+def test_a_redis_whose_clock_jumps_forgets_a_hint_but_postgres_keeps_it(
     phase: Any, scene: Scene, own_redis: Redis, clock: clocks.Clock, cell: SeenCell
 ) -> None:
     scene.worker()
@@ -144,7 +144,7 @@ def test_a_redis_clock_an_hour_back_holds_up_a_delivery_until_recovery(
     scene.duplicate()
     eventually(lambda: [each for each in leases(own_redis) if each.endswith(" counted")], what="the counted mark")
     clock.shift(-3600)
-    # Its holder dies, and its lease in Postgres ends: only Redis still holds a lease of it.
+    # Its holder dies, and its lease in Postgres ends: only Redis still has a hint about it.
     os.kill(scene.held("P1"), signal.SIGKILL)
     scene.age()
     seen = len(scene.trace("hint.left"))

@@ -52,7 +52,7 @@ def held_relay(scene: Scene) -> Iterator[Start]:
 
 
 def lease_is_over(scene: Scene) -> None:
-    """The relay's lease on its rows; that of an attempt which may be under way goes on."""
+    """The relay's reservation of its rows is over; the lease of an attempt that may be running is not."""
     scene.execute("UPDATE idempotency.outbox SET relayed_until = clock_timestamp() WHERE relayed_until IS NOT NULL")
 
 
@@ -99,9 +99,7 @@ def test_the_relay_is_frozen_past_its_lease_and_goes_on_later(
 
 
 @pytest.mark.parametrize("phase", each("F4", "P7", "P8", "P9"))
-def test_the_relay_is_told_to_end_and_finishes_its_batch(
-    phase: str, scene: Scene, held_relay: Start, cell: SeenCell
-) -> None:
+def test_a_relay_asked_to_stop_finishes_its_batch(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()
@@ -114,7 +112,7 @@ def test_the_relay_is_told_to_end_and_finishes_its_batch(
 
 
 @pytest.mark.parametrize("phase", each("F4", "P8", "P9"))
-def test_the_relay_is_told_to_end_at_once(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
+def test_a_relay_asked_to_stop_at_once(phase: str, scene: Scene, held_relay: Start, cell: SeenCell) -> None:
     scene.worker()
     relay = held_relay(phase)
     relay.terminate()

@@ -129,7 +129,7 @@ def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(
 
 
 @pytest.mark.cell("replay+F2")
-def test_a_replay_whose_worker_is_killed_and_a_second_replay_give_one_result(scene: Scene, cell: SeenCell) -> None:
+def test_a_replay_whose_worker_is_killed_and_a_second_one_give_one_result(scene: Scene, cell: SeenCell) -> None:
     worker = scene.worker(RETRY_BASE="0.01")
     scene.outside.script = ["fail before"] * 20
     scene.relay()

@@ -123,7 +123,7 @@ def goes_on(worker: Worker) -> bool:
 
 
 @pytest.mark.parametrize("phase", each("F4", "P1", "P2", "P3", "P4", "P5", "P6"))
-def test_the_worker_is_told_to_end_and_then_to_end_at_once(
+def test_a_worker_asked_to_stop_and_then_to_stop_at_once(
     phase: str, scene: Scene, postgres: Proxy | None, cell: SeenCell
 ) -> None:
     worker = scene.worker()
@@ -142,7 +142,7 @@ def test_the_worker_is_told_to_end_and_then_to_end_at_once(
 
 
 @pytest.mark.parametrize("phase", each("F4", "P2", "P3"))
-def test_the_worker_is_told_to_end_and_given_time(phase: str, scene: Scene, cell: SeenCell) -> None:
+def test_a_worker_asked_to_stop_is_given_time(phase: str, scene: Scene, cell: SeenCell) -> None:
     worker = scene.worker()
     scene.bring_to(phase)
     worker.process.send_signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ def connection(engine: Engine) -> Iterator[Connection]:
 
 @pytest.fixture
 def empty_database(servers: services.Services) -> Iterator[str]:
-    """The address of a database without any table of ours."""
+    """The address of a database without the library's tables."""
     name = f"empty_{uuid4().hex[:8]}"
     yield servers.create_database(name)
     servers.drop_database(name)

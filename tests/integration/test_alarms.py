@@ -1,4 +1,4 @@
-"""Alarms begin, are repeated and end; each beside a twin that is nothing to be alarmed about."""
+"""Alarms begin, are repeated and end; each beside a twin that needs no alarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts and the weekly report: told once, at a rate, to a receiver that may hang or be away."""
+"""Alerts and the weekly report: sent once, at a limited rate, to a receiver that may hang or be unavailable."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def later(connection: Connection, seconds: float = 61.0) -> None:
     )
 
 
-def test_new_letters_are_told_once_per_service_and_reason_and_interval(
+def test_new_letters_alert_once_per_service_reason_and_interval(
     alerting: Celery, receiver: Receiver, connection: Connection
 ) -> None:
     assert alerts.run_once(alerting) == 0
@@ -150,7 +150,7 @@ def test_an_outbox_row_that_can_never_be_published_is_told(
     assert alerts.run_once(alerting) == 0
 
 
-def test_rows_that_the_broker_goes_on_refusing_are_told_from_the_fifth_try(
+def test_rows_that_the_broker_keeps_refusing_alert_from_the_fifth_try(
     alerting: Celery, receiver: Receiver, connection: Connection
 ) -> None:
     op.early(connection)
@@ -173,7 +173,7 @@ def test_rows_that_the_broker_goes_on_refusing_are_told_from_the_fifth_try(
 
 
 @pytest.mark.parametrize("trouble", ["500", "redirect", "silent", "gone"])
-def test_a_receiver_in_trouble_holds_nothing_up_and_is_told_later(
+def test_a_failing_receiver_delays_nothing_and_gets_its_alert_later(
     alerting: Celery, receiver: Receiver, connection: Connection, trouble: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store(connection, "envelope")

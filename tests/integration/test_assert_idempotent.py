@@ -1,4 +1,4 @@
-"""`assert_idempotent`: silent about tasks that are right, and pointing at what is wrong with the others."""
+"""`assert_idempotent`: silent about correct tasks, and precise about what is wrong with the others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def own_engine(database: str) -> Iterator[Engine]:
 
 @pytest.fixture
 def report(assert_idempotent: Any) -> Callable[..., Any]:
-    """What is said about a task that is wrong."""
+    """The report about an incorrect task."""
 
     def of(task: Any, *args: Any, **options: Any) -> Any:
         with pytest.raises(NotIdempotent) as raised:
@@ -186,7 +186,7 @@ def test_setup_brings_the_rows_back_before_each_scenario(
 # ---------------------------------------------------------------- tasks that are wrong
 
 
-def test_a_session_of_its_own_is_found_by_the_row_it_leaves_twice(
+def test_a_separate_session_is_found_by_the_row_it_leaves_twice(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
     def own_session(self: Any, name: str) -> None:
@@ -312,7 +312,7 @@ def test_an_effect_with_other_arguments_in_each_attempt_is_found(
 
 
 @pytest.mark.parametrize("key", [lambda arguments: str(uuid4()), lambda arguments: str(int(time.time() * 10))])
-def test_a_key_that_each_call_makes_anew_is_found(
+def test_a_key_that_differs_with_each_call_is_found(
     define: Callable[..., Any], report: Callable[..., Any], key: Any
 ) -> None:
     def keyed(self: Any, name: str) -> None:
@@ -334,7 +334,7 @@ def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], rep
     assert "delay() or apply_async() in the body" in said
 
 
-def test_a_message_enqueued_in_a_session_of_its_own_is_found(
+def test_a_message_enqueued_in_a_separate_session_is_found(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
     def enqueueing(self: Any, name: str) -> None:
@@ -357,7 +357,7 @@ def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], repo
     assert "Expected:  0\n    Seen:      1" in said
 
 
-def test_a_task_that_only_a_former_holder_betrays_is_found_when_it_is_overtaken(
+def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
     def looking_first(self: Any, name: str) -> None:

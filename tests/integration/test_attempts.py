@@ -347,7 +347,7 @@ def test_an_answer_to_a_claim_that_takes_a_lease_begins_the_body_once(
 # ---------------------------------------------------------------- tasks of other applications
 
 
-def test_only_an_application_that_knows_the_task_ends_its_operations_as_spent(
+def test_only_an_application_that_has_the_task_ends_spent_operations(
     bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, entries: Entries
 ) -> None:
     """Another service on the same database, with its own tasks and its own default of attempts."""

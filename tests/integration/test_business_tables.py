@@ -1,4 +1,4 @@
-"""The application's tables: made by its migrations in an empty_database database, and as its models say."""
+"""The application's tables: made by its migrations in an empty database, and matching its models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library's connections to Postgres believe, give back, keep and outlive; a pooler in between."""
+"""The library's connections to Postgres: lost answers, what a body leaves on them, outages, and a pooler in between."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def a_person_s_change(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("commit", WAYS.values(), ids=WAYS.keys())
-def test_no_commit_is_believed_that_a_synchronous_standby_has_not_confirmed(
+def test_a_commit_unconfirmed_by_a_synchronous_standby_is_not_believed(
     unconfirmed: Celery, commit: Callable[[Runtime], None]
 ) -> None:
     runtime = runtime_of(unconfirmed)

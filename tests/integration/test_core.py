@@ -52,7 +52,7 @@ def test_a_positional_and_a_keyword_call_are_one(deliveries: Deliveries, entries
     assert entries("a") == 1
 
 
-def test_the_same_key_with_other_arguments_is_refused_and_kept_as_a_dead_letter(
+def test_one_key_with_other_arguments_is_refused_and_kept_as_a_dead_letter(
     deliveries: Deliveries, entries: Entries, engine: Engine, record: Record
 ) -> None:
     deliveries.deliver(bank.deposit, "a", 5)
@@ -339,7 +339,7 @@ def test_a_broken_on_failed_does_not_keep_the_operation_open(
         assert connection.execute(text("SELECT count(*) FROM entries")).scalar_one() == 0
 
 
-def test_a_shutdown_gives_the_attempt_back_and_the_next_delivery_leaves_with_it(
+def test_a_shutdown_gives_the_attempt_back_with_the_next_delivery(
     bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
     def body(self: Any) -> None:
@@ -379,7 +379,7 @@ def test_a_savepoint_in_the_session_is_allowed(bank: Celery, deliveries: Deliver
     assert entries("row") == 1
 
 
-def test_what_the_body_wrote_is_visible_exactly_when_the_record_is_completed(
+def test_a_bodys_rows_are_visible_exactly_when_the_record_is_completed(
     bank: Celery, deliveries: Deliveries, entries: Entries, record: Record
 ) -> None:
     seen = []
@@ -394,7 +394,7 @@ def test_what_the_body_wrote_is_visible_exactly_when_the_record_is_completed(
     assert (entries("row"), record("k").status) == (1, "completed")
 
 
-def test_a_constraint_that_fails_at_commit_is_an_ordinary_error_and_no_doubt(
+def test_a_constraint_failing_at_commit_is_an_ordinary_error_not_a_doubt(
     bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
     with engine.connect() as connection:

@@ -172,7 +172,7 @@ def test_letters_are_listed_newest_first_and_shown_whole(deliveries: Deliveries,
 # ---------------------------------------------------------------- replayed
 
 
-def test_a_replay_runs_the_operation_again_under_its_key_and_keeps_its_steps(
+def test_a_replay_runs_the_operation_under_its_key_and_keeps_its_steps(
     deliveries: Deliveries, connection: Connection
 ) -> None:
     deliveries.deliver(repairable, "a1", 5, task_id="t-1")
@@ -212,7 +212,7 @@ def test_a_replay_runs_the_operation_again_under_its_key_and_keeps_its_steps(
     assert (entries(connection, "a1/step"), entries(connection, "a1")) == (1, 1)
 
 
-def test_a_replay_that_fails_again_has_a_letter_of_its_own_generation(
+def test_a_replay_that_fails_again_gets_a_letter_of_its_generation(
     deliveries: Deliveries, connection: Connection
 ) -> None:
     deliveries.deliver(repairable, "a1")

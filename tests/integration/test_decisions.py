@@ -85,7 +85,7 @@ def test_a_persons_word_with_end_undoes_what_the_end_had_to_leave(
     assert code(record("k"))[0] == "unfinished"
 
 
-def test_an_end_after_a_refused_repeat_is_told_as_the_refusal(
+def test_an_end_after_a_refused_repeat_is_reported_as_the_refusal(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record, entries: Entries
 ) -> None:
     provider = Provider(lost(), PermanentError("this API key was revoked", "key_revoked"))
@@ -168,7 +168,7 @@ def test_a_repeated_request_changes_nothing_twice(
         release(bank, waiting, Change("ann", "no", "request-3"))
 
 
-def test_a_plain_end_is_told_to_duplicates_as_it_is(bank: Celery, deliveries: Deliveries, unknown: Any) -> None:
+def test_duplicates_get_the_code_of_an_end(bank: Celery, deliveries: Deliveries, unknown: Any) -> None:
     outcome = deliveries.deliver(unknown, key="k")
     assert isinstance(outcome.value, OperationFailed)
     assert outcome.value.code == "effect_unknown"

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
-from idempotency.broker.publisher import Published, Refusal
+from idempotency.broker.batch import Published, Refusal
 from idempotency.letters import consumer as consuming
 from idempotency.letters import storing
 from idempotency.letters.consumer import DeadLetterConsumer
@@ -426,7 +426,7 @@ def test_a_late_answer_says_nothing_about_a_row_that_was_sent_again_since(
 # ---------------------------------------------------------------- real workers
 
 
-def test_workers_of_two_releases_share_a_queue_and_every_operation_completes(
+def test_workers_of_two_releases_share_a_queue_and_all_operations_complete(
     bank: Celery,
     processes: Processes,
     connection: Connection,

@@ -69,7 +69,7 @@ def audits(connection: Connection) -> list[tuple[str, str, str | None, str]]:
 # ---------------------------------------------------------------- two people
 
 
-def test_a_letter_is_discarded_by_two_people_and_its_operation_can_be_purged(
+def test_two_people_discard_a_letter_and_its_operation_can_be_purged(
     bank: Celery, failed: Callable[..., None], connection: Connection
 ) -> None:
     failed("a1")

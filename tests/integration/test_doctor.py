@@ -90,7 +90,7 @@ def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Cel
     assert all(finding.level is Level.WARNING for finding in found)
 
 
-def test_a_message_that_may_come_back_after_its_record_is_gone_is_a_warning(configured: Celery, rabbitmq: None) -> None:
+def test_a_message_that_may_outlive_its_record_is_a_warning(configured: Celery, rabbitmq: None) -> None:
     queue = configured.conf.task_default_queue
     task = configured.tasks["tests.support.bank.deposit"]
     task.time_limit = 3600
@@ -207,7 +207,7 @@ def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(
     assert found.level is Level.WARNING
 
 
-def test_a_task_that_may_run_for_longer_than_its_lease_is_renewed_is_a_warning(configured: Celery) -> None:
+def test_a_task_that_may_outrun_its_lease_renewal_is_a_warning(configured: Celery) -> None:
     task = configured.tasks["tests.support.bank.deposit"]
     for limit, expected in ((600, 0), (601, 1)):
         task.time_limit = limit
@@ -296,7 +296,7 @@ PASSWORD = "hunter2-9f3c"
         ("address", "not an address"),
     ],
 )
-def test_an_address_that_does_not_work_is_told_without_its_password(
+def test_a_failing_address_is_reported_without_its_password(
     environment: dict[str, str], fault: str, found: str
 ) -> None:
     addresses = {name: spoil(environment[name], fault) for name in ("DATABASE_URL", "REDIS_URL", "BROKER_URL")}
@@ -320,7 +320,7 @@ def test_an_address_that_does_not_work_is_told_without_its_password(
     assert done.returncode == 1
 
 
-def test_an_address_without_its_password_is_told_so(configured: Celery, environment: dict[str, str]) -> None:
+def test_an_address_that_lacks_its_password_is_reported(configured: Celery, environment: dict[str, str]) -> None:
     url = make_url(environment["DATABASE_URL"])._replace(password=None)
     configured.conf.idempotency_database_url = str(url)
     (refused,) = [finding for finding in doctor(configured) if finding.subject == "database"]
@@ -401,7 +401,7 @@ def test_a_worker_that_would_lose_work_does_not_start(
         ("BROKER_URL", "broker_url"),
     ],
 )
-def test_neither_a_worker_nor_the_relay_starts_with_an_address_that_is_none(
+def test_neither_worker_nor_relay_starts_with_an_invalid_address(
     processes: Processes, environment: dict[str, str], variable: str, setting: str
 ) -> None:
     # taken for a port, the password would be in the error of what parses it
@@ -479,7 +479,7 @@ def test_a_relay_waits_for_a_postgres_that_is_away_at_its_start(
             assert running.wait(30) == 0
 
 
-def test_a_relay_told_to_end_while_it_waits_for_postgres_ends(
+def test_a_relay_asked_to_stop_while_it_waits_for_postgres_ends(
     bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
 ) -> None:
     away = environment | {"DATABASE_URL": spoil(environment["DATABASE_URL"], "port")}

@@ -84,7 +84,7 @@ def test_a_lost_reply_to_a_steps_commit_does_the_step_once(
     assert (len(runs), entries("row"), record("k").attempts) == (2, 1, 1)
 
 
-def test_a_lost_reply_to_the_finish_of_a_body_without_a_session_is_resolved(
+def test_a_lost_reply_to_a_finish_without_a_session_is_resolved(
     proxy: Proxy, deliveries: Deliveries, record: Record, app: Any
 ) -> None:
     runs = []

@@ -48,7 +48,7 @@ def test_an_eager_call_that_keeps_failing_ends_with_rows_and_dead_letter(
     assert (record("a").status, record("a").attempts) == ("failed", 3)
     with engine.connect() as connection:
         assert [letter.reason for letter in operations.dead_letters(connection)] == ["attempts_exhausted"]
-        # its attempts' deliveries leave only once a lease is over: until then the call goes on by itself
+        # its attempts' deliveries leave only once a lease is over: until then only the caller continues it
         assert [row.available_at > row.created_at for row in operations.outbox(connection)] == [True, True]
 
 
@@ -58,7 +58,7 @@ def test_an_eager_permanent_error_is_raised(bank: Celery, record: Record) -> Non
     assert record("a").status == "failed"
 
 
-def test_an_eager_deferral_is_raised_uses_no_attempt_and_the_next_call_goes_on(bank: Celery, record: Record) -> None:
+def test_an_eager_deferral_uses_no_attempt_and_the_next_call_goes_on(bank: Celery, record: Record) -> None:
     for _ in range(2):
         with pytest.raises(Defer, match="not yet"):
             app_module.failing.apply(("a", "defer")).get()

@@ -182,7 +182,7 @@ def test_a_stored_failure_without_reconcile_is_not_waited_for(
     assert (record("k").status, len(calls)) == ("failed", 1)
 
 
-def test_beyond_the_providers_key_retention_nobody_calls_again(
+def test_a_call_is_not_repeated_beyond_the_providers_key_retention(
     bank: Celery, deliveries: Deliveries, outside: OutsideWorld, engine: Engine, record: Record
 ) -> None:
     outside.script = ["fail after"]

@@ -59,7 +59,7 @@ def test_an_event_is_one_row_for_each_consumer_that_subscribed(
     assert found == [("ledger.handle", True), ("mail.handle", True), ("audit.handle", True), ("audit.handle", False)]
 
 
-def test_a_rolled_back_event_is_told_to_nobody(
+def test_a_rolled_back_event_reaches_no_consumer(
     bank: Celery, consumers: Any, transaction: Session, engine: Engine
 ) -> None:
     publish(transaction, "order.paid", {}, app=bank)
@@ -145,7 +145,7 @@ def test_a_consumer_without_a_pattern_is_refused(bank: Celery) -> None:
         subscribe(consumer="ledger", app=bank)
 
 
-def test_one_consumer_may_name_several_patterns_and_is_told_once(
+def test_a_consumer_with_several_patterns_gets_an_event_once(
     bank: Celery, transaction: Session, engine: Engine
 ) -> None:
     def handle(self: Any, event: Any) -> None: ...

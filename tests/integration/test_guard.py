@@ -1,4 +1,4 @@
-"""What Celery would drop, lose or die on: each ends as one dead letter with its reason, and the worker lives."""
+"""Messages that Celery would drop, lose or crash on: each becomes one dead letter with its reason; the worker survives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEPOSIT = b.deposit.name
 ID, ID_AFTER = (OperationId("default", DEPOSIT, key) for key in ("a1", "after"))
 
 
-def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
+def test_what_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
     bank: Celery, worker: Worker, connection: Connection, entries: Callable[[str], int]
 ) -> None:
 
@@ -78,7 +78,7 @@ def test_whatever_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
 
 
 @pytest.mark.parametrize("moment", ["in the transaction", "before the answer to COMMIT", "after the commit"])
-def test_a_postgres_that_dies_in_the_middle_of_a_pass_loses_and_doubles_nothing(
+def test_a_postgres_that_dies_during_a_pass_loses_and_doubles_nothing(
     bank: Celery,
     consumer: DeadLetterConsumer,
     servers: services.Services,
@@ -134,7 +134,7 @@ def test_a_postgres_that_dies_in_the_middle_of_a_pass_loses_and_doubles_nothing(
             )
             stop.set()
             thread.join(30)
-            consumer.close()  # what is not acknowledged goes back to its queue
+            consumer.close()  # an unacknowledged message returns to its queue
             eventually(lambda: consumer.run_once() == 0 and _consumed(broker, dead))
             for table, column in (("idempotency.dead_letters", "key"), ("failures", "account")):
                 found = connection.execute(text(f"SELECT {column} FROM {table} ORDER BY 1")).scalars().all()
@@ -155,7 +155,7 @@ def _consumed(broker: Any, queue: str) -> bool:
         return bool(channel.queue_declare(queue, passive=True).message_count == 0)
 
 
-def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
+def test_a_message_without_a_record_fails_with_on_failed_and_one_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     die(bank, consumer, headers=headers(**{"trace-id": "t"}))
@@ -178,7 +178,7 @@ def test_a_message_of_no_operation_yet_fails_it_with_on_failed_and_one_letter(
     assert Deliveries(bank).deliver(b.deposit, "a1", origin="replay").state == "SUCCESS"
 
 
-def test_an_expired_message_ends_its_operation_and_its_replay_does_not_expire(
+def test_an_expired_message_ends_its_operation_and_replays_without_expiry(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     die(bank, consumer, headers=headers(expires=PAST))
@@ -194,7 +194,7 @@ def test_an_expired_message_ends_its_operation_and_its_replay_does_not_expire(
 
 @b.app.task(name="tests.tick")
 def tick() -> None:
-    """A plain task, as beat sends it: the next tick does what this one did not."""
+    """A plain task, as beat sends it: the next tick does the work of this one."""
 
 
 def expire(app: Celery, consumer: DeadLetterConsumer, send: Callable[[], object]) -> None:
@@ -206,7 +206,7 @@ def expire(app: Celery, consumer: DeadLetterConsumer, send: Callable[[], object]
         eventually(lambda: broker.default_channel.queue_declare(name, passive=True).message_count)
 
 
-def test_a_plain_task_that_nobody_took_before_it_expired_leaves_no_letter(
+def test_a_plain_task_that_expired_in_its_queue_leaves_no_letter(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     expire(bank, consumer, lambda: tick.apply_async(expires=0.1))
@@ -432,7 +432,7 @@ def test_a_letter_that_is_no_task_message_is_not_replayed(
 # ---------------------------------------------------------------- Redis as the broker
 
 
-def test_on_a_broker_without_dead_lettering_the_guard_stores_what_is_refused(
+def test_without_dead_lettering_in_the_broker_the_guard_stores_refusals(
     environment: dict[str, str], bank: Celery, processes: Processes, servers: services.Services, connection: Connection
 ) -> None:
     redis = make_url(servers.redis_url).set(database="3").render_as_string(hide_password=False)

@@ -30,7 +30,7 @@ def small_pool(bank: Celery) -> Iterator[Celery]:
 
 
 class Watched:
-    """How often a connection was taken from a pool, and how many were out at the same time."""
+    """How often a connection was taken from a pool, and how many were in use at the same time."""
 
     def __init__(self, engine: Engine) -> None:
         self.taken = self.out = self.most = 0

@@ -128,7 +128,7 @@ def test_a_row_with_its_letter_open_is_looked_at_once(bank: Celery, engine: Engi
     assert op.outbox(connection, id)[0].taken  # so no index that a pass reads has it
 
 
-def test_a_pass_that_began_before_a_discard_does_not_hide_what_it_gave_back(
+def test_a_pass_begun_before_a_discard_does_not_hide_what_it_gave_back(
     bank: Celery, engine: Engine, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
@@ -176,7 +176,7 @@ def reserving(app: Celery) -> Any:
     return make_task(app, body)
 
 
-def test_the_last_way_on_of_an_operation_is_not_discarded_until_it_has_ended(
+def test_the_last_delivery_of_an_operation_is_not_discarded_until_it_ended(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record, entries: Entries
 ) -> None:
     task = reserving(bank)
@@ -224,7 +224,7 @@ def test_discarding_a_broken_copy_of_a_retry_sends_the_retry_again(
     assert record("k").attempts == 2
 
 
-def test_the_letter_of_another_request_is_discarded_while_the_operation_runs(
+def test_another_requests_letter_is_discarded_while_the_operation_runs(
     bank: Celery, engine: Engine, connection: Connection
 ) -> None:
     id = accept(engine, b.deposit, "a")
@@ -437,7 +437,7 @@ def test_a_header_that_the_client_cannot_read_becomes_a_dead_letter(
 def test_a_dead_letter_queue_declared_otherwise_is_consumed(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
-    """A queue that exists otherwise: a classic one, say, or one with another limit."""
+    """A queue that was declared differently: a classic one, say, or one with another limit."""
     name = f"{bank.conf.task_default_queue}-dead"
     with bank.connection_for_write() as broker:
         channel = broker.channel()

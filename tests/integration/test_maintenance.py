@@ -1,4 +1,4 @@
-"""Recovery: what it takes, what it leaves alone, and any number at once; and bad rows, which stop no sweep."""
+"""Recovery: what it releases, what it leaves alone, and many at once; and bad rows, which stop no sweep."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_dies_in_every_claim_is_ended_with_a_letter_in_time(
         assert letters == []
 
 
-def test_what_is_to_be_ended_is_not_released_because_it_was_locked(
+def test_a_spent_operation_that_was_locked_is_not_released(
     bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = expired(connection)
@@ -78,9 +78,7 @@ def test_what_is_to_be_ended_is_not_released_because_it_was_locked(
     assert status(connection, held.id) == "failed"
 
 
-def test_an_operation_whose_lease_is_over_is_released_with_its_next_delivery(
-    bank: Celery, connection: Connection
-) -> None:
+def test_an_operation_past_its_lease_is_released_with_its_next_delivery(bank: Celery, connection: Connection) -> None:
     held = expired(connection)
     assert recover(bank) == 1
     row = record(connection, held.id)
@@ -167,7 +165,7 @@ def fill_with_orphans(connection: Connection, number: int) -> None:
 
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
-    """A real process that says its name and lives until its input ends."""
+    """A real process that prints its holder name and lives until its input ends."""
     script = "import sys; from idempotency.attempt.liveness import process_identity as i; print(i(), flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -406,7 +404,7 @@ REFUSALS = {
 
 
 def states(bank: Celery, connection: Connection, sweep: str, key: str) -> OperationId:
-    """An operation that this sweep has to do with."""
+    """An operation that this sweep handles."""
     id = OperationId("default", "tests.support.bank.deposit", key)
     match sweep:
         case "recover":

@@ -79,7 +79,7 @@ HANDLERS = [commit_the_connection, roll_the_connection_back, invalidate, commit_
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("handler", HANDLERS)
-def test_an_on_failed_that_ends_its_transaction_ends_its_operation_without_it(
+def test_an_operation_ends_without_an_on_failed_that_ends_its_transaction(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, handler: Any
 ) -> None:
     def waiting(self: Any) -> None:
@@ -242,7 +242,7 @@ def test_on_failed_is_told_one_type_for_each_code(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_undo_is_not_committed_by_on_failed_and_a_replay_repeats_its_step(
+def test_on_failed_does_not_commit_an_undo_and_a_replay_repeats_its_step(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, entries: Entries
 ) -> None:
     declined = [True]

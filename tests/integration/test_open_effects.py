@@ -189,7 +189,7 @@ def test_a_last_look_happens_once_when_it_kills_its_process(
     assert len(runs) == 1
 
 
-def test_the_provider_is_asked_before_a_permanent_error_ends_an_open_effect(
+def test_a_permanent_error_over_an_open_effect_asks_the_provider_first(
     bank: Celery, deliveries: Deliveries, record: Record
 ) -> None:
     def body(self: Any) -> None:

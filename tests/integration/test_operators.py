@@ -1,4 +1,4 @@
-"""What a person may change: once, under what they were shown, with its audit row; and nothing else."""
+"""What a person may change: once, as it was shown to them, with its audit row; and nothing else."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_cancel_and_a_claim_at_once_have_one_winner(
         assert len(op.dead_letters(connection, shown.id)) == (cancelled == "cancelled")
 
 
-def test_a_broken_on_failed_does_not_keep_an_operation_from_being_cancelled(
+def test_a_broken_on_failed_does_not_prevent_cancelling_the_operation(
     bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
     def broken(session: Any, operation: Any, error: Any) -> None:
@@ -256,7 +256,7 @@ def test_a_broken_on_failed_does_not_keep_an_operation_from_being_cancelled(
     assert audits(connection)[0].details["on_failed_error"] == "ValueError: a bug"
 
 
-def test_what_another_application_runs_is_cancelled_only_when_told_so(bank: Celery, connection: Connection) -> None:
+def test_another_applications_operation_is_cancelled_only_on_request(bank: Celery, connection: Connection) -> None:
     held = op.early(connection, OperationId("t", "elsewhere.task", "a"))
     with pytest.raises(ChangeRefused, match="this application has no such task"):
         cancel(bank, read(connection, held.id), ANN)

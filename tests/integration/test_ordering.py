@@ -382,7 +382,7 @@ def test_a_replay_that_fails_again_blocks_its_key_again(
 def test_a_discard_and_a_relay_at_once_leave_the_key_open(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
-    """The relay notes a failure while a person discards it: who is last sees what the other did."""
+    """The relay notes a failure while a person discards it: the later one sees what the other did."""
     relay = relays()
     message_id = write(connection, "a1", "a", route=TOO_LONG)
     write(connection, "a2", "a")

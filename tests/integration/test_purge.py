@@ -47,7 +47,7 @@ def an_hour_later(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("state", [completed, failed])
-def test_an_ended_operation_past_its_retention_is_deleted_with_its_outbox_rows(
+def test_an_operation_past_its_retention_is_deleted_with_its_outbox_rows(
     bank: Celery, connection: Connection, state: Callable[..., Any]
 ) -> None:
     id = past_its_time(connection, state)
@@ -113,7 +113,7 @@ def test_an_operation_with_an_open_dead_letter_is_kept_until_it_is_closed(bank: 
     connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()"))
     an_hour_later(connection)
     assert purge(bank) == 1
-    # the letter itself is a person's business
+    # a person decides about the letter itself
     assert len(op.dead_letters(connection, id)) == 1
 
 
@@ -177,7 +177,7 @@ def test_a_purged_key_is_new_again_under_a_higher_fence(bank: Celery, connection
 
 # ---------------------------------------------------------------- rows without a record
 
-# Ways in which a row comes to be settled without a record to go with.
+# Ways in which a row is settled without a record.
 SETTLED_ALONE = {
     "an external event": SETTLED | {"task": "'idempotency.external_event'"},
     "discarded": SETTLED,
@@ -412,7 +412,7 @@ def many(bank: Celery, connection: Connection) -> Celery:
     return bank
 
 
-def test_the_purge_deletes_what_is_to_go_among_much_that_stays(many: Celery, connection: Connection) -> None:
+def test_the_purge_deletes_the_right_rows_among_many_that_stay(many: Celery, connection: Connection) -> None:
     rows, letters = len(op.outbox(connection)), len(op.dead_letters(connection))
     assert purge_once(many, limit=100_000) == Purged(operations=GO, rows=GO + STAY, letters=GO, more=False)
     assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 4 * STAY

@@ -152,7 +152,7 @@ def test_a_refusal_comes_back_with_the_attributes_its_handler_reads(
 
 
 class Coded(PermanentError):
-    """As gateways' errors are often written: the code is the provider's, set after the base class has had its turn."""
+    """As gateways' errors are often written: the code is the provider's, set after the base class's constructor."""
 
     def __init__(self, message: str, code: Any) -> None:
         super().__init__(message)

@@ -307,7 +307,7 @@ def test_rows_wait_unmarked_while_the_broker_is_away(
         assert relay.run_once() == Relayed(0, 0, broker_away=True)
     bank.conf.broker_url = address
     for row in op.outbox(connection):
-        # not the rows' fault: no attempt, no back-off, no error
+        # the rows are not to blame: no attempt, no back-off, no error
         assert (row.status, row.attempts, row.last_error, row.relayed_until) == ("pending", 0, None, None)
     assert relay.run_once() == Relayed(2, 0)
     assert keys(drained(bank)) == ["a1", "a2"]
@@ -355,7 +355,7 @@ def die() -> None:
     raise SystemExit(1)
 
 
-def test_rows_of_a_relay_that_died_before_it_published_are_published_by_another(
+def test_rows_of_a_relay_that_died_unpublished_are_published_by_another(
     bank: Celery,
     relays: Callable[..., Relay],
     connection: Connection,
@@ -372,7 +372,7 @@ def test_rows_of_a_relay_that_died_before_it_published_are_published_by_another(
     assert keys(drained(bank)) == ["a1"]
 
 
-def test_a_row_published_but_not_marked_is_published_again_under_the_same_event(
+def test_a_row_published_but_not_marked_is_published_again_under_its_id(
     bank: Celery,
     relays: Callable[..., Relay],
     connection: Connection,

@@ -156,7 +156,7 @@ def test_a_running_operation_is_recovers_business(
     assert resend_lost(bank).resent == 0
 
 
-def test_a_released_operation_in_its_back_off_is_left_alone_until_it_is_due(
+def test_a_released_operation_is_left_alone_until_its_back_off_is_over(
     bank: Celery, sent: Sent, deliveries: Deliveries, engine: Engine
 ) -> None:
     deliveries.deliver(app_module.failing, "f", "defer long")
@@ -332,9 +332,7 @@ def test_a_consumer_that_does_not_say_what_it_holds_is_waited_for(bank: Celery, 
         assert resend_lost(bank).resent == 1
 
 
-def test_a_worker_without_a_guard_takes_a_marker_for_a_task_that_does_nothing(
-    bank: Celery, sent: Sent, engine: Engine
-) -> None:
+def test_without_a_guard_a_marker_is_a_task_that_does_nothing(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("a")
     sent.relay.publisher.mark(bank.conf.task_default_queue, "m1", priority=0)
     with bank.connection_for_read() as connection:

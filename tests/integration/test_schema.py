@@ -31,7 +31,7 @@ TABLES |= {"lanes", "markers", "settled"}
 
 @pytest.fixture
 def empty(servers: services.Services) -> Iterator[Engine]:
-    """A database without any table of ours."""
+    """A database without the library's tables."""
     name = f"empty_{uuid4().hex[:8]}"
     engine = create_engine(servers.create_database(name), poolclass=NullPool)
     yield engine
@@ -110,7 +110,7 @@ def test_newer_tables_that_need_newer_code_are_refused_with_both(empty: Engine) 
 
 
 @pytest.mark.parametrize(("oldest", "accepted"), [("0008", True), ("0009", False)])
-def test_older_tables_are_accepted_down_to_the_oldest_that_the_code_can_use(
+def test_older_tables_are_accepted_down_to_the_oldest_the_code_can_use(
     empty: Engine, monkeypatch: pytest.MonkeyPatch, oldest: str, accepted: bool
 ) -> None:
     schema.migrate(empty, "0008")
@@ -235,7 +235,7 @@ def columns(engine: Engine) -> set[str]:
     return {column["name"] for column in inspect(engine).get_columns("outbox", schema.SCHEMA)}
 
 
-def test_an_index_whose_build_was_interrupted_is_built_anew(empty: Engine, with_an_index: None) -> None:
+def test_an_index_whose_build_was_interrupted_is_rebuilt(empty: Engine, with_an_index: None) -> None:
     schema.migrate(empty, schema._known()[1])
     with empty.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         insert(connection, "outbox", OUTBOX)
@@ -248,7 +248,7 @@ def test_an_index_whose_build_was_interrupted_is_built_anew(empty: Engine, with_
 
 
 def test_four_callers_at_once_build_an_index_once(empty: Engine, with_an_index: None, quick: None) -> None:
-    """One that waited in a statement for its turn would be waited for by the build."""
+    """The index build would wait for a migration that waited for its turn in a statement."""
     schema.migrate(empty, schema._known()[1])
     assert at_once(4, lambda _: schema.migrate(empty)) == ["with_an_index"] * 4
     assert "idempotency.outbox_by_origin" in indexes(empty)
@@ -297,7 +297,7 @@ SELECT 'relay', id, 'unpublishable', '' FROM idempotency.outbox WHERE key = 'blo
 """
 
 
-def test_rows_of_before_have_their_lanes_after_a_migration_and_after_a_way_back(empty: Engine) -> None:
+def test_old_rows_have_lanes_after_a_migration_and_after_the_way_back(empty: Engine) -> None:
     schema.migrate(empty, "0005")
     with empty.begin() as connection:
         connection.exec_driver_sql(BEFORE_LANES)

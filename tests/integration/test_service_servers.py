@@ -130,7 +130,7 @@ def test_postgres_keeps_its_port_and_what_was_committed_across_a_kill(light: ser
     assert light.postgres.pid != pid
 
 
-def test_the_nearest_address_of_a_database_is_its_socket_and_leads_to_the_same(light: services.Services) -> None:
+def test_a_databases_nearest_address_is_its_socket_and_leads_to_the_same(light: services.Services) -> None:
     url = light.create_database("near")
     query(url, "CREATE TABLE things AS SELECT 42 AS thing")
     nearest = light.postgres.nearest_url("near")
@@ -282,7 +282,7 @@ def test_a_server_that_cannot_start_says_why_without_its_password(tmp_path: Path
     assert server.password not in str(caught.value)
 
 
-def test_a_directory_keeps_data_and_password_but_not_a_port_taken_meanwhile(tmp_path: Path) -> None:
+def test_a_directory_keeps_data_and_password_but_not_a_taken_port(tmp_path: Path) -> None:
     with services.running(tmp_path, needs=["postgres"]) as s:
         query(s.create_database("kept"), "CREATE TABLE things ()")
         first = s.postgres.port
@@ -303,7 +303,7 @@ def test_a_long_directory_name_does_not_stop_postgres(tmp_path: Path) -> None:
         assert query(s.database_url, "SELECT 1") == [(1,)]
 
 
-def test_unknown_services_and_ill_formed_database_names_are_refused_by_name(light: services.Services) -> None:
+def test_unknown_services_and_malformed_database_names_are_refused_by_name(light: services.Services) -> None:
     with pytest.raises(ValueError, match="unknown service 'mysql'"), services.running(needs=["mysql"]):
         pass
     with pytest.raises(ValueError, match="at most 63 characters"):

@@ -1,4 +1,4 @@
-"""A letter that cannot be stored now keeps no other letter waiting, and is stored in the end."""
+"""A letter that cannot be stored now delays no other letter, and is stored in the end."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_letter_that_waits_is_tried_less_and_less_often(
 def test_an_on_failed_that_always_meets_an_operational_error_ends(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another database, say, which is away; ours answers."""
+    """From another database that is away, say; the library's own answers."""
 
     def elsewhere(*_: Any) -> None:
         raise OperationalError("SELECT 1", None, Exception("connection refused"), connection_invalidated=True)

@@ -1,4 +1,4 @@
-"""Before a claim is answered only a defect of its message rejects it: everything else waits, and loses nothing."""
+"""Until its claim is answered, a message is rejected only for its own defects; otherwise it waits and loses nothing."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_schema_that_is_missing_at_the_claim_is_waited_for(
     assert (outcome.state, entries("a")) == ("SUCCESS", 1)
 
 
-# Held by another process, as the lease of `leave_hint` says.
+# Held by another process, as the hint of `leave_hint` says.
 HELD = f"""
 UPDATE idempotency.records
 SET status = 'started', token = '{"d" * 32}', result = NULL, response_code = NULL, completed_at = NULL,
@@ -131,7 +131,7 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list
     return broken
 
 
-def test_a_waiting_duplicate_whose_parking_meets_a_closed_connection_is_parked(
+def test_a_waiting_duplicate_is_parked_despite_a_closed_connection(
     deliveries: Deliveries, engine: Engine, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deliveries.deliver(app_module.waited_deposit, "a")
@@ -143,7 +143,7 @@ def test_a_waiting_duplicate_whose_parking_meets_a_closed_connection_is_parked(
         assert connection.execute(text("SELECT origin FROM idempotency.outbox")).scalars().all() == ["retry"]
 
 
-def test_a_refusal_whose_letter_meets_a_closed_connection_leaves_its_letter(
+def test_a_refusal_leaves_its_letter_despite_a_closed_connection(
     deliveries: Deliveries, engine: Engine, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deliveries.deliver(app_module.deposit, "a", 1)
@@ -202,7 +202,7 @@ def test_what_has_waited_long_enough_is_copied_while_postgres_is_away(
     assert (outcome.state, entries("a")) == ("SUCCESS", 1)
 
 
-def test_what_nobody_takes_goes_back_as_it_came(
+def test_a_message_that_neither_server_takes_goes_back_unchanged(
     proxy: Proxy, bank: Celery, deliveries: Deliveries, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.refuse()
@@ -225,7 +225,7 @@ def test_a_soft_time_limit_ends_the_wait_after_one_more_question() -> None:
     assert len(asked) == 2
 
 
-def test_a_worker_that_waits_for_postgres_stops_when_told_and_keeps_no_message(
+def test_a_worker_waiting_for_postgres_stops_and_leaves_the_message(
     proxy: Proxy, bank: Celery, processes: Processes, entries: Callable[[str], int]
 ) -> None:
     worker = processes.worker("--concurrency", "1")

@@ -118,5 +118,5 @@ def test_an_operation_runs_where_celery_was_never_imported(engine: Engine, datab
         assert connection.execute(text("SELECT account, code FROM failures")).all() == [("d", "card_declined")]
         letters = connection.execute(text("SELECT key, reason FROM idempotency.dead_letters")).all()
         assert [tuple(row) for row in letters] == [("d", "card_declined")]
-        # no one delivers what came without a message
+        # nothing redelivers an operation that came without a message
         assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == 0

@@ -4,7 +4,7 @@ Each rule is a transition as the pipeline makes it; the model (`expected`) says 
 is asked. Holders, batches of a relay and what a person was shown are kept after their time, so that stale ones act too.
 Time passes by ageing rows. After each step everything stored is compared with the model (`checks`).
 
-The rules stand by who acts: `claims`, `holders`, `relays`, `upkeep`, `people`, and `ageing` for time. Each is a class on
+The rules are grouped by who acts: `claims`, `holders`, `relays`, `upkeep`, `people`, and `ageing` for time. Each is a class on
 top of the one whose transitions it also makes; `Machine` in `test_state_machine` has them all.
 
 `STATE_MACHINE_EXAMPLES=10000 make test ARGS='-k state_machine'` runs more programs than the 500 of a usual run. What

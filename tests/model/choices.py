@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
 
-# Long enough that nothing happens by itself while a program runs: time passes when a rule says so.
+# Long enough that no timer fires while a program runs: time passes when a rule says so.
 LEASE = 600.0
 LATER = 600.0
 RETENTION = 1e6

@@ -87,7 +87,7 @@ class Claims(Holders):
 
     @rule(id=some_id, amounts=st.lists(some_amount, min_size=1, max_size=2), sent=st.booleans(), purged=st.booleans())
     def live(self, id: OperationId, amounts: list[int], sent: bool, purged: bool) -> None:
-        """The usual life, as far as it gets: accepted, published, claimed, completed, and perhaps forgotten."""
+        """The usual life of an operation, as far as it gets: accepted, published, claimed, completed, and perhaps forgotten."""
         for amount in amounts:
             self.enqueue(id, amount, later=False, sent=sent)
         self.claim(id, amounts[0], dies=False)

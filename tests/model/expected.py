@@ -1,4 +1,4 @@
-"""What the model holds: records, outbox rows, dead letters, and who believes to hold an operation."""
+"""What the model holds: records, outbox rows, dead letters, and who believes that they hold an operation."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who was told that the operation is theirs; perhaps long ago."""
+    """A holder that was told that the operation is its own; perhaps long ago."""
 
     claim: Claimed
     amount: int

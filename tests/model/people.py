@@ -1,4 +1,4 @@
-"""What people do after they were shown an operation or a letter; perhaps it is another thing by now."""
+"""What people do after they were shown an operation or a letter, which may have changed since."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class People(Claims):
     @precondition(lambda self: self.seen)
     @rule(n=which, what=st.sampled_from(["cancel", "cancel", "release", "resolve"]))
     def change(self, n: int, what: str) -> None:
-        """What a person was shown; perhaps it is another thing by now."""
+        """What a person was shown; it may have changed since."""
         shown = nth(self.seen, n)
         match what:
             case "cancel":

@@ -51,7 +51,7 @@ class Relays(Ageing):
     @precondition(lambda self: any(row.status == "pending" for row in self.rows.values()))
     @rule(answers=some_answers, failed_before=st.booleans())
     def relay_is_overtaken(self, answers: list[str], failed_before: bool) -> None:
-        """A relay stops after it was answered; another one sends its rows, and then the first one goes on."""
+        """A relay stops after the broker's answer; another one sends its rows, and then the first one goes on."""
         self.the_outbox_ages(failed_before)
         kept = len(self.batches)
         self.relay_leases(None)

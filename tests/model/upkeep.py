@@ -1,4 +1,4 @@
-"""What is done about operations that nothing holds: recovered, given up, purged."""
+"""What happens to operations without a holder: recovered, given up, purged."""
 
 from __future__ import annotations
 

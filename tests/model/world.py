@@ -52,7 +52,7 @@ class World(RuleBasedStateMachine):
         self.events: dict[int, str] = {}
         self.accepted: set[tuple[OperationId, str]] = set()
         self.discarded: set[tuple[Any, ...]] = set()  # what people gave up, also where the letter was purged
-        # who may act, and may have been overtaken
+        # holders that may act, and may have been overtaken
         self.holders: list[Holder] = []
         self.batches: list[Sequence[Any]] = []
         self.seen: list[Shown] = []

@@ -103,7 +103,7 @@ class Shop:
         return self.deliver(id)
 
     def cancel(self, id: OperationId) -> Any:
-        """Wait no longer for what may have happened: one of many ways to effect_unknown."""
+        """Stop waiting for what may have happened: one of many ways to `effect_unknown`."""
         with self.engine.connect() as connection:
             return cancel(self.app, read(connection, id), ANN, may_have_happened=True)
 

@@ -56,7 +56,7 @@ def declined(purchase_id: str) -> bool:
     return fires(SEED, "declined", purchase_id, PROVIDER_FAULTS["declined"])
 
 
-def test_every_line_of_the_files_is_accounted_for_under_duplicates_and_faults(tmp_path: Path) -> None:
+def test_every_line_is_accounted_for_under_duplicates_and_faults(tmp_path: Path) -> None:
     amounts = {f"p-{n:03d}": 0 if n % 13 == 0 else 100 * n for n in range(1, 41)}
     purchases = [(id, f"c-{n % 7}", "2026-03-02", 1, amount, "EUR") for n, (id, amount) in enumerate(amounts.items())]
     paid = {id: amount for id, amount in amounts.items() if amount and not declined(id)}
@@ -285,7 +285,7 @@ def test_the_check_sees_a_second_charge(tmp_path: Path) -> None:
     assert (verdict.lost, verdict.doubled) == (0, 1)
 
 
-def test_the_check_sees_a_charge_that_nobody_ordered(tmp_path: Path) -> None:
+def test_the_check_sees_a_charge_without_an_order(tmp_path: Path) -> None:
     verdict = check(books(tmp_path, charges=[CHARGED, ("pi_9", *CHARGED[1:5], '{"purchase_id": "p-9"}', 0.0)]))
     assert "p-9" in {found.id for found in verdict.discrepancies}
 
@@ -323,7 +323,7 @@ def test_the_check_sees_a_payment_row_that_is_gone(tmp_path: Path) -> None:
     assert check(dataclasses.replace(books(tmp_path), payments={})).lost == 1
 
 
-def test_the_check_sees_a_posting_made_twice_and_accounts_that_do_not_balance(tmp_path: Path) -> None:
+def test_the_check_sees_a_doubled_posting_and_unbalanced_accounts(tmp_path: Path) -> None:
     agreeing = books(tmp_path)
     twice = check(dataclasses.replace(agreeing, postings=[*agreeing.postings, agreeing.postings[0]]))
     assert twice.doubled == 1

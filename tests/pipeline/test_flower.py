@@ -43,7 +43,7 @@ def flower(environment: dict[str, str]) -> Iterator[str]:
     ]
     process = subprocess.Popen(
         command,
-        # in the environment, because everybody on the machine may read a command line
+        # in the environment, because all users of the machine can read a command line
         env=environment | {"FLOWER_BASIC_AUTH": ":".join(CREDENTIALS)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -130,7 +130,7 @@ def shop(servers: Any, template: str, tmp_path_factory: pytest.TempPathFactory) 
         yield Shop(stack, database, servers.environment(), tmp_path_factory.mktemp("shop"))
 
 
-def test_a_purchase_is_charged_posted_and_told_about_once(shop: Shop) -> None:
+def test_a_purchase_is_charged_posted_and_announced_once(shop: Shop) -> None:
     payment_id = shop.buy(1234)
     for _ in range(3):
         shop.payments.capture_payment.delay(payment_id=payment_id)
@@ -211,7 +211,7 @@ def test_two_refunds_within_the_total_are_both_given_back(shop: Shop) -> None:
     assert sorted(shop.refunds_of(payment_id)) == [400, 600]
 
 
-def test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt(shop: Shop) -> None:
+def test_a_refund_of_a_pending_payment_is_deferred_and_uses_no_attempt(shop: Shop) -> None:
     payment_id = f"p-{uuid4().hex[:10]}"
     with Session(shop.engine) as session, session.begin():
         session.add(shop.payments.Payment(id=payment_id, customer_id="c", amount=700, currency="USD"))
@@ -227,7 +227,7 @@ def test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt(shop
 @pytest.mark.parametrize(
     ("kind", "code"), [("unknown", "payment_unknown"), ("free", "payment_free"), ("failed", "payment_failed")]
 )
-def test_a_refund_of_what_was_never_captured_is_refused_and_the_row_says_why(shop: Shop, kind: str, code: str) -> None:
+def test_a_refund_of_an_uncaptured_payment_is_refused_and_the_row_says_why(shop: Shop, kind: str, code: str) -> None:
     if kind == "unknown":
         payment_id = "p-nowhere"
     else:

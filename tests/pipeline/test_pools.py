@@ -25,7 +25,7 @@ def pool(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return POOLS[request.param]
 
 
-def test_attempts_side_by_side_do_not_meet_and_a_killed_worker_doubles_nothing(
+def test_parallel_attempts_stay_apart_and_a_killed_worker_doubles_nothing(
     pool: tuple[str, ...], bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
 ) -> None:
     accounts = {f"a{number}": random.Random(number).choice((0, 0.02, 0.1)) for number in range(40)}

@@ -71,7 +71,7 @@ def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
             assert set(states(engine)) == {"published"}
 
 
-def test_a_frozen_broker_neither_blocks_the_relay_nor_yields_a_false_confirm(
+def test_a_frozen_broker_neither_blocks_the_relay_nor_confirms_falsely(
     servers: services.Services, bank: Celery, engine: Engine, enqueue: Callable[..., Any]
 ) -> None:
     if servers.broker != "rabbitmq":
@@ -125,7 +125,7 @@ def test_under_a_memory_alarm_work_is_accepted_and_flows_later(
     relay.close()
 
 
-def test_a_row_that_can_never_be_published_becomes_failed_with_its_dead_letter(
+def test_an_unpublishable_row_becomes_failed_with_its_dead_letter(
     bank: Celery, engine: Engine, enqueue: Callable[..., Any]
 ) -> None:
     relay = Relay(bank)
@@ -146,7 +146,7 @@ def test_a_row_that_can_never_be_published_becomes_failed_with_its_dead_letter(
     assert [tuple(letter) for letter in letters] == [("relay", "broken", "unpublishable", "{")]
 
 
-def test_a_relay_says_that_it_sleeps_and_publishes_what_is_committed_meanwhile(
+def test_a_relay_says_that_it_sleeps_and_publishes_what_is_then_committed(
     bank: Celery, engine: Engine, enqueue: Callable[..., Any], relay: Relay, worker: Worker, entries: Entries
 ) -> None:
     with engine.connect() as connection:
@@ -158,7 +158,7 @@ def test_a_relay_says_that_it_sleeps_and_publishes_what_is_committed_meanwhile(
 
 def test_a_sleeping_relay_is_notified_of_a_commit(bank: Celery, engine: Engine, enqueue: Callable[..., Any]) -> None:
     with engine.connect() as connection:
-        # no relay runs that could wake up just now by itself
+        # no relay runs that could happen to wake up now
         asleep = "UPDATE idempotency.relay_sleep SET until = clock_timestamp() + interval '1 minute'"
         connection.execute(text(asleep))
         connection.execute(text("LISTEN idempotency_outbox"))

@@ -1,4 +1,4 @@
-"""Celery's revoke, at a real worker: what was accepted ends as a dead letter, and nothing brings it back."""
+"""Celery's revoke, at a real worker: an accepted operation ends as a dead letter, and nothing delivers it again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_task_revoked_before_it_starts_ends_as_a_letter_to_replay(
     assert entries("a") == 1
 
 
-def test_an_operation_that_waits_for_its_next_attempt_is_revoked_when_it_comes(
+def test_an_operation_between_two_attempts_is_revoked_at_the_next_one(
     bank: Celery, worker: Worker, relay: Any, engine: Engine, record: Any, letters: Any
 ) -> None:
     id = str(uuid4())

@@ -65,7 +65,7 @@ def test_a_soft_limit_in_an_attempt_is_another_attempt(
     assert "SoftTimeLimitExceeded" in row.first_error
 
 
-def test_a_soft_limit_during_the_commit_is_a_doubt_that_the_record_resolves(
+def test_a_soft_limit_during_the_commit_is_a_doubt_the_record_resolves(
     bank: Celery, worker: Worker, relay: Relay, completed: Callable[..., Any], entries: Entries, engine: Engine
 ) -> None:
     with engine.connect() as connection:
@@ -78,7 +78,7 @@ def test_a_soft_limit_during_the_commit_is_a_doubt_that_the_record_resolves(
     assert "commit_in_doubt" in worker.log
 
 
-def test_a_hard_limit_ends_the_child_and_another_one_finishes_the_operation(
+def test_after_a_hard_limit_another_child_finishes_the_operation(
     bank: Celery, worker: Worker, relay: Relay, directory: Path, completed: Callable[..., Any], entries: Entries
 ) -> None:
     crashing.plan(directory, "finish.written", crashing.HOLD)
@@ -104,7 +104,7 @@ def test_a_hard_limit_while_postgres_does_not_answer_loses_no_message(
 def test_a_body_that_is_stopped_for_longer_than_max_run_uses_attempts(
     age: int, attempts: int, bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
-    # a hard limit begins with the SIGTERM of a shutdown: for free, a body that hangs would run for ever
+    # a hard limit begins with the SIGTERM of a shutdown: if that cost no attempt, a body that hangs would run for ever
     task = make_task(bank, lambda self: sys.exit())
     for _ in range(2):
         with pytest.raises(SystemExit):

@@ -159,7 +159,7 @@ def _discard(world: World) -> None:
 
 
 def _insisting(command: Callable[[Change], object]) -> None:
-    """Who gets no answer gives the same command once more."""
+    """A person who gets no answer gives the same command again."""
     actor = current()
     change = Change("search", "asked by the search", actor.name if actor is not None else None)
     try:
@@ -171,7 +171,7 @@ def _insisting(command: Callable[[Change], object]) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """An operator is told that it cannot be done, and goes away."""
+    """An operator is told that it cannot be done, and gives up."""
     try:
         yield
     except (ChangeRefused, ReplayRefused, DiscardRefused, OperationNotFound) as error:
@@ -202,5 +202,5 @@ KINDS = {
     )
 }
 
-# Those who run the body, and so call the provider.
+# Those that run the body, and so call the provider.
 RUNNERS = {"attempt", "takeover", "eager"}

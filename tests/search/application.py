@@ -20,9 +20,9 @@ from tests.search.provider import Provider
 QUEUE = "search"
 # Few, so that a short plan of faults exhausts them.
 MAX_ATTEMPTS = 3
-# Nothing happens by itself: time passes when an actor says so.
+# Nothing happens on a timer: time passes when an actor says so.
 LEASE = 900.0
-# What ends so is a person's, and stays reserved.
+# Operations that end so wait for a person, and stay reserved.
 OPEN_CODES = (EffectUnknown.default_code, Unfinished.default_code)
 
 TABLES = """

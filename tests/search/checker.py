@@ -1,4 +1,4 @@
-"""The books, recomputed when nothing moves any more: the provider's ledger, ours, and the business rows must agree."""
+"""The books, recomputed once everything is at rest: the provider's ledger, ours, and the business rows must agree."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ SCENARIOS = {
     )
 }
 
-# More steps than any two actors have; one that goes on is going round in circles.
+# More steps than any two actors have; more means an endless loop.
 MOST_STEPS = 400
 LETTERS = "abcdef"
 KILL, LOSE = "!", "?"
@@ -162,7 +162,7 @@ def run(
                 break
             running = current if current in enabled else None
             asks = running is not None and actors[running].pid is not None
-            # who was preempted dies there only where another choice is free: earlier it is the same, or its turn
+            # a preempted actor dies there only where another choice is free: earlier it is the same, or its turn
             mortal = [n for n in enabled if actors[n].has_begun] if running is None else [running]
             moment = Moment(running, enabled, dict.fromkeys([*mortal, *scheduler.blocked()], KILL))
             if running is not None and asks:

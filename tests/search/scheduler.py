@@ -208,7 +208,7 @@ class Scheduler:
                     self._await_end(pid)
 
     def wait_for_deadlock(self) -> None:
-        """Everybody waits: the server resolves it."""
+        """All actors wait for each other: the server resolves the deadlock."""
         deadline = time.monotonic() + STUCK
         while not self.enabled() and any(actor.blocked for actor in self.actors):
             if time.monotonic() > deadline:

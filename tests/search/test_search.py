@@ -162,7 +162,7 @@ def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world: W
     assert not done.void
 
 
-def test_an_actor_that_waits_for_a_lock_is_seen_and_goes_on_when_it_is_free(world: World) -> None:
+def test_an_actor_waiting_for_a_lock_is_seen_and_goes_on_once_it_is_free(world: World) -> None:
     done = carried_out(world, "plain/attempt+release@5b")  # the attempt has written its record, not committed
 
     outcomes = [(event.action, event.outcome) for event in done.trace]

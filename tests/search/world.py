@@ -77,7 +77,7 @@ DELETE FROM idempotency.dead_letters
 """
 _VACUUM = "VACUUM idempotency.records, idempotency.outbox, idempotency.dead_letters, payments, refunds, failures"
 # A clock that the search moves: found before the server's own, by the library and by the tables' defaults. A sequence
-# is outside any transaction, so that time passes for everybody at once, also for who holds a row.
+# is outside any transaction, so that time passes for all actors at once, even for one that holds a row.
 CLOCK = """
 CREATE SCHEMA virtual;
 CREATE SEQUENCE virtual.seconds START 100000000;
@@ -427,7 +427,7 @@ class World:
         return [row.id for row in rows]
 
     def truth(self, effect: dict[str, Any]) -> Happened | DidNotHappen:
-        """What a person finds out at the provider's desk, where the key is closed."""
+        """What a person learns from the provider, which then closes the key."""
         charge = application.provider.close(effect["key"])
         return DidNotHappen() if charge is None else Happened({"id": charge.id})
 
@@ -490,7 +490,7 @@ def _plain(database_url: str) -> str:
 def _process() -> Runtime:
     """Another process: its own connections, opened before an actor is scheduled."""
     runtime = Runtime(settings_of(application.app))
-    runtime.heartbeat._thread = -1  # nothing is renewed by itself
+    runtime.heartbeat._thread = -1  # nothing is renewed on a timer
     runtime.holder = f"search|{uuid4().hex}"
     with mock.patch.object(connections, "opening", runtime.holder):
         for engine in (runtime.engine, runtime._autocommit_engine, runtime._heartbeat_engine):

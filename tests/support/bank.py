@@ -1,4 +1,4 @@
-"""A small Celery application to be killed, doubled and delayed: every deposit leaves a row, with no uniqueness."""
+"""A small Celery application whose tasks are killed, doubled and delayed: every deposit leaves a row, with no uniqueness."""
 
 from __future__ import annotations
 

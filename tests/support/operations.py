@@ -140,7 +140,7 @@ def make_due(engine: Engine, key: str, by: str = "-1 second") -> None:
 
 
 def recover_now(app: Celery, connection: Connection) -> None:
-    """The lease of what is started is over; a sweep releases it."""
+    """Let the lease of a started operation be over; a sweep releases it."""
     connection.execute(
         text("UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1s' WHERE status = 'started'")
     )

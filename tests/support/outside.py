@@ -1,4 +1,4 @@
-"""An outside world for tests: a real HTTP server that records every call and answers as it is told."""
+"""The outside world of a test: a real HTTP server that records every call and answers as scripted."""
 
 from __future__ import annotations
 

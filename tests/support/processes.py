@@ -68,7 +68,7 @@ class Worker:
 
 
 class Processes:
-    """The worker processes of one test; none outlives it."""
+    """The worker processes of one test; all end with it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment

@@ -66,7 +66,7 @@ class _Connection:
 
 
 class Proxy:
-    """Forwards a port of 127.0.0.1, until it is told otherwise.
+    """Forwards a port of 127.0.0.1, until a fault is requested.
 
     `cuts` answers were lost, `resets` connections ended by RST, `refusals` connections reset on arrival, `swallowed`
     bytes gone: a test asserts by these that its fault has happened.

@@ -14,7 +14,7 @@ from tests.chaos.monitor import Ended, Known, explanation, unexplained
 ENDED = Ended("relay-1", "relay", 1, ("relay_started", "idempotency: the database did not answer", ""))
 
 
-def test_a_process_that_ended_by_itself_is_a_violation_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ended_by_itself_is_a_violation_with_its_last_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "KNOWN", ())
     (violation,) = unexplained([ENDED])
     assert str(violation) == (

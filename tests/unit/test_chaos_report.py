@@ -1,4 +1,4 @@
-"""The verdict of a chaos run: kept, broken, or nothing proved."""
+"""The verdict on a chaos run: promises kept, broken, or nothing proved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_last_line_has_every_figure() -> None:
     )
 
 
-def test_a_run_with_every_kind_a_takeover_and_a_fenced_write_proves_something() -> None:
+def test_a_run_with_every_kind_takeover_and_fenced_write_is_a_proof() -> None:
     assert unproved(60, ENOUGH, GOOD) == []
 
 

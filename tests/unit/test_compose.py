@@ -1,7 +1,7 @@
 """docker-compose.yml as far as it can be checked without a container engine.
 
 Checked: it is YAML, images are pinned, servers have health checks and every dependency is on a service there is, with
-a condition it can meet; ports are on the loopback address; no password stands in it or in a command line of ours;
+a condition it can meet; ports are on the loopback address; no password is in it or in a command line of the project;
 commands name programs and Celery applications there are. Not checked: that the images exist, start and get healthy.
 """
 

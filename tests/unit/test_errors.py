@@ -1,4 +1,4 @@
-"""Every error survives what Celery does to it: taken apart as (type, args), and pickled."""
+"""Every error survives what Celery does to it: rebuilt from (type, args), and pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The instruments of the fault matrix: that each of them can say no."""
+"""The instruments of the fault matrix: each of them can fail a cell."""
 
 from __future__ import annotations
 

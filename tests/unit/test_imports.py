@@ -43,7 +43,7 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
     assert set(imported(source)) == {"os", "sandbox", "demo"}
 
 
-# From the ground up: each may import what stands before it, and nothing else of the library. Those of one row are
+# From the bottom up: each may import what is listed before it, and nothing else of the library. Those of one row are
 # independent of each other.
 LAYERS = (
     ("text", "environment"),
@@ -70,7 +70,7 @@ LIBRARY = ROOT / "idempotency"
 
 
 def parts(module: Path) -> list[str]:
-    """The packages that a module of the library stands in, from the top."""
+    """The packages that contain a module of the library, from the top."""
     return list(module.relative_to(LIBRARY).with_suffix("").parts)
 
 
@@ -84,7 +84,7 @@ def within(source: str, module: list[str]) -> Iterator[str]:
 
 
 def arrows(source: str, module: list[str]) -> set[str]:
-    """What a module imports that does not stand before it."""
+    """What a module imports that is not listed before it."""
     home = module[0]
     return {name for name in within(source, module) if name != home and RANK[name] >= RANK[home]}
 

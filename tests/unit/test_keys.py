@@ -90,7 +90,7 @@ def test_anything_but_printable_ascii_is_refused_with_its_position(character: st
 
 
 @pytest.mark.parametrize("key", [" a", "a ", " a b "])
-def test_a_key_that_begins_or_ends_with_a_blank_is_refused_rather_than_stripped(key: str) -> None:
+def test_a_key_with_a_blank_at_either_end_is_refused_and_not_stripped(key: str) -> None:
     assert check_key(key.strip())
     with pytest.raises(InvalidKey, match="must not begin or end with a blank"):
         check_key(key)
@@ -417,7 +417,7 @@ def test_fingerprints_are_equal_exactly_when_the_canonical_json_is(one: dict[str
 
 
 @given(ARGUMENTS)
-def test_canonical_json_is_json_of_the_same_value_and_its_own_canonical_form(arguments: dict[str, Any]) -> None:
+def test_canonical_json_has_the_same_value_and_is_its_own_canonical_form(arguments: dict[str, Any]) -> None:
     text = canonical_json(arguments)
     assert text.isascii()
     assert canonical_json(json.loads(text)) == text
@@ -444,5 +444,5 @@ def test_a_fingerprint_is_made_by_the_newest_rule_or_by_that_of_another(monkeypa
     assert keys.other_fingerprints(arguments, "v2:newer") == [old]
     for unknown in ("v3:later", "no version", "", None, 5):
         assert keys.fingerprint(arguments, like=unknown) == "v2:newer"
-    # a key is for ever: it is no fingerprint
+    # a key has to stay the same for ever, unlike a fingerprint
     assert keys.content_hash("order")(arguments) == key

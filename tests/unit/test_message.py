@@ -239,7 +239,7 @@ def test_the_broker_s_marks_and_those_of_an_earlier_delivery_are_not_kept(app: C
     assert message.headers.items() >= MARKS.items()
 
 
-def test_a_delivery_without_routing_information_goes_to_the_default_exchange(app: Celery) -> None:
+def test_a_delivery_without_routing_goes_to_the_default_exchange(app: Celery) -> None:
     request = delivered(composed(app), app)
     request.delivery_info = None
     assert Message.delivered(request).destination(app) == ("", "")

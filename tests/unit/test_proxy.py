@@ -15,7 +15,7 @@ import pytest
 from tests.support.processes import eventually
 from tests.support.proxy import Proxy
 
-# Shorter than this nothing is silent, longer than this nothing is awaited.
+# No silence is shorter than this, and no wait is longer.
 SILENCE = 0.2
 PATIENCE = 10.0
 
@@ -219,7 +219,7 @@ def test_a_pattern_split_over_two_reads_is_found(proxy: Proxy, connect: Callable
     assert proxy.cuts == 1
 
 
-def test_a_pattern_sent_byte_by_byte_is_found_once_for_each_time_it_is_there(
+def test_a_pattern_sent_byte_by_byte_is_found_once_per_occurrence(
     proxy: Proxy, connect: Callable[[], socket.socket]
 ) -> None:
     client = connect()
@@ -301,7 +301,7 @@ def test_replies_in_a_black_hole_never_reach_the_client_who_is_heard(
     assert (echo.heard, echo.endings) == ([b"heard"], [])
 
 
-def test_the_server_does_not_learn_of_a_client_that_is_gone_behind_a_black_hole(
+def test_the_server_does_not_notice_a_client_gone_behind_a_black_hole(
     proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
 ) -> None:
     client = connect()
@@ -403,7 +403,7 @@ def test_exactly_so_many_bytes_reach_each_client_until_healed(
 # ---------------------------------------------------------------- refused connections
 
 
-def test_new_connections_are_refused_open_ones_stay_and_healed_all_are_welcome(
+def test_new_connections_are_refused_open_ones_stay_until_it_is_healed(
     proxy: Proxy, connect: Callable[[], socket.socket], echo: Echo
 ) -> None:
     client = connect()

@@ -137,7 +137,7 @@ def test_settings_that_cannot_hold_together_are_refused_with_both_values(
         ("redis_url", f"http://cache:{PASSWORD}", "rediss://cache:6379/1"),
     ],
 )
-def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_setting(
+def test_a_value_out_of_range_is_refused_in_one_line_naming_the_setting(
     name: str, refused: object, accepted: object
 ) -> None:
     assert settings(**{name: accepted})

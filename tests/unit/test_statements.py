@@ -1,4 +1,4 @@
-"""What the library's SQL never does, whatever the statement, and where it stands."""
+"""What no SQL statement of the library does, and where all of them are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delivery: everything that was accepted ends, is delivered until then, and nothing else is."""
+"""Delivery: everything accepted is delivered until it ends, and nothing else is delivered."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def every_row_is_published(books: Books) -> Iterator[Violation]:
 
 
 def nothing_rolled_back_is_sent(books: Books) -> Iterator[Violation]:
-    """I9: of a transaction that rolled back nothing is ever published; every record was accepted once."""
+    """I9: nothing of a transaction that rolled back is ever published; every record was accepted once."""
     rolled_back = set(books.evidence.rolled_back)
     for id in books.records:
         if id in rolled_back:

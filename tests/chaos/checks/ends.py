@@ -55,7 +55,7 @@ def replays_are_one(books: Books) -> Iterator[Violation]:
 
 
 def every_failure_waits_for_a_person(books: Books) -> Iterator[Violation]:
-    """I13: what has failed has a dead letter that is open, or that a person has discarded."""
+    """I13: every failed operation has an open dead letter, or one that a person has discarded."""
     for id, changes in books.records.items():
         record = changes[-1].new
         if record is None or record["status"] != "failed":

@@ -10,7 +10,7 @@ from tests.chaos.evidence import Id, Violation
 from tests.chaos.ledgers import Change
 
 
-def nobody_is_robbed(books: Books) -> Iterator[Violation]:
+def takeovers_are_justified(books: Books) -> Iterator[Violation]:
     """I20: a holder is replaced only when its lease is over or it is dead, and a dead one is replaced."""
     last_signs: dict[str, Change] = {}
     for change in books.changes:
@@ -57,7 +57,7 @@ def purged_is_past_its_time(books: Books) -> Iterator[Violation]:
 
 
 def tenants_are_apart(books: Books) -> Iterator[Violation]:
-    """I23: no tenant has another one's rows, and no row is without a tenant."""
+    """I23: no tenant has another tenant's rows, and every row has a tenant."""
     tenants = books.evidence.tenants
     if tenants is not None:
         for id in {id_of(c.row) for c in books.changes if c.book in ("records", "outbox")}:

@@ -70,7 +70,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("setting", "value", "line"), cases(SETTINGS))
-def test_a_setting_that_cannot_keep_the_promise_refuses_to_start_in_one_line(
+def test_a_setting_that_breaks_the_promise_prevents_the_start_in_one_line(
     setting: str, value: Any, line: str, configured: Celery
 ) -> None:
     assert refusals(configured) == []

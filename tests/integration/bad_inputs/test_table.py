@@ -21,8 +21,8 @@ ELSEWHERE = {
         "test_a_bad_refund_is_refused_by_field_and_nothing_is_written",
         "test_a_refund_of_more_than_is_left_is_refused_and_gives_nothing_back",
         "test_two_refunds_that_race_past_the_total_give_back_one",
-        "test_a_refund_of_a_pending_payment_is_deferred_without_using_an_attempt",
-        "test_a_refund_of_what_was_never_captured_is_refused_and_the_row_says_why",
+        "test_a_refund_of_a_pending_payment_is_deferred_and_uses_no_attempt",
+        "test_a_refund_of_an_uncaptured_payment_is_refused_and_the_row_says_why",
     ),
     28: ("tests/integration/test_doctor.py", "test_a_worker_that_would_lose_work_does_not_start"),
     29: (
@@ -33,8 +33,8 @@ ELSEWHERE = {
     ),
     30: (
         "tests/integration/test_doctor.py",
-        "test_an_address_that_does_not_work_is_told_without_its_password",
-        "test_neither_a_worker_nor_the_relay_starts_with_an_address_that_is_none",
+        "test_a_failing_address_is_reported_without_its_password",
+        "test_neither_worker_nor_relay_starts_with_an_invalid_address",
     ),
     34: (
         "tests/integration/test_service_servers.py",

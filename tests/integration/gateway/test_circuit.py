@@ -1,4 +1,4 @@
-"""The circuit breaker before a payment provider that is away."""
+"""The circuit breaker in front of a payment provider that is unavailable."""
 
 from __future__ import annotations
 

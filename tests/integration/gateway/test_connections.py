@@ -33,7 +33,7 @@ def _charge_in_child(gateway: StripeGateway, purchase: dict[str, Any], key: str,
     os._exit(0 if result["amount"] == purchase["amount"] else 1)
 
 
-def test_children_of_a_fork_share_no_connection_with_each_other_or_their_parent(
+def test_forked_children_share_no_connection_with_each_other_or_the_parent(
     sandbox: Sandbox, gateway: StripeGateway, purchase: dict[str, Any], key: str
 ) -> None:
     gateway.capture(**purchase, idempotency_key=key)

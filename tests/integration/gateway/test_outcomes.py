@@ -126,7 +126,7 @@ def test_a_refused_api_key_is_deferred_and_blames_no_purchase(
         gateway.capture(**purchase, idempotency_key=key)
 
 
-def test_concurrent_calls_under_one_key_charge_once_and_the_others_are_deferred(
+def test_of_concurrent_calls_under_one_key_one_charges_and_others_defer(
     sandbox: Sandbox, gateway: StripeGateway, purchase: dict[str, Any], key: str
 ) -> None:
     faults(sandbox, latency_ms=500)
@@ -151,7 +151,7 @@ def test_concurrent_calls_under_one_key_charge_once_and_the_others_are_deferred(
 
 
 @pytest.mark.parametrize(("fault", "charged"), [("error_500_before", 0), ("error_500_after", 1)])
-def test_a_500_is_an_ordinary_error_first_and_a_stored_failure_when_replayed(
+def test_a_500_is_an_ordinary_error_and_once_replayed_a_stored_failure(
     sandbox: Sandbox, gateway: Gateway, purchase: dict[str, Any], key: str, fault: str, charged: int
 ) -> None:
     faults(sandbox, next=[fault])
@@ -268,7 +268,7 @@ def test_another_refund_of_the_same_charge_is_not_taken_for_this_one(
     assert gateway.find_refund(**other, doubt=doubt(key + "-2", ended=True)) == DidNotHappen()
 
 
-def test_a_question_that_finds_nobody_is_deferred(purchase: dict[str, Any], key: str) -> None:
+def test_a_question_to_an_unreachable_provider_is_deferred(purchase: dict[str, Any], key: str) -> None:
     with closing(StripeGateway(KEY, url=unreachable())) as gateway, pytest.raises(Defer):
         gateway.find_capture(**purchase, doubt=doubt(key))
 

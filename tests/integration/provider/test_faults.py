@@ -46,7 +46,7 @@ def test_a_500_after_the_charge_is_stored_and_the_money_has_moved(sandbox: Sandb
     assert len(charges(sandbox, purchase)) == 1
 
 
-def test_a_time_out_after_the_charge_leaves_the_answer_to_be_asked_for_again(sandbox: Sandbox, purchase: str) -> None:
+def test_a_repeat_after_a_time_out_behind_the_charge_gets_its_answer(sandbox: Sandbox, purchase: str) -> None:
     faults(sandbox, next=["timeout_after"])
     with pytest.raises(stripe.APIConnectionError):
         pay(sandbox, purchase, timeout=0.3)
@@ -154,7 +154,7 @@ def test_a_rate_falls_on_about_its_share_of_keys() -> None:
     assert all(fires(1, "declined", f"key-{number}", 1) for number in range(1000))
 
 
-def test_a_lagging_search_does_not_show_a_fresh_payment_but_a_retrieve_does(sandbox: Sandbox, purchase: str) -> None:
+def test_a_lagging_search_misses_a_fresh_payment_but_a_retrieve_finds_it(sandbox: Sandbox, purchase: str) -> None:
     faults(sandbox, search_lag_ms=60_000)
     made = pay(sandbox, purchase)
     intents = client(sandbox).v1.payment_intents

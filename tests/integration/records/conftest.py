@@ -1,4 +1,4 @@
-"""One database for all tests of a module: their operations do not meet."""
+"""One database for all tests of a module: their operations are separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record's state table: who may claim, who is told to wait, and that tenants do not meet."""
+"""The record's state table: who may claim, who has to wait, and that tenants are separate."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_lease_that_is_over_is_taken_over_with_a_new_fence_and_token(connectio
     assert seconds_from_now(connection, held.id, "locked_until") > LEASE - 10
 
 
-def test_the_same_token_claims_again_as_the_same_attempt_under_a_higher_fence(connection: Connection) -> None:
+def test_the_same_token_claims_the_same_attempt_under_a_higher_fence(connection: Connection) -> None:
     held = started(connection, token="t1")
     again = started(connection, held.id, token="t1")
     assert (again.attempts, again.token) == (1, "t1")
@@ -270,7 +270,7 @@ def duplicates(connection: Connection, id: OperationId) -> int:
     return int(row.duplicates)
 
 
-def test_a_duplicate_of_a_running_operation_is_counted_and_the_holder_named(connection: Connection) -> None:
+def test_a_duplicate_of_a_running_operation_is_counted_naming_the_holder(connection: Connection) -> None:
     held = started(connection)
     assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)
     assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)

@@ -1,4 +1,4 @@
-"""The record's state table: what its holder may do, each transition and each refusal beside its twin."""
+"""The record's state table: what its holder may do: each transition beside its refusal."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_failing_stores_the_error_and_keeps_the_first_one(connection: Connection
 
 
 @pytest.mark.parametrize("finish", [complete, fail, step])
-def test_a_holder_that_freezes_before_its_commit_is_evicted_within_half_a_lease(
+def test_a_holder_frozen_before_its_commit_is_evicted_within_half_a_lease(
     engine: Engine, finish: Callable[[Connection, Claimed], bool]
 ) -> None:
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:

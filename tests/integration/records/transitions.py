@@ -1,4 +1,4 @@
-"""What a holder does to its record; each returns whether it was let."""
+"""What a holder does to its record; each returns whether it was allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.operations import ERROR, LEASE, RETENTION
 
 
 def finished(finish: Callable[[], None]) -> bool:
-    """Whether a finishing statement matched; it raises division by zero by itself when it did not."""
+    """Whether a finishing statement matched; otherwise the statement itself raises division by zero."""
     try:
         finish()
     except DataError as error:
