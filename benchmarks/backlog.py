@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import Engine, text
 
 from idempotency.application import settings_of
-from idempotency.store.overview import looking
+from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import overview
 
 from . import jobs
@@ -54,7 +54,7 @@ def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
     for _ in range(rounds):
         for ask, seconds in ((overview.look, took.look), (overview.status, took.status)):
             began = time.perf_counter()
-            with looking(given) as connection:
+            with monitoring_connection(given) as connection:
                 ask(connection, jobs.app, given)
             seconds.append(time.perf_counter() - began)
     with database.connect() as connection:

@@ -15,7 +15,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PartBroken, PermanentError, Unfinished
+from ..errors import EffectUnknown, LeaseLost, OutcomeInDoubt, PermanentError, TransactionEnded, Unfinished
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -170,7 +170,7 @@ class Attempt:
             concluded = self._fail(
                 error, described, skip="it has ended its process too often" if is_too_often else None
             )
-        except PartBroken as broken:
+        except TransactionEnded as broken:
             self._roll_back()
             concluded = self._fail(error, described, skip=str(broken))
         crash_point("finish.committed")

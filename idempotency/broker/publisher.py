@@ -22,7 +22,7 @@ from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu.exceptions import KombuError
 
-from ..errors import BrokerAway
+from ..errors import BrokerUnavailable
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..queues import dead_letter_queues
@@ -105,7 +105,7 @@ class Publisher:
         self._nacked: set[int] = set()
 
     def publish(self, batch: list[tuple[str, Message]], result: Published) -> None:
-        """Publish messages under their ids and note in `result` what is certain. Raises `BrokerAway`."""
+        """Publish messages under their ids and note in `result` what is certain. Raises `BrokerUnavailable`."""
         with self._closing_on_errors():
             self._connect()  # apart: a refused login blames none of the messages
             try:
@@ -133,7 +133,7 @@ class Publisher:
                         missing[exchange] = result.refused[id]
 
     def depth(self, queue: str) -> int:
-        """Messages ready in a queue; 0 when it is gone. Raises `BrokerAway`."""
+        """Messages ready in a queue; 0 when it is gone. Raises `BrokerUnavailable`."""
         with self._closing_on_errors():
             self._connect()
             assert self._broker is not None
@@ -144,13 +144,13 @@ class Publisher:
                 return 0
 
     def is_fifo(self) -> bool:
-        """Whether queues hand out first what came first: over AMQP they do. Raises `BrokerAway`."""
+        """Whether queues hand out first what came first: over AMQP they do. Raises `BrokerUnavailable`."""
         with self._closing_on_errors():
             self._connect()
             return bool(self._confirms)
 
     def look(self, queue: str) -> Seen | None:
-        """What is in a queue now; None if the broker cannot say. Raises `BrokerAway`."""
+        """What is in a queue now; None if the broker cannot say. Raises `BrokerUnavailable`."""
         with self._closing_on_errors():
             self._connect()
             assert self._broker is not None
@@ -172,7 +172,7 @@ class Publisher:
                 return None
 
     def mark(self, queue: str, marker: str, *, priority: int) -> None:
-        """Send a marker behind everything that this queue holds in the class of this priority. Raises `BrokerAway`.
+        """Send a marker behind everything that this queue holds in the class of this priority. Raises `BrokerUnavailable`.
 
         To every Celery worker it is a task that does nothing; one with our guard notes that it has arrived.
         """
@@ -185,7 +185,7 @@ class Publisher:
     def held(self, queue: str, consumers: int, task_ids: list[str]) -> set[str] | None:
         """Which of these tasks the consumers of a queue hold, unacknowledged. None: not all of them have answered.
 
-        Takes `REPLY` seconds. Raises `BrokerAway`.
+        Takes `REPLY` seconds. Raises `BrokerUnavailable`.
         """
         with self._closing_on_errors():
             self._connect()
@@ -209,12 +209,12 @@ class Publisher:
 
     @contextmanager
     def _closing_on_errors(self) -> Iterator[None]:
-        """After any error the connection is a new one. Raises `BrokerAway` for those of the broker."""
+        """After any error the connection is a new one. Raises `BrokerUnavailable` for those of the broker."""
         try:
             yield
         except _BROKER_ERRORS as error:
             self.close()
-            raise BrokerAway(type(error).__name__) from error
+            raise BrokerUnavailable(type(error).__name__) from error
         except BaseException:
             self.close()
             raise

@@ -17,7 +17,7 @@ from ..errors import CallRefused
 from ..store import letters
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
-from ..store.undelivered import Dead
+from ..store.undelivered import UndeliveredMessage
 from ..wire import keys
 from ..wire.keys import OperationId
 from ..wire.message import (
@@ -67,7 +67,7 @@ TEXT_LIMIT = 255
 
 def dead_of(
     app: Celery, message: BrokerMessage, examined: Examined, fingerprints: list[str], letter: BrokerLetter
-) -> Dead | None:
+) -> UndeliveredMessage | None:
     """The operation that a dead message names: by its task, or by its own headers where the task is not known here."""
     headers = message.headers
     id = examined.id
@@ -86,7 +86,7 @@ def dead_of(
     if id is None or not fingerprints:
         return None
     generation = headers.get(GENERATION_HEADER)
-    return Dead(
+    return UndeliveredMessage(
         id,
         fingerprints[0],
         fingerprints[1:],

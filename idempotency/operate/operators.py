@@ -31,8 +31,8 @@ from ..errors import (
     EffectUnknown,
     InvalidResult,
     OperationNotFound,
-    PartBroken,
     PermanentError,
+    TransactionEnded,
     Unfinished,
     permanent_error,
 )
@@ -136,7 +136,7 @@ def cancel(
     """
     try:
         return _cancel(app, shown, change, may_have_happened, without_task)
-    except PartBroken as broken:
+    except TransactionEnded as broken:
         return _cancel(app, shown, change, may_have_happened, without_task, skip=str(broken))
 
 
@@ -200,7 +200,7 @@ def resolve_effect(
     """
     try:
         return _resolve(app, shown, name, outcome, change, end, without_task)
-    except PartBroken as broken:
+    except TransactionEnded as broken:
         return _resolve(app, shown, name, outcome, change, end, without_task, skip=str(broken))
 
 
@@ -245,7 +245,7 @@ def _resolve(
                 error = PermanentError(change.reason, "cancelled")
             concluded = _conclude(connection, shown.id, row, error, policy, arguments, skip or broken, entries=entries)
             concluded_end = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
-            letters.say_again(connection, shown.id, row.generation, concluded_end, reason=concluded.reason)
+            letters.update_open_letter(connection, shown.id, row.generation, concluded_end, reason=concluded.reason)
             details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
         fence = ends.conclude(connection, shown.id, concluded_end, fence=row.fence)
         details |= {"state": word["state"], "ended_as": concluded_end.code}
