@@ -193,10 +193,13 @@ def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> Non
             text("SELECT message_id, key FROM idempotency.outbox WHERE message_id = ANY(:ids)"), {"ids": ids}
         ).all()
         refused = {row.message_id for row in keys if row.key in unpublishable}
-        connection.exec_driver_sql(outbox._MARK_PUBLISHED, {"ids": [id for id in ids if id not in refused]})
+        connection.exec_driver_sql(
+            outbox._MARK_PUBLISHED, outbox.as_sent([row for row in rows if row.message_id not in refused])
+        )
         if refused:
             fields = {"error": "not a message", "service": "life"}
-            connection.exec_driver_sql(outbox._GIVE_UP, [{"id": id, **fields} for id in refused])
+            gone = [row for row in rows if row.message_id in refused]
+            connection.exec_driver_sql(outbox._GIVE_UP, outbox.as_sent(gone) | fields)
 
 
 def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[Claimed]:

@@ -134,26 +134,27 @@ class Relay:
 
     def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published, lanes: Iterable[Lane] = ()) -> None:
         answered = {*result.confirmed, *result.refused}
-        returned = [row.message_id for row in rows if row.message_id not in answered]
-        attempts = {row.message_id: row.attempts for row in rows}
+        unanswered = [row for row in rows if row.message_id not in answered]
+        sent = {row.message_id: row for row in rows}
         with runtime.autocommit() as connection:
             if result.confirmed:
-                outbox.mark_published(connection, result.confirmed)
+                outbox.mark_published(connection, [sent[id] for id in result.confirmed])
                 metrics.published.inc(len(result.confirmed))
                 for queue, ids in self._by_queue(rows, result.confirmed).items():
                     outbox.name_queue(connection, ids, queue)
-            if returned:
-                outbox.give_back(connection, returned)
+            if unanswered:
+                outbox.give_back(connection, unanswered)
             for id, refusal in result.refused.items():
+                row, attempts = sent[id], sent[id].attempts
                 metrics.publish_errors.labels("own" if refusal.own else "unroutable").inc()
-                if refusal.own and attempts[id] + 1 >= OWN_ERRORS:
-                    outbox.give_up(connection, id, refusal.error, service=runtime.settings.service)
+                if refusal.own and attempts + 1 >= OWN_ERRORS:
+                    outbox.give_up(connection, row, refusal.error, service=runtime.settings.service)
                     log.error("outbox_row_failed", outbox_id=id, error=refusal.error)
                     continue
-                if attempts[id] + 1 >= outbox.STUCK:
+                if attempts + 1 >= outbox.STUCK:
                     metrics.stuck.inc()
-                delay = min(BACKOFF_CAP, 2.0 ** min(attempts[id], 10))
-                outbox.note_error(connection, id, refusal.error, delay=delay)
+                delay = min(BACKOFF_CAP, 2.0 ** min(attempts, 10))
+                outbox.note_error(connection, row, refusal.error, delay=delay)
                 log.error("publish_failed", outbox_id=id, error=refusal.error, retry_seconds=delay)
 
             outbox.refresh_lanes(connection, lanes)

@@ -63,8 +63,8 @@ WITH due AS MATERIALIZED (
 UPDATE idempotency.outbox o
 SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
 FROM due WHERE o.id = due.id
-RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.attempts, o.queue, NULL AS task, NULL AS ordering_key,
-    {_UNFLUSHED}
+RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.resends, o.attempts, o.queue,
+    NULL AS task, NULL AS ordering_key, {_UNFLUSHED}
 """
 
 # Whole lanes are reserved, and their first rows returned, about one batch in total. A lane without rows gives NULLs.
@@ -81,8 +81,8 @@ WITH due AS MATERIALIZED (
     FROM due WHERE (l.task, l.ordering_key) = (due.task, due.ordering_key)
     RETURNING l.task, l.ordering_key, {_UNFLUSHED}
 )
-SELECT lane.task, lane.ordering_key, o.id, o.message_id, o.message, o.origin, o.generation, o.attempts, o.queue,
-       o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
+SELECT lane.task, lane.ordering_key, o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.resends,
+       o.attempts, o.queue, o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
 FROM lane LEFT JOIN LATERAL (
     SELECT * FROM idempotency.outbox r
     WHERE r.task = lane.task AND r.ordering_key = lane.ordering_key
@@ -92,37 +92,43 @@ FROM lane LEFT JOIN LATERAL (
 ORDER BY lane.task, lane.ordering_key, o.place, o.id
 """
 
+# The broker's answer is about the row as it was sent. One that was put back, resent or replayed since then has to be
+# published once more: marked by a late answer, its next delivery would be nowhere.
+_AS_SENT = f"""
+FROM unnest(%(ids)s::text[], %(generations)s::int[], %(refusals)s::int[], %(resends)s::int[])
+    AS sent(id, generation, refusals, resends)
+WHERE o.message_id = sent.id AND (o.generation, o.refusals, o.resends) = (sent.generation, sent.refusals, sent.resends)
+  AND o.{_STILL_PENDING}
+"""
+
 # A join rather than "= ANY", so that rows are marked in the order in which they were sent.
 _MARK_PUBLISHED = f"""
-UPDATE idempotency.outbox
+UPDATE idempotency.outbox o
 SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
-FROM unnest(%(ids)s::text[]) AS confirmed(id)
-WHERE message_id = confirmed.id AND {_STILL_PENDING}
+{_AS_SENT}
 RETURNING {_UNFLUSHED}
 """
 
 # For rows written without knowing the application's routes: resend needs the name of the queue.
 _NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE message_id = ANY(%(ids)s) AND queue = ''"
 
-_RETURN_ROWS = (
-    f"UPDATE idempotency.outbox SET relayed_until = NULL WHERE message_id = ANY(%(ids)s) AND {_STILL_PENDING}"
-)
+_RETURN_ROWS = f"UPDATE idempotency.outbox o SET relayed_until = NULL {_AS_SENT}"
 
 _NOTE_ERROR = f"""
-UPDATE idempotency.outbox
+UPDATE idempotency.outbox o
 SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
     available_at = clock_timestamp() + make_interval(secs => %(delay)s)
-WHERE message_id = %(id)s AND {_STILL_PENDING}
+{_AS_SENT}
 """
 
 _UNPUBLISHABLE = insert_for_rows_sql("failed", reason="'unpublishable'", error="last_error", attempts="attempts")
 _GIVE_UP = f"""
 WITH failed AS (
-    UPDATE idempotency.outbox
+    UPDATE idempotency.outbox o
     SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
         settled_at = clock_timestamp()
-    WHERE message_id = %(id)s AND {_STILL_PENDING}
-    RETURNING *
+    {_AS_SENT}
+    RETURNING o.*
 )
 {_UNPUBLISHABLE}
 """
@@ -203,9 +209,9 @@ def reserve_lanes(connection: Connection, *, batch: int, seconds: float) -> Sequ
     return connection.exec_driver_sql(_RESERVE_LANES, {"batch": batch, "seconds": seconds}).all()
 
 
-def mark_published(connection: Connection, message_ids: Sequence[str]) -> None:
+def mark_published(connection: Connection, rows: Sequence[Row[Any]]) -> None:
     """Mark confirmed rows as published, in the order in which they were sent."""
-    connection.exec_driver_sql(_MARK_PUBLISHED, {"ids": message_ids})
+    connection.exec_driver_sql(_MARK_PUBLISHED, as_sent(rows))
 
 
 def name_queue(connection: Connection, message_ids: Sequence[str], queue: str) -> None:
@@ -213,19 +219,29 @@ def name_queue(connection: Connection, message_ids: Sequence[str], queue: str) -
     connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": message_ids})
 
 
-def give_back(connection: Connection, message_ids: Sequence[str]) -> None:
+def give_back(connection: Connection, rows: Sequence[Row[Any]]) -> None:
     """End the reservation of rows that the broker neither confirmed nor refused."""
-    connection.exec_driver_sql(_RETURN_ROWS, {"ids": message_ids})
+    connection.exec_driver_sql(_RETURN_ROWS, as_sent(rows))
 
 
-def note_error(connection: Connection, message_id: str, error: str, *, delay: float) -> None:
+def note_error(connection: Connection, row: Row[Any], error: str, *, delay: float) -> None:
     """Record a failed try; the row is due again after `delay` seconds."""
-    connection.exec_driver_sql(_NOTE_ERROR, {"id": message_id, "error": error, "delay": delay})
+    connection.exec_driver_sql(_NOTE_ERROR, as_sent([row]) | {"error": error, "delay": delay})
 
 
-def give_up(connection: Connection, message_id: str, error: str, *, service: str) -> None:
+def give_up(connection: Connection, row: Row[Any], error: str, *, service: str) -> None:
     """Fail a row that can never be published, and store its dead letter."""
-    connection.exec_driver_sql(_GIVE_UP, {"id": message_id, "error": error, "service": service})
+    connection.exec_driver_sql(_GIVE_UP, as_sent([row]) | {"error": error, "service": service})
+
+
+def as_sent(rows: Sequence[Row[Any]]) -> dict[str, Any]:
+    """The parameters by which an answer of the broker is matched to the rows that were sent."""
+    return {
+        "ids": [row.message_id for row in rows],
+        "generations": [row.generation for row in rows],
+        "refusals": [row.refusals for row in rows],
+        "resends": [row.resends for row in rows],
+    }
 
 
 def sleep(connection: Connection, *, poll: float) -> None:

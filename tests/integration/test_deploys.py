@@ -13,6 +13,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
+from idempotency.broker.publisher import Published, Refusal
 from idempotency.letters import consumer as consuming
 from idempotency.letters import storing
 from idempotency.letters.consumer import DeadLetterConsumer
@@ -350,6 +351,76 @@ def test_older_code_leaves_a_record_of_a_newer_rule_to_newer_code(
     dies(bank, consumer, connection)
     assert [letter.reason for letter in op.dead_letters(connection)] == ["rejected"]
     assert op.record(connection, ID).status == "released"
+
+
+# ---------------------------------------------------------------- answers of the broker that come late
+
+
+@contextmanager
+def at_point(point: str, action: Callable[[], None]) -> Iterator[None]:
+    """Do something, once, when the relay of this process reaches a point."""
+    planned = {point: action}
+
+    def reached(name: str) -> None:
+        if name in planned:
+            planned.pop(name)()
+
+    crash_points.install(reached)
+    try:
+        yield
+    finally:
+        crash_points.install(None)
+    assert not planned
+
+
+def test_a_message_put_back_before_its_confirm_was_noted_is_published_again(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    """A worker is quick: it refuses the message while the relay still writes down that it was published."""
+    enqueue_deposit()
+    relay = Relay(bank)
+    with at_point("relay.confirmed", lambda: dies(bank, consumer, connection)):
+        assert relay.run_once().published == 1
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.origin, row.refusals, row.relayed_until) == ("pending", "retry", 1, None)
+    connection.execute(text("UPDATE idempotency.outbox SET available_at = clock_timestamp()"))
+    assert relay.run_once().published == 1
+    assert [row.status for row in op.outbox(connection, ID)] == ["published"]
+    relay.close()
+
+
+@pytest.mark.parametrize("answer", ["confirmed", "unroutable", "nothing"])
+def test_a_late_answer_says_nothing_about_a_row_that_was_sent_again_since(
+    bank: Celery, connection: Connection, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay stops after the broker's answer. Another publishes the row, the broker loses it, and it is due again."""
+    enqueue_deposit()
+    slow, quick = Relay(bank), Relay(bank)
+
+    def overtaken() -> None:
+        connection.execute(text("UPDATE idempotency.outbox SET relayed_until = clock_timestamp()"))
+        assert quick.run_once().published == 1
+        with bank.connection_for_write() as broker:
+            bank.amqp.queues[bank.conf.task_default_queue](broker.default_channel).purge()
+        past = "UPDATE idempotency.outbox SET published_at = published_at - interval '2 hours'"
+        connection.execute(text(past))
+        assert resend_lost(bank, lambda _: 0).resent == 1
+
+    publish_all = slow.publisher.publish
+
+    def publish_and_hear(batch: list[tuple[str, Message]], result: Published) -> None:
+        publish_all(batch, result)
+        if answer != "confirmed":
+            result.confirmed.clear()
+        if answer == "unroutable":
+            result.refuse(batch[0][0], Refusal("no queue is bound", own=False))
+
+    monkeypatch.setattr(slow.publisher, "publish", publish_and_hear)
+    with at_point("relay.confirmed", overtaken):
+        slow.run_once()
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.resends, row.attempts, row.last_error) == ("pending", 1, 0, None)
+    slow.close(), quick.close()
 
 
 # ---------------------------------------------------------------- real workers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -310,6 +311,47 @@ def test_rows_of_before_have_their_lanes_after_a_migration_and_after_a_way_back(
         assert [tuple(lane) for lane in lanes] == [("blocked", True), ("free", False), ("settled", False)]
         assert places == ["settled1"]
         downgrade(empty, "0005")
+
+
+BEFORE_WORDS = """
+INSERT INTO idempotency.outbox (event_id, tenant, operation, key, fingerprint, message, origin, status, published_at)
+VALUES ('e', 't', 'shop.pay', 'k', 'v1:f', '{}', 'reconcile', 'published', now());
+INSERT INTO idempotency.dead_letters (source, event_id, tenant, operation, key, task, reason, payload, status, settled_at)
+VALUES ('broker', 'e', 't', 'shop.pay', 'k', 'pay', 'rejected', '', 'replayed', '2026-01-02 03:04:05Z');
+INSERT INTO idempotency.set_aside (sweep, id, operation, error, until) VALUES ('reconcile', '1', 'shop.pay', 'e', now());
+INSERT INTO idempotency.audit (actor, action, tenant, operation, key) VALUES ('ann', 'release', 't', 'shop.pay', 'k')
+"""
+IN_WORDS = """
+SELECT o.message_id, o.task, o.origin, d.message_id, d.task, d.header_task, d.closed_at, s.sweep, s.task, a.task
+FROM idempotency.outbox o, idempotency.dead_letters d, idempotency.set_aside s, idempotency.audit a
+"""
+
+
+def test_rows_of_before_are_there_under_the_new_names_and_can_go_back(empty: Engine) -> None:
+    schema.migrate(empty, "0010")
+    with empty.begin() as connection:
+        connection.exec_driver_sql(BEFORE_WORDS)
+    closed = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    for _ in range(2):
+        schema.migrate(empty)
+        with empty.connect() as connection:
+            row = connection.exec_driver_sql(IN_WORDS).one()
+            assert schema._compatible_from(connection) == "0011", "code of before must not run on these tables"
+        assert tuple(row) == (
+            "e",
+            "shop.pay",
+            "resend",
+            "e",
+            "shop.pay",
+            "pay",
+            closed,
+            "resend",
+            "shop.pay",
+            "shop.pay",
+        )
+        downgrade(empty, "0010")
+    with empty.connect() as connection:
+        assert connection.exec_driver_sql("SELECT origin FROM idempotency.outbox").scalar_one() == "reconcile"
 
 
 def test_a_downgrade_takes_everything_away_and_can_be_undone(empty: Engine) -> None:

@@ -73,6 +73,8 @@ class Relays(Ageing):
                 result.refused[reserved.message_id] = Refusal(answer, own)
             if row is None or row.status != "pending":
                 continue
+            if (row.generation, row.resends) != (reserved.generation, reserved.resends):
+                continue  # about an earlier publication
             row.reserved = False
             if answer == "confirmed":
                 row.status, row.overdue, row.recent = "published", False, True
