@@ -3,7 +3,7 @@ FROM python:3.12-slim
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /app
 
-# The exact versions first: this layer is rebuilt only when they or the project's own requirements change.
+# Dependencies and the library first, so that changes to the application do not rebuild this layer.
 COPY pyproject.toml constraints.txt README.md LICENSE idempotency_pytest.py ./
 COPY idempotency ./idempotency
 RUN pip install --no-cache-dir --constraint constraints.txt '.[app]'

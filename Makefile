@@ -1,15 +1,15 @@
-# `make` lists the targets. Each one prepares what it needs: system packages, .venv, servers.
+# `make` lists the targets. Each one sets up what it needs: system packages, .venv, servers.
 #   PYTHON=python3.12         the interpreter for .venv
-#   ARGS='-k outbox -x'       passed on to the tool behind the target
-#   WORKERS=3                 test processes, each with servers of its own
+#   ARGS='-k outbox -x'       passed to the tool behind the target
+#   WORKERS=3                 test processes, each with its own servers
 #   PURCHASES= REFUNDS= COPIES=  options of the demo
 
 STARTED := $(shell date +%s)
 VENV := .venv/bin
-# The sandbox's addresses for the processes below; set your own to use another provider or mail server.
+# The sandbox's addresses; set your own to use another provider or mail server.
 export STRIPE_API_BASE ?= http://127.0.0.1:8420
 export SMTP_URL ?= smtp://127.0.0.1:8425
-# Where these processes count together; `make metrics` shows the sums.
+# These processes share their counters here; `make metrics` shows the sums.
 worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
@@ -19,7 +19,7 @@ with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: .venv/ready ## make .venv (again only when pyproject.toml or constraints.txt changed)
+venv: .venv/ready ## create .venv, or update it when pyproject.toml or constraints.txt changed
 
 .venv/ready: pyproject.toml constraints.txt
 	@PYTHON='$(PYTHON)' scripts/bootstrap
@@ -33,75 +33,75 @@ down: .venv/ready ## stop them
 status: .venv/ready ## show them
 	@$(VENV)/python -m services status
 
-demo: .venv/ready ## the whole system under load and faults, checked at the end
+demo: .venv/ready ## run the whole system under load and faults, then check the ledgers
 	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
 		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(ARGS)
 
-test: .venv/ready ## all tests, against real servers
+test: .venv/ready ## run all tests against real servers
 	@$(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
 
-chaos: .venv/ready ## random faults against the whole pipeline, checked at the end; SECONDS=60 SEED=1
+chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
 
-chaos-many: .venv/ready ## chaos with random seeds, one run after another, and a table of them; RUNS=10 SECONDS=300
+chaos-many: .venv/ready ## several chaos runs with random seeds, and a table of results; RUNS=10 SECONDS=300
 	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)
 
-controls: .venv/ready ## every safeguard removed once: its test must turn red
+controls: .venv/ready ## remove each safeguard in turn: its test must fail
 	@$(VENV)/python -m tests.controls $(ARGS)
 
-search: .venv/ready ## schedules of every pair of actors, one by one; PREEMPTIONS=2 PAIRS=attempt+cancel SEEDS=1-500 JOBS=2; ALL=1: in every scenario
+search: .venv/ready ## try the schedules of every pair of actors; PREEMPTIONS=2 PAIRS=attempt+cancel SEEDS=1-500 JOBS=2; ALL=1: in every scenario
 	@$(VENV)/python -m tests.search --preemptions $(or $(PREEMPTIONS),2) --jobs $(or $(JOBS),2) $(if $(ALL),,--fitting) \
 		$(if $(PAIRS),--pairs $(PAIRS)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
-faults: .venv/ready ## the fault matrix, kept in docs/faults.md; some of it with ARGS='-k F1-P2'
+faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part of it ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)
 
 check: .venv/ready ## what CI runs: all tests, lint and types
 	@$(MAKE) --no-print-directory --keep-going test lint types
 
-lint: .venv/ready ## ruff: rules and formatting
+lint: .venv/ready ## ruff: lint and formatting
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 
 types: .venv/ready ## mypy, strict
 	@$(VENV)/mypy $(ARGS)
 
-sandbox: .venv/ready ## the payment provider's sandbox and the mail sink
+sandbox: .venv/ready ## run the payment provider's sandbox and the mail sink
 	@mkdir -p var/sandbox
 	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
 
-migrate: up ## bring the tables of the development database to this version
+migrate: up ## migrate the development database
 	@$(with_services) sh -c '$(VENV)/idempotency migrate && $(VENV)/python -m tasks.migrate'
 
-worker: migrate ## a Celery worker
+worker: migrate ## run a Celery worker
 	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)
 
-relay: migrate ## the relay from the outbox to the broker
+relay: migrate ## run the relay from the outbox to the broker
 	@$(with_services) $(VENV)/idempotency relay $(ARGS)
 
-beat: migrate ## Celery beat
+beat: migrate ## run Celery beat
 	@$(with_services) $(VENV)/celery -A tasks beat --schedule var/celerybeat-schedule $(ARGS)
 
-flower: up ## Flower on 127.0.0.1:5555, for FLOWER_BASIC_AUTH=user:password or a password made up and shown
+flower: up ## run Flower on 127.0.0.1:5555 with FLOWER_BASIC_AUTH=user:password, or a generated password
 	@if [ -z "$$FLOWER_BASIC_AUTH" ]; then \
 		export FLOWER_BASIC_AUTH="flower:$$($(VENV)/python -c 'import secrets; print(secrets.token_urlsafe(12))')"; \
 		echo "http://127.0.0.1:5555  user and password $$FLOWER_BASIC_AUTH"; \
 	fi; \
 	$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
 
-doctor: up ## what in the set-up would lose work or do it twice
+doctor: up ## check the set-up for what would lose work or do it twice
 	@$(with_services) $(VENV)/idempotency doctor $(ARGS)
 
-metrics: migrate ## the backlog, and the counters of all workers, relays and beats, for Prometheus, on 127.0.0.1:9540
+metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## ours beside plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what is left of operations
+bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-profile: .venv/ready ## round trips, CPU and time per phase of one attempt
+profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt
 	@$(VENV)/python -m benchmarks.profile $(ARGS)
 
-clean: ## stop the servers; remove .venv, their data and all caches
+clean: ## stop the servers; remove their data, .venv and all caches
 	@if [ -x $(VENV)/python ]; then $(VENV)/python -m services down; fi
 	rm -rf .venv var .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Celery's configuration, and the one place that reads the environment."""
+"""Celery's configuration, and the only place where the application reads the environment."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from idempotency.settings import PREFIX, Settings
 
 
 class Environment(BaseSettings):
-    """The addresses. A missing one is an error that names it; its value never appears."""
+    """Addresses and credentials. An error names the variable and never shows its value."""
 
     model_config = {"hide_input_in_errors": True}
 
     database_url: SecretStr
     redis_url: SecretStr | None = None
     broker_url: SecretStr
-    # Only for Redis as the broker, which hands a message out again after these seconds. It must outlast the longest
-    # attempt (the hard time limit below); what a killed worker held comes back no sooner.
+    # Only with Redis as the broker, which redelivers an unacknowledged message after this many seconds. Must exceed the
+    # hard time limit below; a killed worker's messages come back no sooner.
     broker_visibility_timeout: int = 100
     stripe_api_key: SecretStr = SecretStr("sk_test_sandbox")
     stripe_api_base: str = "https://api.stripe.com"
-    # Seconds until a charge is certain to be found by search. Stripe: "usually within a minute".
+    # Seconds until search finds a new charge. Stripe: under a minute in normal operation
+    # (docs.stripe.com/search#data-freshness).
     stripe_search_lag: float = 60.0
-    # Seconds without an answer after which a call's outcome is unknown.
+    # Seconds without an answer after which a call's outcome counts as unknown.
     stripe_timeout: float = 10.0
     smtp_url: str = "smtp://127.0.0.1:25"
     mail_from: str = "payments@shop.example"
@@ -40,7 +41,7 @@ environment = Environment()
 broker_url = environment.broker_url.get_secret_value()
 broker_connection_retry_on_startup = True
 broker_channel_error_retry = True
-# A dead peer is noticed within half a minute; Celery's default would take four.
+# Notices a dead peer within half a minute; Celery's default takes four.
 broker_heartbeat = 15
 broker_transport_options: dict[str, object] = {"confirm_publish": True}
 if not broker_url.startswith("amqp"):
@@ -61,32 +62,32 @@ task_routes = {
     "maintenance.*": {"queue": "maintenance"},
 }
 
-# ---------------------------------------------------------------- acknowledgement: nothing is lost with its worker
+# ---------------------------------------------------------------- acknowledgement: a worker that dies loses nothing
 
 task_acks_late = True
 task_reject_on_worker_lost = True
-task_retry_on_worker_lost = False  # would end in an acknowledgement without a dead letter
-task_acks_on_failure = True  # an exception leaves IdempotentTask only after the record says failed
-task_acks_on_timeout = False  # a hard limit that passes before the claim must not acknowledge
+task_retry_on_worker_lost = False  # would acknowledge without a dead letter
+task_acks_on_failure = True  # IdempotentTask raises only after the record says failed
+task_acks_on_timeout = False  # a time-out before the claim must not acknowledge
 worker_prefetch_multiplier = 1
 worker_enable_prefetch_count_reduction = False
 worker_cancel_long_running_tasks_on_connection_loss = True
 worker_soft_shutdown_timeout = 30.0
 worker_enable_soft_shutdown_on_idle = True
-worker_deduplicate_successful_tasks = False  # reads as protection and is none
+worker_deduplicate_successful_tasks = False  # looks like protection but gives none
 task_soft_time_limit, task_time_limit = 60, 90
 
 task_serializer = result_serializer = "json"
 accept_content = ["json"]
-# Results are in Postgres with the effects; a result backend may be set beside it.
+# Results are in Postgres; a result backend may be used as well.
 task_ignore_result = True
-# Each event is a message with a confirm. Flower turns them on, until the worker restarts.
+# Each event costs a confirmed message. Flower turns them on until the worker restarts.
 task_send_sent_event = worker_send_task_events = False
 timezone = "UTC"
 
-# ---------------------------------------------------------------- the promise
+# ---------------------------------------------------------------- idempotency
 
-# Every setting of idempotency.settings may be given as IDEMPOTENCY_<NAME>.
+# Every setting in idempotency.settings can be given as IDEMPOTENCY_<NAME>.
 for _name in Settings.model_fields:
     if (_value := os.environ.get(f"{PREFIX}{_name}".upper())) is not None:
         globals()[PREFIX + _name] = _value
@@ -95,11 +96,11 @@ idempotency_redis_url = environment.redis_url
 
 _sweep = float(globals().get("idempotency_sweep", Settings.model_fields["sweep"].default))
 beat_schedule = {
-    # A tick that nobody took in time is not worth taking: the next one does its work.
+    # A tick may expire: the next one does its work.
     "recover": {"task": "maintenance.recover", "schedule": _sweep, "options": {"expires": _sweep}},
     "resend": {"task": "maintenance.resend", "schedule": _sweep, "options": {"expires": _sweep}},
     "purge": {"task": "maintenance.purge", "schedule": 600.0, "options": {"expires": 600.0}},
     "alert": {"task": "maintenance.alert", "schedule": _sweep, "options": {"expires": _sweep}},
-    # Asked for every hour, sent once a week: a beat that was down on Monday morning makes up for it.
+    # Checked every hour, sent once a week, so that it is late rather than missing if beat was down.
     "report": {"task": "maintenance.report", "schedule": 3600.0, "options": {"expires": 3600.0}},
 }

@@ -1,7 +1,7 @@
-"""The pytest plugin: two fixtures for the tests of an application's own tasks.
+"""The pytest plugin: two fixtures for testing an application's own tasks.
 
-A module beside the package, so that a pytest run which uses neither fixture imports nothing of the library, nor Celery
-and SQLAlchemy with it, which a conftest may have to configure or patch first.
+Outside the package, so that pytest does not import the library, Celery and SQLAlchemy unless a fixture is used: a
+conftest may have to configure or patch them first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def recording_server() -> Iterator[RecordingServer]:
-    """An HTTP server in the provider's place: records every call, acts once per `Idempotency-Key`.
+    """An HTTP server that stands in for the provider: records every call, acts once per `Idempotency-Key`.
 
-    Hand its `url` to the code under test; `answer` is a function of yours from the call to its answer.
+    Pass its `url` to the code under test. Set `answer` to a function that returns the answer to a call.
     """
     from idempotency.testing import RecordingServer
 
@@ -30,7 +30,7 @@ def recording_server() -> Iterator[RecordingServer]:
 
 @pytest.fixture
 def assert_idempotent(recording_server: RecordingServer) -> AssertIdempotent:
-    """Crash, double and overtake a task at every point, and fail at the first difference from a plain run."""
+    """Crash, duplicate and overtake a task at every point; fail on the first difference from an undisturbed run."""
     from idempotency.testing import AssertIdempotent
 
     return AssertIdempotent(recording_server)

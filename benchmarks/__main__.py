@@ -1,4 +1,4 @@
-"""`python -m benchmarks --only unique`: ratios, side by side in one run."""
+"""Compare with plain Celery, side by side in one run: `python -m benchmarks --only unique`."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ console = Console()
 
 
 BENCHMARKS = ("unique", "relay", "latency", "ordering", "resend", "backlog")
-# Not a comparison with plain Celery, and long: only when it is asked for.
+# Long, and not a comparison with plain Celery: only on request.
 LIFE = "life"
 
 
 def main(
     only: Annotated[
-        str, typer.Option(help=f"Which ones, comma separated: {', '.join((*BENCHMARKS, LIFE))}")
+        str, typer.Option(help=f"Which benchmarks, comma-separated: {', '.join((*BENCHMARKS, LIFE))}")
     ] = ",".join(BENCHMARKS),
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
     operations: Annotated[
-        int, typer.Option(min=10_000, max=10_000_000, help="life: how many, after 10,000.")
+        int, typer.Option(min=10_000, max=10_000_000, help="Operations after the first 10,000: life.")
     ] = 100_000,
-    waiting: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Operations that wait: backlog.")] = 1_000_000,
+    waiting: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Waiting operations: backlog.")] = 1_000_000,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Measure side by side in one run; print tables and RESULT lines."""
+    """Compare with plain Celery, side by side in one run; print tables and RESULT lines."""
     chosen = only.split(",")
     if unknown := set(chosen) - {*BENCHMARKS, LIFE}:
         raise SystemExit(
@@ -55,7 +55,7 @@ def main(
         )
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
-        # the application reads the environment on import
+        # importing the application reads the environment
         from . import backlog, latency, life, ordering, relay, resend, unique
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
@@ -81,7 +81,7 @@ def main(
             show(as_json, "events/s", "ordered_events_per_second", statistics.median(keyed.beside_blocked), **figures)
         if "resend" in chosen:
             passes = resend.measure(engine, rounds=max(rounds, 5))
-            figures = {f"{resend.WAITING} wait": passes.waiting, f"{passes.resent} sent again": passes.after_a_wipe}
+            figures = {f"{resend.WAITING} waiting": passes.waiting, f"{passes.resent} resent": passes.after_a_wipe}
             show(as_json, "ms a pass", "resend_pass_ms", max(passes.waiting), **figures)
         if LIFE in chosen:
 
@@ -99,7 +99,7 @@ def main(
 
 
 def show(as_json: bool, unit: str, name: str, ratio: float, **figures: list[float]) -> None:
-    """One table, or one JSON document, and the line that programs read."""
+    """Print a table or a JSON document, and the line for programs."""
     if as_json:
         print(json.dumps({name: ratio, **figures}))
     else:
@@ -111,7 +111,7 @@ def show(as_json: bool, unit: str, name: str, ratio: float, **figures: list[floa
 
 
 def show_life(as_json: bool, small: life.Left, large: life.Left) -> None:
-    """What is left of few and of many, and the line that programs read."""
+    """Print what few and many operations leave behind, and the line for programs."""
     if as_json:
         print(json.dumps([asdict(small), asdict(large)]))
     else:
@@ -133,7 +133,7 @@ def show_life(as_json: bool, small: life.Left, large: life.Left) -> None:
 
 @contextmanager
 def relay_process() -> Iterator[None]:
-    """A relay in a process of its own."""
+    """Run a relay in a separate process."""
     command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "benchmarks.jobs"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

@@ -1,4 +1,4 @@
-"""How long a scrape and a `status` take while very many operations wait."""
+"""How long a scrape and a `status` take with a very long backlog."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from sqlalchemy import Engine, text
 
 from idempotency.application import settings_of
-from idempotency.store.overview import looking
+from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import overview
 
 from . import jobs
 
-# Of the waiting ones a part is released and a part has ended but is not settled yet: windows have to look past those.
+# Every tenth of the waiting operations is released, so that windows contain rows of both kinds.
 _FILL = """
 INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at)
 SELECT 'backlog' || n, 'default', 'benchmarks.unique', 'backlog' || n, 'v1:f', repeat('m', 600), 'unique', 'enqueue',
@@ -37,14 +37,14 @@ FROM generate_series(1, :rows) n
 
 @dataclass
 class Seconds:
-    """What each took, by round."""
+    """Seconds by round."""
 
     look: list[float] = field(default_factory=list)
     status: list[float] = field(default_factory=list)
 
 
 def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
-    """Fill the tables with `waiting` accepted operations, a tenth of them released, and as many completed ones; look."""
+    """Time both with `waiting` accepted operations, a tenth of them released, and as many completed ones."""
     with database.connect() as connection:
         for statement in (_FILL, _RELEASED, _COMPLETED):
             connection.execute(text(statement), {"rows": waiting})
@@ -54,7 +54,7 @@ def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
     for _ in range(rounds):
         for ask, seconds in ((overview.look, took.look), (overview.status, took.status)):
             began = time.perf_counter()
-            with looking(given) as connection:
+            with monitoring_connection(given) as connection:
                 ask(connection, jobs.app, given)
             seconds.append(time.perf_counter() - began)
     with database.connect() as connection:

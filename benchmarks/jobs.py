@@ -1,4 +1,4 @@
-"""The same job twice: one row and a result. Once as a careful plain Celery task, once as an idempotent one."""
+"""The same job as a careful plain Celery task and as an idempotent one: insert a row, return a result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def engine(_pid: int) -> Engine:
 
 @app.task
 def plain(number: int) -> dict[str, int]:
-    """What a Celery and SQLAlchemy user writes today: late acknowledgement, one transaction."""
+    """The job as Celery and SQLAlchemy users write it today: late acknowledgement, one transaction."""
     with Session(engine(os.getpid())) as session, session.begin():
         session.execute(INSERT, {"job": "plain", "number": number})
     return {"number": number}
@@ -52,14 +52,14 @@ def plain(number: int) -> dict[str, int]:
 
 @app.task(base=IdempotentTask, bind=True, key="{number}")
 def unique(self: IdempotentTask, number: int) -> dict[str, int]:
-    """The same job with the promise."""
+    """The same job as an idempotent task."""
     self.session.execute(INSERT, {"job": "unique", "number": number})
     return {"number": number}
 
 
 @app.task(base=IdempotentTask, bind=True, key="{number}")
 def timed(self: IdempotentTask, number: int) -> None:
-    """Says when its body began."""
+    """Record when the body began."""
     started = time.time()
     self.session.execute(
         text("INSERT INTO timed (number, started) VALUES (:number, :started)"), {"number": number, "started": started}

@@ -1,4 +1,4 @@
-"""From commit to the start of the task, beside a direct `delay()`, under no load, in turns."""
+"""Latency from commit to the start of the task, compared with `delay()`, without load, in turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from . import jobs
 
 _numbers = itertools.count(20_000_000)
-# Between two messages: long enough that the worker and the relay are idle again.
+# Seconds between messages, so that the worker and the relay are idle again.
 PAUSE = 0.05
 
 
@@ -27,12 +27,12 @@ class Latencies:
 
     @property
     def ratio(self) -> float:
-        """The outbox over `delay()`, medians."""
+        """The median over that of `delay()`."""
         return statistics.median(self.outbox) / statistics.median(self.direct)
 
 
 def measure(database: Engine, *, messages: int) -> Latencies:
-    """Send one message at a time, each way in turn; needs a worker on the queue and a relay process."""
+    """Send one message at a time, by each way in turn; needs a running worker and relay."""
     latencies = Latencies([], [])
     with Session(database.execution_options(isolation_level="READ COMMITTED")) as session:
         for _ in track(range(messages), description="latency: delay() and the outbox in turns"):
@@ -51,7 +51,7 @@ def measure(database: Engine, *, messages: int) -> Latencies:
 
 
 def _started(database: Engine, number: int) -> float:
-    """When the body began, by this machine's clock, which both sides read."""
+    """When the body began, by this machine's clock, which both processes use."""
     deadline = time.monotonic() + 30
     query = text("SELECT started FROM timed WHERE number = :number")
     with database.connect() as connection:

@@ -1,8 +1,8 @@
-"""What is left of operations when their life is over: 10,000, and then many more, in one database.
+"""What operations leave behind after their retention: 10,000 first, then many more, in the same database.
 
-Some go through the relay and a worker; the others through the library's own statements, a wave at a time, in every way
-an operation may go: completed, retried, failed and discarded, never published, events for consumers outside.
-Retentions are as good as over at once, so that what a wave leaves is purged after it. Autovacuum's work is done by VACUUM.
+Some go through the relay and a worker, the others in waves through the library's own statements, in every possible way:
+completed, retried, failed and discarded, never published, events for external consumers. Retentions are next to zero, so
+that each wave is purged right after it. VACUUM replaces autovacuum.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from . import jobs
 
 SMALL = 10_000
 WAVE = 5_000
-# Through the relay and a worker: one in fifty, and 500 at most.
+# One in fifty goes through the relay and a worker, at most 500.
 REAL_SHARE, REAL_MOST = 50, 500
 OPERATION = "benchmarks.life"
-# One in so many; the others are completed by their first attempt.
+# One in so many; the others complete in their first attempt.
 RETRIED, FAILED, UNPUBLISHABLE, EXTERNAL = 10, 20, 50, 10
 FINGERPRINT = "v1:life"
 ERROR = error_text("no_account", "no such account")
@@ -48,14 +48,14 @@ SHORT = 0.001
 
 @dataclass(frozen=True)
 class Left:
-    """What is left after so many operations."""
+    """What is left after `operations`."""
 
     operations: int
     tables: dict[str, int]  # bytes with indexes, after VACUUM
     rows: dict[str, int]
     queued: int
     hints: int
-    largest: int  # bytes of all tables, while it went on
+    largest: int  # bytes of all tables, during the run
     purged_per_second: float
 
     @property
@@ -66,7 +66,7 @@ class Left:
 def measure(
     database: Engine, workers: Callable[[], AbstractContextManager[Any]], *, operations: int
 ) -> tuple[Left, Left]:
-    """Let 10,000 operations live, and then so many. What is left of each."""
+    """Run 10,000 operations, then `operations`; returns what is left after each."""
     jobs.app.conf.update(
         {
             f"idempotency_{name}": SHORT
@@ -113,9 +113,9 @@ def _live(
 
 
 def _through_a_worker(connection: Connection, database: Engine, number: int) -> None:
-    """The relay and a worker in processes of their own."""
+    """Run operations through a relay and a worker process."""
     before = connection.execute(text("SELECT count(*) FROM jobs")).scalar_one()
-    first = int(time.time() * 1000)  # keys are numbers, and those of an earlier run may be kept
+    first = int(time.time() * 1000)  # keys are numbers, and keys of an earlier run may still exist
     with Session(database.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
         for job in range(first, first + number):
             jobs.unique.enqueue(session, job)
@@ -126,14 +126,14 @@ def _through_a_worker(connection: Connection, database: Engine, number: int) -> 
             raise TimeoutError(f"{number} operations were not done within 120 s")
         time.sleep(0.1)
     if connection.execute(text("SELECT count(*) FROM jobs")).scalar_one() != before + number:
-        raise RuntimeError("not every operation has left its one row")
+        raise RuntimeError("not every operation has written exactly one row")
     resend.resend_lost(jobs.app, lambda _: 0)
-    # the worker keeps what it completes for the 72 hours of its own settings
+    # the worker's own settings retain completed operations for 72 hours
     connection.execute(text("UPDATE idempotency.records SET expires_at = clock_timestamp()"))
 
 
 def _through_sql(number: int) -> None:
-    """One wave, from acceptance to its end, by the library's statements in bulk."""
+    """Run one wave by executing the library's statements in bulk."""
     ids = [OperationId("default", OPERATION, uuid4().hex) for _ in range(number)]
     message = Message({"task": OPERATION, "id": "0"}, "[[], {}, {}]", {"queue": "idle"}, {}).to_text()
     with runtime_of(jobs.app).autocommit() as connection:
@@ -170,7 +170,7 @@ def _through_sql(number: int) -> None:
 
 
 def _purge() -> int:
-    """Purge until nothing is to be purged; returns how many operations and rows without one."""
+    """Purge everything that is due; returns how many operations and rows without operations."""
     total = 0
     while True:
         purged = maintenance.purge_once(jobs.app, limit=100 * WAVE)
@@ -242,7 +242,7 @@ def _row(id: OperationId) -> dict[str, str]:
     return {"tenant": id.tenant, "task": id.task, "key": id.key}
 
 
-# ---------------------------------------------------------------- what is there
+# ---------------------------------------------------------------- sizes
 
 TABLES = ("records", "outbox", "dead_letters", "discards", "audit", "alerts", "set_aside", "relay_sleep")
 

@@ -1,4 +1,4 @@
-"""One ordering key as fast as the relay goes, alone and beside 100,000 rows of keys that are blocked."""
+"""The relay's throughput for one ordering key, alone and beside 100,000 rows of blocked keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from idempotency.relay.relay import Relay
 from . import jobs
 
 BLOCKED = 100_000
-# Half of the blocked rows stand behind one key, the others behind keys of their own.
+# Half of the blocked rows have the same key, the others a key each.
 _BLOCK = """
 INSERT INTO idempotency.outbox
     (message_id, tenant, task, key, fingerprint, message, origin, ordering_key)
@@ -31,14 +31,14 @@ _numbers = itertools.count(20_000_000)
 
 @dataclass(frozen=True)
 class Rates:
-    """Events per second on one key, by round."""
+    """Events per second for one key, by round."""
 
     alone: list[float]
     beside_blocked: list[float]
 
 
 def measure(database: Engine, *, rounds: int, messages: int) -> Rates:
-    """Publish as many events of one key; nobody consumes them."""
+    """Publish `messages` events with one key; they are not consumed."""
     relay = Relay(jobs.app)
     try:
         alone = [
@@ -48,7 +48,7 @@ def measure(database: Engine, *, rounds: int, messages: int) -> Rates:
         with database.connect() as connection:
             connection.execute(text(_BLOCK), {"rows": BLOCKED})
             connection.execute(text(_FAIL))
-            # what a relay does when it meets a failed row
+            # as a relay does after a failed row
             connection.execute(text("SELECT idempotency.refresh_lane(task, ordering_key) FROM idempotency.lanes"))
             connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.lanes"))
         beside = [

@@ -1,4 +1,4 @@
-"""What one attempt costs: round trips, CPU and time per phase, beside the plain task. `make profile`."""
+"""The cost of one attempt: round trips, CPU, and time per phase, compared with a plain task. `make profile`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 def main(attempts: Annotated[int, typer.Option(min=10, max=100_000)] = 1000) -> None:
-    """Run attempts in this process, as a pool child does, with no broker in the way."""
+    """Run attempts in this process as a pool process does, without a broker."""
     with services.running(needs=("postgres", "redis")) as running:
         os.environ.update(running.environment(), BROKER_URL="memory://")
 
@@ -82,12 +82,12 @@ def _run(task: Any, attempts: int) -> None:
 
 @contextmanager
 def counted(engines: list[Engine]) -> Iterator[Counter[str]]:
-    """Count the round trips over these engines' connections, as libpq itself traces them: each ends ReadyForQuery."""
+    """Count round trips on these engines' connections in libpq's trace: each ends with ReadyForQuery."""
     trips: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         traces = []
         for engine in engines:
-            with engine.connect() as connection:  # the one that the warm-up opened; it goes back into the pool
+            with engine.connect() as connection:  # opened by the warm-up; returned to the pool
                 wire = connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
             trace = stack.enter_context(tempfile.TemporaryFile())
             wire.trace(trace.fileno())

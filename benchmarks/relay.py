@@ -1,4 +1,4 @@
-"""The relay beside a loop of `apply_async`, both with publisher confirms, in turns."""
+"""The relay compared with a loop of `apply_async`, both with publisher confirms, in turns."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Rates:
 
     @property
     def ratio(self) -> float:
-        """The relay over the loop, medians."""
+        """The relay's median over that of the loop."""
         return statistics.median(self.relay) / statistics.median(self.direct)
 
 
 def measure(database: Engine, *, rounds: int, messages: int) -> Rates:
-    """Publish as many messages each way; nobody consumes them."""
+    """Publish `messages` each way; they are not consumed."""
     rates = Rates([], [])
     relay = Relay(jobs.app)
     for _ in track(range(rounds), description="relay: a loop of apply_async and the relay in turns"):

@@ -1,4 +1,4 @@
-"""One pass of resend while a million published operations wait in their queue; the rows are made by SQL."""
+"""One pass of resend with a million published operations waiting in their queue; SQL creates the rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Passes:
 
 
 def measure(database: Engine, *, rounds: int, waiting: int = WAITING) -> Passes:
-    """The same rows waiting behind one message in the queue, and then an empty queue: the first thousands go again."""
+    """Time a pass while one message is in the queue, so all rows wait; then with an empty queue, so rows are resent."""
     with Session(database.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
         key = jobs.unique.enqueue(session, 30_000_000).id.key
     with database.connect() as connection:
@@ -43,10 +43,10 @@ def measure(database: Engine, *, rounds: int, waiting: int = WAITING) -> Passes:
             connection.execute(text(_COPY), {"first": first, "last": last, "key": key})
         connection.execute(text("DELETE FROM idempotency.outbox WHERE key = :key"), {"key": key})
         connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
-    jobs.unique.delay(30_000_001)  # somebody else's, so that the queue is not empty
+    jobs.unique.delay(30_000_001)  # so that the queue is not empty
     publisher = Publisher(jobs.app, confirm_timeout=10.0)
     try:
-        _pass(publisher, expected=0)  # opens the connections that a relay has open
+        _pass(publisher, expected=0)  # opens connections that a relay already has
         passes = [_pass(publisher, expected=0)[0] for _ in range(rounds)]
         with jobs.app.connection_for_write() as connection:
             connection.default_channel.queue_purge("unique")
@@ -63,5 +63,5 @@ def _pass(publisher: Publisher, expected: int | None = None) -> tuple[float, int
     resent = resend_lost(jobs.app, publisher=publisher).resent
     took = 1e3 * (time.perf_counter() - began)
     if expected is not None and resent != expected:
-        raise RuntimeError(f"{resent} operations were sent again, and none was lost")
+        raise RuntimeError(f"{resent} operations were resent although none was lost")
     return took, resent

@@ -1,7 +1,7 @@
-"""Ours beside plain Celery: the same job, in turns, in one run.
+"""The idempotent task compared with plain Celery: the same job, in turns, in one run.
 
-Messages wait in the queue before the worker may take any, so what is measured is work, not sending. The figure is
-a ratio of medians: machines are shared, and a time alone says little.
+All messages are in the queue before the worker starts consuming, so sending is not measured. The result is a ratio of
+medians, because absolute times on shared machines say little.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Throughput:
 
     @property
     def ratio(self) -> float:
-        """Ours over plain, medians."""
+        """The idempotent task's median over that of the plain one."""
         return statistics.median(self.unique) / statistics.median(self.plain)
 
 
 def measure(database: Engine, *, rounds: int, messages: int) -> Throughput:
-    """Run plain and unique in turns; the first of each warms up and is not counted."""
+    """Run both in turns; the first round is a warm-up and not counted."""
     rates: dict[str, list[float]] = {"plain": [], "unique": []}
     turns = [(round_, job) for round_ in range(rounds + 1) for job in ("plain", "unique")]
     for round_, job in track(turns, description="unique: plain and ours in turns"):

@@ -1,1 +1,1 @@
-"""The whole system on real input: purchases and refunds, duplicates, faults, and three ledgers compared at the end."""
+"""The whole system on real input: purchases, refunds, duplicates and faults, and a comparison of three ledgers."""

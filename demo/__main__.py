@@ -1,6 +1,6 @@
-"""`python -m demo`: every purchase and refund of two files, duplicates, a killed worker, a wiped Redis, and the check.
+"""Submit two files of purchases and refunds, with duplicates and faults, and compare the ledgers: `python -m demo`.
 
-Exit status 0 only if every ledger agrees and every fault took place; 1 otherwise; 2 for a bad file or option.
+Exits with 0 only if all ledgers agree and all faults took place, 1 otherwise, 2 for an invalid file or option.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the demo and return the exit status."""
     began = time.time()
     given = _parser().parse_args(arguments)
-    # Programs read stdout; people read along on stderr.
+    # With --json, stdout is for programs.
     console = Console(stderr=given.json, soft_wrap=True)
-    # However this process is asked to end, everything it started ends with it.
+    # SIGTERM also has to end everything that was started.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         intake = Intake(given.purchases, given.refunds, seed=given.seed)
@@ -64,11 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--purchases", type=Path, default=DATA / "purchases.csv", metavar="FILE")
     parser.add_argument("--refunds", type=Path, default=DATA / "refunds.csv", metavar="FILE")
     parser.add_argument("--copies", type=_at_most(MAX_COPIES), default=3, help="how often each message is sent")
-    parser.add_argument("--seed", type=int, default=1, help="decides the faults, and where the refunds go")
+    parser.add_argument("--seed", type=int, default=1, help="determines the faults and the order of refunds")
     parser.add_argument("--workers", type=_at_most(MAX_WORKERS), default=2)
-    parser.add_argument("--started", type=float, metavar="EPOCH", help="when the run began; default: now")
+    parser.add_argument("--started", type=float, metavar="EPOCH", help="when the run began (default: now)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the whole report as JSON")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON, and all else on stderr")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, everything else to stderr")
     return parser
 
 

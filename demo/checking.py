@@ -1,7 +1,7 @@
-"""The check: three ledgers that know nothing of each other must tell the same story about every accepted line.
+"""The check: three independent ledgers must agree about every accepted line.
 
-They are the business tables, the idempotency records, and what the provider and the mail server wrote down
-themselves. What was accepted is known from the files, so a row that vanished from all three would be missed too.
+They are the business tables, the idempotency records, and the ledgers of the provider and the mail server. The accepted
+lines come from the files, so a row that is missing from all three is noticed too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from demo.input import Intake, Line
 from sandbox import ledger
 
 CAPTURE, REFUND = "payments.capture_payment", "refunds.refund_payment"
-# The consumers of the application's events; their operations are keyed by event id.
+# The event consumers' tasks, keyed by event id.
 MAIL, SUPPORT = "notifications.send_notification", "support.open_case"
-# How a business row ends, and what the record of its operation says then. Any other status is not an end.
+# The final statuses of a business row, and the record's status for each.
 ENDS = {
     "captured": "completed",
     "free": "completed",
@@ -71,7 +71,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Books:
-    """Everything that is compared. Amounts are in the minor unit; `balances` sum the double entries by currency."""
+    """Everything that is compared. Amounts are in the minor unit; `balances` are the sums of all entries by currency."""
 
     purchases: Sequence[Line]
     refund_requests: Sequence[Line]
@@ -88,7 +88,7 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Discrepancy:
-    """One thing the ledgers disagree about, by the id of the operation."""
+    """One disagreement between the ledgers, with the id of the operation."""
 
     kind: Kind
     id: str
@@ -97,7 +97,7 @@ class Discrepancy:
 
 @dataclass
 class Verdict:
-    """What the comparison found. `repeated` counts e-mails that arrived again under the same Message-ID."""
+    """The result of the comparison. `repeated` counts e-mails that arrived again with the same Message-ID."""
 
     discrepancies: list[Discrepancy] = field(default_factory=list)
     doubled: int = 0
@@ -111,20 +111,20 @@ class Verdict:
 
     @property
     def lost(self) -> int:
-        """Accepted operations that did not end, or ended without the effect their outcome claims."""
+        """Accepted operations that did not end, or ended without the effect that their status implies."""
         return len({found.id for found in self.discrepancies if found.kind == "lost"})
 
     def add(self, kind: Kind, id: str, what: str) -> None:
-        """Note a discrepancy."""
+        """Add a discrepancy."""
         self.discrepancies.append(Discrepancy(kind, id, what))
 
 
 def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Books:
-    """Read all ledgers; nothing may be running any more. `provider` and `mail` are the sandboxes' data directories."""
+    """Read all ledgers, after everything has stopped. `provider` and `mail` are the sandboxes' data directories."""
     with engine.connect() as connection:
 
         def rows(query: str) -> Iterable[Any]:
-            # By portions: the driver would otherwise hold every row a second time.
+            # In batches, or the driver would hold a second copy of every row.
             return connection.execute(text(query).execution_options(yield_per=1000))
 
         return Books(
@@ -162,7 +162,7 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
 
 
 def check(books: Books) -> Verdict:
-    """Compare the ledgers line by line. Everything they disagree about is in the verdict, by id."""
+    """Compare the ledgers line by line; the verdict lists all discrepancies."""
     return _Check(books).verdict
 
 
@@ -174,17 +174,17 @@ class _Check:
         self.given_back = _grouped(books.provider.refunds, lambda refund: refund.metadata.get("refund_id", ""))
         self.by_charge = _grouped(books.provider.refunds, lambda refund: refund.payment_intent)
         self.postings = _grouped(books.postings, lambda posting: f"{posting.kind}:{posting.reference}")
-        # The subject of a mail names its event.
+        # The subject names the event.
         self.mails = _grouped(books.mails, lambda mail: mail.subject.replace(" ", ":", 1))
         self.expected: set[tuple[str, str]] = set()
-        self.told: set[str] = set()  # what customers had to be told of
+        self.notifiable: set[str] = set()  # what customers should get an e-mail about
         self.cases_due = 0
 
         for line in books.purchases:
             self._purchase(line)
         for line in books.refund_requests:
             self._refund(line)
-        self._strangers()
+        self._unaccounted()
         self._sums()
 
     def _purchase(self, line: Line) -> None:
@@ -209,15 +209,13 @@ class _Check:
                 )
         if captured and charges and payment.charge_id not in {charge.id for charge in charges}:
             self.verdict.add(
-                "wrong", line.id, f"payment: names charge {payment.charge_id}, which is not among its charges"
+                "wrong", line.id, f"payment: has charge {payment.charge_id}, which is not among its charges"
             )
         given_back = sum(refund.amount for charge in charges for refund in self.by_charge.get(charge.id, []))
         if given_back > line.amount:
-            self.verdict.add("wrong", line.id, f"refunds: {given_back} given back of {line.amount}")
+            self.verdict.add("wrong", line.id, f"refunds: {given_back} refunded of {line.amount}")
         if given_back != payment.refunded:
-            self.verdict.add(
-                "wrong", line.id, f"payment: says {payment.refunded} given back, the provider {given_back}"
-            )
+            self.verdict.add("wrong", line.id, f"payment: {payment.refunded} refunded, the provider says {given_back}")
         self._posting("capture", line.id, line.amount, wanted=captured, status=payment.status)
         self._mail(f"payment.captured:{line.id}", wanted=is_complete, status=payment.status)
         self._case(line.id, payment)
@@ -240,11 +238,11 @@ class _Check:
                 self.verdict.add("wrong", line.id, f"refund {done.id}: {done.amount}, not {line.amount}")
             if payment is None or done.payment_intent != payment.charge_id:
                 self.verdict.add(
-                    "wrong", line.id, f"refund {done.id}: of {done.payment_intent}, another payment's charge"
+                    "wrong", line.id, f"refund {done.id}: of {done.payment_intent}, the charge of another payment"
                 )
         if refunded and given_back and refund.provider_refund_id not in {done.id for done in given_back}:
             self.verdict.add(
-                "wrong", line.id, f"refund: names {refund.provider_refund_id}, which the provider does not have"
+                "wrong", line.id, f"refund: has {refund.provider_refund_id}, which the provider does not have"
             )
         self._posting("refund", line.id, line.amount, wanted=refunded, status=refund.status)
         self._mail(f"payment.refunded:{line.id}", wanted=refunded, status=refund.status)
@@ -264,9 +262,9 @@ class _Check:
 
     def _exactly_one(self, id: str, what: str, found: Sequence[object], *, wanted: bool, status: str) -> None:
         if wanted and not found:
-            self.verdict.add("lost", id, f"{what}: missing, though {status}")
+            self.verdict.add("lost", id, f"{what}: missing, although {status}")
         if not wanted and found:
-            self.verdict.add("wrong", id, f"{what}: there is one, though {status}")
+            self.verdict.add("wrong", id, f"{what}: exists, although {status}")
         if len(found) > 1:
             self.verdict.doubled += len(found) - 1
             self.verdict.add("doubled", id, f"{what}: {len(found)} times")
@@ -283,7 +281,7 @@ class _Check:
         self._exactly_one(about, "e-mail", sorted(distinct), wanted=wanted, status=status)
         self.verdict.repeated += len(messages) - len(distinct)
         if wanted:
-            self.told.add(about)
+            self.notifiable.add(about)
             notification = self.books.notifications.get(about)
             if notification is None or notification.status != "sent":
                 found = "missing" if notification is None else notification.status
@@ -294,21 +292,21 @@ class _Check:
     def _case(self, payment_id: str, payment: Payment) -> None:
         case, failed = self.books.cases.get(payment_id), payment.status in ("failed", "unknown")
         if failed and case is None:
-            self.verdict.add("lost", payment_id, f"support case: missing, though {payment.status}")
+            self.verdict.add("lost", payment_id, f"support case: missing, although {payment.status}")
         if case is not None and (not failed or case != payment.failure):
             self.verdict.add("wrong", payment_id, f"support case: {case}, the payment {payment.status}")
         self.cases_due += failed
 
     def _handled(self, task: str, event_id: str, about: str) -> None:
-        """The consumer's record of an event: keyed by its id, which the business row names."""
+        """Check the consumer's record of an event, by the event id in the business row."""
         self.expected.add((task, event_id))
         record = self.books.records.get((task, event_id))
         found = "missing" if record is None else record.status
         if found != "completed":
             self.verdict.add("lost", about, f"{task}: the record is {found}")
 
-    def _strangers(self) -> None:
-        """What no accepted line accounts for."""
+    def _unaccounted(self) -> None:
+        """Find everything that no accepted line accounts for."""
         purchases = {line.id for line in self.books.purchases}
         refunds = {line.id for line in self.books.refund_requests}
         for what, found, known in (
@@ -317,8 +315,8 @@ class _Check:
             ("refund row", self.books.refunds, refunds),
             ("refund", self.given_back, refunds),
             ("posting", self.postings, {f"capture:{id}" for id in purchases} | {f"refund:{id}" for id in refunds}),
-            ("notification", self.books.notifications, self.told),
-            ("e-mail", self.mails, self.told),
+            ("notification", self.books.notifications, self.notifiable),
+            ("e-mail", self.mails, self.notifiable),
             ("support case", self.books.cases, purchases),
         ):
             for id in found:

@@ -1,4 +1,4 @@
-"""What goes wrong on purpose while the work is under way: a worker is killed, and the broker and Redis lose everything."""
+"""Faults during the run: a worker is killed, and the broker and Redis lose everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from demo.processes import Processes
 
 KILL_AT, WIPE_AT = 0.4, 0.6
 
-# Rates of the provider's faults by idempotency key, `declined` by purchase; times in milliseconds.
+# Rates of the provider's faults per idempotency key, of `declined` per purchase; times in milliseconds.
 PROVIDER_FAULTS = {
     "rate_limited": 0.02,
     "declined": 0.01,
@@ -20,18 +20,18 @@ PROVIDER_FAULTS = {
     "timeout_after": 0.01,
     "latency_ms": 15,
 }
-# A mail that is accepted while the answer is lost. A refused one comes back after 30 s, longer than a short run lasts.
+# Mails that are accepted while the answer is lost. None are rejected: those come back after 30 s, too late for a short run.
 MAIL_FAULTS = {"drop_after_data": 0.02}
 
 
-def spelled(faults: dict[str, float]) -> str:
-    """The faults as the sandbox's command line takes them."""
+def faults_option(faults: dict[str, float]) -> str:
+    """Format faults for the sandbox's command line."""
     return ",".join(f"{name}={value:g}" for name, value in faults.items())
 
 
 @dataclass
 class Step:
-    """One thing that goes wrong once a share of the operations has ended."""
+    """A fault, due when a share of the operations has ended."""
 
     name: str
     share: float
@@ -40,13 +40,13 @@ class Step:
 
 
 class Faults:
-    """The steps in their order, each taken once."""
+    """The faults in order, each injected once."""
 
     def __init__(self, processes: Processes, victim: str, hints_url: str, wipe_broker: Callable[[], int]) -> None:
         def kill_worker() -> str:
             pid = processes.pid(victim)
             processes.kill(victim)
-            return f"killed {victim} (pid {pid}) with SIGKILL; {processes.start_worker()} takes its place"
+            return f"killed {victim} (pid {pid}) with SIGKILL; {processes.start_worker()} replaces it"
 
         def wipe() -> str:
             messages = wipe_broker()
@@ -58,7 +58,7 @@ class Faults:
         self._steps = [Step("kill a worker", KILL_AT, kill_worker), Step("wipe broker and Redis", WIPE_AT, wipe)]
 
     def take(self, ended: int, total: int) -> list[str]:
-        """Take the steps that are due; returns what happened."""
+        """Inject the faults that are due; returns what happened."""
         events = []
         for step in self._steps:
             if step.event is None and ended >= step.share * total > 0:
@@ -68,10 +68,10 @@ class Faults:
 
     @property
     def events(self) -> list[str]:
-        """What has happened so far."""
+        """The faults so far."""
         return [step.event for step in self._steps if step.event is not None]
 
     @property
     def missing(self) -> list[str]:
-        """The steps that have not taken place."""
+        """The faults that did not take place."""
         return [step.name for step in self._steps if step.event is None]

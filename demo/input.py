@@ -1,7 +1,7 @@
-"""The two files, line by line: what can be submitted, in which order, and what became of each line.
+"""The two input files: which lines can be submitted, in which order, and which were refused.
 
-Everything read is staged in a temporary SQLite file, so that the order, the search for a refund's purchase and the
-search for ids used twice cost no memory however long the files are.
+All lines are staged in a temporary SQLite file, so that ordering them, finding a refund's purchase and finding duplicate
+ids take no memory, however long the files are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal
 
 PURCHASE_COLUMNS = ("purchase_id", "customer_id", "purchased_on", "quantity", "amount_cents", "currency")
 REFUND_COLUMNS = ("refund_id", "purchase_id", "amount_cents", "reason")
-# A sentence: it is stored with the refund and shown to people.
+# Characters; the reason is stored with the refund and shown to people.
 MAX_REASON = 200
-# What int() takes besides ("1_000", digits of other scripts) is not how an amount is written in a file.
+# Stricter than int(), which also accepts "1_000" and digits of other scripts.
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 _SCHEMA = """
@@ -36,12 +36,12 @@ Kind = Literal["purchase", "refund"]
 
 
 class InputError(Exception):
-    """A file cannot be used at all; the message is one line that names it."""
+    """A file cannot be used at all; the message is one line with its path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One purchase or refund as its file has it. `amount` is in the currency's minor unit."""
+    """One purchase or refund from a file. `amount` is in the currency's minor unit."""
 
     seq: int
     kind: Kind
@@ -65,33 +65,33 @@ class Refused:
 
 
 class Intake:
-    """All lines of both files, and what became of them. `seed` decides where among the purchases the refunds go.
+    """All lines of both files, and which were refused. `seed` determines where among the purchases the refunds go.
 
-    Raises `InputError` for a file that cannot be read, lacks a column, or holds no purchase.
+    Raises `InputError` for a file that cannot be read, lacks a column, or contains no purchase.
     """
 
     def __init__(self, purchases: Path, refunds: Path, *, seed: int) -> None:
         self._files = {"purchase": purchases.name, "refund": refunds.name}
         self._seed = seed
         self.refused_lines = 0
-        # Without a name it is a temporary file of SQLite's own, gone with the connection.
+        # An empty name makes it a temporary file, deleted with the connection.
         self._db = sqlite3.connect("", isolation_level=None)
         self._db.executescript(_SCHEMA)
         self._db.execute("BEGIN")
         self.purchases = sum(self._stage("purchase", row) for row in _rows(purchases, PURCHASE_COLUMNS))
         if not self.purchases:
-            raise InputError(f"{purchases}: no purchases in it")
+            raise InputError(f"{purchases}: contains no purchases")
         self.refunds = sum(self._stage("refund", row) for row in _rows(refunds, REFUND_COLUMNS))
         self._db.execute("COMMIT")
 
     def batches(self, size: int) -> Iterator[list[Line]]:
-        """What can be submitted, in order: purchases as in the file, each refund somewhere after its own purchase."""
+        """The valid lines in order: purchases as in the file, each refund somewhere after its purchase."""
         cursor = self._db.execute(f"SELECT {_LINE} FROM lines WHERE refused IS NULL ORDER BY coalesce(after, seq), seq")
         while rows := cursor.fetchmany(size):
             yield [Line(*row) for row in rows]
 
     def refuse(self, line: Line, reason: str) -> None:
-        """Note that a line was not accepted."""
+        """Record that a line was refused."""
         self._db.execute("UPDATE lines SET refused = ? WHERE seq = ?", (reason, line.seq))
         self.refused_lines += 1
 
@@ -101,7 +101,7 @@ class Intake:
         return (Line(*row) for row in rows)
 
     def refused(self, kind: Kind) -> list[Refused]:
-        """The lines that were not accepted, with their reasons."""
+        """The refused lines with their reasons."""
         rows = self._db.execute(
             "SELECT number, id, refused FROM lines WHERE kind = ? AND refused IS NOT NULL ORDER BY seq", (kind,)
         )
@@ -135,10 +135,10 @@ class Intake:
         return 1
 
     def _after(self, purchase_id: str) -> float:
-        """The place of a refund: anywhere between its purchase and the last one, or anywhere for an unknown one."""
+        """The position of a refund: anywhere between its purchase and the last one, or anywhere if that is unknown."""
         query = "SELECT min(seq) FROM lines WHERE kind = 'purchase' AND id = ?"
         first = self._db.execute(query, (purchase_id,)).fetchone()[0] or 0
-        # By purchase: refunds of one purchase are submitted together, so that those that exclude each other race.
+        # Seeded by purchase, so that refunds of one purchase are submitted together and race.
         share = random.Random(f"{self._seed}:{purchase_id}").random()
         return float(first + (self.purchases - first) * share)
 
@@ -156,9 +156,9 @@ class _Row:
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[_Row]:
-    """Each line of a file on its own, so that an unclosed quotation mark cannot swallow the lines after it."""
+    """Parse each line separately, so that an unclosed quotation mark does not swallow the lines after it."""
     try:
-        # A byte-order mark is not part of the first column's name; a byte that is not UTF-8 spoils its field only.
+        # utf-8-sig strips a byte-order mark; with "replace", invalid UTF-8 spoils only its own field.
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             header = next(csv.reader([file.readline()]), [])
             if missing := [column for column in columns if column not in header]:

@@ -1,4 +1,4 @@
-"""The processes of the application: workers, relay and beat, each in a session of its own, stopped by its own pid."""
+"""The application's processes: workers, relay and beat, each in its own session and stopped by its pid."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from services import process
 
 ROOT = Path(__file__).parent.parent
 QUEUES = "payments,refunds,notifications,maintenance"
-# Pool processes of a worker: a call outside waits far longer than it computes.
+# Pool processes per worker; external calls mostly wait.
 CONCURRENCY = 4
 STOP_SECONDS = 20.0
 _RELAY = "from idempotency.cli import main; main()"
 
 
 class ProcessError(RuntimeError):
-    """A process of the application ended by itself; the message has its last words."""
+    """A process of the application ended unexpectedly; the message includes the end of its log."""
 
 
 class Processes:
-    """What runs beside the servers. Each process keeps its record and its log in a directory below `directory`.
+    """The application's processes. Each has its pid file and its log in a subdirectory of `directory`.
 
-    Below the servers' own directory, the processes are ended with them even when their owner is killed.
+    With the servers' directory, the watchdog ends these processes too if their owner is killed.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
@@ -52,56 +52,56 @@ class Processes:
         self._start("relay", "-c", _RELAY, "relay")
 
     def start_beat(self) -> None:
-        """Start Celery beat with its schedule in the private directory."""
+        """Start Celery beat, with its schedule in the directory."""
         schedule = self._directory / "beat-schedule"
         self._start("beat", "-m", "celery", "-A", "tasks", "beat", "--schedule", str(schedule), "--pidfile", "")
 
     def pid(self, name: str) -> int | None:
-        """The pid of a running process; None when it has ended."""
+        """The pid of a process; None if it has ended."""
         found = process.find(self._record(name))
         return None if found is None else found.pid
 
     def kill(self, name: str) -> None:
-        """SIGKILL a process and all its children, as a crash would. `ProcessError` when there is nothing to kill."""
+        """SIGKILL a process and all its children, like a crash. Raises `ProcessError` if it has ended already."""
         found = process.find(self._record(name))
         if found is None:
-            raise ProcessError(f"{name} had ended before it was killed")
-        # A session of its own makes its pid the process group's.
+            raise ProcessError(f"{name} ended before it was killed")
+        # Each process has its own session, so its pid is also its group's.
         os.killpg(found.pid, signal.SIGKILL)
         process.end(found, signal.SIGKILL, timeout=10)
         self._running.remove(name)
 
     def check(self) -> None:
-        """Raise `ProcessError` when a process has ended that nobody ended."""
+        """Raise `ProcessError` if a process has ended unexpectedly."""
         for name in self._running:
             if self.pid(name) is None:
-                raise ProcessError(f"{name} ended by itself; its last words:\n{self._last_words(name)}")
+                raise ProcessError(f"{name} ended unexpectedly; the end of its log:\n{self._log_tail(name)}")
 
     def stop(self) -> None:
-        """Let every process finish what it is doing; kill it after 20 s."""
+        """Stop all processes gracefully; kill them after 20 s."""
         names, self._running = self._running, []
         if names:
             with ThreadPoolExecutor(len(names)) as threads:
                 list(threads.map(self._stop, names))
 
     def keep_logs(self) -> Path:
-        """Copy the logs of all processes and servers to where they outlive the private directory."""
+        """Copy the logs of all processes and servers to a directory that is kept."""
         kept = Path(tempfile.mkdtemp(prefix="demo-logs-"))
         for log in [*self._directory.glob("*/log"), *self._directory.glob("*/*.log")]:
             shutil.copyfile(log, kept / f"{log.parent.name}.log")
         return kept
 
     def _start(self, name: str, *arguments: str) -> None:
-        place = self._directory / name
-        place.mkdir()
+        directory = self._directory / name
+        directory.mkdir()
         process.launch(
             [sys.executable, *arguments],
             record=self._record(name),
-            log=place / "log",
+            log=directory / "log",
             directory=ROOT,
             environment=self._environment,
         )
-        # The record is written by the process itself; without it nobody could find it.
+        # The process writes its pid file itself, and cannot be found without it.
         deadline = time.monotonic() + 10
         while not self._record(name).exists() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -114,6 +114,6 @@ class Processes:
     def _record(self, name: str) -> Path:
         return self._directory / name / "pid"
 
-    def _last_words(self, name: str, lines: int = 15) -> str:
+    def _log_tail(self, name: str, lines: int = 15) -> str:
         log = self._directory / name / "log"
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,4 +1,4 @@
-"""How far it is: counted in the database, shown while it runs, plain lines where there is no terminal."""
+"""Progress: counted in the database, shown as bars, or as plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sqlalchemy import Engine, text
 
 from demo.checking import CAPTURE, MAIL, REFUND, SUPPORT
 
-# Without a terminal nobody watches: a line now and then is enough.
+# Seconds between lines without a terminal.
 PLAIN_SECONDS = 5.0
-# Between two counts passes this many times what one took.
+# The pause between two counts, as a multiple of how long a count takes.
 SHARE = 50
 
 _COUNT = text("""
@@ -39,29 +39,29 @@ LIMIT 10
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What has ended, by kind; `completed` are purchases and refunds, each of which is told by an e-mail.
+    """Ended operations by kind. `completed`: purchases and refunds, each of which causes an e-mail.
 
-    `told` are events that their consumer has handled, and `to_tell` those that there must be. `open` counts records
-    that have not ended, whatever their kind, and `pending` messages still in the outbox.
+    `events_handled` were handled by their consumer, of `events_expected`. `open`: all records that have not ended;
+    `pending`: messages still in the outbox.
     """
 
     purchases: int = 0
     refunds: int = 0
     mails: int = 0
     completed: int = 0
-    told: int = 0
-    to_tell: int = 0
+    events_handled: int = 0
+    events_expected: int = 0
     open: int = 0
     pending: int = 0
 
     @property
     def ended(self) -> int:
-        """Purchases and refunds that have come to an end, good or bad."""
+        """Purchases and refunds that have completed or failed."""
         return self.purchases + self.refunds
 
 
 class Counter:
-    """Counts in the database, and never so often that counting takes more than a fiftieth of the time."""
+    """Counts in the database, taking at most about a fiftieth of the time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -69,7 +69,7 @@ class Counter:
         self.counts = Counts()
 
     def look(self) -> Counts:
-        """The latest counts; they are taken anew when it is time."""
+        """The latest counts, updated if it is time."""
         if (began := time.monotonic()) >= self._next:
             self.counts = self._count()
             took = time.monotonic() - began
@@ -77,7 +77,7 @@ class Counter:
         return self.counts
 
     def open_work(self) -> list[str]:
-        """Up to ten things that have not ended."""
+        """Up to ten operations and messages that have not ended."""
         with self._engine.connect() as connection:
             return list(connection.scalars(_OPEN))
 
@@ -97,16 +97,16 @@ class Counter:
             refunds=ended[REFUND],
             mails=ended[MAIL],
             completed=completed[CAPTURE] + completed[REFUND],
-            told=ended[MAIL] + ended[SUPPORT],
-            # every purchase is an event, captured or failed; of the refunds only those that were made
-            to_tell=ended[CAPTURE] + completed[REFUND],
+            events_handled=ended[MAIL] + ended[SUPPORT],
+            # every purchase causes an event, captured or failed; only completed refunds do
+            events_expected=ended[CAPTURE] + completed[REFUND],
             open=still_open,
             pending=pending,
         )
 
 
 class Display:
-    """Shows accepted and ended operations as bars on a terminal, as lines elsewhere."""
+    """Shows accepted and ended operations as bars on a terminal, otherwise as lines."""
 
     def __init__(self, console: Console, *, purchases: int, refunds: int) -> None:
         self._console = console
@@ -138,11 +138,11 @@ class Display:
             self._bars.stop()
 
     def event(self, text: str) -> None:
-        """Print something that happened."""
+        """Print an event."""
         self._console.print(f"  {text}", highlight=False, markup=False)
 
     def show(self, counts: Counts, *, accepted: int, refused: int) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         rate = counts.ended / max(time.monotonic() - self._began, 0.001)
         if self._bars is not None:
             self._bars.update(self._tasks["accepted"], completed=accepted, total=self._total - refused)

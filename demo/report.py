@@ -1,4 +1,4 @@
-"""What the run says at its end: a table for people, JSON for programs, and one line for everybody."""
+"""The report: a table for people, JSON for programs, and a result line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.table import Table
 from demo.checking import Books, Discrepancy, Verdict
 from demo.input import Intake
 
-# More than this is not read on a screen; the JSON report has all of them.
+# Lines on the screen; the JSON report has all of them.
 SHOWN = 20
 
 
 @dataclass
 class Report:
-    """The totals, what the check found, and every refused line and operation with its reason."""
+    """The totals, the result of the check, and every refused line and operation with its reason."""
 
     purchases: int
     refunds_requested: int
@@ -38,7 +38,7 @@ class Report:
 
     @property
     def failed(self) -> int:
-        """Purchases refused on their way in, declined, or ended as failed."""
+        """Purchases that were refused at input, declined, or failed."""
         return self.verdict.failed + len([entry for entry in self._refused_at_input() if entry["kind"] == "purchase"])
 
     @property
@@ -105,7 +105,7 @@ class Report:
         )
 
     def show(self, console: Console) -> None:
-        """Print the table, and up to 20 of whatever is wrong."""
+        """Print the table and up to 20 of each kind of problem."""
         verdict = self.verdict
         table = Table("", "count", "cents", title="The ledgers agree" if self.agrees else "THE LEDGERS DO NOT AGREE")
         for column in table.columns[1:]:
@@ -125,11 +125,11 @@ class Report:
         ):
             table.add_row(name, f"{count:,}", "" if cents is None else f"{cents:,}")
         console.print(table)
-        _some(
+        _print_lines(
             console, "refused", [f"{e['file']}:{e['line']} {e['id']}: {e['reason']}" for e in self._refused_at_input()]
         )
-        _some(console, "discrepancies", [_text(found) for found in verdict.discrepancies])
-        _some(console, "problems", self.problems)
+        _print_lines(console, "discrepancies", [_text(found) for found in verdict.discrepancies])
+        _print_lines(console, "problems", self.problems)
         took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
         console.print(f"where the time went: {took}", highlight=False)
 
@@ -138,7 +138,7 @@ class Report:
 
 
 def refusals(intake: Intake, books: Books) -> list[dict[str, Any]]:
-    """Every purchase and refund that did not go through: refused as a line, or later by its task, with the reason."""
+    """Every purchase and refund that failed, refused at input or later by its task, with the reason."""
     entries: list[dict[str, Any]] = []
     for kind in ("purchase", "refund"):
         for refused in intake.refused(kind):
@@ -156,7 +156,7 @@ def refusals(intake: Intake, books: Books) -> list[dict[str, Any]]:
     return entries
 
 
-def _some(console: Console, title: str, lines: list[str]) -> None:
+def _print_lines(console: Console, title: str, lines: list[str]) -> None:
     if lines:
         console.print(f"{title}: {len(lines)}")
     for line in lines[:SHOWN]:

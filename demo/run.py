@@ -1,4 +1,4 @@
-"""One run from the first server to the verdict."""
+"""One run, from starting the servers to the verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sqlalchemy import create_engine
 
 import services
 from demo import checking
-from demo.faults import MAIL_FAULTS, PROVIDER_FAULTS, Faults, spelled
+from demo.faults import MAIL_FAULTS, PROVIDER_FAULTS, Faults, faults_option
 from demo.input import Intake
 from demo.processes import Processes
 from demo.progress import Counter, Counts, Display
@@ -29,35 +29,35 @@ from tasks.migrate import migrate
 if TYPE_CHECKING:
     from demo.submission import Submission
 
-# Shorter than in production, so that a killed worker's operations and a lost answer are over within the run.
+# Shorter than in production, so that recovery from the faults fits into the run.
 TIMES = {
     "IDEMPOTENCY_LEASE": "15",
     "IDEMPOTENCY_HEARTBEAT": "5",
     "IDEMPOTENCY_SWEEP": "5",
     "IDEMPOTENCY_RESEND_AFTER": "5",
-    # Only where Redis is the broker: what a killed worker held comes back after this.
+    # Only with Redis as the broker: a killed worker's messages come back after this.
     "BROKER_VISIBILITY_TIMEOUT": "20",
     "STRIPE_TIMEOUT": "2",
-    # The sandbox finds a charge at once, unlike Stripe.
+    # Unlike Stripe's, the sandbox's search does not lag.
     "STRIPE_SEARCH_LAG": "0.2",
 }
 BATCH = 20
-# Accepted and not yet ended: enough to keep the workers busy, few enough that submitting never runs far ahead.
+# Operations that are accepted but have not ended: enough to keep the workers busy.
 WINDOW = 500
-# A short file is submitted over the length of the run as well, or its end would be accepted before anything goes wrong.
+# Smaller for a short file, or all of it would be accepted before the first fault.
 WINDOW_SHARE, LEAST_WINDOW = 0.2, 20
 PAUSE = 0.05
-# Longer than any deferral and back-off of the run: after this without any change nothing will come any more.
+# Longer than any deferral or back-off in the run: without any change for this long, nothing more will happen.
 STALLED_SECONDS = 90.0
 
 
 class Stalled(Exception):
-    """Something accepted does not come to an end; the message names what is open."""
+    """An accepted operation does not end; the message lists what is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`copies` is how often each message is sent; `started` is when the run began, in seconds since the epoch."""
+    """Options of a run. `copies`: how often each message is sent; `started`: seconds since the epoch."""
 
     copies: int
     seed: int
@@ -82,36 +82,35 @@ class Stopwatch:
 
 
 def run(intake: Intake, options: Options, console: Console) -> Report:
-    """Start everything, submit every line, let things go wrong, wait for quiet, compare.
+    """Start everything, submit every line, inject the faults, wait until all work has ended, and compare the ledgers.
 
-    Raises `ProcessError` and `services.ServiceError`. Whenever something is wrong the logs are kept, and the screen
-    says where.
+    Raises `ProcessError` and `services.ServiceError`. If anything is wrong, the logs are kept and their path is printed.
     """
     watch = Stopwatch()
     if os.environ.pop("REDIS_URL", None):
-        console.print("REDIS_URL is set, but this run wipes its Redis: it starts one of its own")
+        console.print("REDIS_URL is ignored: this run wipes its Redis, so it starts its own")
     with ExitStack() as stack:
         with watch.phase("servers"):
             servers = stack.enter_context(services.running())
         broker = "redis" if urlsplit(servers.broker_url).scheme.startswith("redis") else "rabbitmq"
-        console.print(f"servers: Postgres, Redis, {broker}; faults: {spelled(PROVIDER_FAULTS | MAIL_FAULTS)}")
+        console.print(f"servers: Postgres, Redis, {broker}; faults: {faults_option(PROVIDER_FAULTS | MAIL_FAULTS)}")
         console.print(f"shorter times than in production: {', '.join(f'{k}={v}' for k, v in TIMES.items())}")
         directory = servers.directory
         with watch.phase("tables and sandboxes"):
             seed = str(options.seed)
             provider = stack.enter_context(
                 sandbox.running(
-                    "provider", directory / "provider", "--seed", seed, "--faults", spelled(PROVIDER_FAULTS)
+                    "provider", directory / "provider", "--seed", seed, "--faults", faults_option(PROVIDER_FAULTS)
                 )
             )
             mail = stack.enter_context(
-                sandbox.running("mail", directory / "mail", "--seed", seed, "--faults", spelled(MAIL_FAULTS))
+                sandbox.running("mail", directory / "mail", "--seed", seed, "--faults", faults_option(MAIL_FAULTS))
             )
-            # A database of its own: the check accounts for every row in it.
+            # A separate database, because the check accounts for every row.
             name = f"demo_{os.getpid()}"
             database_url = servers.create_database(name)
             stack.callback(servers.drop_database, name)
-            with suppress(services.ServiceError):  # a server that was given is used over the address that was given
+            with suppress(services.ServiceError):  # a server given in the environment has only that address
                 database_url = servers.postgres.nearest_url(name)
             engine = create_engine(database_url, hide_parameters=True)
             stack.callback(engine.dispose)
@@ -135,7 +134,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 processes.start_relay()
                 processes.start_beat()
                 os.environ.update(environment)
-                # Only now: importing the tasks reads the addresses from the environment.
+                # Importing the tasks reads the addresses from the environment.
                 from demo.submission import Submission
 
                 submission = Submission(engine, intake, copies=options.copies)
@@ -151,7 +150,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                     with watch.phase("until quiet"):
                         work.wait_for_quiet()
                 except Stalled as stalled:
-                    # The ledgers say what is missing; that is worth more than an exception.
+                    # Go on: the ledgers show what is missing.
                     problems.append(str(stalled))
             with watch.phase("stop of the application"):
                 processes.stop()
@@ -181,7 +180,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
 
 
 class _Work:
-    """Submits as fast as operations end, and takes the faults when they are due."""
+    """Submits as fast as operations end, and injects the faults when they are due."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class _Work:
         self._last, self._changed_at = Counts(), time.monotonic()
 
     def submit(self) -> None:
-        """Submit every line, with at most a window of operations and events under way."""
+        """Submit every line, with at most a window of operations and events in progress."""
         for batch in self._intake.batches(min(BATCH, self._window // 2)):
             self._submission.submit(batch)
             while self._under_way(self._look()) > self._window - BATCH // 2:
@@ -215,7 +214,7 @@ class _Work:
         while quiet < 2:
             counts = self._look()
             done = not (self._under_way(counts) or counts.open or counts.pending)
-            # Twice, because a message between the queue and a worker is in neither.
+            # Twice, because a message on its way from the queue to a worker is not counted.
             quiet = quiet + 1 if done and not self._submission.messages_waiting() else 0
             time.sleep(4 * PAUSE)
 
@@ -234,11 +233,11 @@ class _Work:
         return counts
 
     def _under_way(self, counts: Counts) -> int:
-        """Accepted operations that have not ended, and events of ended ones that have not been handled."""
-        return self._submission.accepted - counts.ended + counts.to_tell - counts.told
+        """Accepted operations that have not ended, and their events that have not been handled."""
+        return self._submission.accepted - counts.ended + counts.events_expected - counts.events_handled
 
 
 def _suppressed(directory: Path) -> int:
-    """How many deliveries were recognised as duplicates, over all workers, killed ones included."""
+    """How many deliveries were recognised as duplicates, by all workers including killed ones."""
     counted = metrics.totals(directory)
     return sum(counted.get(name, 0) for name in ("idempotency_duplicates_total", "idempotency_busy_total"))

@@ -1,6 +1,6 @@
-"""Submitting: the business row and its message in one commit, then the same message again as plain duplicates.
+"""Submitting lines: the business row and its message in one commit, then copies of the message as duplicates.
 
-Importing this reads the environment (celeryconfig), so the servers' addresses must be in it before.
+Importing this module reads the environment (celeryconfig), so set the servers' addresses first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUEUES = ("payments", "refunds", "notifications")
 
 
 class Submission:
-    """Submits lines and counts them. `copies` is how often each message is sent in all, at least 1."""
+    """Submits lines and counts them. `copies`: how often each message is sent in total, at least 1."""
 
     def __init__(self, engine: Engine, intake: Intake, *, copies: int) -> None:
         self._engine = engine
@@ -34,7 +34,7 @@ class Submission:
         self.accepted = 0
 
     def submit(self, batch: Sequence[Line]) -> None:
-        """Accept a batch in one commit; a line that is refused is noted with its reason, and the others go on."""
+        """Accept a batch in one commit; invalid lines are recorded as refused."""
         accepted: list[tuple[Line, Handle]] = []
         with Session(self._engine) as session, session.begin():
             for line in batch:
@@ -51,19 +51,19 @@ class Submission:
                 task.apply_async(kwargs={argument: line.id}, task_id=handle.task_id, producer=self._producer)
 
     def messages_waiting(self) -> int:
-        """How many messages lie in the broker's queues, not yet handed to a worker."""
+        """How many messages in the broker's queues have not been handed to a worker."""
         waiting = 0
         with app.connection_for_read() as connection, connection.channel() as channel:
             for name in QUEUES:
                 try:
                     waiting += app.amqp.queues[name](channel).queue_declare(passive=True).message_count
                 except connection.channel_errors:
-                    # Redis keeps no empty queue, and says so in this way.
+                    # Redis does not keep empty queues.
                     continue
         return waiting
 
     def wipe_broker(self) -> int:
-        """Delete every queue with all that is in it; returns how many messages were waiting."""
+        """Delete every queue and its messages; returns how many were waiting."""
         waiting = self.messages_waiting()
         queues = list(app.amqp.queues.values())
         delayed = [f"celery_delayed_{level}" for level in range(28)]

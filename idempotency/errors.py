@@ -1,50 +1,49 @@
 """Every error of the library, and what each one means for the message.
 
     IdempotencyError
-    ├── SettingsError               the configuration cannot keep the promise: nothing starts
-    ├── CallRefused                 raised where the call is made: nothing was written, nothing was published
+    ├── SettingsError               the configuration is unsafe: nothing starts
+    ├── CallRefused                 raised by the call itself: nothing was written or published
     │   ├── MissingKey
     │   ├── InvalidKey
     │   └── InvalidArguments
-    ├── PermanentError              ends the operation as failed, without another attempt
+    ├── PermanentError              fails the operation without another attempt
     │   ├── AttemptsExhausted
-    │   │   └── RetriesExhausted    by the body's own max_retries
-    │   ├── EffectMismatch          the same name with other arguments
-    │   ├── EffectNameReused        the same name twice in one attempt
-    │   ├── EffectUnknown           an effect was begun and its outcome is not known: a person decides
-    │   ├── Unfinished              an effect has happened and the operation cannot finish: a person decides
-    │   ├── StoredRefusal           a refusal that the provider keeps under the idempotency key
-    │   ├── InvalidResult           not JSON, over the limit, or not what `effect_types` says
-    │   ├── OpenTransaction         a call outside while the session has a transaction open
-    │   ├── SessionNotYours         commit() on the attempt's session
+    │   │   └── RetriesExhausted    by the max_retries given to retry()
+    │   ├── EffectMismatch          an effect name with different arguments than before
+    │   ├── EffectNameReused        an effect name twice in one attempt
+    │   ├── EffectUnknown           an effect was begun and its outcome is unknown: a person decides
+    │   ├── Unfinished              an effect happened but the operation cannot finish: a person decides
+    │   ├── StoredRefusal           a refusal that the provider stores under the idempotency key
+    │   ├── InvalidResult           not JSON, too large, or not of the type in `effect_types`
+    │   ├── OpenTransaction         an external call while the session has an open transaction
+    │   ├── SessionNotYours         commit() or begin() on the attempt's session
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
-    ├── Defer                       not the operation's fault: later, without using an attempt
+    ├── Defer                       not the operation's fault: try later, without using up an attempt
     │   └── NotSent                 from an effect: nothing was sent to the provider
     ├── Again                       the body asks for another attempt, as Celery's retry() does
     ├── StoredFailure               the provider replays a stored failure under this key
-    ├── LeaseLost                   this attempt is no longer the holder: it must stop
-    ├── OutcomeInDoubt              a COMMIT whose reply was lost: the operation is claimed again
+    ├── LeaseLost                   this attempt is no longer the holder and must stop
+    ├── OutcomeInDoubt              the reply to a COMMIT was lost: the operation is claimed again
     ├── FingerprintMismatch         this key was used with other arguments: nothing ran
     ├── OperationBusy               another attempt holds the operation (eager calls); not ended in time (Handle)
-    ├── OperationFailed             a duplicate of an operation that has failed
+    ├── OperationFailed             a duplicate of a failed operation
     ├── OperationNotFound
-    ├── UnknownVersion              made by newer code: left to processes that know it
-    │                               commands of operators, which have changed nothing:
+    ├── UnknownVersion              written by newer code: left to processes that can read it
+    │                               from operators' commands, which then changed nothing:
     ├── ReplayRefused
-    ├── BulkRefused                 more dead letters than one command may change
+    ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
     ├── DiscardRefused
     ├── NotAllowed                  no token, or a role that may not do this
     └── MailRefused                 the report could not be mailed
 
-    Exception                       within the library: none of these reaches a task or its caller
-    ├── Unanswered                  Postgres did not answer for as long as a delivery may wait
-    ├── PartBroken                  an undo or on_failed has ended its transaction
-    ├── BrokerAway
-    └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres could be had
+    Exception                       internal: never reaches a task or its caller
+    ├── Unanswered                  Postgres did not answer within the time a delivery may wait
+    ├── TransactionEnded            an undo or on_failed ended its transaction
+    ├── BrokerUnavailable
+    └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
 
-Celery serialises exceptions as ``(type, args)`` and rebuilds them, so each one keeps in ``args`` exactly what
-its constructor takes.
+Celery serialises an exception as ``(type, args)``, so ``args`` always holds exactly what the constructor takes.
 """
 
 from __future__ import annotations
@@ -59,29 +58,29 @@ class IdempotencyError(Exception):
 
 
 class SettingsError(IdempotencyError):
-    """The configuration cannot keep the promise. The message names both values."""
+    """The configuration is invalid or unsafe. The message names the setting; if two conflict, it has both values."""
 
 
 class CallRefused(IdempotencyError):
-    """The call was refused where it was made; nothing was written and nothing was published."""
+    """The call was refused at the call site; nothing was written or published."""
 
 
 class MissingKey(CallRefused):
-    """No idempotency key: the call has none and the task's template yields none."""
+    """There is no idempotency key: none was passed, and the task's key template produced none."""
 
 
 class InvalidKey(CallRefused):
-    """The idempotency key breaks a rule; the message names the rule and what was got."""
+    """The idempotency key breaks a rule; the message says which."""
 
 
 class InvalidArguments(CallRefused):
-    """The arguments or options cannot be accepted; the message names the field and the limit."""
+    """An argument or option is invalid; the message names the field and the limit."""
 
 
 class PermanentError(IdempotencyError):
-    """Raise it from a body, an effect or a step to end the operation as failed, without another attempt.
+    """Raise this from a body, an effect or a step to fail the operation without another attempt.
 
-    `message` is stored and shown to operators, so it must hold no secret; `code` is a short word for programs.
+    `message` is stored and shown to operators, so keep secrets out of it. `code` is a short identifier for programs.
     """
 
     default_code = "permanent_error"
@@ -104,17 +103,17 @@ class PermanentError(IdempotencyError):
 
 
 class AttemptsExhausted(PermanentError):
-    """The last allowed attempt has failed, or died."""
+    """The last allowed attempt failed, or its process died."""
 
     default_code = "attempts_exhausted"
 
 
 class RetriesExhausted(AttemptsExhausted):
-    """`retry()` was called beyond its `max_retries`: told from a body's own AttemptsExhausted, which is a last word."""
+    """`retry()` was called more than `max_retries` times. Distinct from an AttemptsExhausted that the body raises."""
 
 
 class EffectMismatch(PermanentError):
-    """An effect or step was begun under this name with other arguments."""
+    """An effect or step was begun earlier under this name with different arguments."""
 
     default_code = "effect_mismatch"
 
@@ -126,55 +125,55 @@ class EffectNameReused(PermanentError):
 
 
 class EffectUnknown(PermanentError):
-    """The operation ended while an effect was begun and its outcome was not known; a person has to find out."""
+    """The operation ended while the outcome of an effect was unknown; a person has to find it out."""
 
     default_code = "effect_unknown"
 
 
 class Unfinished(PermanentError):
-    """The operation cannot finish although an effect has happened; what the effect used must stay used."""
+    """An effect has happened, but the operation cannot finish; what the effect used up must stay used up."""
 
     default_code = "unfinished"
 
 
 class StoredRefusal(PermanentError):
-    """Raise it from an effect for a refusal that the provider keeps and replays under the idempotency key.
+    """Raise this from an effect for a refusal that the provider stores and replays under the idempotency key.
 
-    It answers every call under that key, also an earlier one whose reply was lost. Any other `PermanentError` from a
-    repeated call (an API key revoked since, a parameter no longer valid) says nothing about the first call.
+    Such a refusal applies to every call under that key, including an earlier one whose reply was lost. Any other
+    `PermanentError` from a repeated call (a revoked API key, say) tells nothing about the first call.
     """
 
     default_code = "stored_refusal"
 
 
 class InvalidResult(PermanentError):
-    """The result is not JSON, is over `result_limit` bytes, or is not what `effect_types` says; it was not stored."""
+    """The result is not JSON, exceeds `result_limit` bytes, or does not match `effect_types`; it was not stored."""
 
     default_code = "invalid_result"
 
 
 class OpenTransaction(PermanentError):
-    """`effect` or `step` was called while the session has a transaction open, reads included."""
+    """`effect` or `step` was called while the session had an open transaction; a read opens one too."""
 
     default_code = "open_transaction"
 
 
 class SessionNotYours(PermanentError):
-    """`commit()` or `begin()` on the attempt's session; use `self.step` for what must be committed earlier."""
+    """`commit()` or `begin()` was called on the attempt's session; use `self.step` to commit something early."""
 
     default_code = "session_not_yours"
 
 
 class UnsupportedControl(PermanentError):
-    """`Ignore`, `Reject` or `replace()` from a body would acknowledge past the record."""
+    """A body used `Ignore`, `Reject` or `replace()`, which would acknowledge the message while the record says otherwise."""
 
     default_code = "unsupported_control"
 
 
 class Defer(IdempotencyError):
-    """Raise it when it is not the operation's fault: the next attempt comes after `seconds`, and none is used.
+    """Raise this to try again after `seconds` without using up an attempt, when it is not the operation's fault.
 
-    Bounded by `defer_budget` from the first claim since the operation was accepted or replayed; after that it counts as
+    Once `defer_budget` seconds have passed since the first claim (after a replay: the first one since), it counts as
     an ordinary error.
     """
 
@@ -188,14 +187,15 @@ class Defer(IdempotencyError):
 
 
 class NotSent(Defer):
-    """Raise it from an effect when nothing was sent to the provider: its circuit is open, or it has no connection.
+    """Raise this from an effect when nothing was sent to the provider, such as with an open circuit or no connection.
 
-    A first call is closed as one that did not happen; about an earlier call under the same key it says nothing.
+    If this was the first call under its key, the effect is recorded as not having happened. It says nothing about
+    an earlier call under the same key.
     """
 
 
 class Again(IdempotencyError):
-    """The body asks for another attempt: after `delay` seconds, or when the back-off says. `cause` is why."""
+    """The body asks for another attempt, after `delay` seconds or the usual back-off, because of `cause`."""
 
     def __init__(self, delay: float | None, cause: BaseException) -> None:
         super().__init__(delay, cause)
@@ -207,31 +207,31 @@ class Again(IdempotencyError):
 
 
 class StoredFailure(IdempotencyError):
-    """Raise it from an effect when the provider replays a stored failure under this idempotency key.
+    """Raise this from an effect when the provider replays a stored failure under this idempotency key.
 
-    Calling again under the same key can never succeed (Stripe keeps the first answer of a key, 500s included),
-    so the effect moves to its next key once `reconcile` or a person has said that nothing happened.
+    Another call under the same key can never succeed (Stripe stores the first answer for a key, 500s included), so
+    the effect moves on to its next key once `reconcile` or a person confirms that nothing happened.
     """
 
 
 class LeaseLost(IdempotencyError):
-    """This attempt is no longer the holder; whatever it still writes matches nothing."""
+    """This attempt is no longer the holder; its writes are fenced out."""
 
 
 class OutcomeInDoubt(IdempotencyError):
-    """A commit was sent and its answer never came; the record decides, under a new fence."""
+    """The answer to a COMMIT was lost; the operation is claimed again to see whether it took effect."""
 
 
 class FingerprintMismatch(IdempotencyError):
-    """This key was used before with other arguments; nothing ran and the stored result is untouched."""
+    """This key was used before with different arguments; nothing ran, and the stored result is unchanged."""
 
 
 class OperationBusy(IdempotencyError):
-    """Another attempt holds this operation now; from a `Handle`: it has not ended in the time given."""
+    """Another attempt holds this operation; from a `Handle`, it did not end within the time-out."""
 
 
 class OperationFailed(IdempotencyError):
-    """The operation this call duplicates has failed; `code` and the message are the stored ones."""
+    """This call duplicates an operation that failed; `code` and the message are those of the failure."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message, code)
@@ -242,14 +242,14 @@ class OperationFailed(IdempotencyError):
 
 
 class OperationNotFound(IdempotencyError):
-    """There is no operation with this key, or no dead letter or operator of this number or name."""
+    """No operation has this key, no dead letter this number, or no operator this name."""
 
 
 class UnknownVersion(IdempotencyError):
-    """A message or a record was made by newer code than this; its message waits for a process that knows it."""
+    """A message or record was written by newer code; its message waits for a process that can read it."""
 
 
-# ---------------------------------------------------------------- told to operators
+# ---------------------------------------------------------------- for operators
 
 
 class ReplayRefused(IdempotencyError):
@@ -257,7 +257,7 @@ class ReplayRefused(IdempotencyError):
 
 
 class BulkRefused(IdempotencyError):
-    """More dead letters than one command may change; the message names both numbers. Nothing was changed."""
+    """More dead letters match than one command may change; the message names the limit. Nothing was changed."""
 
 
 class ChangeRefused(IdempotencyError):
@@ -269,37 +269,37 @@ class DiscardRefused(IdempotencyError):
 
 
 class NotAllowed(IdempotencyError):
-    """No token, a wrong or an expired one, or a role that may not do this. Nothing was changed, and it was noted."""
+    """The token is missing, wrong or expired, or its role may not do this. Nothing was changed; the refusal is audited."""
 
 
 class MailRefused(IdempotencyError):
-    """The report could not be mailed; the message says why, never with a password."""
+    """The report could not be mailed; the message says why and never contains a password."""
 
 
-# ---------------------------------------------------------------- within the library: none of these reaches a task or its caller
+# ---------------------------------------------------------------- internal: never reaches a task or its caller
 
 
 class Unanswered(Exception):
-    """Postgres has not answered for as long as this delivery may wait; the cause is the last error."""
+    """Postgres did not answer within the time this delivery may wait; the cause is the last error."""
 
 
-class PartBroken(Exception):
-    """An undo or `on_failed` has ended the transaction that its operation was to end in."""
+class TransactionEnded(Exception):
+    """An undo or `on_failed` committed or rolled back the transaction in which its operation ends."""
 
 
-class BrokerAway(Exception):
-    """The broker cannot be reached, or does not confirm in time. No message is to blame."""
+class BrokerUnavailable(Exception):
+    """The broker cannot be reached or did not confirm in time; the messages are not at fault."""
 
 
 class NotConnected(sqlalchemy.exc.OperationalError):
-    """Postgres could not be reached, or had no connection left: nothing was asked."""
+    """Postgres could not be reached or had no connection left; no statement was sent."""
 
 
 # ----------------------------------------------------------------
 
 
 def permanent_error(message: str, code: str) -> PermanentError:
-    """The error of a stored code: of the library's own class for its codes, so that `on_failed` is told one type for each."""
+    """Rebuild a stored error, with the library's own class for each of its codes, so that `on_failed` can rely on types."""
     for kind in PermanentError.__subclasses__():
         if kind.__module__ == __name__ and kind.default_code == code:
             return kind(message, code)

@@ -1,7 +1,7 @@
-"""Events: what has happened, told to every consumer that subscribed, once each.
+"""Events: each subscribed consumer handles each event once.
 
-`publish` writes one outbox row per consumer in the caller's transaction, so from there an event is a task: keyed by
-(consumer, event id), kept until it is handled, sent again when the broker is wiped. The attributes are those of
+`publish` writes one outbox row per consumer in the caller's transaction. From then on the event is a task, keyed by
+consumer and event id: kept until it has been handled, and resent if the broker loses it. Events have the attributes of
 CloudEvents 1.0 (cloudevents.io).
 """
 
@@ -28,13 +28,13 @@ from .wire.keys import OperationId
 from .wire.message import Message
 from .worker.task import IdempotentTask
 
-# The operation under which an event for listeners outside is kept; it has no record of its own.
+# The task name of outbox rows for external consumers; such a row has no operation.
 EXTERNAL = "idempotency.external_event"
 
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """One consumer's interest: patterns over event types, and the task that handles them."""
+    """The event types a consumer wants, as patterns, and the task that handles them."""
 
     patterns: tuple[str, ...]
     consumer: str
@@ -51,7 +51,7 @@ _imported: WeakSet[Celery] = WeakSet()
 
 
 def _subscriptions_of(application: Celery) -> list[Subscription]:
-    # What `include` names is imported by workers alone; a consumer whose module was not would miss the event.
+    # Only workers import what `include` names, but a publisher has to know every consumer too.
     if application not in _imported:
         application.loader.import_default_modules()
         _imported.add(application)
@@ -63,21 +63,21 @@ def subscribe(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Handle events: `@subscribe("order.*", consumer="ledger")` over `def handle(self, event): ...`.
 
-    The function becomes an idempotent task named `consumer.function`, keyed by the event's id, with `options` as in
-    `@app.task`. Each of `patterns` is matched like a file name (`*` and `?`). Its module belongs into the application's
-    `include`, or into every process that publishes: `publish` writes a row for each consumer it knows. Raises
-    `SettingsError` without a pattern, and for a consumer that subscribes twice under one function name.
+    The function becomes an idempotent task named `consumer.function`, keyed by the event id; `options` are those of
+    `@app.task`. Patterns match event types like file names (`*` and `?`). Add the module to the application's `include`
+    so that every publisher sees it: `publish` writes rows only for the consumers it knows. Raises `InvalidKey` for an
+    invalid consumer name, and `SettingsError` without a pattern or for a task name that is taken.
     """
     application = app or current_app._get_current_object()
     keys.check_key(consumer, field="consumer")
     if not patterns:
-        raise SettingsError(f"subscribe: {consumer!r} names no event type")
+        raise SettingsError(f"subscribe: consumer {consumer!r} names no event type")
 
     def register(function: Callable[..., Any]) -> Any:
         name = f"{consumer}.{function.__name__}"
         if name in application.tasks:
-            raise SettingsError(f"subscribe: there is a task {name!r} already")
-        # not shared: other applications of this process have not subscribed
+            raise SettingsError(f"subscribe: task {name!r} already exists")
+        # not shared: the process's other applications have not subscribed
         task = application.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(function)
         _subscriptions.setdefault(application, []).append(Subscription(patterns, consumer, task))
         return task
@@ -96,12 +96,12 @@ def publish(
     exchange: str | None = None,
     app: Celery | None = None,
 ) -> str:
-    """Tell every subscribed consumer about an event; leaves with the caller's commit. Returns the event's id.
+    """Publish an event to every subscribed consumer when the caller commits. Returns the event id.
 
-    Events of one `ordering_key` are published in commit order, per consumer; one that cannot be published holds back
-    its key until a person replays or discards it. `exchange` names a topic exchange that gets the event too, for
-    consumers outside: at least once, in CloudEvents' binary mode, with the event type as routing key. Raises
-    `InvalidKey` and `InvalidArguments`; then nothing was written.
+    For each consumer, events with the same `ordering_key` are published in commit order; one that cannot be published
+    blocks its key until a person replays or discards it. `exchange` names a topic exchange that gets the event as well,
+    for external consumers: at least once, in CloudEvents' binary mode, with the event type as the routing key. Raises
+    `InvalidKey` or `InvalidArguments` before writing anything.
     """
     application = app or current_app._get_current_object()
     keys.check_key(event_type, field="event_type")

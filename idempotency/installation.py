@@ -21,9 +21,9 @@ from .worker import eager, waiting
 
 # Celery calls them in this order: a configuration that is refused never registers a sign of life.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
-    (celeryd_init, startup.refuse_a_broken_broker_address),
-    (celeryd_after_setup, startup.warn_of_few_connections),
-    (worker_process_init, startup.collect_often),
+    (celeryd_init, startup.check_broker_address),
+    (celeryd_after_setup, startup.warn_about_pool_size),
+    (worker_process_init, startup.freeze_imported_objects),
     (worker_init, startup.check_worker_start),
     (worker_init, guard.add_guard),
     (worker_init, presence.sign_as_worker),

@@ -1,9 +1,9 @@
-"""What a provider promises about idempotency keys: declared once, at the gateway, and given to its tasks.
+"""What a payment provider promises about idempotency keys. Give it to the tasks that call the provider:
 
     @app.task(base=IdempotentTask, bind=True, key="{payment_id}", provider=STRIPE)
 
-The effects of such a task are repeated only for as long as the provider keeps a key, and a refusal closes an effect
-that was begun before only if the provider keeps refusals. `idempotency doctor` compares it with retries and retentions.
+An effect of such a task is repeated only while the provider keeps its key, and a refusal answers for an earlier call of
+unknown outcome only if the provider stores refusals. `idempotency doctor` checks retries and retentions against it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ProviderContract:
-    """How long a key lives (seconds), which answers are kept and replayed under it, and whether bodies are compared.
+    """How a provider treats idempotency keys. `keeps_keys_for` is in seconds.
 
-    `keeps_refusals`: the first answer is replayed whatever it was; otherwise only a success is, and a call that was
-    refused is carried out anew when it is repeated. `compares_body`: another request under a used key is an error at
-    the provider too; the library compares arguments in any case.
+    `keeps_refusals`: every first answer is stored and replayed; otherwise only successes are, and repeating a refused
+    call executes it again. `compares_body`: the provider rejects a used key with another request; the library compares
+    arguments in any case.
     """
 
     name: str
@@ -28,9 +28,9 @@ class ProviderContract:
     compares_body: bool
 
 
-# docs.stripe.com/api/idempotent_requests: at least 24 hours; any answer of a call that began to execute, errors included.
+# docs.stripe.com/api/idempotent_requests: at least 24 hours; every answer once execution has begun, errors included.
 STRIPE = ProviderContract("Stripe", 24 * HOUR, keeps_refusals=True, compares_body=True)
-# docs.adyen.com/development-resources/api-idempotency: at least 31 days; says nothing about comparing bodies.
+# docs.adyen.com/development-resources/api-idempotency: at least 31 days; does not mention comparing bodies.
 ADYEN = ProviderContract("Adyen", 31 * 24 * HOUR, keeps_refusals=True, compares_body=False)
-# checkout.com/docs/developer-resources/api/idempotency: 24 hours in production; only what was processed successfully.
+# checkout.com/docs/developer-resources/api/idempotency: 24 hours in production; only successes.
 CHECKOUT = ProviderContract("Checkout.com", 24 * HOUR, keeps_refusals=False, compares_body=False)

@@ -1,4 +1,4 @@
-"""Queues that lose nothing: quorum, a delivery limit as a backstop, and a dead-letter queue behind it."""
+"""Queues that lose no message: quorum queues with a delivery limit and a dead-letter queue."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from collections.abc import Iterable
 
 from kombu import Exchange, Queue
 
-# One topic exchange for all tasks: Celery's native delayed delivery does not work with a direct one.
+# A topic exchange, because Celery's native delayed delivery does not work with a direct one.
 EXCHANGE = "tasks"
 DEAD_LETTER_QUEUE = "dead_letters"
-# A backstop only: attempts are counted on the record. RabbitMQ counts lost connections too, so it must not be small.
+# Only a backstop: attempts are counted on the record. RabbitMQ also counts lost connections, so it must not be small.
 DELIVERY_LIMIT = 20
-# A dead-letter queue has nothing behind it: what exceeds its limit is dropped, and RabbitMQ's own limit is 20 since 4.0.
-# It spells "no limit" as -1, which 3.x refuses; this many deliveries take thirty years at one a second, and the queue
-# is declared alike before and after an upgrade.
+# A dead-letter queue drops what exceeds its limit, which is 20 by default since RabbitMQ 4.0. -1 means no limit, but 3.x
+# refuses it; this many deliveries take thirty years at one a second, and work the same before and after an upgrade.
 DEAD_LETTER_DELIVERY_LIMIT = 1_000_000_000
 
 
 def quorum_queue(
     name: str, *, exchange: str = EXCHANGE, dead_letter_queue: str = DEAD_LETTER_QUEUE, limit: int = DELIVERY_LIMIT
 ) -> Queue:
-    """A task queue on which an accepted message is never dropped.
+    """Declare a task queue that never drops an accepted message.
 
-    `limit` is how often the broker delivers one message before it goes to the dead-letter queue; at least 20.
-    The dead-letter queue is declared by relays and workers; until it exists RabbitMQ keeps dead letters where they are.
+    After `limit` deliveries, at least 20, the broker moves a message to the dead-letter queue. Relays and workers
+    declare that queue; until it exists, RabbitMQ keeps such messages in this one.
     """
     return Queue(
         name,
@@ -34,7 +33,7 @@ def quorum_queue(
             "x-delivery-limit": limit,
             "x-dead-letter-exchange": "",
             "x-dead-letter-routing-key": dead_letter_queue,
-            # the broker keeps a dead letter until the dead-letter queue has confirmed it; needs reject-publish
+            # the message is kept until the dead-letter queue confirms it; requires reject-publish
             "x-dead-letter-strategy": "at-least-once",
             "x-overflow": "reject-publish",
         },
@@ -42,7 +41,7 @@ def quorum_queue(
 
 
 def dead_letter_queues(queues: Iterable[Queue]) -> list[Queue]:
-    """The dead-letter queues that these queues point to."""
+    """The dead-letter queues of these queues."""
     names = {(queue.queue_arguments or {}).get("x-dead-letter-routing-key") for queue in queues}
     arguments = {"x-queue-type": "quorum", "x-delivery-limit": DEAD_LETTER_DELIVERY_LIMIT}
     return [Queue(name, routing_key=name, queue_arguments=arguments) for name in names if name]

@@ -1,7 +1,5 @@
-"""Stand-ins for the outside world: a payment provider and a mail server, each a real server with its own
-ledger.
+"""Stand-ins for a payment provider and a mail server: real servers, each with its own ledger.
 
-The provider speaks the part of Stripe's API that `tasks.gateway` uses, faults included. What really
-happened is on disk, append-only and without uniqueness, so that a double charge or a double e-mail is
-visible to `sandbox.ledger`.
+The provider implements the part of Stripe's API that `tasks.gateway` uses, with faults on request. The ledgers are
+append-only and without uniqueness, so that `sandbox.ledger` shows a double charge or a double e-mail.
 """

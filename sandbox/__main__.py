@@ -1,6 +1,4 @@
-"""`python -m sandbox provider|mail|all`: run the stand-ins, each announced by one line `ready URL` on
-stdout.
-"""
+"""Run the stand-ins: `python -m sandbox provider|mail|all`. Each prints one line `ready URL` to stdout."""
 
 import argparse
 import asyncio
@@ -25,7 +23,7 @@ Service = Callable[[asyncio.Event], Awaitable[None]]
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_until_stopped`: uvicorn would raise them again and end with a non-zero status."""
+    """Leaves signals to `_until_stopped`: uvicorn would raise them again and exit with a non-zero status."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -33,17 +31,17 @@ class _Server(uvicorn.Server):
 
 
 def provider_service(port: int, data: Path, plan: FaultPlan, api_key: str) -> Service:
-    """Prepare the payment provider; it listens at once and runs until the event is set."""
+    """Create the payment provider; it listens immediately and runs until the event is set."""
     config = uvicorn.Config(
         provider.application(data, api_key=api_key, plan=plan),
         http="httptools",
         ws="none",
         lifespan="off",
         access_log=False,
-        # A connection cut on purpose is an error to uvicorn.
+        # uvicorn logs deliberately cut connections as errors.
         log_level="critical",
         timeout_keep_alive=300,
-        # A client held by `timeout_after` does not hold up the stop.
+        # Do not wait for clients held by `timeout_after`.
         timeout_graceful_shutdown=1,
     )
     listener = _listen(port)
@@ -60,7 +58,7 @@ def provider_service(port: int, data: Path, plan: FaultPlan, api_key: str) -> Se
 
 
 def mail_service(port: int, data: Path, rates: dict[str, float], seed: int) -> Service:
-    """Prepare the mail server; it listens at once and runs until the event is set."""
+    """Create the mail server; it listens immediately and runs until the event is set."""
     sink = mail.MailSink(data, rates, seed)
     listener = _listen(port)
 
@@ -78,7 +76,7 @@ async def _until_stopped(services: list[Service], *, with_stdin: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if with_stdin:
-        # The other end of the pipe is the process that started this one; it closes however that process ends.
+        # The parent process holds the other end of the pipe, which closes however the parent ends.
         loop.add_reader(sys.stdin.fileno(), stop.set)
     async with asyncio.TaskGroup() as tasks:
         for service in services:
@@ -97,7 +95,7 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise OSError(
-            f"port {port} of {HOST}: {error.strerror}; choose another one, or stop what listens there"
+            f"port {port} of {HOST}: {error.strerror}; choose another port, or stop the process listening there"
         ) from None
     listener.listen(1024)
     listener.setblocking(False)
@@ -123,11 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--data", type=Path, required=True, metavar="DIR", help="where the ledger is kept")
-    common.add_argument("--seed", type=int, default=0, help="decides which requests a fault's rate falls on")
+    common.add_argument("--data", type=Path, required=True, metavar="DIR", help="directory of the ledger")
+    common.add_argument("--seed", type=int, default=0, help="determines which requests the faults hit")
     common.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input closes")
     payment = argparse.ArgumentParser(add_help=False)
-    payment.add_argument("--api-key", default=provider.API_KEY, help="the one key accepted (not a secret)")
+    payment.add_argument("--api-key", default=provider.API_KEY, help="the only accepted key (not a secret)")
     names = ", ".join(PROVIDER_FAULTS)
     provider_faults = f"rates from 0 to 1 of {names}; {', '.join(PLAN_TIMES)} in milliseconds"
     mail_faults = f"rates from 0 to 1 of {', '.join(MAIL_FAULTS)}"

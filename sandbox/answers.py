@@ -1,8 +1,7 @@
-"""Answers stored under their idempotency key, by Stripe's rules.
+"""Answers stored under idempotency keys, by Stripe's rules.
 
-The answer of every POST is stored once its execution began, errors included, and given again for the same
-key and parameters for at least 24 hours. Refused parameters, 429 and the 409 of a key in progress are not
-stored.
+Once a POST has begun to execute, its answer is stored, errors included, and replayed for the same key and parameters for
+at least 24 hours. Refused parameters, 429, and the 409 for a key in progress are not stored.
 """
 
 import sqlite3
@@ -18,14 +17,14 @@ MAX_KEY_LENGTH = 255
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An answer given before, and the id of the request it was first given to."""
+    """A stored answer, and the id of the request that it first answered."""
 
     answer: Answer
     request_id: str
 
 
 def check_key(idempotency_key: str) -> None:
-    """Refuse a key that is too long."""
+    """Raise an error for a key that is too long."""
     if len(idempotency_key) > MAX_KEY_LENGTH:
         raise invalid(
             f"Idempotency keys can have at most {MAX_KEY_LENGTH} characters.", code="idempotency_key_too_long"
@@ -33,12 +32,12 @@ def check_key(idempotency_key: str) -> None:
 
 
 def fingerprint(form: dict[str, str]) -> bytes:
-    """Digest the parameters, whatever their order."""
+    """A digest of the parameters, independent of their order."""
     return sha256(urlencode(sorted(form.items())).encode()).digest()
 
 
 def find(db: sqlite3.Connection, idempotency_key: str, endpoint: str, parameters: bytes, now: float) -> Stored | None:
-    """Look up the stored answer; an idempotency_error if the key was used for something else."""
+    """Look up a stored answer. Raises an idempotency_error if the key was used for another request."""
     row = db.execute(
         "SELECT endpoint, fingerprint, status, body, request_id, created FROM answers WHERE idempotency_key = ?",
         (idempotency_key,),
@@ -68,7 +67,7 @@ def store(
     stored: Stored,
     now: float,
 ) -> None:
-    """Keep an answer, in the transaction of what it answers; in the place of one past its retention."""
+    """Store an answer in the request's transaction, replacing one past its retention."""
     db.execute(
         "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
@@ -84,7 +83,7 @@ def store(
 
 
 def in_progress() -> ApiError:
-    """Build the answer to a key whose first request is still executing."""
+    """The error for a key whose first request is still executing."""
     return ApiError(
         409,
         "idempotency_error",

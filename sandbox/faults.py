@@ -1,27 +1,26 @@
-"""Which requests go wrong, and how: at rates decided by a seed, or one by one as queued.
+"""Which requests fail and how: at random by rates and a seed, or one by one as queued.
 
-A rate is decided by a hash of (seed, fault, identity), so the same seed gives the same plan in whatever
-order the requests come. Who it happens to is the idempotency key; for `declined` it is the purchase, so
-that a second try under another key is declined again.
+A hash of seed, fault and identity decides, so the same seed gives the same faults in any order of requests. The identity
+is the idempotency key; for `declined` it is the purchase, so that a second try with another key is declined again.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-# In the order they are considered: a request meets one fault at most.
+# In order of precedence: a request has at most one fault.
 PROVIDER_FAULTS = ("rate_limited", "declined", "error_500_before", "error_500_after", "timeout_after")
 MAIL_FAULTS = ("reject", "drop_after_data")
 
 
 def fires(seed: int, fault: str, identity: str, rate: float) -> bool:
-    """Decide whether a fault of this rate (0 to 1) happens to `identity`; a seed always decides the same."""
+    """Whether a fault with this rate (0 to 1) hits `identity`; the same for the same seed."""
     digest = blake2b(f"{seed}\0{fault}\0{identity}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) < rate * 2**64
 
 
 def check_rates(rates: Mapping[str, float], known: Iterable[str]) -> dict[str, float]:
-    """Return the rates as given; ValueError names a fault that does not exist or a rate outside 0 to 1."""
+    """Check and return the rates. Raises `ValueError` for an unknown fault or a rate outside 0 to 1."""
     for fault, rate in rates.items():
         if fault not in known:
             raise ValueError(f"unknown fault {fault!r}; there are {', '.join(known)}")
@@ -32,7 +31,7 @@ def check_rates(rates: Mapping[str, float], known: Iterable[str]) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """One fault for the next request whose metadata has these values."""
+    """A fault for the next request with these metadata values."""
 
     fault: str
     only: Mapping[str, str]
@@ -40,11 +39,10 @@ class Queued:
 
 @dataclass
 class FaultPlan:
-    """What the provider does wrong. Times are in milliseconds.
+    """The provider's faults. Times are in milliseconds.
 
-    `latency_ms` delays every POST before it has any effect; `hold_ms` is how long `timeout_after` keeps a
-    client waiting before the connection is cut; `search_lag_ms` is how long a new payment stays invisible to
-    search.
+    `latency_ms` delays every POST before it has any effect. `hold_ms` is how long `timeout_after` keeps a client waiting
+    before it cuts the connection. `search_lag_ms` is how long search does not find a new payment.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
@@ -63,7 +61,7 @@ class FaultPlan:
                 raise ValueError(f"{name} is {value!r}; it must be between 0 and 3600000")
 
     def take(self, metadata: Mapping[str, str]) -> str | None:
-        """Take the first queued fault meant for a request with this metadata."""
+        """Remove and return the first queued fault for a request with this metadata."""
         for queued in self.queued:
             if _matches(queued.only, metadata):
                 self.queued.remove(queued)
@@ -71,7 +69,7 @@ class FaultPlan:
         return None
 
     def planned(self, idempotency_key: str, metadata: Mapping[str, str]) -> Iterable[str]:
-        """Yield the faults the rates and the seed hold for this request."""
+        """The faults for this request by rates and seed."""
         if not _matches(self.only, metadata):
             return
         for fault in PROVIDER_FAULTS:

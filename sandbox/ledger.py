@@ -1,8 +1,7 @@
-"""What really happened, on disk: the sandbox appends to it, a checker reads it.
+"""What really happened: the sandbox appends to it, a checker reads it.
 
-Nothing here is unique but the provider's own object ids: a purchase charged twice is two rows. Every
-answer leaves after its commit. WAL without fsync keeps what was committed when the process is killed; a
-power cut is not covered.
+Only the provider's object ids are unique: a purchase charged twice is two rows. Every answer is sent after its commit.
+WAL without fsync keeps commits if the process is killed, but not in a power cut.
 """
 
 import json
@@ -84,7 +83,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Refund:
-    """Money given back on one payment intent."""
+    """A refund of one payment intent."""
 
     id: str
     payment_intent: str
@@ -97,7 +96,7 @@ class Refund:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """An accepted e-mail, once for each of its recipients."""
+    """An accepted e-mail; one row per recipient."""
 
     message_id: str
     recipient: str
@@ -106,16 +105,16 @@ class Message:
 
 
 class Ledger(NamedTuple):
-    """Charges and refunds in the order they were made."""
+    """Charges and refunds, in order."""
 
     charges: list[Charge]
     refunds: list[Refund]
 
 
 def read(directory: str | Path) -> Ledger:
-    """Read what the provider sandbox charged and refunded, as one snapshot, without disturbing it.
+    """Read the provider's charges and refunds as one snapshot, without disturbing it.
 
-    `directory` is what the sandbox was given as `--data`. FileNotFoundError if no sandbox ran there.
+    `directory` is the sandbox's `--data`. Raises `FileNotFoundError` if no sandbox has run there.
     """
     with _reading(Path(directory) / PROVIDER_FILE) as db:
         charges = db.execute(
@@ -137,9 +136,9 @@ def read(directory: str | Path) -> Ledger:
 
 
 def read_mail(directory: str | Path) -> list[Message]:
-    """Read the e-mails the mail sandbox accepted, in the order it accepted them.
+    """Read the e-mails that the mail sandbox accepted, in order.
 
-    `directory` is what the sandbox was given as `--data`. FileNotFoundError if no sandbox ran there.
+    `directory` is the sandbox's `--data`. Raises `FileNotFoundError` if no sandbox has run there.
     """
     with _reading(Path(directory) / MAIL_FILE) as db:
         rows = db.execute("SELECT message_id, recipient, subject, created FROM messages ORDER BY seq")
@@ -147,18 +146,18 @@ def read_mail(directory: str | Path) -> list[Message]:
 
 
 def open_provider(directory: Path) -> sqlite3.Connection:
-    """Open the provider's ledger for its one writer, creating it where it is missing."""
+    """Open the provider's ledger for its only writer; creates it if missing."""
     return _writing(directory / PROVIDER_FILE, _PROVIDER_SCHEMA)
 
 
 def open_mail(directory: Path) -> sqlite3.Connection:
-    """Open the mail ledger for its one writer, creating it where it is missing."""
+    """Open the mail ledger for its only writer; creates it if missing."""
     return _writing(directory / MAIL_FILE, _MAIL_SCHEMA)
 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commit everything written inside together, or nothing of it."""
+    """Commit everything written in the block, or nothing."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -169,7 +168,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def inject_once(db: sqlite3.Connection, fault: str, identity: str) -> bool:
-    """Record that a fault is about to happen to `identity`; False if it has happened to it before."""
+    """Record that a fault is about to hit `identity`; False if it already has."""
     return db.execute("INSERT OR IGNORE INTO injected VALUES (?, ?)", (fault, identity)).rowcount == 1
 
 

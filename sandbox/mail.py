@@ -1,9 +1,7 @@
-"""The mail server: accepts e-mail over SMTP, delivers it nowhere, and writes each accepted message to its
-ledger.
+"""The mail server: accepts e-mail over SMTP and writes it to its ledger instead of delivering it.
 
-Faults, decided by a seed and the Message-ID, each at most once per message: `reject` (451, try again
-later) and `drop_after_data` (accepted, then the connection is cut before the answer). Recipients at
-invalid.example do not exist (550).
+Faults, by seed and Message-ID, at most once per message: `reject` (451, try again later) and `drop_after_data` (accepted,
+then the connection is cut before the answer). Recipients at invalid.example do not exist (550).
 """
 
 import asyncio
@@ -24,7 +22,7 @@ MAX_SIZE = 1_048_576
 
 
 class MailSink:
-    """What aiosmtpd calls for each recipient and each message. ValueError names a bad fault."""
+    """The handler that aiosmtpd calls per recipient and per message. Raises `ValueError` for an invalid fault."""
 
     def __init__(self, directory: Path, rates: dict[str, float], seed: int) -> None:
         self._rates = check_rates(rates, MAIL_FAULTS)
@@ -32,7 +30,7 @@ class MailSink:
         self._db: sqlite3.Connection = ledger.open_mail(directory)
 
     def protocol(self) -> asyncio.Protocol:
-        """Build the SMTP side of one connection; called by the event loop for each."""
+        """Create the SMTP protocol of a connection; the event loop calls it for each."""
         protocol: asyncio.Protocol = SMTP(
             self,
             data_size_limit=MAX_SIZE,
@@ -66,7 +64,7 @@ class MailSink:
                 [(message_id, recipient, subject, time.time()) for recipient in envelope.rcpt_tos],
             )
         if drop:
-            # Not close(): that would still send the answer written after it.
+            # Not close(), which would still send the answer.
             cast("asyncio.WriteTransport", server.transport).abort()
         return "250 2.0.0 accepted"
 

@@ -1,7 +1,7 @@
-"""Payment intents and refunds as Stripe has them: parameters, rules, and the JSON of objects and errors.
+"""Payment intents and refunds like Stripe's: parameters, rules, and the JSON of objects and errors.
 
-Left out on purpose: minimum charge amounts per currency, saved customers, manual capture, 3-D Secure,
-failed refunds. An amount is an integer of at least 1 in the currency's minor unit.
+Not implemented: minimum charge amounts per currency, saved customers, manual capture, 3-D Secure, failed refunds.
+Amounts are integers of at least 1 in the currency's minor unit.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-# Stripe's documented test payment method for a card that is always declined.
+# Stripe's test payment method for a card that is always declined.
 DECLINING_METHOD = "pm_card_chargeDeclined"
 MAX_AMOUNT = 99_999_999
 _INTENT_PARAMS = {
@@ -30,7 +30,7 @@ _COLUMNS = "seq, id, amount, currency, payment_method, metadata, created"
 
 
 class ApiError(Exception):
-    """An answer other than 2xx, as Stripe words it."""
+    """An answer other than 2xx, in Stripe's format."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 def invalid(message: str, *, code: str | None = None, param: str | None = None, status: int = 400) -> ApiError:
-    """Build the error for a request that can never succeed as it is."""
+    """The error for an invalid request."""
     return ApiError(status, "invalid_request_error", message, code=code, param=param)
 
 
@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class NewPaymentIntent:
-    """The parameters of POST /v1/payment_intents, checked."""
+    """The validated parameters of POST /v1/payment_intents."""
 
     amount: int
     currency: str
@@ -81,7 +81,7 @@ class NewPaymentIntent:
     @classmethod
     def parse(cls, form: Mapping[str, str]) -> Self:
         metadata = _metadata(form)
-        _known(form, _INTENT_PARAMS)
+        _reject_unknown(form, _INTENT_PARAMS)
         if _required(form, "confirm") != "true":
             raise invalid("This sandbox only captures at once: confirm must be true.", param="confirm")
         if form.get("automatic_payment_methods[allow_redirects]") != "never":
@@ -97,7 +97,7 @@ class NewPaymentIntent:
 
 @dataclass(frozen=True, slots=True)
 class NewRefund:
-    """The parameters of POST /v1/refunds, checked. No amount: all that is left."""
+    """The validated parameters of POST /v1/refunds. Without an amount, everything left is refunded."""
 
     payment_intent: str
     amount: int | None
@@ -106,7 +106,7 @@ class NewRefund:
     @classmethod
     def parse(cls, form: Mapping[str, str]) -> Self:
         metadata = _metadata(form)
-        _known(form, {"payment_intent", "amount"})
+        _reject_unknown(form, {"payment_intent", "amount"})
         amount = _amount(form["amount"]) if "amount" in form else None
         return cls(_required(form, "payment_intent"), amount, metadata)
 
@@ -114,7 +114,7 @@ class NewRefund:
 def create_payment_intent(
     db: sqlite3.Connection, new: NewPaymentIntent, idempotency_key: str, now: float, *, decline: bool
 ) -> Answer:
-    """Charge, or decline. Either is on disk when the surrounding transaction commits."""
+    """Charge or decline, in the caller's transaction."""
     decline = decline or new.payment_method == DECLINING_METHOD
     row = (_identifier("pi"), new.amount, new.currency, new.payment_method, json.dumps(new.metadata), now)
     db.execute(
@@ -139,7 +139,7 @@ def create_payment_intent(
 
 
 def create_refund(db: sqlite3.Connection, new: NewRefund, idempotency_key: str, now: float) -> Answer:
-    """Give money back, never more than is left of the payment intent."""
+    """Refund at most what is left of the payment intent."""
     intent = db.execute("SELECT amount, currency FROM charges WHERE id = ?", (new.payment_intent,)).fetchone()
     if intent is None:
         return Answer.error(
@@ -174,7 +174,7 @@ def create_refund(db: sqlite3.Connection, new: NewRefund, idempotency_key: str, 
 
 
 def get_payment_intent(db: sqlite3.Connection, identifier: str) -> dict[str, Any]:
-    """Look one payment intent up; 404 if there is none."""
+    """Get one payment intent; 404 if there is none."""
     for table, declined in (("charges", False), ("declines", True)):
         row = db.execute(f"SELECT {_COLUMNS} FROM {table} WHERE id = ?", (identifier,)).fetchone()
         if row is not None:
@@ -183,8 +183,8 @@ def get_payment_intent(db: sqlite3.Connection, identifier: str) -> dict[str, Any
 
 
 def search_payment_intents(db: sqlite3.Connection, query: Mapping[str, str], visible_before: float) -> dict[str, Any]:
-    """Find payment intents by one metadata value, newest first, as far as search has caught up."""
-    _known(query, {"query", "limit", "page"})
+    """Search payment intents by one metadata value, newest first, among those that search already finds."""
+    _reject_unknown(query, {"query", "limit", "page"})
     match = _QUERY.fullmatch(_required(query, "query"))
     if match is None:
         raise invalid("This sandbox understands one clause: metadata['key']:'value'.", param="query")
@@ -192,7 +192,7 @@ def search_payment_intents(db: sqlite3.Connection, query: Mapping[str, str], vis
     limit, offset = _limit(query), query.get("page", "0")
     if not re.fullmatch("[0-9]{1,9}", offset):
         raise invalid("Invalid page.", param="page")
-    # The name is spelled out, not bound, so that SQLite finds the index on purchase_id.
+    # The name is not a bound parameter, so that SQLite can use the index on purchase_id.
     clause = f"""WHERE json_extract(metadata, '$."{name}"') = ? AND created <= ?"""
     rows = db.execute(
         f"SELECT {_COLUMNS}, 0 FROM charges {clause} UNION ALL SELECT {_COLUMNS}, 1 FROM declines {clause}"
@@ -209,7 +209,7 @@ def search_payment_intents(db: sqlite3.Connection, query: Mapping[str, str], vis
 
 
 def get_refund(db: sqlite3.Connection, identifier: str) -> dict[str, Any]:
-    """Look one refund up; 404 if there is none."""
+    """Get one refund; 404 if there is none."""
     row = db.execute(
         "SELECT id, payment_intent, amount, currency, metadata, created FROM refunds WHERE id = ?",
         (identifier,),
@@ -220,8 +220,8 @@ def get_refund(db: sqlite3.Connection, identifier: str) -> dict[str, Any]:
 
 
 def list_refunds(db: sqlite3.Connection, query: Mapping[str, str]) -> dict[str, Any]:
-    """List the refunds of a payment intent, newest first. Unlike search, a list never lags."""
-    _known(query, {"payment_intent", "limit", "starting_after"})
+    """List the refunds of a payment intent, newest first. Unlike search, without a lag."""
+    _reject_unknown(query, {"payment_intent", "limit", "starting_after"})
     limit = _limit(query)
     before: int | None = None
     if "starting_after" in query:
@@ -296,7 +296,7 @@ def _metadata(form: Mapping[str, str]) -> dict[str, str]:
     return metadata
 
 
-def _known(form: Mapping[str, str], names: Iterable[str]) -> None:
+def _reject_unknown(form: Mapping[str, str], names: Iterable[str]) -> None:
     for name in form:
         if name not in names and not _METADATA_NAME.fullmatch(name):
             raise invalid(f"Received unknown parameter: {name}", code="parameter_unknown", param=name)

@@ -1,6 +1,4 @@
-"""Start a stand-in as a process of its own, kill it, start it again on the same port with the same
-ledger.
-"""
+"""Run a stand-in as a separate process that can be killed and restarted with the same port and ledger."""
 
 import contextlib
 import os
@@ -16,7 +14,7 @@ STARTUP_SECONDS = 30.0
 
 
 class Sandbox:
-    """One running stand-in. It stops when its owner stops it, or dies, however that happens."""
+    """One stand-in. It stops when its owner stops it or ends in any way."""
 
     def __init__(self, kind: Literal["provider", "mail"], data: Path, *options: str) -> None:
         self.kind = kind
@@ -27,18 +25,18 @@ class Sandbox:
 
     @property
     def port(self) -> int:
-        """The port it listens on, the same after a restart."""
+        """The port, which stays the same after a restart."""
         return int(self.url.rpartition(":")[2])
 
     @property
     def pid(self) -> int:
-        """The process id; RuntimeError when it is not running."""
+        """The process id. Raises `RuntimeError` if it is not running."""
         if self._process is None:
             raise RuntimeError(f"the {self.kind} sandbox is not running")
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and wait until it listens. RuntimeError with its last words if it does not within 30 s."""
+        """Start it and wait until it listens. Raises `RuntimeError` with the end of its log if it does not within 30 s."""
         self.data.mkdir(parents=True, exist_ok=True)
         log = self.data / f"{self.kind}.log"
         command = [sys.executable, "-m", "sandbox", self.kind, "--data", str(self.data), "--exit-with-stdin"]
@@ -62,15 +60,15 @@ class Sandbox:
         self.url = line.removeprefix("ready ").strip()
 
     def stop(self) -> int:
-        """Ask it to stop, wait for it, and return its exit status."""
+        """Stop it and return its exit status."""
         return self._end(lambda process: process.terminate())
 
     def kill(self) -> None:
-        """End it by SIGKILL, as a crash would."""
+        """Send SIGKILL, like a crash."""
         self._end(lambda process: process.kill())
 
     def restart(self) -> None:
-        """Kill it, if it still runs, and start it again on the same port with the same ledger."""
+        """Kill it if it is running, and start it again with the same port and ledger."""
         self.kill()
         self.start()
 
@@ -92,7 +90,7 @@ class Sandbox:
 
 @contextlib.contextmanager
 def running(kind: Literal["provider", "mail"], data: Path, *options: str) -> Iterator[Sandbox]:
-    """Run a stand-in for the length of a `with` block; `options` are those of `python -m sandbox`."""
+    """Run a stand-in during a `with` block; `options` are those of `python -m sandbox`."""
     sandbox = Sandbox(kind, data, *options)
     sandbox.start()
     try:

@@ -1,8 +1,7 @@
-"""The payment provider: Stripe's HTTP API as far as `tasks.gateway` uses it, with faults on demand.
+"""The payment provider: the part of Stripe's HTTP API that `tasks.gateway` uses, with faults on request.
 
-One process, one event loop, one connection to the ledger: between two awaits nothing else runs, and every
-transaction is one such stretch. Nothing is kept in memory for a request but the keys being executed right
-now.
+One process with one event loop and one connection to the ledger. No transaction contains an await, so none overlap. The
+only state in memory is the set of keys that are being executed.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from sandbox import answers, ledger, payments
 from sandbox.faults import PROVIDER_FAULTS, FaultPlan, Queued
 from sandbox.payments import Answer, ApiError, invalid
 
-# Not a secret: the sandbox holds no money. Whoever wants another says so.
+# Not a secret: the sandbox holds no money.
 API_KEY = "sk_test_sandbox"
 RETRY_AFTER_SECONDS = 1
 
@@ -34,7 +33,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def application(directory: Path, *, api_key: str = API_KEY, plan: FaultPlan | None = None) -> Starlette:
-    """Build the provider with its ledger in `directory`."""
+    """Create the provider, with its ledger in `directory`."""
     return _Provider(ledger.open_provider(directory), api_key, plan or FaultPlan()).application()
 
 
@@ -154,7 +153,7 @@ class _Provider:
                     answers.store(self._db, key, endpoint, parameters, stored, now)
         finally:
             self._executing.discard(key)
-        return _Unanswered(self._plan.hold_ms / 1000) if fault == "timeout_after" else _json(answer)
+        return _NoAnswer(self._plan.hold_ms / 1000) if fault == "timeout_after" else _json(answer)
 
     def _fault(self, endpoint: str, key: str, metadata: dict[str, str]) -> str | None:
         queued = self._plan.take(metadata)
@@ -163,7 +162,7 @@ class _Provider:
             return queued
         for fault in self._plan.planned(key, metadata):
             if fault == "declined":
-                # A property of the purchase: declined again under every key. There is no declining a refund.
+                # Depends on the purchase, so it is declined under every key. Refunds are never declined.
                 if endpoint == "POST /v1/payment_intents":
                     ledger.inject_once(self._db, fault, metadata["purchase_id"])
                     return fault
@@ -179,7 +178,7 @@ class _Provider:
     # the sandbox's own controls
 
     async def _set_faults(self, request: Request) -> Response:
-        """Queue one-shot faults ("next") or replace the plan ("rates", "seed", the times)."""
+        """Queue single faults ("next") or replace the plan ("rates", "seed", times)."""
         try:
             wanted = await request.json()
             if not isinstance(wanted, dict):
@@ -199,7 +198,7 @@ class _Provider:
         self._plan.queued.extend(Queued(fault, only) for fault in faults)
 
     async def _requests(self, request: Request) -> Response:
-        """Count the calls per endpoint and per key (called `at_least` so often), and the faults injected."""
+        """Counts of calls per endpoint, per key (at least `at_least`), and of injected faults."""
         at_least = request.query_params.get("at_least", "1")
         if not at_least.isdecimal():
             return JSONResponse({"error": "at_least must be a whole number"}, status_code=400)
@@ -224,20 +223,20 @@ class _Provider:
         return JSONResponse({"status": "ok"})
 
 
-class _Unanswered(Response):
-    """Keep the client waiting until it hangs up, or for `hold` seconds; then cut the connection."""
+class _NoAnswer(Response):
+    """Keep the client waiting until it disconnects or for `hold` seconds, then cut the connection."""
 
     def __init__(self, hold: float) -> None:
         super().__init__()
         self._hold = hold
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Cancelled means that the sandbox stops.
+        # Cancelled when the sandbox stops.
         with suppress(TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(self._hold):
                 while (await receive())["type"] != "http.disconnect":
                     pass
-        # ASGI has no way to hang up. Announcing a body and returning without it makes the server do so.
+        # ASGI cannot cut a connection, but the server does so if an announced body is missing.
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
 
 

@@ -1,12 +1,11 @@
-"""Postgres, Redis and RabbitMQ for development, the demo and the tests: real servers, no Docker, no root needed.
+"""Postgres, Redis and RabbitMQ for development, the demo and the tests: real servers, without Docker or root.
 
     with services.running() as s:
         engine = create_engine(s.database_url)
         s.rabbitmq.kill()
         s.rabbitmq.start()
 
-An address given in DATABASE_URL, REDIS_URL or BROKER_URL is used as it is; such a server is neither started nor
-stopped.
+If DATABASE_URL, REDIS_URL or BROKER_URL is set, that server is used, and neither started nor stopped here.
 """
 
 from services.local import NEEDS, Services, running

@@ -27,22 +27,22 @@ app = typer.Typer(help="Postgres, Redis and RabbitMQ for development.", add_comp
 
 @app.command()
 def up() -> None:
-    """Start what does not run yet; the data of earlier runs is still there."""
-    with _alone():
+    """Start the servers that are not running, with the data of earlier runs."""
+    with _exclusive():
         provide()
         services = Services(STATE)
         began = time.monotonic()
         services.start()
-        given = "" if len(services.servers) == len(NEEDS) else ", the rest is given in the environment"
+        given = "" if len(services.servers) == len(NEEDS) else ", the others are given in the environment"
         names = ", ".join(server.name for server in services.servers.values()) or "nothing"
         print(f"running: {names} ({time.monotonic() - began:.1f} s){given}")
 
 
 @app.command()
 def down() -> None:
-    """Stop what `up` started and keep the data."""
-    with _alone():
-        # What was started without an address in the environment is stopped even if one is set by now.
+    """Stop what `up` started; the data is kept."""
+    with _exclusive():
+        # given={}: stop servers that were started here even if their address is set in the environment now.
         services = Services(STATE, given={})
         stopped = [server.name for server in services.servers.values() if server.running]
         services.stop()
@@ -51,9 +51,9 @@ def down() -> None:
 
 @app.command()
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON array instead of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of a table.")] = False,
 ) -> None:
-    """Show each server: whether it runs and answers, its pid and its address without the password."""
+    """Show each server: its state, its pid, and its address without the password."""
     services = Services(STATE)
     rows = [_row(services, name) for name in NEEDS]
     if as_json:
@@ -69,7 +69,7 @@ def status(
 
 @app.command()
 def env() -> None:
-    """Print the addresses as export lines: eval "$(python -m services env)"."""
+    """Print the addresses as export lines, for eval "$(python -m services env)"."""
     services = Services(STATE)
     for server in services.servers.values():
         if not server.running:
@@ -94,14 +94,14 @@ def _state(server: Server) -> str:
 
 
 def _public(address: str) -> str:
-    """The address without user, password and options, which may carry a password as well."""
+    """The address without user, password and options, which may also contain a password."""
     parts = urlsplit(address)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Two `up` at once would each start their own servers."""
+def _exclusive() -> Iterator[None]:
+    """Two concurrent `up` would each start servers."""
     STATE.mkdir(parents=True, exist_ok=True)
     with (STATE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

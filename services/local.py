@@ -1,4 +1,4 @@
-"""The three servers together: which are given, which are started here, and what ends them."""
+"""The three servers together: given or started here, and ended together."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Broker = Literal["rabbitmq", "redis", "given"]
 
 
 class Services:
-    """The servers below one directory, and the addresses of all three.
+    """The servers in one directory, and the addresses of all three.
 
-    `needs` names those that are wanted, by default all. ValueError for an unknown name.
+    `needs`: the names of the required ones, by default all. Raises `ValueError` for an unknown name.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Services:
     ) -> None:
         unknown = sorted(set(needs) - set(NEEDS))
         if unknown:
-            raise ValueError(f"needs: unknown service {unknown[0]!r}, use some of {', '.join(NEEDS)}")
+            raise ValueError(f"needs: unknown service {unknown[0]!r}, must be among {', '.join(NEEDS)}")
         environment = os.environ if given is None else given
         self.directory = directory
         self._needs = tuple(needs)
@@ -55,38 +55,38 @@ class Services:
 
     @property
     def redis_url(self) -> str:
-        """The address of the Redis that carries the hints."""
+        """The address of the Redis for hints."""
         return self._url("redis")
 
     @property
     def broker_url(self) -> str:
-        """The broker's address; `broker` says which kind it is."""
+        """The broker's address; see `broker` for its kind."""
         return self._url("rabbitmq")
 
     @property
     def broker(self) -> Broker:
-        """What the broker is: a RabbitMQ of our own, a Redis standing in for it, or one that was given."""
+        """The kind of broker: a RabbitMQ or a Redis started here, or one that was given."""
         if "rabbitmq" in self._given:
             return "given"
         return "redis" if isinstance(self.servers.get("rabbitmq"), Redis) else "rabbitmq"
 
     @property
     def postgres(self) -> Postgres:
-        """The Postgres started here; ServiceError when it was given or not asked for."""
+        """The Postgres started here. Raises `ServiceError` if it was given or not required."""
         return self._started("postgres", Postgres)
 
     @property
     def redis(self) -> Redis:
-        """The Redis for the hints started here; ServiceError when it was given or not asked for."""
+        """The Redis for hints started here. Raises `ServiceError` if it was given or not required."""
         return self._started("redis", Redis)
 
     @property
     def rabbitmq(self) -> RabbitMQ:
-        """The RabbitMQ started here; ServiceError when it was given or Redis is the broker."""
+        """The RabbitMQ started here. Raises `ServiceError` if it was given or Redis is the broker."""
         return self._started("rabbitmq", RabbitMQ)
 
     def environment(self) -> dict[str, str]:
-        """The addresses as environment variables, for processes started with them."""
+        """The addresses as environment variables."""
         return {_VARIABLES[name]: self._url(name) for name in NEEDS if name in self._needs}
 
     def create_database(self, name: str) -> str:
@@ -94,22 +94,25 @@ class Services:
         return postgres.create_database(self.database_url, name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database and end its connections; nothing happens when it does not exist."""
+        """Drop a database, if it exists, and end its connections."""
         postgres.drop_database(self.database_url, name)
 
     def create_vhost(self, name: str) -> str:
-        """Create a virtual host in our RabbitMQ and return its AMQP address."""
+        """Create a virtual host in the RabbitMQ started here and return its address."""
         return self.rabbitmq.create_vhost(name)
 
     def delete_vhost(self, name: str) -> None:
-        """Delete a virtual host of our RabbitMQ with everything in it."""
+        """Delete a virtual host of the RabbitMQ started here with everything in it."""
         self.rabbitmq.delete_vhost(name)
 
     def start(self, timeout: float = READY_SECONDS) -> None:
-        """Start what is not given and does not run, all at once; return when every server answers."""
-        # RabbitMQ first: it takes longest, and none waits for another.
+        """Start the servers that are not given or running, in parallel; return when all of them answer."""
+        # RabbitMQ first, because it takes longest.
         if self.broker == "redis":
-            print("RabbitMQ is not installed and Docker does not answer: a second Redis is the broker", file=sys.stderr)
+            print(
+                "RabbitMQ is not installed and Docker is unavailable: using a second Redis as the broker",
+                file=sys.stderr,
+            )
         for name in reversed(NEEDS):
             if name in self.servers:
                 self.servers[name].launch()
@@ -117,12 +120,12 @@ class Services:
             server.wait_until_ready(timeout)
 
     def stop(self) -> None:
-        """Stop in order and keep the data."""
+        """Shut down gracefully; the data is kept."""
         for server in self.servers.values():
             server.stop()
 
     def discard(self) -> None:
-        """End at once; the data may be lost."""
+        """End immediately; data may be lost."""
         for server in self.servers.values():
             server.discard()
 
@@ -134,7 +137,7 @@ class Services:
         return self._broker()
 
     def _broker(self) -> Server:
-        # What runs already stays, even if something better has been installed since.
+        # Keep a running broker, even if a better one has been installed since.
         for kind in (RabbitMQ, RabbitMQContainer, RedisBroker):
             if (self.directory / kind.name).exists() and (server := kind(self.directory / kind.name)).running:
                 return server
@@ -148,7 +151,7 @@ class Services:
         if name in self._given:
             return self._given[name]
         if name not in self.servers:
-            raise ServiceError(f"{name} is not among the services asked for: {', '.join(self._needs)}")
+            raise ServiceError(f"{name} is not among the required services: {', '.join(self._needs)}")
         return self.servers[name].url
 
     def _started(self, name: str, kind: type[_Server]) -> _Server:
@@ -160,7 +163,7 @@ class Services:
 
 
 def provide(needs: Sequence[str] = NEEDS) -> None:
-    """Install RabbitMQ if it is wanted, missing and this process may; otherwise another broker takes its place."""
+    """Install RabbitMQ if it is required, missing, and this process may; otherwise another broker replaces it."""
     wanted = "rabbitmq" in needs and not os.environ.get(_VARIABLES["rabbitmq"])
     if wanted and packages.rabbitmq_program() is None and packages.can_install():
         try:
@@ -171,10 +174,10 @@ def provide(needs: Sequence[str] = NEEDS) -> None:
 
 @contextlib.contextmanager
 def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> Iterator[Services]:
-    """Start the servers, give them to the block, and end them with it.
+    """Start the servers for a `with` block, and end them after it.
 
-    Without `directory` they live in a private one, which is removed with them, also when this process is killed. With
-    it their data is kept there. ServiceError when one cannot be started.
+    Without `directory`, they use a temporary one, which is removed even if this process is killed. With it, their data
+    is kept. Raises `ServiceError` if a server cannot be started.
     """
     private = directory is None
     place = Path(tempfile.mkdtemp(prefix="services-")) if directory is None else directory

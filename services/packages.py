@@ -1,7 +1,7 @@
-"""Bring in the system packages the servers need: with root by apt, without root by naming them.
+"""Install the system packages that the servers need: by apt as root, otherwise only print which are missing.
 
-Standard library only and runnable as a file, so that set-up can start it beside pip, before the virtual
-environment exists: ``python3 services/packages.py``.
+Uses only the standard library and runs as a file, so that the set-up can start it in parallel with pip, before the
+virtual environment exists: ``python3 services/packages.py``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RABBITMQ_PROGRAMS = (
-    # The scripts below /usr/lib run as any user; Debian's /usr/sbin/rabbitmq-server insists on its own account.
+    # The scripts in /usr/lib run as any user; Debian's /usr/sbin/rabbitmq-server requires its own account.
     "/usr/lib/rabbitmq/bin/rabbitmq-server",
     "/usr/local/lib/rabbitmq/bin/rabbitmq-server",
 )
 POLICY = Path("/usr/sbin/policy-rc.d")
-POLICY_ASIDE = Path("/usr/sbin/policy-rc.d.set-aside")
-REFUSE_TO_START = "#!/bin/sh\n# Placed for the length of one installation: no service may start.\nexit 101\n"
+POLICY_BACKUP = Path("/usr/sbin/policy-rc.d.set-aside")
+BLOCK_SERVICES = "#!/bin/sh\n# Temporary, during an installation: no service may start.\nexit 101\n"
 UNITS = ("rabbitmq-server.service", "redis-server.service", "epmd.service", "epmd.socket")  # may be enabled
 LOCK = Path("/run/lock/idempotency-packages.lock")
 
 
 class PackageError(RuntimeError):
-    """A system package is missing and could not be installed; the message is one line for the user."""
+    """A system package could not be installed; the message is one line."""
 
 
 def rabbitmq_program() -> Path | None:
@@ -48,27 +48,27 @@ def can_install() -> bool:
 
 
 def install(*packages: str) -> None:
-    """Install packages with apt, without recommended ones and without starting any service.
+    """Install packages by apt, without recommended ones and without starting services.
 
-    Raises PackageError when apt fails, with apt's last line.
+    Raises `PackageError` with apt's error line if it fails.
     """
     print(f"installing {' '.join(packages)} (apt) ...", file=sys.stderr, flush=True)
     enabled_before = _enabled_units()
     with _one_at_a_time(), _no_service_starts():
-        # The lists on the machine are tried first: an update costs seconds and is rarely needed.
+        # Try the existing package lists first: an update takes seconds and is rarely needed.
         failure = _apt("install", *packages)
         if failure is not None:
             failure = _apt("update") or _apt("install", *packages)
     if failure is not None:
         raise PackageError(f"apt-get could not install {' '.join(packages)}: {failure}")
-    # Packages enable their own services for the next boot; this project starts its servers itself.
+    # Packages enable their services for the next boot, but this project starts its servers itself.
     for unit in _enabled_units() - enabled_before:
         _systemctl("disable", unit)
 
 
 def _apt(verb: str, *packages: str) -> str | None:
     command = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=2"]
-    # A package can be installed again; syncing every unpacked file costs more than half of the time.
+    # Skip syncing every file, which takes more than half of the time: a package can be reinstalled.
     command += ["-o", "Dpkg::Options::=--force-unsafe-io", "-o", "Dpkg::Use-Pty=0"]
     command += [verb, *(["--no-install-recommends", *packages] if packages else [])]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
@@ -83,7 +83,7 @@ def _apt(verb: str, *packages: str) -> str | None:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Two installers at once would each put the other's policy file back."""
+    """Concurrent installers would restore each other's policy file."""
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -91,20 +91,20 @@ def _one_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_service_starts() -> Iterator[None]:
-    """Refuse service starts while packages are configured, and put the machine's own policy back afterwards."""
-    if POLICY.exists() and POLICY.read_text(errors="replace") != REFUSE_TO_START:
-        POLICY.replace(POLICY_ASIDE)
-    POLICY.write_text(REFUSE_TO_START)
+    """Prevent service starts while packages are configured; restores the machine's own policy afterwards."""
+    if POLICY.exists() and POLICY.read_text(errors="replace") != BLOCK_SERVICES:
+        POLICY.replace(POLICY_BACKUP)
+    POLICY.write_text(BLOCK_SERVICES)
     POLICY.chmod(0o755)
-    # A terminated installer must still put the policy back.
+    # Restore the policy on SIGTERM too.
     previous = signal.getsignal(signal.SIGTERM)
     in_main_thread = _on_sigterm(lambda *_: sys.exit(143))
     try:
         yield
     finally:
         POLICY.unlink(missing_ok=True)
-        if POLICY_ASIDE.exists():
-            POLICY_ASIDE.replace(POLICY)
+        if POLICY_BACKUP.exists():
+            POLICY_BACKUP.replace(POLICY)
         if in_main_thread:
             signal.signal(signal.SIGTERM, previous)
 
@@ -130,11 +130,11 @@ def _systemctl(verb: str, unit: str) -> str:
 
 
 def missing() -> list[str]:
-    """The system packages that are wanted here and not installed."""
+    """The required system packages that are not installed."""
     wanted = []
     if not os.environ.get("BROKER_URL") and rabbitmq_program() is None:
         wanted.append("rabbitmq-server")
-    # The wheel that brings Redis exists for these only.
+    # The wheel with Redis exists only for these.
     in_wheel = sys.version_info < (3, 13) and platform.machine() == "x86_64"
     if not os.environ.get("REDIS_URL") and not in_wheel and shutil.which("redis-server") is None:
         wanted.append("redis-server")
@@ -142,10 +142,10 @@ def missing() -> list[str]:
 
 
 def main(packages: list[str]) -> int:
-    """Install the packages, by default those that are missing here, or name them in one line."""
+    """Install the packages, by default the missing ones, or print which are missing."""
     wanted = packages or missing()
     if wanted and not can_install():
-        print(f"not installed, and only root can install it (apt): {', '.join(wanted)}", file=sys.stderr)
+        print(f"missing, and only root can install it (apt): {', '.join(wanted)}", file=sys.stderr)
     elif wanted:
         try:
             install(*wanted)

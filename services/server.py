@@ -1,4 +1,4 @@
-"""What every local server has in common: a directory, ports, a password, and a process to start and stop."""
+"""The base of all local servers: a directory, ports, a password, and a process to start and stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 from services import process
 
 READY_SECONDS = 60.0
-# Below the range the kernel hands to outgoing connections, so that nobody takes the port while a server is down.
+# Below the range for outgoing connections, so that the kernel does not assign the port while a server is down.
 _PORTS = range(10_000, 32_000)
 
 
@@ -29,15 +29,15 @@ class ServiceError(RuntimeError):
 
 
 class Server(ABC):
-    """One server of this project on 127.0.0.1; restarts keep its port, password and data directory.
+    """A server on 127.0.0.1 that keeps its port, password and data across restarts.
 
-    What it needs to be found again lies in its directory, so another process may stop it.
+    Its directory contains everything needed to find it again, so another process can stop it.
     """
 
     name: ClassVar[str]
     port_names: ClassVar[Sequence[str]] = ("main",)
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
-    # For servers whose data is thrown away: ends at once, but leaves nothing behind outside the directory.
+    # Ends the server immediately if its data is not needed, without leaving anything outside the directory.
     discard_signal: ClassVar[signal.Signals] = signal.SIGKILL
 
     def __init__(self, directory: Path) -> None:
@@ -55,7 +55,7 @@ class Server(ABC):
 
     @abstractmethod
     def _command(self) -> Sequence[str | Path]:
-        """The program and its arguments; called before each start, and may prepare files."""
+        """The program and its arguments; called before each start, and may create files."""
 
     @abstractmethod
     def _check(self) -> None:
@@ -63,12 +63,12 @@ class Server(ABC):
 
     @property
     def port(self) -> int:
-        """The port clients connect to."""
+        """The clients' port."""
         return self.ports[self.port_names[0]]
 
     @property
     def pid(self) -> int:
-        """The pid of the server's main process; ServiceError when it does not run."""
+        """The pid of the server's main process. Raises `ServiceError` if it is not running."""
         return self._process().pid
 
     @property
@@ -85,17 +85,17 @@ class Server(ABC):
         return True
 
     def start(self, timeout: float = READY_SECONDS) -> None:
-        """Start the server and return when it answers; ServiceError with its last words otherwise."""
+        """Start the server and wait until it answers. Raises `ServiceError` with the end of its log otherwise."""
         self.launch()
         self.wait_until_ready(timeout)
 
     def launch(self) -> None:
-        """Start the server without waiting; nothing happens when it already runs."""
+        """Start the server, unless it is running, without waiting for it."""
         if not self.running:
             self._spawn(self._command(), self._record)
 
     def wait_until_ready(self, timeout: float = READY_SECONDS) -> None:
-        """Return when the server answers; ServiceError when it ends or stays silent for `timeout` seconds."""
+        """Wait until the server answers. Raises `ServiceError` if it ends or does not answer for `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             alive = self.running
@@ -103,29 +103,29 @@ class Server(ABC):
                 self._check()
             except Exception as error:
                 if not alive:
-                    raise ServiceError(f"{self.name} ended while starting.{self._last_words()}") from None
+                    raise ServiceError(f"{self.name} ended while starting.{self._log_tail()}") from None
                 if time.monotonic() > deadline:
                     raise ServiceError(
-                        f"{self.name} did not answer within {timeout:g} s ({type(error).__name__}).{self._last_words()}"
+                        f"{self.name} did not answer within {timeout:g} s ({type(error).__name__}).{self._log_tail()}"
                     ) from None
                 time.sleep(0.05)
             else:
                 return
 
     def stop(self) -> None:
-        """Shut down in order, keeping the data; kills after 30 s. Nothing happens when it does not run."""
+        """Shut down gracefully, keeping the data; kill it after 30 s. Does nothing if it is not running."""
         self._end(self.stop_signal)
 
     def discard(self) -> None:
-        """End at once, without caring for the data."""
+        """End immediately; data may be lost."""
         self._end(self.discard_signal)
 
     def kill(self) -> None:
-        """SIGKILL the server and all its children, as a crash of the machine would."""
+        """SIGKILL the server and all its children, like a crash of the machine."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Stop and start again, on the same port with the same data."""
+        """Stop and start again, with the same port and data."""
         self.stop()
         self.start()
 
@@ -157,14 +157,14 @@ class Server(ABC):
         if found is not None:
             process.end(found, how, timeout=30)
 
-    def _last_words(self, lines: int = 15) -> str:
+    def _log_tail(self, lines: int = 15) -> str:
         try:
             with self.log.open(errors="replace") as log:
                 tail = "".join(deque(log, maxlen=lines)).rstrip()
         except OSError:
             tail = ""
         tail = tail.replace(self.password, "***")
-        return f" Its last words:\n{tail}" if tail else " It wrote nothing."
+        return f" The end of its log:\n{tail}" if tail else " Its log is empty."
 
     def _load_settings(self) -> tuple[str, dict[str, int]]:
         try:
@@ -172,7 +172,7 @@ class Server(ABC):
         except FileNotFoundError:
             stored = {"password": secrets.token_urlsafe(18), "ports": {}}
         ports = {name: stored["ports"].get(name) for name in self.port_names}
-        # A server that is down may have lost its port to another program since; the data stays.
+        # Another program may have taken the port while the server was down.
         if not self.running and not all(port and _is_free(port) for port in ports.values()):
             ports = dict(zip(self.port_names, _free_ports(len(self.port_names)), strict=True))
         settings = {"password": stored["password"], "ports": ports}
@@ -182,7 +182,7 @@ class Server(ABC):
 
 
 def _free_ports(count: int) -> list[int]:
-    # Drawn at random, because another checkout may be choosing at the same moment.
+    # At random, because another checkout may be choosing at the same time.
     drawn = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
     return [next(drawn) for _ in range(count)]
 

@@ -1,7 +1,7 @@
-"""End the servers when their owner dies without having done so: ``python -m services.watchdog PID DIRECTORY``.
+"""End the servers when their owner dies without doing so: ``python -m services.watchdog PID DIRECTORY``.
 
-A signal on the parent's death (PR_SET_PDEATHSIG) would not do: it follows the thread that started the server, is lost
-when Postgres changes its user, does not reach children, and leaves the directory behind.
+PR_SET_PDEATHSIG is not enough: it is sent when the thread that started the server ends, is lost when Postgres changes its
+user, does not reach children, and leaves the directory behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(arguments.owner).wait()
     end_all(arguments.directory)
-    # The owner may have died between the start of a server and the line in which that server recorded itself.
+    # The owner may have died between starting a server and the server recording itself.
     time.sleep(0.5)
     end_all(arguments.directory)
     if arguments.remove:
@@ -38,10 +38,10 @@ def main() -> int:
 
 
 def end_all(directory: Path) -> None:
-    """End every server recorded below the directory, and what belongs to it."""
+    """End every server in the directory, and its container if it has one."""
     for record in sorted(directory.glob("*/*pid")):
         if (found := process.find(record)) is not None:
-            # Postgres gives its shared memory back on SIGQUIT, and so do its children; the others are killed.
+            # On SIGQUIT, Postgres and its children free their shared memory; the others are killed.
             how = signal.SIGQUIT if record.parent.name == "postgres" else signal.SIGKILL
             process.end(found, how, timeout=5)
     for container in directory.glob(f"*/{rabbitmq_container.CONTAINER}"):

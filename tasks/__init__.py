@@ -1,4 +1,4 @@
-"""The application: payments and refunds as idempotent tasks; notifications and support follow their events."""
+"""The application: payments and refunds as idempotent tasks, whose events notifications and support consume."""
 
 from celery import Celery
 

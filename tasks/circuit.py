@@ -1,9 +1,7 @@
-"""A circuit breaker: a provider that is away is left alone for a while instead of costing every task a
-time-out.
+"""A circuit breaker: an unavailable provider is left alone for a while instead of costing every task a time-out.
 
-One per process. pybreaker counts and keeps the state, but it holds its lock for the length of a call,
-which would make threads wait for each other's time-outs; so it is told of outcomes only, and calls run
-outside it.
+One per process. pybreaker counts failures and keeps the state, but holds its lock during a call, so threads would wait
+for each other's time-outs. So calls run outside of it, and it only gets their outcomes.
 """
 
 import random
@@ -21,14 +19,14 @@ T = TypeVar("T")
 
 
 class Unavailable(Defer):
-    """The provider could not be reached or gave no usable answer in time; whether it acted is open."""
+    """The provider could not be reached or did not answer in time; it may or may not have acted."""
 
 
 class Circuit:
-    """Opens after `failures` calls in a row were `Unavailable`; after `pause` seconds one call may try again.
+    """Opens after `failures` consecutive `Unavailable` calls; after `pause` seconds, one call may try again.
 
-    Anything else the provider says, refusals included, shows that it is there. While open, calls are deferred
-    without being made. The pause is measured by the wall clock: a clock set back prolongs it.
+    Any other answer, including a refusal, shows that the provider is available. While the circuit is open, calls are
+    deferred without being made. The pause is measured by the wall clock, so setting the clock back prolongs it.
     """
 
     def __init__(self, provider: str, *, failures: int = 5, pause: float = 30.0) -> None:
@@ -50,7 +48,7 @@ class Circuit:
         return bool(self._breaker.current_state != pybreaker.STATE_CLOSED)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Make the call and return its result. Defer when the circuit is open."""
+        """Make the call and return its result. Raises `NotSent` when the circuit is open."""
         if not self.is_open:
             return self._observed(function)
         remaining = self._remaining()
@@ -65,7 +63,7 @@ class Circuit:
         try:
             result = function()
         except SoftTimeLimitExceeded:
-            # Interrupted by the worker, not answered: it says nothing about the provider.
+            # interrupted by the worker, which says nothing about the provider
             raise
         except Exception as error:
             self._report(error)
@@ -81,7 +79,7 @@ class Circuit:
         try:
             self._breaker.call(outcome)
         except Exception as raised:
-            # A call that began before the circuit opened may report after: that changes nothing.
+            # a call that began before the circuit opened may end after, which changes nothing
             if raised is not error and not isinstance(raised, pybreaker.CircuitBreakerError):
                 raise
 
@@ -93,5 +91,5 @@ class Circuit:
         return self._pause - waited
 
     def _spread(self, seconds: float) -> float:
-        # Everything deferred meanwhile must not come back in the same moment.
+        # deferred calls must not all come back at the same moment
         return min(seconds, self._pause) + random.uniform(0.1, 0.5) * self._pause

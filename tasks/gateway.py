@@ -1,16 +1,16 @@
-"""The payment provider, as the tasks see it: capture, refund, and "did it happen?".
+"""The payment provider as the tasks see it: capture, refund, and finding out whether either happened.
 
-Every call that moves money carries an idempotency key, which the library derives and keeps the same for as
-long as the outcome is unknown. What an answer means for the operation is decided here, and nowhere else:
+Every call that moves money has an idempotency key, which the library derives and keeps while the outcome is unknown.
+Only this module decides what an answer means for the operation:
 
     declined, or any refusal that   StoredRefusal   nothing was charged under this key, and never will be
     is replayed for this key
-    refused parameters              PermanentError  nothing was charged by this call; says nothing about another one
-    unreachable, timed out,         Defer           later, under the same key, without using an attempt
+    refused parameters              PermanentError  nothing was charged by this call; says nothing about earlier ones
+    unreachable, timed out,         Defer           later, under the same key, without using up an attempt
     502/503/504, 429, key in
     progress, our API key refused
     a 5xx replayed for this key     StoredFailure   calling again under this key is pointless
-    any other 5xx, or nonsense      GatewayError    an attempt is used; the outcome is unknown
+    any other 5xx, or nonsense      GatewayError    uses up an attempt; the outcome is unknown
 """
 
 import os
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Result(TypedDict):
-    """What a capture and a refund return."""
+    """The result of a capture or a refund."""
 
     id: str
     amount: int
@@ -51,22 +51,22 @@ Outcome = Happened | DidNotHappen | StillUnknown
 
 CAPTURED = frozenset({"succeeded"})
 NOT_CAPTURED = frozenset({"requires_payment_method", "canceled"})
-# A pending refund is made: what is pending is the customer's bank.
+# A pending refund has been made; only the customer's bank is pending.
 REFUNDED = frozenset({"succeeded", "pending"})
 NOT_REFUNDED = frozenset({"failed", "canceled"})
 
-# Long enough for the other call under this key to finish, short enough not to be noticed.
+# Seconds. Long enough for the other call under this key to finish.
 IN_PROGRESS_SECONDS = 2.0
 RATE_LIMITED_SECONDS = 5.0
 UNAVAILABLE_SECONDS = 5.0
-# A refused API key needs a person: no hurry, and no purchase is to blame.
+# A refused API key needs a person, and is not the operation's fault.
 REFUSED_KEY_SECONDS = 60.0
-# A provider may ask for patience, but not park an operation for ever.
+# The longest Retry-After that is honoured.
 MAX_RETRY_AFTER = 3600.0
 
 
 class GatewayError(Exception):
-    """The provider failed in a way that leaves the outcome unknown. Its message holds no body, no secret."""
+    """The provider failed in a way that leaves the outcome unknown. The message contains no body and no secret."""
 
 
 class Gateway(Protocol):
@@ -102,9 +102,9 @@ class _Connection:
 class StripeGateway:
     """Stripe, through its official SDK. Safe to share between threads and to create before a fork.
 
-    Times are seconds. `search_lag` is how long a new payment may stay invisible to Stripe's search: under a
-    minute in normal operation (docs.stripe.com/search#data-freshness); for an outage of theirs nothing is
-    promised. ValueError names a setting out of range.
+    Times are in seconds. `search_lag` is how long Stripe's search may not find a new payment: under a minute in normal
+    operation (docs.stripe.com/search#data-freshness), without a limit during an outage. Raises `ValueError`, which names
+    the setting that is out of range.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class StripeGateway:
         self._circuit_pause = circuit_pause
         self._lock = threading.Lock()
         self._opened: _Connection | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     def __repr__(self) -> str:
         return f"StripeGateway(url={self._url!r})"
 
     @property
     def circuit_open(self) -> bool:
-        """Whether this process is leaving the provider alone for now."""
+        """Whether this process currently makes no calls."""
         return self._connection().circuit.is_open
 
     def capture(
@@ -159,7 +159,7 @@ class StripeGateway:
             "currency": currency,
             "confirm": True,
             "payment_method": self._payment_method,
-            # No one is there to be redirected to their bank, or asked to confirm: then it is declined.
+            # The customer is not present to confirm the payment or be redirected: decline it instead.
             "error_on_requires_action": True,
             "automatic_payment_methods": {"enabled": True, "allow_redirects": "never"},
             "metadata": {
@@ -192,13 +192,13 @@ class StripeGateway:
     def find_capture(
         self, *, payment_id: str, customer_id: str, amount: int, currency: str, doubt: EffectInDoubt
     ) -> Outcome:
-        """Say whether the purchase was charged, under whatever key; the arguments are those of `capture`."""
+        """Find out whether the purchase was charged, under any key; the arguments are those of `capture`."""
         value = payment_id.replace("\\", "\\\\").replace("'", "\\'")
         query = f"metadata['purchase_id']:'{value}'"
         found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
-        # Search compares case-insensitively; a declined try is an intent too, without a charge.
+        # Search is case-insensitive, and also finds declined intents.
         return _finish(
-            (intent for intent in found if _says(intent, "purchase_id", payment_id)),
+            (intent for intent in found if _has_metadata(intent, "purchase_id", payment_id)),
             done=CAPTURED,
             nothing=NOT_CAPTURED,
             ended=doubt.ended_for is not None and doubt.ended_for > self._search_lag,
@@ -208,18 +208,18 @@ class StripeGateway:
     def find_refund(
         self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, doubt: EffectInDoubt
     ) -> Outcome:
-        """Say whether the refund was made, under whatever key; the arguments are those of `refund`."""
+        """Find out whether the refund was made, under any key; the arguments are those of `refund`."""
         found = self._ask(lambda client: _all(client.v1.refunds.list({"payment_intent": charge_id, "limit": 100})))
-        # Lists, unlike search, are current: no lag to wait for.
+        # Unlike search, lists are always up to date.
         return _finish(
-            (refund for refund in found if _says(refund, "refund_id", refund_id)),
+            (refund for refund in found if _has_metadata(refund, "refund_id", refund_id)),
             done=REFUNDED,
             nothing=NOT_REFUNDED,
             ended=doubt.ended_for is not None,
         )
 
     def close(self) -> None:
-        """Close the connections; the next call opens others."""
+        """Close the connections; the next call opens new ones."""
         self._connection().http.close()
 
     def _call(self, request: Callable[[stripe.StripeClient], T]) -> T:
@@ -230,7 +230,7 @@ class StripeGateway:
         try:
             return self._call(question)
         except PermanentError as error:
-            # It is the question that was refused: that says nothing about what was charged.
+            # The question was refused, which says nothing about what was charged.
             refusal = str(error)
         raise GatewayError(refusal)
 
@@ -241,7 +241,7 @@ class StripeGateway:
                 client = stripe.StripeClient(
                     self._api_key,
                     base_addresses={"api": self._url},
-                    # Retries are the library's: they outlive this process.
+                    # The library retries, and its retries survive this process.
                     max_network_retries=0,
                     http_client=http,
                 )
@@ -249,15 +249,15 @@ class StripeGateway:
                 self._opened = _Connection(client, http, circuit)
             return self._opened
 
-    def _forget(self) -> None:
-        # Two processes writing to one inherited socket would read each other's answers; and the lock may have
-        # been held by a thread that does not exist in the child.
+    def _reset_after_fork(self) -> None:
+        # Processes that share a socket would read each other's answers, and the lock may be held by a thread that does
+        # not exist in the child.
         self._lock = threading.Lock()
         self._opened = None
 
 
 def _translated(request: Callable[[], T]) -> T:
-    """Raise what an answer means for the operation. The SDK's errors hold bodies and headers: none leaves."""
+    """Raise what an error means for the operation, without the SDK's errors, which contain bodies and headers."""
     try:
         return request()
     except stripe.StripeError as error:
@@ -273,15 +273,15 @@ def _meaning(error: stripe.StripeError) -> Exception:
         case stripe.APIConnectionError():
             return Unavailable(UNAVAILABLE_SECONDS, "the payment provider is unreachable or did not answer in time")
         case stripe.RateLimitError():
-            return Defer(_retry_after(error), f"the payment provider limits our rate{where}")
+            return Defer(_retry_after(error), f"the payment provider's rate limit was reached{where}")
         case stripe.CardError():
             reason = getattr(error.error, "decline_code", None) or error.code or "declined"
-            # A charge that was carried out and declined: Stripe keeps that answer under the key.
+            # Stripe stores a decline under the key.
             return StoredRefusal(f"the card was declined: {reason}{where}", error.code or "card_declined")
         case stripe.AuthenticationError() | stripe.PermissionError():
             return Defer(REFUSED_KEY_SECONDS, f"the payment provider refuses our API key{where}")
         case stripe.IdempotencyError():
-            # Not permanent: what the key was first used for may have been charged, so the outcome is unknown.
+            # Not permanent: the key's first request may have charged, so the outcome is unknown.
             return GatewayError(f"the idempotency key was used with other parameters{where}")
         case stripe.InvalidRequestError():
             field = f" in {error.param}" if error.param else ""
@@ -315,14 +315,14 @@ def _all(page: Any) -> list[dict[str, Any]]:
     return [thing.to_dict() for thing in page.auto_paging_iter()]
 
 
-def _says(found: dict[str, Any], name: str, value: str) -> bool:
+def _has_metadata(found: dict[str, Any], name: str, value: str) -> bool:
     return bool((found["metadata"] or {}).get(name) == value)
 
 
 def _finish(
     found: Iterable[dict[str, Any]], *, done: frozenset[str], nothing: frozenset[str], ended: bool, lag: float = 0.0
 ) -> Outcome:
-    """What the things found say about the effect. `lag`: seconds for which a search may still not see it."""
+    """The outcome of the effect, judging by what was found. `lag`: seconds until a search will find everything."""
     undecided = False
     for thing in found:
         if thing["status"] in done:

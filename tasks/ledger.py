@@ -1,4 +1,4 @@
-"""Double entry: every amount leaves one account and arrives in another."""
+"""Double-entry bookkeeping: every amount moves from one account to another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def post(
     amount: int,
     currency: str,
 ) -> None:
-    """Post a capture or a refund of a payment; its reference can be posted once."""
+    """Post a capture or a refund of a payment. A reference can be posted only once per kind."""
     debit, credit = (PROVIDER, REVENUE) if kind == "capture" else (REVENUE, PROVIDER)
     posting = {
         "kind": kind,

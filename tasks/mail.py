@@ -1,8 +1,8 @@
-"""E-mail over SMTP, with an identity that survives a repeat.
+"""E-mail over SMTP, with the same Message-ID in every attempt.
 
-SMTP has no idempotency key: when the connection is lost after the text was handed over, nobody can say
-whether it was accepted, and sending again may deliver it twice. The Message-ID comes from the idempotency
-key, so that a receiver, or a person, can recognise the second copy.
+SMTP has no idempotency keys: if the connection is lost after the message was sent, it is unknown whether it was
+accepted, and sending it again may deliver it twice. The Message-ID is derived from the idempotency key, so that a mail
+server or a person can recognise the second copy.
 """
 
 import hashlib
@@ -20,19 +20,19 @@ from idempotency import Defer, PermanentError
 
 UNAVAILABLE_SECONDS = 5.0
 TRY_LATER_SECONDS = 30.0
-# RFC 5321 allows a path of 256 characters, angle brackets included.
+# RFC 5321 allows 256 characters including angle brackets.
 MAX_ADDRESS = 254
 MAX_SUBJECT = 500
 # RFC 5322: 998 characters and the line end.
 MAX_LINE = 998
-# The older of the two policies: it folds a header without parsing it, and is several times faster.
+# The older policy folds headers without parsing them and is several times faster.
 _WIRE = compat32.clone(linesep="\r\n", max_line_length=MAX_LINE)
 _ADDRESS = re.compile(r"[!-;=?-~]+@[A-Za-z0-9.-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class MailError(Exception):
-    """The connection was lost after the message was handed over: nobody knows whether it was accepted."""
+    """The connection was lost after the message was sent; it is unknown whether it was accepted."""
 
 
 class _Connection(threading.local):
@@ -41,9 +41,9 @@ class _Connection(threading.local):
 
 
 class Mailer:
-    """Sends e-mail through one SMTP server, over one kept connection per thread.
+    """Sends e-mail through one SMTP server, with one persistent connection per thread.
 
-    `sender` is the address mail comes from; Message-IDs end in its domain. `timeout` is in seconds.
+    `sender` is the From address; Message-IDs end in its domain. `timeout` is in seconds. Raises `ValueError` for either.
     """
 
     def __init__(self, host: str, port: int, *, sender: str, timeout: float = 10.0) -> None:
@@ -59,15 +59,15 @@ class Mailer:
         self._connection = _Connection()
 
     def message_id(self, idempotency_key: str) -> str:
-        """Name the message sent under this key, the same in every attempt."""
+        """The Message-ID for this idempotency key, the same in every attempt."""
         digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
         return f"<{digest[:40]}@{self._domain}>"
 
     def send(self, recipient: str, subject: str, body: str, *, idempotency_key: str) -> dict[str, Any]:
         """Send one e-mail and return its `message_id`.
 
-        Defer when the server is away or says 4xx; PermanentError when it says 5xx or a field is malformed;
-        MailError when the connection broke after the text was handed over.
+        Raises `Defer` if the server is unavailable or answers 4xx, `PermanentError` if it answers 5xx or a field is
+        malformed, and `MailError` if the connection broke after the message was sent.
         """
         _check(recipient, subject)
         plain = body.isascii() and max(map(len, body.splitlines()), default=0) <= MAX_LINE
@@ -80,7 +80,7 @@ class Mailer:
         text = message.as_bytes()
 
         try:
-            smtp = self._addressed(recipient)
+            smtp = self._with_recipient(recipient)
             self._data(smtp, text)
         except BaseException:
             self.close()
@@ -99,34 +99,34 @@ class Mailer:
             return kept
         self.close()
         try:
-            # Named after the sender: left to itself, smtplib asks DNS for this machine's name at each connection.
+            # By default, smtplib asks DNS for this machine's name at each connection.
             smtp = smtplib.SMTP(self._host, self._port, local_hostname=self._domain, timeout=self._timeout)
             self._connection.smtp, self._connection.pid = smtp, os.getpid()
             smtp.ehlo_or_helo_if_needed()
         except smtplib.SMTPResponseException as error:
             self.close()
-            # Refusing the whole connection says nothing about this message, whatever the code.
-            raise Defer(TRY_LATER_SECONDS, f"the mail server takes no connection: {error.smtp_code}") from None
+            # Whatever the code, it is not about this message.
+            raise Defer(TRY_LATER_SECONDS, f"mail server refused the connection ({error.smtp_code})") from None
         except (OSError, smtplib.SMTPException):
             self.close()
-            raise Defer(UNAVAILABLE_SECONDS, "the mail server is unreachable") from None
+            raise Defer(UNAVAILABLE_SECONDS, "mail server is unreachable") from None
         return smtp
 
-    def _addressed(self, recipient: str) -> smtplib.SMTP:
-        """A connection that has taken sender and recipient: the kept one, or a new one if that has ended meanwhile."""
+    def _with_recipient(self, recipient: str) -> smtplib.SMTP:
+        """A connection that accepted sender and recipient: the existing one, or a new one if that was closed."""
         try:
             return self._envelope(self._connected(), recipient)
         except (OSError, smtplib.SMTPException):
-            self.close()  # nothing of the message was sent yet
+            self.close()  # the message was not sent yet
         try:
             return self._envelope(self._connected(), recipient)
         except (OSError, smtplib.SMTPException):
-            raise Defer(UNAVAILABLE_SECONDS, "the mail server hung up before the message") from None
+            raise Defer(UNAVAILABLE_SECONDS, "mail server closed the connection before the message") from None
 
     def _envelope(self, smtp: smtplib.SMTP, recipient: str) -> smtplib.SMTP:
         for what, (code, _) in (
-            ("the sender", smtp.mail(self._sender)),
-            ("the recipient", smtp.rcpt(recipient)),
+            ("sender", smtp.mail(self._sender)),
+            ("recipient", smtp.rcpt(recipient)),
         ):
             if code >= 300:
                 _refused(code, what)
@@ -136,26 +136,26 @@ class Mailer:
         try:
             code, _ = smtp.data(text)
         except smtplib.SMTPDataError as error:
-            # Its answer to DATA was no: the text was never sent.
+            # The server refused DATA, so the message was not sent.
             code = error.smtp_code
         except (OSError, smtplib.SMTPException):
-            raise MailError("the mail server hung up during the message; it may have been accepted") from None
+            raise MailError("mail server closed the connection during the message; it may have been accepted") from None
         if code >= 300:
-            _refused(code, "the message")
+            _refused(code, "message")
 
 
 def _check(recipient: str, subject: str) -> None:
     if len(recipient) > MAX_ADDRESS or not _ADDRESS.fullmatch(recipient):
         raise PermanentError(
-            f"recipient must be one ASCII e-mail address of at most {MAX_ADDRESS} characters",
+            f"recipient: must be one ASCII e-mail address of at most {MAX_ADDRESS} characters",
             "invalid_recipient",
         )
     if len(subject) > MAX_SUBJECT or _CONTROL.search(subject):
-        raise PermanentError(f"subject must be one line of at most {MAX_SUBJECT} characters", "invalid_subject")
+        raise PermanentError(f"subject: must be one line of at most {MAX_SUBJECT} characters", "invalid_subject")
 
 
 def _refused(code: int, what: str) -> Never:
-    # The server's own words may quote the message: only its code is passed on.
+    # Only the code, since the server's text may quote the message.
     if code < 500:
-        raise Defer(TRY_LATER_SECONDS, f"the mail server wants {what} later: {code}")
-    raise PermanentError(f"the mail server refused {what}: {code}", f"smtp_{code}")
+        raise Defer(TRY_LATER_SECONDS, f"mail server temporarily rejected the {what} ({code})")
+    raise PermanentError(f"mail server rejected the {what} ({code})", f"smtp_{code}")

@@ -1,4 +1,4 @@
-"""What beat schedules. Plain tasks: the work itself is safe to run any number of times at once."""
+"""Scheduled maintenance. Plain tasks, because the work is safe to repeat and to run concurrently."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def recover() -> int:
 
 @app.task(name="maintenance.resend")
 def resend_outbox() -> int:
-    """Send again what the broker has lost; returns how many operations."""
+    """Resend what the broker has lost; returns how many operations."""
     return resend_lost(app).resent
 
 
 @app.task(name="maintenance.purge")
 def purge() -> int:
-    """Delete what is past its retention; returns how many records."""
+    """Delete what is past its retention; returns how many operations."""
     return maintenance.purge(app)
 
 
 @app.task(name="maintenance.alert")
 def alert() -> int:
-    """Tell what has become a dead letter and which alarms are on; returns how many."""
+    """Send alerts about dead letters and alarms; returns how many."""
     return alerts.run_once(app) + alarms.run_once(app)
 
 
 @app.task(name="maintenance.report")
 def report() -> bool:
-    """Mail the weekly report, once a week however often it is asked for; returns whether it was sent."""
+    """Mail the weekly report if it is due; returns whether it was sent."""
     return reports.mail_weekly(app)

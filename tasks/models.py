@@ -1,4 +1,4 @@
-"""The business tables, as `tasks.migrate` makes them. Amounts are integers in the minor unit of their currency, never floats."""
+"""The business tables, as `tasks.migrate` creates them. Amounts are integers in the currency's minor unit, never floats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Base(DeclarativeBase):
 
 
 class Payment(Base):
-    """One purchase to be paid. Its primary key is the second wall behind the idempotency record."""
+    """One purchase to be paid. Its primary key is a second safeguard behind the idempotency record."""
 
     __tablename__ = "payments"
     __table_args__ = (
@@ -29,14 +29,14 @@ class Payment(Base):
     currency: Mapped[str]
     status: Mapped[str] = mapped_column(default="pending")
     charge_id: Mapped[str | None]
-    # what has been given back or is reserved for a refund under way
+    # refunded, or reserved for a refund in progress
     refunded: Mapped[int] = mapped_column(default=0)
     failure: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class Refund(Base):
-    """One request to give money back. `payment_id` is what was asked for: it may name nothing."""
+    """One refund request. `payment_id` is as requested: there may be no such payment."""
 
     __tablename__ = "refunds"
     __table_args__ = (
@@ -59,7 +59,7 @@ class Refund(Base):
 
 
 class Notification(Base):
-    """What became of the e-mail about one event. Its primary key says what it tells: `payment.captured:<id>`."""
+    """The e-mail about one event. Its primary key says what it is about: `payment.captured:<id>`."""
 
     __tablename__ = "notifications"
 
@@ -71,7 +71,7 @@ class Notification(Base):
 
 
 class SupportCase(Base):
-    """A payment that failed or whose outcome was unknown, for support to look at; `code` says what became of it."""
+    """A payment that failed or whose outcome is unknown, for support; `code` says why, or that it recovered."""
 
     __tablename__ = "support_cases"
 
@@ -81,10 +81,10 @@ class SupportCase(Base):
 
 
 class Posting(Base):
-    """A line of the double-entry ledger: one amount from one account to another.
+    """A posting in the double-entry ledger: one amount from one account to another.
 
-    Debit and credit stand in one row, so the sum over all accounts is zero by construction; the view
-    `ledger_entries` shows the two entries of each.
+    Debit and credit are in one row, so the sum over all accounts is always zero. The view `ledger_entries` has the two
+    entries of each posting.
     """
 
     __tablename__ = "ledger"
@@ -104,5 +104,5 @@ class Posting(Base):
     currency: Mapped[str]
 
 
-# For writes that need no object: a statement costs less than a flush.
+# For writes without ORM objects: a statement is cheaper than a flush.
 payments, ledger = (Base.metadata.tables[name] for name in ("payments", "ledger"))

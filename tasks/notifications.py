@@ -1,4 +1,4 @@
-"""Notifications: one e-mail for each event that a customer should hear of."""
+"""Notifications: one e-mail per event that concerns a customer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .outside import mailer
 
 
 def about(event: dict[str, Any]) -> tuple[str, str]:
-    """What an event tells of: its type, and the id of the refund or the payment."""
+    """What an event is about: its type, and the id of the refund or payment."""
     data = event["data"]
     return event["type"], data.get("refund_id") or data["payment_id"]
 
@@ -26,7 +26,7 @@ def notification_failed(session: Session, operation: Operation, error: Permanent
 
 @subscribe("payment.captured", "payment.refunded", consumer="notifications", app=app, on_failed=notification_failed)
 def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
-    """Send the e-mail of an event. SMTP knows no keys: a repeated call repeats the Message-ID."""
+    """Send the e-mail about an event. SMTP has no idempotency keys, but a repeated call uses the same Message-ID."""
     subject = " ".join(about(event))
     recipient = f"customer-{event['data']['customer_id']}@customers.example"
     body = f"{subject}, purchase {event['data']['payment_id']}\n"

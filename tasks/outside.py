@@ -1,4 +1,4 @@
-"""The outside world as configured: the payment provider and the mail server."""
+"""The configured payment provider and mail server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import celeryconfig
 from .gateway import Gateway, StripeGateway
 from .mail import Mailer
 
-# The SDK logs every address it calls, and those carry charge ids.
+# The SDK logs every URL, and those contain charge ids.
 logging.getLogger("stripe").setLevel(logging.WARNING)
 
 
@@ -30,6 +30,6 @@ def _mailer() -> Mailer:
     return Mailer(url.hostname or "127.0.0.1", url.port or 25, sender=celeryconfig.environment.mail_from)
 
 
-# Both are made for sharing: they open their connections on first use, one set per process and thread.
+# Both can be shared: they open connections on first use, per process or per thread.
 gateway = _gateway()
 mailer = _mailer()

@@ -1,4 +1,4 @@
-"""Payments: the application inserts one as pending together with its outbox row; the task ends it."""
+"""Payments: a payment is inserted as pending together with its outbox row; the task captures it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .validation import check_amount, check_currency, check_id, check_local_part
 
 
 def submit_payment(session: Session, *, payment_id: str, customer_id: str, amount: int, currency: str) -> Handle:
-    """Accept a purchase: its pending row and its message leave with the caller's commit.
+    """Accept a purchase: write its pending row and its message in the caller's transaction.
 
-    `amount` is in the minor unit; 0 is a free purchase. Raises `ValueError` naming the field and the limit.
+    `amount` is in the minor unit; 0 is a free purchase. Raises `ValueError`, which names the field and the limit.
     """
     payment = Payment(
         id=check_id("purchase_id", payment_id),
@@ -33,9 +33,10 @@ def submit_payment(session: Session, *, payment_id: str, customer_id: str, amoun
 
 
 def payment_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """The row says so in the transaction that makes the operation fail, and an event tells the subscribers.
+    """Record the failure and publish an event, in the transaction that fails the operation.
 
-    Failed means that nothing was charged. What was, or may have been, is unknown until a person has resolved it.
+    `failed` means that nothing was charged. If something was or may have been charged, it is `unknown` until a person
+    resolves it.
     """
     payment = session.get(Payment, operation.arguments["payment_id"], with_for_update=True)
     if payment is not None and payment.status not in ("captured", "free"):
@@ -54,20 +55,20 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
     effect_types={"capture": Result},
 )
 def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
-    """Charge the customer, once."""
+    """Charge the customer once."""
     payment = self.session.get(Payment, payment_id)
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
     if payment.status in ("captured", "free"):  # by a call under another key
         return {"status": payment.status, "charge": payment.charge_id}
-    was_told = payment.failure is not None
+    had_failed = payment.failure is not None
     request: dict[str, Any] = {
         "payment_id": payment.id,
         "customer_id": payment.customer_id,
         "amount": payment.amount,
         "currency": payment.currency,
     }
-    self.session.rollback()  # nothing stays open during a call outside
+    self.session.rollback()  # no open transaction during an external call
 
     charge = None
     if request["amount"] > 0:
@@ -76,7 +77,7 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
     status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
     ended = payments.update().where(payments.c.id == payment_id)
     self.session.execute(ended.values(status=status, charge_id=charge_id, failure=None))
-    if was_told:
+    if had_failed:
         publish(self.session, "payment.recovered", {"payment_id": payment_id, "code": "recovered"}, app=app)
     if charge is not None:
         ledger.post(self.session, "capture", payment_id, payment_id, request["amount"], request["currency"])

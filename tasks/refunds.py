@@ -1,4 +1,4 @@
-"""Refunds: never more than was captured, even when two race: reserve under the payment's row lock, refund, post."""
+"""Refunds: reserve the amount under the payment's row lock, refund, post. Never more than was captured, even in a race."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .models import Payment, Refund
 from .outside import gateway
 from .validation import check_amount, check_id, check_text
 
-# A payment still pending ends within seconds as a rule; asking more often would only load the queues.
+# Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
 
 def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: int, reason: str) -> Handle:
-    """Accept a refund request: its row and its message leave with the caller's commit.
+    """Accept a refund request: write its row and its message in the caller's transaction.
 
-    `amount` is in the minor unit, at least 1. Raises `ValueError` naming the field and the limit.
+    `amount` is in the minor unit, at least 1. Raises `ValueError`, which names the field and the limit.
     """
     refund = Refund(
         id=check_id("refund_id", refund_id),
@@ -36,7 +36,7 @@ def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: 
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """Refused: nothing is reserved any more. Unknown: it stays reserved, for it was or may have been paid out."""
+    """Record the failure. If refused, nothing is reserved; if unknown, it stays reserved, since it may have been paid out."""
     refund = session.get(Refund, operation.arguments["refund_id"], with_for_update=True)
     if refund is not None and refund.status != "refunded":
         refund.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "refused"
@@ -44,7 +44,7 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
 
 
 def reserve(session: Session, refund_id: str) -> dict[str, Any]:
-    """Set the amount aside on the payment, or say why there will be no refund."""
+    """Reserve the amount on the payment. Raises `PermanentError` if there can be no refund, `Defer` if it is too early."""
     refund = session.get(Refund, refund_id, with_for_update=True)
     if refund is None:
         raise PermanentError(f"refund {refund_id}: unknown", "refund_unknown")
@@ -52,7 +52,7 @@ def reserve(session: Session, refund_id: str) -> dict[str, Any]:
     if payment is None:
         raise PermanentError("the payment does not exist", "payment_unknown")
     if payment.status in ("pending", "unknown"):
-        # a person may still find the charge: a final refusal needs a fact
+        # the payment may still turn out to be captured
         raise Defer(PENDING_PAUSE, f"payment {payment.id}: still {payment.status}")
     if payment.status != "captured":
         raise PermanentError(f"payment {payment.id}: {payment.status}, nothing to refund", f"payment_{payment.status}")
@@ -69,7 +69,7 @@ def reserve(session: Session, refund_id: str) -> dict[str, Any]:
     }
 
 
-def free(session: Session, reserved: dict[str, Any]) -> None:
+def unreserve(session: Session, reserved: dict[str, Any]) -> None:
     """Undo `reserve`: the amount can be refunded again."""
     session.get_one(Payment, reserved["payment_id"], with_for_update=True).refunded -= reserved["amount"]
     session.get_one(Refund, reserved["refund_id"]).status = "pending"
@@ -85,14 +85,14 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
     effect_types={"refund": Result},
 )
 def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
-    """Give money back, once."""
-    request = self.step("reserve", reserve, refund_id, undo=free)
+    """Refund the customer once."""
+    request = self.step("reserve", reserve, refund_id, undo=unreserve)
 
-    given_back = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
+    refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
 
     refund = self.session.get_one(Refund, refund_id, with_for_update=True)
     payment = self.session.get_one(Payment, refund.payment_id)
-    refund.status, refund.provider_refund_id, refund.failure = "refunded", given_back["id"], None
+    refund.status, refund.provider_refund_id, refund.failure = "refunded", refunded["id"], None
     ledger.post(self.session, "refund", refund.id, payment.id, refund.amount, payment.currency)
     publish(
         self.session,
@@ -106,4 +106,4 @@ def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
         },
         app=app,
     )
-    return {"status": "refunded", "refund": given_back["id"]}
+    return {"status": "refunded", "refund": refunded["id"]}

@@ -1,4 +1,4 @@
-"""Stripe's SDK over urllib3 itself, without the layer of requests between them that it uses by default."""
+"""Stripe's SDK on urllib3 directly, instead of on requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from urllib.request import getproxies, proxy_bypass
 import stripe
 import urllib3
 
-# More connections at a time than a process has threads: one beyond these would be opened for a single call.
+# More than a process has threads: further connections would be used for one call only.
 CONNECTIONS = 100
 
 
 class StripeConnections(stripe.HTTPClient):
-    """Connections to one address of Stripe, kept between calls; safe to share between threads, not across a fork.
+    """Persistent connections to one address of Stripe; safe to share between threads, but not across a fork.
 
-    `timeout` is in seconds, to connect and to read. Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY as they were when it
-    was made.
+    `timeout` is in seconds, to connect and to read. Reads HTTPS_PROXY, HTTP_PROXY and NO_PROXY when it is created.
     """
 
     name = "urllib3"
@@ -29,7 +28,7 @@ class StripeConnections(stripe.HTTPClient):
         options: dict[str, Any] = {
             "maxsize": CONNECTIONS,
             "timeout": urllib3.Timeout(connect=connect, read=read),
-            "retries": False,  # whether a call may be repeated is not for the transport to say
+            "retries": False,  # the transport cannot know whether a call may be repeated
             "cert_reqs": "CERT_REQUIRED",
             "ca_certs": stripe.ca_bundle_path,
         }
@@ -40,7 +39,7 @@ class StripeConnections(stripe.HTTPClient):
     def request(  # type: ignore[override]  # the SDK's own clients return bytes as well
         self, method: str, url: str, headers: Mapping[str, str] | None, post_data: Any = None, **_: Any
     ) -> tuple[bytes, int, Mapping[str, str]]:
-        """Make one call. Raises `stripe.APIConnectionError` when there is no whole answer."""
+        """Make one call. Raises `stripe.APIConnectionError` without a complete answer."""
         try:
             response = self._pool.request(method, url, body=post_data, headers=headers)
         except urllib3.exceptions.HTTPError as error:

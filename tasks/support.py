@@ -1,4 +1,4 @@
-"""Support: every payment that failed, or whose outcome is unknown, becomes a case."""
+"""Support: one case for every payment that failed or whose outcome is unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .models import Payment, SupportCase
 
 @subscribe("payment.failed", "payment.unknown", "payment.recovered", consumer="support", app=app)
 def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
-    """Open the case of a payment, or say in its case what has become of it."""
-    # the payment's own row, because two events of one payment may be handled in either order
+    """Open or update the support case of a payment."""
+    # from the payment's row, because events of one payment may be handled in either order
     payment = self.session.get_one(Payment, event["data"]["payment_id"])
     self.session.merge(SupportCase(payment_id=payment.id, code=payment.failure or "recovered"))

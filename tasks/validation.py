@@ -1,4 +1,4 @@
-"""What the application accepts. Every refusal names the field and the limit, never the value of another field."""
+"""Input validation. Every error names the field and the limit, never the value of another field."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from idempotency.errors import CallRefused
 from idempotency.wire.keys import check_key
 
-# Two decimals each, so that "cents" is the minor unit; others would need their own exponent (ISO 4217).
+# Only currencies with two decimals, whose minor unit is a cent; others need another exponent (ISO 4217).
 CURRENCIES = frozenset({"AUD", "CAD", "CHF", "EUR", "GBP", "NOK", "NZD", "SEK", "USD"})
-# The provider's own limit: eight digits in the minor unit (docs.stripe.com/currencies).
+# The provider's limit: eight digits in the minor unit (docs.stripe.com/currencies).
 MAX_AMOUNT = 99_999_999
 MAX_TEXT = 200
 # RFC 5321 allows 64 characters before the @; "customer-" takes nine.
@@ -18,7 +18,7 @@ LOCAL_PART = re.compile(r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*")
 
 
 def check_id(field: str, value: object) -> str:
-    """An identifier that can be an idempotency key. Raises `ValueError`."""
+    """Check an identifier that is used as an idempotency key. Raises `ValueError`."""
     try:
         return check_key(value, field=field)
     except CallRefused as error:
@@ -26,7 +26,7 @@ def check_id(field: str, value: object) -> str:
 
 
 def check_local_part(field: str, value: object) -> str:
-    """An identifier that can also stand in an e-mail address: letters, digits and . _ + -. Raises `ValueError`."""
+    """Check an identifier that is also used in an e-mail address: letters, digits and . _ + -. Raises `ValueError`."""
     text = check_id(field, value)
     if len(text) > MAX_LOCAL_PART or not LOCAL_PART.fullmatch(text):
         raise ValueError(f"{field}: at most {MAX_LOCAL_PART} letters, digits and . _ + -")
@@ -34,14 +34,14 @@ def check_local_part(field: str, value: object) -> str:
 
 
 def check_text(field: str, value: object) -> str:
-    """A short note for people. Raises `ValueError`."""
+    """Check a short note for people. Raises `ValueError`."""
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
         raise ValueError(f"{field}: at most {MAX_TEXT} printable characters")
     return value
 
 
 def check_amount(field: str, value: object, *, at_least: int) -> int:
-    """An amount in the minor unit. Raises `ValueError` for anything but an integer within the limits."""
+    """Check an amount in the minor unit. Raises `ValueError` for anything but an integer within the limits."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{field}: must be an integer in the minor unit, got {type(value).__name__}")
     if not at_least <= value <= MAX_AMOUNT:
@@ -50,7 +50,7 @@ def check_amount(field: str, value: object, *, at_least: int) -> int:
 
 
 def check_currency(field: str, value: object) -> str:
-    """A currency this application handles. Raises `ValueError`."""
+    """Check that the application supports a currency. Raises `ValueError`."""
     if not isinstance(value, str) or value not in CURRENCIES:
         raise ValueError(f"{field}: must be one of {', '.join(sorted(CURRENCIES))}")
     return value

@@ -15,7 +15,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import EffectUnknown, LeaseLost, PartBroken, PermanentError, Unfinished
+from ..errors import EffectUnknown, LeaseLost, PermanentError, TransactionEnded, Unfinished
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import claims, ends, letters
@@ -156,7 +156,7 @@ class Attempt:
             concluded = self._fail(
                 error, described, skip="it has ended its process too often" if is_too_often else None
             )
-        except PartBroken as broken:
+        except TransactionEnded as broken:
             self.writes.roll_back()
             concluded = self._fail(error, described, skip=str(broken))
         metrics.count_failed(self.claim.id.task, concluded.error.code)

@@ -25,7 +25,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from ..errors import EffectUnknown, InvalidArguments, LeaseLost, PartBroken, PermanentError, Unfinished
+from ..errors import EffectUnknown, InvalidArguments, LeaseLost, PermanentError, TransactionEnded, Unfinished
 from ..observe.logs import log
 from ..store.answers import error_text
 from ..store.ends import FailedEnd
@@ -78,7 +78,7 @@ def conclude(
     `described` is the error in one line, as it is stored; by default its message. `skip` says why neither an undo nor
     `on_failed` may run. If one of them raises, it leaves no rows, and the dead letter says so.
     Raises `OperationalError`, `LeaseLost` and `SoftTimeLimitExceeded`, which are not the application's fault: the end
-    is tried again. Raises `PartBroken` when the caller's transaction is gone: call again, with that error as `skip`.
+    is tried again. Raises `TransactionEnded` when the caller's transaction is gone: call again, with that error as `skip`.
     """
     described = (error.message if described is None else described)[:ERROR_LIMIT]
     cause = _cause(error, described)
@@ -206,7 +206,7 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
         _check_transaction(connection, transaction, None)
         session.execute(text("RESET ROLE"))  # SET LOCAL would last until the end of our own statements
         session.end_with_commit()
-    except (LeaseLost, PartBroken, SoftTimeLimitExceeded):
+    except (LeaseLost, TransactionEnded, SoftTimeLimitExceeded):
         raise
     except OperationalError as error:
         if not connection.invalidated:
@@ -229,20 +229,20 @@ _THIS_PART = "SELECT current_setting('idempotency.part', true)"
 
 
 def _check_transaction(connection: Connection, expected: str, error: Exception | None) -> None:
-    """Raise `PartBroken` unless the connection is still in the transaction that the part was given."""
+    """Raise `TransactionEnded` unless the connection is still in the transaction that the part was given."""
     described = "it has ended the transaction it was given" + ("" if error is None else f": {describe(error)}")
     try:
         found = connection.exec_driver_sql(_THIS_PART).scalar_one()
     except OperationalError as unanswered:
         if getattr(unanswered.orig, "sqlstate", None) is None and error is None:
             raise  # Postgres is away
-        raise PartBroken(described) from error
+        raise TransactionEnded(described) from error
     except SQLAlchemyError:
         if isinstance(error, OperationalError):
             return  # the statement was refused, and its transaction waits for a rollback
-        raise PartBroken(described) from error
+        raise TransactionEnded(described) from error
     if found != expected:
-        raise PartBroken(described) from error
+        raise TransactionEnded(described) from error
 
 
 def _found(name: str) -> Undo | None:

@@ -13,7 +13,7 @@ from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu.exceptions import KombuError
 
-from ..errors import BrokerAway
+from ..errors import BrokerUnavailable
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 
@@ -44,7 +44,7 @@ class BrokerChannel:
         self._confirms = False
 
     def depth(self, queue: str) -> int:
-        """Messages ready in a queue; 0 if there is no such queue. Raises `BrokerAway`."""
+        """Messages ready in a queue; 0 if there is no such queue. Raises `BrokerUnavailable`."""
         with self._asking() as channel:
             try:
                 return int(channel.queue_declare(queue, passive=True).message_count)
@@ -52,13 +52,13 @@ class BrokerChannel:
                 return 0
 
     def is_fifo(self) -> bool:
-        """Whether queues are first in, first out: over AMQP they are. Raises `BrokerAway`."""
+        """Whether queues are first in, first out: over AMQP they are. Raises `BrokerUnavailable`."""
         with self._closing_on_errors():
             self._connect()
             return self._confirms
 
     def look(self, queue: str) -> Seen | None:
-        """What is in a queue now; None if the broker cannot say. Raises `BrokerAway`."""
+        """What is in a queue now; None if the broker cannot say. Raises `BrokerUnavailable`."""
         with self._asking() as channel:
             try:
                 return _seen(channel, queue)
@@ -71,7 +71,7 @@ class BrokerChannel:
     def held(self, queue: str, consumers: int, task_ids: list[str]) -> set[str] | None:
         """Which of these tasks the consumers of a queue hold, unacknowledged. None: not all of them have answered.
 
-        Takes `REPLY` seconds. Raises `BrokerAway`.
+        Takes `REPLY` seconds. Raises `BrokerUnavailable`.
         """
         with self._closing_on_errors():
             self._connect()
@@ -94,12 +94,12 @@ class BrokerChannel:
 
     @contextmanager
     def _closing_on_errors(self) -> Iterator[None]:
-        """Close the connection after any error. Raises `BrokerAway` for an error of the broker."""
+        """Close the connection after any error. Raises `BrokerUnavailable` for an error of the broker."""
         try:
             yield
         except BROKER_ERRORS as error:
             self.close()
-            raise BrokerAway(type(error).__name__) from error
+            raise BrokerUnavailable(type(error).__name__) from error
         except BaseException:
             self.close()
             raise

@@ -40,7 +40,7 @@ class Publisher(BrokerChannel):
         self._nacked: set[int] = set()
 
     def publish(self, batch: list[tuple[str, Message]], result: Published) -> None:
-        """Publish messages under their ids and note in `result` what is certain. Raises `BrokerAway`."""
+        """Publish messages under their ids and note in `result` what is certain. Raises `BrokerUnavailable`."""
         with self._closing_on_errors():
             self._connect()  # outside the try: a refused login is no message's fault
             try:
@@ -52,7 +52,7 @@ class Publisher(BrokerChannel):
                 self._one_by_one(batch, result, error)
 
     def mark(self, queue: str, marker: str, *, priority: int) -> None:
-        """Send a marker behind everything that this queue holds in the class of this priority. Raises `BrokerAway`.
+        """Send a marker behind everything that this queue holds in the class of this priority. Raises `BrokerUnavailable`.
 
         To every Celery worker it is a task that does nothing; a worker with our guard notes that it has arrived.
         """

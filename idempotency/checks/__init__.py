@@ -1,1 +1,1 @@
-"""Whether a set-up can keep the promise, before anything starts."""
+"""Checks of the set-up: `idempotency doctor`, and those at the start of a process."""

@@ -1,4 +1,4 @@
-"""What an application's own configuration says about the promise: tasks, queues, retentions. Connects to nothing."""
+"""Checks of an application's configuration: tasks, queues, retentions. Does not connect to anything."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from ..settings import Settings
 from ..worker.task import IdempotentTask, idempotent_tasks
 from .findings import Finding, Level, ok, refusal, warning
 
-# What each idempotent task must have, whether by its own option or by Celery's setting; and what is lost otherwise.
+# Required of each idempotent task, by its own option or Celery's setting, and what goes wrong otherwise.
 _TASK_RULES: tuple[tuple[str, Any, str], ...] = (
-    ("acks_late", True, "a worker that dies takes its messages with it"),
+    ("acks_late", True, "a worker that dies loses its messages"),
     ("reject_on_worker_lost", True, "a killed pool process would acknowledge its message"),
-    ("retry_on_worker_lost", False, "a worker lost too often would acknowledge without a dead letter"),
-    ("acks_on_timeout", False, "a hard time limit that passes before the claim would acknowledge"),
-    ("serializer", "json", "messages are JSON; nothing else is accepted"),
+    ("retry_on_worker_lost", False, "a message whose workers keep dying would be acknowledged without a dead letter"),
+    ("acks_on_timeout", False, "a hard time-out before the claim would acknowledge the message"),
+    ("serializer", "json", "only JSON messages are accepted"),
     ("expires", None, "an expired message is acknowledged and lost"),
 )
 
 _SETTING_RULES: tuple[tuple[str, Any, str], ...] = (
-    ("task_create_missing_queues", False, "a misspelt name becomes a classic queue that nobody reads"),
+    ("task_create_missing_queues", False, "a misspelt name would create a classic queue without consumers"),
     ("worker_prefetch_multiplier", 1, "messages wait behind a long task while other processes are idle"),
     ("worker_enable_prefetch_count_reduction", False, "it does nothing on a quorum queue"),
     ("worker_deduplicate_successful_tasks", False, "it looks like protection and gives none"),
 )
 
 _QUEUE_RULES: tuple[tuple[str, str, str], ...] = (
-    ("x-queue-type", "quorum", "another type limits no deliveries"),
-    ("x-dead-letter-strategy", "at-least-once", "otherwise a dead letter can get lost on its way"),
+    ("x-queue-type", "quorum", "other types have no delivery limit"),
+    ("x-dead-letter-strategy", "at-least-once", "a message could be lost on its way to the dead-letter queue"),
     ("x-overflow", "reject-publish", "a full queue would drop its oldest messages"),
 )
 
 
 def speaks_amqp(app: Celery) -> bool:
-    """Whether the broker has queues with arguments. Connects to nothing; raises `ValueError` for a broken address."""
+    """Whether the broker speaks AMQP. Does not connect; raises `ValueError` for an invalid address."""
     return bool(app.connection_for_write().transport.driver_type == "amqp")
 
 
 def require_broker_address(app: Celery) -> None:
-    """Raise `SettingsError` for a broken address of the broker: kombu's own error would show parts of it."""
+    """Raise `SettingsError` for an invalid broker address: kombu's own error would show parts of it."""
     try:
         speaks_amqp(app)
     except ValueError:
@@ -55,7 +55,7 @@ def require_broker_address(app: Celery) -> None:
 
 
 def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
-    """The settings, or why there are none."""
+    """The settings, or findings that say why they are invalid."""
     try:
         return settings_of(app), []
     except SettingsError as error:
@@ -64,13 +64,13 @@ def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
 
 
 def _got(app: Celery, setting: str) -> str:
-    # an address holds a password; where two settings disagree, the error has named both values
+    # never an address, which has a password; if two settings conflict, the error already has both values
     value = None if setting.endswith("_url") else app.conf.get(setting)
     return "" if value is None else f", got {value!r}"
 
 
 def check(app: Celery, given: Settings | None) -> list[Finding]:
-    """Check tasks, queues, content types, schedule and retentions. `given`: the settings, where they are valid."""
+    """Check tasks, queues, content types, schedule and retentions. `given`: the settings, if they are valid."""
     tasks = idempotent_tasks(app)
     findings = [*_tasks(tasks), *_content(app), *_schedule(app, tasks), *_celery_settings(app)]
     if given is not None:
@@ -87,7 +87,7 @@ def check(app: Celery, given: Settings | None) -> list[Finding]:
             warning(
                 "broker",
                 "not RabbitMQ: no delivery limit, no dead-letter queue and no confirms",
-                "enough to try things out; a killed worker's message comes back only after the visibility time-out",
+                "good enough for trying things out; a killed worker's messages come back only after the visibility time-out",
             )
         )
     return findings
@@ -105,7 +105,7 @@ def _tasks(tasks: list[IdempotentTask]) -> list[Finding]:
             if value != needed:
                 findings.append(refusal(f"task {task.name}", f"{name}={value!r}, need {needed!r}", reason))
         if not task.acks_on_failure:
-            reason = "a failed operation comes back until the delivery limit"
+            reason = "a failed operation is redelivered until the delivery limit"
             findings.append(warning(f"task {task.name}", "acks_on_failure=False, need True", reason))
     if not any(finding.level is Level.REFUSAL for finding in findings):
         findings.insert(0, ok("tasks", f"{len(tasks)} idempotent, acknowledged late"))
@@ -142,13 +142,13 @@ def _celery_settings(app: Celery) -> list[Finding]:
 
 
 def _retentions(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
-    """A record must outlive every message that may still arrive: without it the message would run again."""
+    """A record must be kept while its messages may still arrive: without it, they would run again."""
     horizon = given.redelivery_horizon
     findings = [
         refusal(
             f"task {task.name}",
             f"{name}={value} below redelivery_horizon={horizon}",
-            "a message that arrives after its record is gone runs again",
+            "a message that arrives after its record was purged would run again",
         )
         for task in tasks
         for name in ("retention_completed", "retention_failed")
@@ -156,7 +156,7 @@ def _retentions(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
     ]
     kept = f"completed {given.retention_completed:.0f} s, failed {given.retention_failed:.0f} s"
     return findings or [
-        ok("retention", f"{kept}, redelivery_horizon {horizon:.0f} s; an open dead letter keeps its record for ever")
+        ok("retention", f"{kept}, redelivery_horizon {horizon:.0f} s; records with an open dead letter are kept")
     ]
 
 
@@ -165,7 +165,7 @@ def _longest_runs(app: Celery, tasks: list[IdempotentTask], given: Settings) -> 
         warning(
             f"task {task.name}",
             f"time_limit={limit:g} above max_run={given.longest_run:g}",
-            "a body may run on after its lease is given up, beside the next attempt; raise idempotency_max_run",
+            "a body may go on after its lease has run out, in parallel with the next attempt; raise idempotency_max_run",
         )
         for task in tasks
         if (limit := task.time_limit or app.conf.task_time_limit) and limit > given.longest_run
@@ -173,15 +173,15 @@ def _longest_runs(app: Celery, tasks: list[IdempotentTask], given: Settings) -> 
 
 
 def connections(pool: str, concurrency: int | None, given: Settings) -> list[Finding]:
-    """Whether the attempts that run in one process get a connection each. A prefork process runs one."""
-    most = 2 * given.pool_size  # half of them are kept
+    """Whether each attempt in a process can get a connection. A prefork process runs only one at a time."""
+    most = 2 * given.pool_size  # the pool may grow to twice its size
     if not any(name in pool for name in ("thread", "gevent", "eventlet")) or (concurrency or 0) <= most:
         return []
     found = f"{given.pool_size}, enough for {most} attempts at once, and concurrency is {concurrency}"
-    return [warning("idempotency_pool_size", found, "the others would wait; raise it to half the concurrency")]
+    return [warning("idempotency_pool_size", found, "the others would wait; raise it to half of the concurrency")]
 
 
-# ---------------------------------------------------------------- queues, as they are declared
+# ---------------------------------------------------------------- declared queues
 
 
 def _queues(app: Celery, tasks: list[IdempotentTask], given: Settings | None) -> list[Finding]:
@@ -191,7 +191,7 @@ def _queues(app: Celery, tasks: list[IdempotentTask], given: Settings | None) ->
             refusal(
                 "broker_transport_options",
                 "confirm_publish off, need True",
-                "a message that the broker did not take would be lost silently",
+                "a message that the broker does not accept would be lost silently",
             )
         )
     used: dict[str, list[IdempotentTask]] = {}
@@ -202,13 +202,15 @@ def _queues(app: Celery, tasks: list[IdempotentTask], given: Settings | None) ->
             findings.append(
                 refusal(f"task {task.name}", "routed to a queue that is not in task_queues", "declare it there")
             )
-        except Exception as error:  # a route of the application's own, which may want to see arguments
+        except Exception as error:  # the application's own router, which may need the arguments
             findings.append(
-                warning(f"task {task.name}", f"its route cannot be asked: {type(error).__name__}", "check its queue")
+                warning(
+                    f"task {task.name}", f"its route cannot be determined: {type(error).__name__}", "check its queue"
+                )
             )
     for name, queue in sorted(app.amqp.queues.items()):
         wrong = list(_queue(queue))
-        if name not in used:  # plain tasks may live with less
+        if name not in used:  # plain tasks may accept less
             wrong = [warning(f.subject, f.found, f"no idempotent task is routed here; {f.advice}") for f in wrong]
         findings += wrong
         if name in used and not wrong:
@@ -217,7 +219,7 @@ def _queues(app: Celery, tasks: list[IdempotentTask], given: Settings | None) ->
 
 
 def _providers(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
-    """Whether repeats come while the provider still knows their key; beyond that the end is a person's."""
+    """Whether calls are repeated only while the provider still has their key; after that a person has to decide."""
     findings = []
     for task in tasks:
         if (contract := task.provider) is None:
@@ -231,13 +233,13 @@ def _providers(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
         for name, seconds in horizons.items():
             if seconds >= kept:
                 found = f"{name}={seconds:g} s, and {contract.name} keeps a key for {kept:g} s"
-                findings.append(warning(subject, found, "a late repeat ends as effect_unknown instead"))
+                findings.append(warning(subject, found, "a call repeated later than that ends as effect_unknown"))
         retention = task.retention_failed or given.retention_failed
         if retention > kept:
             found = (
                 f"{contract.name} keeps a key for {kept / 3600:g} h; failed operations are kept {retention / 3600:g} h"
             )
-            advice = "give effects a reconcile: a later replay cannot repeat an unknown call, only ask about it"
+            advice = "give its effects a reconcile: a later replay can only ask about an unknown call, not repeat it"
             findings.append(ok(subject, f"{found}; {advice}"))
     return findings
 
@@ -262,29 +264,25 @@ def _queue(queue: Queue) -> list[Finding]:
         findings.append(refusal(subject, found, advice))
     exchange, key = arguments.get("x-dead-letter-exchange"), arguments.get("x-dead-letter-routing-key")
     if exchange is None or (exchange == "" and key in (None, "", queue.name)):
-        found = f"dead letters go to exchange {exchange!r} with routing key {key!r}, need a queue of their own"
+        found = f"dead letters go to exchange {exchange!r} with routing key {key!r}, need a separate queue"
         findings.append(refusal(subject, found, "use idempotency.queues.quorum_queue"))
     if not queue.durable or queue.auto_delete or queue.no_ack:
         found = f"durable={queue.durable} auto_delete={queue.auto_delete} no_ack={queue.no_ack}, need True False False"
         findings.append(refusal(subject, found, "use idempotency.queues.quorum_queue"))
     for name, attribute in (("x-expires", "expires"), ("x-message-ttl", "message_ttl")):
         if (value := arguments.get(name, getattr(queue, attribute))) is not None:
-            findings.append(
-                refusal(subject, f"{name} is {value}, need none", "an accepted message waits as long as it takes")
-            )
+            findings.append(refusal(subject, f"{name} is {value}, need none", "accepted messages must not expire"))
     if queue.exchange is not None and queue.exchange.type != "topic":
         found = f"exchange type {queue.exchange.type}, recommended topic"
-        findings.append(
-            warning(subject, found, "a countdown given to apply_async goes through a worker into the outbox")
-        )
+        findings.append(warning(subject, found, "a countdown in apply_async goes through a worker to the outbox"))
     return findings
 
 
 def _outage(queue: Queue, tasks: list[IdempotentTask], given: Settings | None) -> Finding:
-    """How late a message may come back. Waiting for Postgres uses no delivery; an attempt killed at its limit does."""
+    """How late a message may come back. Waiting for Postgres uses up no deliveries; an attempt killed at its limit does."""
     subject, limit = f"queue {queue.name}", (queue.queue_arguments or {})["x-delivery-limit"]
     latest = limit * max((task.time_limit or 0 for task in tasks), default=0)
     if given is not None and latest > given.redelivery_horizon:
         found = f"{limit} deliveries x {latest / limit:g} s = {latest:g} s above redelivery_horizon={given.redelivery_horizon}"
-        return warning(subject, found, "a message may still arrive after its record is gone")
-    return ok(subject, f"quorum, {limit} deliveries; waiting for Postgres uses none of them")
+        return warning(subject, found, "a message may still arrive after its record was purged")
+    return ok(subject, f"quorum, {limit} deliveries; waiting for Postgres uses up none")

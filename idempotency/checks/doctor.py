@@ -1,7 +1,7 @@
-"""`idempotency doctor`: what in the set-up would break the promise, before it does.
+"""`idempotency doctor`: finds what in the set-up would lose work or do it twice.
 
-Looks at the configuration, then asks each server. Not seen: RabbitMQ policies, which can lower a queue's limits
-behind its arguments, and the settings of an application's own database sessions.
+Checks the configuration, then each server. Not checked: RabbitMQ policies, which can lower a queue's limits below its
+arguments, and the settings of an application's own database sessions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..queues import dead_letter_queues
 from ..settings import Settings
 from ..store import schema
 from ..store.connections import make_attempts_engine
-from ..store.overview import looking
+from ..store.overview import monitoring_connection
 from ..upkeep import alarms, overview
 from . import configuration
 from .findings import Finding, Level, ok, refusal, warning
@@ -42,12 +42,12 @@ OLDEST_POSTGRES = 13
 OLDEST_REDIS = 6
 # at-least-once dead-lettering of quorum queues
 OLDEST_RABBITMQ = (3, 10)
-# Seconds until a server counts as unreachable.
-PATIENCE = 5
-# Seconds. Only the database's clock is ever compared with, so a difference costs latency and readability of logs.
+# Seconds.
+TIMEOUT = 5
+# Seconds. All comparisons use the database's clock, so a difference only costs latency and confuses logs.
 CLOCK_TOLERANCE = 1.0
 
-# Foreign error texts are never shown: some repeat the address. These are the ones worth telling apart.
+# Servers' error messages are never shown, because some repeat the address. These are worth distinguishing.
 _PASSWORD, _NO_PASSWORD, _NAME = "wrong password", "the address has no password", "no such database or user"
 _REASONS = (
     (r"no password supplied", _NO_PASSWORD),
@@ -60,7 +60,7 @@ _REASONS = (
     (r"timed? ?out", "no answer in time"),
     (r"does not exist", _NAME),
 )
-# Of these, what waiting does not heal.
+# Those that do not go away by waiting.
 WRONG_ADDRESS = (_PASSWORD, _NO_PASSWORD, _NAME)
 
 _DATABASE = text("""
@@ -80,46 +80,48 @@ _OURS = text("""
 SELECT pg_backend_pid() AS backend, current_setting('lock_timeout') AS lock_timeout,
        current_setting('statement_timeout') AS statement_timeout
 """)
-# A pooler that turns its backends about gives the same one again after a few.
+# A pooler that rotates its backends returns to the same one after a few connections.
 POOLER_TRIES = 5
 
 
 def doctor(app: Celery) -> list[Finding]:
-    """Check the application and its servers: one line each, the worst first. Changes nothing but may take seconds.
+    """Check the application and its servers; returns findings, the worst first. Changes nothing; may take seconds.
 
-    Raises nothing for a server that is away: that is a finding too.
+    An unreachable server is a finding, not an exception.
     """
-    app.loader.import_default_modules()  # the tasks are not known before
+    app.loader.import_default_modules()  # registers the tasks
     settings, findings = configuration.read_settings(app)
     findings += configuration.check(app, settings)
     if settings is not None:
-        findings += _asked("database", "idempotency_database_url", lambda: check_database(settings))
+        findings += _check_server("database", "idempotency_database_url", lambda: check_database(settings))
         if settings.redis_url is None:
             findings.append(warning("redis", "not set", "every claim and duplicate goes to Postgres"))
         else:
             url = settings.redis_url
-            # Redis decides nothing: without it the promise holds, at the price of round trips
-            findings += _asked("redis", "idempotency_redis_url", lambda: _redis(url), Level.WARNING)
+            # only a warning: without Redis, everything still works, with more round trips
+            findings += _check_server("redis", "idempotency_redis_url", lambda: _redis(url), Level.WARNING)
         if not any(f.level is Level.REFUSAL and f.subject.startswith("database") for f in findings):
-            findings += _asked("database", "idempotency_database_url", lambda: _at_work(app, settings), Level.WARNING)
-    findings += _asked("broker", "broker_url", lambda: _broker(app))
+            findings += _check_server(
+                "database", "idempotency_database_url", lambda: _processes(app, settings), Level.WARNING
+            )
+    findings += _check_server("broker", "broker_url", lambda: _broker(app))
     order = list(reversed(Level))
     return sorted(findings, key=lambda finding: order.index(finding.level))
 
 
 def check_database(given: Settings) -> list[Finding]:
-    """Check the database's settings, tables and rights, and what lies before it. Raises SQLAlchemy's errors when it does not answer."""
-    # No options on this connection: the server's own defaults are what an application's sessions get.
+    """Check the database's settings, tables and rights, and any pooler. Raises SQLAlchemy's errors if it does not answer."""
+    # No options on this connection: an application's sessions get the server's defaults.
     engine = create_engine(
         given.database_url.get_secret_value(),
         poolclass=NullPool,
         hide_parameters=True,
-        connect_args={"connect_timeout": PATIENCE},
+        connect_args={"connect_timeout": TIMEOUT},
     )
     with engine.connect() as connection:
         findings = [*_database(connection), *_tables(connection)]
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
-        return findings  # no connection of ours would be opened
+        return findings  # our own connections would be refused
     return [*findings, *_our_connections(given)]
 
 
@@ -131,20 +133,20 @@ def _database(connection: Connection) -> list[Finding]:
         findings = [refusal("database", f"Postgres {row.version}, need at least {OLDEST_POSTGRES}", "upgrade it")]
     for name in ("fsync", "full_page_writes"):
         if (value := getattr(row, name)) != "on":
-            findings.append(refusal(f"database {name}", f"{value}, need on", "a power cut can lose what was committed"))
+            findings.append(refusal(f"database {name}", f"{value}, need on", "a power cut can lose committed data"))
     if row.synchronous_commit in ("off", "local"):
-        advice = "what your own sessions enqueue may be lost with the server; the library's connections set it on"
+        advice = "a server crash may lose what your own sessions enqueue; the library's connections set it to on"
         findings.append(warning("database synchronous_commit", f"{row.synchronous_commit}, need on", advice))
     if row.standbys and not row.synchronous_standby_names:
-        advice = "a failover can lose what was committed; set synchronous_standby_names"
+        advice = "a failover can lose committed data; set synchronous_standby_names"
         findings.append(warning("database", f"{row.standbys} standbys, none synchronous", advice))
     if row.isolation != "read committed":
-        advice = "under a higher level an attempt could not finish once a duplicate was counted"
+        advice = "under a higher level, an attempt cannot finish after a duplicate was counted"
         found = f"{row.isolation}, need read committed"
         findings.append(refusal("database default_transaction_isolation", found, advice))
     if row.read_only:
         findings.append(
-            refusal("database", "read-only, need the writable primary", "check the address, or the failover")
+            refusal("database", "read-only, need the writable primary", "check the address or the failover")
         )
     findings.append(_clock("database clock", row.now - (asked + time.time()) / 2, "this host"))
     return findings
@@ -168,11 +170,11 @@ def _tables(connection: Connection) -> list[Finding]:
         subject, _, found = str(error).partition(": ")
         found, _, advice = found.partition("; ")
         return [refusal(subject, found, advice), *rights]
-    return [ok("database schema", "this code can run on it"), *rights]
+    return [ok("database schema", "compatible with this code"), *rights]
 
 
 def _our_connections(given: Settings) -> list[Finding]:
-    """What becomes of the options we connect with, and whether a pooler hands our connections around."""
+    """Whether our connection options take effect, and whether a pooler is in transaction mode."""
     engine = make_attempts_engine(given, poolclass=NullPool)
     try:
         first = engine.connect()
@@ -180,40 +182,38 @@ def _our_connections(given: Settings) -> list[Finding]:
         if "unsupported startup parameter" not in str(error.orig):
             raise
         advice = "for PgBouncer: ignore_startup_parameters = options"
-        return [refusal("database pooler", "refuses the options of our connections", advice)]
+        return [refusal("database pooler", "refuses our connection options", advice)]
     with first:
         driver: Any = first.connection.driver_connection
         shown = first.execute(_OURS).one()
-        first.rollback()  # between transactions is where a pooler takes the backend away
+        first.rollback()  # a pooler may take the backend away between transactions
         findings = [
-            warning(f"database {name}", "0 on our connections, though we set it", "a statement may wait for ever")
+            warning(f"database {name}", "0 on our connections, although we set it", "a statement may wait forever")
             for name in ("lock_timeout", "statement_timeout")
             if getattr(shown, name) == "0"
         ]
         if not _tcp_user_timeout(driver.pgconn.socket):
             findings.append(
-                warning(
-                    "database TCP_USER_TIMEOUT", "0 on our connections", "a server that has vanished is noticed late"
-                )
+                warning("database TCP_USER_TIMEOUT", "0 on our connections", "a vanished server is noticed late")
             )
         if shown.backend == driver.info.backend_pid:
             return findings
-        # Our first connection is still open: another one on the same backend is a second user of it.
+        # The first connection is still open: if another one gets the same backend, the pooler shares it.
         for _ in range(POOLER_TRIES):
             with engine.connect() as other:
                 if other.execute(_OURS).one().backend == shown.backend:
                     advice = (
-                        "slower: nothing stays prepared, and our time-outs do not arrive; connect to Postgres itself"
+                        "slower: no prepared statements, and our time-outs have no effect; connect to Postgres directly"
                     )
                     return [
                         *findings,
                         warning("database pooler", "in transaction mode, better in session mode", advice),
                     ]
-    return [*findings, ok("database pooler", "not seen to be in transaction mode")]
+    return [*findings, ok("database pooler", "none in transaction mode detected")]
 
 
 def _tcp_user_timeout(descriptor: int) -> bool:
-    """Whether the kernel gives up a connection whose peer acknowledges nothing; true where there is none to ask."""
+    """Whether the kernel gives up a connection whose peer does not acknowledge; true for a Unix socket."""
     with socket.socket(fileno=os.dup(descriptor)) as asked:
         if asked.family == socket.AF_UNIX:
             return True
@@ -223,7 +223,7 @@ def _tcp_user_timeout(descriptor: int) -> bool:
 
 def _redis(url: SecretStr) -> list[Finding]:
     with redis.Redis.from_url(
-        url.get_secret_value(), socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE, decode_responses=True
+        url.get_secret_value(), socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, decode_responses=True
     ) as client:
         info = client.info()
         asked = time.time()
@@ -233,20 +233,20 @@ def _redis(url: SecretStr) -> list[Finding]:
     version, role, policy = info["redis_version"], info["role"], info.get("maxmemory_policy", "unknown")
     if int(version.partition(".")[0]) < OLDEST_REDIS:
         findings.append(
-            warning("redis", f"version {version}, need at least {OLDEST_REDIS}", "hints are marked with SET … KEEPTTL")
+            warning("redis", f"version {version}, need at least {OLDEST_REDIS}", "hints need SET … KEEPTTL")
         )
     if role != "master":
-        findings.append(warning("redis", f"role {role}, need master", "every hint is refused; point at the primary"))
+        findings.append(warning("redis", f"role {role}, need master", "it refuses all hints; use the primary"))
     if policy != "noeviction":
-        advice = "an evicted hint looks like none: more claims go to Postgres"
+        advice = "evicted hints mean more claims in Postgres"
         findings.append(warning("redis maxmemory-policy", f"{policy}, need noeviction", advice))
     findings = findings or [ok("redis", f"version {version}, {role}, {policy}")]
     return [*findings, _clock("redis clock", seconds + microseconds / 1e6 - now, "this host")]
 
 
 def _broker(app: Celery) -> list[Finding]:
-    with app.connection_for_write(connect_timeout=PATIENCE) as connection:
-        connection.ensure_connection(max_retries=1, interval_start=0, timeout=PATIENCE)
+    with app.connection_for_write(connect_timeout=TIMEOUT) as connection:
+        connection.ensure_connection(max_retries=1, interval_start=0, timeout=TIMEOUT)
         if connection.transport.driver_type != "amqp":
             return []
         properties = connection.connection.server_properties
@@ -257,7 +257,11 @@ def _broker(app: Celery) -> list[Finding]:
         if numbers < OLDEST_RABBITMQ:
             needed = ".".join(map(str, OLDEST_RABBITMQ))
             findings = [
-                warning("broker", f"{product}, need at least {needed}", "dead letters may get lost on their way")
+                warning(
+                    "broker",
+                    f"{product}, need at least {needed}",
+                    "messages may be lost on their way to the dead-letter queue",
+                )
             ]
         declared = app.amqp.queues.values()
         for queue in [*declared, *dead_letter_queues(declared)]:
@@ -266,18 +270,24 @@ def _broker(app: Celery) -> list[Finding]:
 
 
 def _real_queue(connection: BrokerConnection, queue: Queue) -> list[Finding]:
-    """Whether the queue that is there has the arguments declared here. Nothing is created."""
+    """Whether the existing queue has the arguments declared here. Creates nothing."""
     subject = f"queue {queue.name}"
-    for passive in (True, False):  # declared in full only where it exists; each refusal closes the channel
+    for passive in (True, False):  # a full declaration only if it exists; each refusal closes the channel
         channel = connection.channel()
         try:
             queue(channel).queue_declare(passive=passive)
         except NotFound:
             return [warning(subject, "not there yet", "a worker or the relay declares it")]
         except AccessRefused:
-            return [warning(subject, "this user may not declare it", "compare its arguments by hand")]
+            return [warning(subject, "this user may not declare it", "compare its arguments manually")]
         except PreconditionFailed as error:
-            return [refusal(subject, _inequivalent(error), "delete the queue once it is empty, or declare it as it is")]
+            return [
+                refusal(
+                    subject,
+                    _inequivalent(error),
+                    "delete the queue once it is empty, or declare it with its actual arguments",
+                )
+            ]
         finally:
             if channel.is_open:
                 channel.close()
@@ -285,14 +295,14 @@ def _real_queue(connection: BrokerConnection, queue: Queue) -> list[Finding]:
 
 
 def _inequivalent(error: PreconditionFailed) -> str:
-    """RabbitMQ's own words name the argument and both values."""
+    """RabbitMQ's message, which names the argument and both values."""
     found = re.search(r"inequivalent arg .*", str(error.reply_text))
-    return found.group() if found else "declared with other arguments than it has"
+    return found.group() if found else "declared with different arguments than it has"
 
 
-def _at_work(app: Celery, given: Settings) -> list[Finding]:
-    """Whether anything waits for a process that is not there."""
-    with looking(given) as connection:
+def _processes(app: Celery, given: Settings) -> list[Finding]:
+    """Whether processes are missing or silent."""
+    with monitoring_connection(given) as connection:
         found = overview.look(connection, app, given)
     wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
     return wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]
@@ -302,12 +312,14 @@ def _clock(subject: str, ahead: float, of: str) -> Finding:
     found = f"{abs(ahead):.3f} s {'ahead of' if ahead >= 0 else 'behind'} {of}"
     if abs(ahead) > CLOCK_TOLERANCE:
         return warning(
-            subject, f"{found}, at most {CLOCK_TOLERANCE:g} s", "costs latency and misleads logs; loses nothing"
+            subject, f"{found}, at most {CLOCK_TOLERANCE:g} s", "costs latency and confuses logs; loses nothing"
         )
     return ok(subject, found)
 
 
-def _asked(subject: str, setting: str, ask: Callable[[], list[Finding]], level: Level = Level.REFUSAL) -> list[Finding]:
+def _check_server(
+    subject: str, setting: str, ask: Callable[[], list[Finding]], level: Level = Level.REFUSAL
+) -> list[Finding]:
     try:
         return ask()
     except (DBAPIError, redis.RedisError, BrokerError, AMQPError, OSError) as error:
@@ -317,6 +329,6 @@ def _asked(subject: str, setting: str, ask: Callable[[], list[Finding]], level: 
 
 
 def reason(error: BaseException) -> str:
-    """Why a server could not be reached, in our own words: foreign texts may repeat the address."""
+    """Why a server could not be reached, without its own message, which may repeat the address."""
     said = str(getattr(error, "orig", None) or error).lower()
     return next((words for pattern, words in _REASONS if re.search(pattern, said)), type(error).__name__)

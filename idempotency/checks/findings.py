@@ -1,4 +1,4 @@
-"""What a check has found, in one line: as it should be, to be looked at, or a reason not to start."""
+"""The result of a check: fine, a warning, or a reason not to start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line about the set-up: what was looked at, what was found and, unless it is fine, what to do.
+    """One line about the set-up: what was checked, what was found and, unless it is fine, what to do.
 
-    Never an address, because a mistyped one can carry its password anywhere.
+    Never contains an address, since a mistyped one can have its password anywhere.
     """
 
     level: Level

@@ -1,7 +1,7 @@
-"""A worker, a relay or a beat does not start on a set-up that would lose work or do it twice.
+"""A worker, relay or beat does not start on a set-up that would lose work or do it twice.
 
-Celery announces each worker before it opens its pool, and each beat before its first tick. Applications without an idempotent task are left alone. A database that does not answer stops neither: claims wait
-for it.
+The signals come before a worker opens its pool and before a beat's first tick. Applications without an idempotent task
+are left alone. A database that does not answer prevents no start: claims wait for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..worker.task import idempotent_tasks
 from . import configuration
 
 
-def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
-    """End the process with one line before Celery reads the address: its own error would show parts of it."""
+def check_broker_address(instance: Any, **_: Any) -> None:
+    """Exit with one line if the address is invalid, before Celery reads it: its own error would show parts of it."""
     if not idempotent_tasks(instance.app):
         return
     try:
@@ -30,18 +30,18 @@ def refuse_a_broken_broker_address(instance: Any, **_: Any) -> None:
         raise SystemExit(f"idempotency: refused to start: {error}; correct it") from None
 
 
-def collect_often(**_: Any) -> None:
+def freeze_imported_objects(**_: Any) -> None:
     """Keep the memory of a pool process flat.
 
-    Celery leaves the traceback of every failed attempt in a cycle, which only a full collection frees; and those wait
-    until what is new is a quarter of all there is. Frozen, what was imported counts no more.
+    Celery leaves the traceback of every failed attempt in a reference cycle, which only a full collection frees. Python
+    delays those until new objects are a quarter of all; frozen objects do not count.
     """
     gc.freeze()
     gc.collect()
 
 
-def warn_of_few_connections(instance: Any, **_: Any) -> None:
-    """Say when a worker has more concurrency than connections; not known before its options are read."""
+def warn_about_pool_size(instance: Any, **_: Any) -> None:
+    """Warn if a worker's concurrency exceeds its connections, once its options are known."""
     if idempotent_tasks(instance.app):
         settings, _findings = configuration.read_settings(instance.app)
         if settings is not None:
@@ -50,16 +50,16 @@ def warn_of_few_connections(instance: Any, **_: Any) -> None:
 
 
 def check_worker_start(sender: Any, **_: Any) -> None:
-    """End the process with status 1 and one line per reason, if there is any."""
-    if (unanswered := refuse_to_start(sender.app)) is not None:
+    """Exit with status 1 and one line per reason if the set-up is unsafe."""
+    if (unanswered := require_safe_setup(sender.app)) is not None:
         print(f"idempotency: the database does not answer ({unanswered}): claims wait", file=sys.stderr)  # noqa: T201
 
 
-def refuse_to_start(app: Celery) -> str | None:
-    """Raise `SystemExit` with one line per reason not to start. Returns why the database could not be asked, if so."""
-    # alembic logs the set-up of each of its plugins while it is imported
+def require_safe_setup(app: Celery) -> str | None:
+    """Raise `SystemExit` with one line per reason not to start. Returns why the database could not be checked, if so."""
+    # alembic logs its plugins while it is imported
     logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
-    # imported here, because only these processes need them
+    # only these processes need them
     from . import doctor
     from .findings import Level
 
@@ -74,7 +74,7 @@ def refuse_to_start(app: Celery) -> str | None:
         except DBAPIError as error:
             unanswered = doctor.reason(error)
     if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:
-        # Celery would log and ignore an exception of a signal's receiver; this one it lets pass.
+        # Celery logs and ignores other exceptions of signal receivers.
         raise SystemExit("\n".join(f"idempotency: refused to start: {finding}" for finding in refusals))
     _warn(finding for finding in findings if finding.subject.startswith("database") and finding.level is Level.WARNING)
     return unanswered

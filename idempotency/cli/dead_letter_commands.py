@@ -28,7 +28,7 @@ from ..operate.replay import replay
 from ..store import dead_letters
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
-from ..store.sweeps import is_of_a_row
+from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
 from .options import ActorOption, AppOption, JsonOption, RequestOption
@@ -282,7 +282,7 @@ def _each(
             work(letter)
             succeeded.append(letter)
         except (IdempotencyError, DBAPIError) as error:
-            if isinstance(error, DBAPIError) and not is_of_a_row(error):
+            if isinstance(error, DBAPIError) and not is_row_error(error):
                 raise
             why = describe(error) if isinstance(error, DBAPIError) else str(error)
             refused.append({"letter": letter, "why": why})

@@ -37,7 +37,7 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Queues, processes, operations by status, and what has waited longest."""
     celery = application(app)
     given = settings_of(celery)
-    with stored.looking(given) as connection:
+    with stored.monitoring_connection(given) as connection:
         seen = overview.status(connection, celery, given)
     if as_json:
         print_json(seen)
@@ -101,7 +101,7 @@ def list_operations(
     as_json: JsonOption = False,
 ) -> None:
     """The oldest operations, without arguments and results. The accepted ones have no record yet."""
-    with stored.looking(settings_of(application(app))) as connection:
+    with stored.monitoring_connection(settings_of(application(app))) as connection:
         rows = stored.list_operations(
             connection, task=task, status=status, tenant=tenant, older_than=older_than, limit=limit
         )

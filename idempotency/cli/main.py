@@ -23,7 +23,7 @@ from ..application import runtime_of, settings_of
 from ..checks import configuration
 from ..checks.doctor import WRONG_ADDRESS, Level, reason
 from ..checks.doctor import doctor as diagnose
-from ..checks.startup import refuse_to_start
+from ..checks.startup import require_safe_setup
 from ..environment import environment
 from ..errors import IdempotencyError, SettingsError
 from ..letters.consumer import DeadLetterConsumer
@@ -79,7 +79,7 @@ def relay(app: AppOption = "tasks") -> None:
     """Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number."""
     celery = _app(app)
     celery.loader.import_default_modules()  # the check looks at its tasks
-    unanswered = refuse_to_start(celery)
+    unanswered = require_safe_setup(celery)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -163,7 +163,7 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
             raise SettingsError(f"idempotency_database_url: {unanswered}")
         log.warning("postgres_unavailable", error=unanswered)
         stop.wait(AWAY_PAUSE)
-        unanswered = refuse_to_start(celery)
+        unanswered = require_safe_setup(celery)
 
 
 @cli.command()
@@ -197,7 +197,7 @@ def serve_metrics(
         raise SettingsError(
             "PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this command need the same directory there"
         )
-    counted = metrics.of_all_processes()
+    counted = metrics.combined_registry()
     if app is not None:
         counted.register(Backlog(_app(app)))
     stop = threading.Event()

@@ -34,7 +34,7 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store.statements import describe
-from ..wire.foreign_headers import read_any_time
+from ..wire.foreign_headers import accept_any_timestamp
 from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
 
 # Seconds between polls of an empty queue.
@@ -76,7 +76,7 @@ class DeadLetterConsumer:
     def __init__(self, app: Celery) -> None:
         app.loader.import_default_modules()
         app.finalize()
-        read_any_time()
+        accept_any_timestamp()
         self._app = app
         self._broker: BrokerConnection | None = None
         self._channel: Any = None

@@ -24,7 +24,7 @@ from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers
 from ..wire import message as task_message
-from ..wire.foreign_headers import read_any_time
+from ..wire.foreign_headers import accept_any_timestamp
 from ..wire.message import MARKER_HEADER
 from ..worker.task import IdempotentTask
 from . import storing
@@ -156,5 +156,5 @@ def keeps_rejected(app: Celery) -> bool:
 def add_guard(sender: Any, **_: Any) -> None:
     """Add the guard to a worker whose application has idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
-        read_any_time()
+        accept_any_timestamp()
         sender.app.steps["consumer"].add(Guard)

@@ -17,7 +17,7 @@ from ..errors import CallRefused
 from ..store import letters
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
-from ..store.undelivered import Dead
+from ..store.undelivered import UndeliveredMessage
 from ..text import NAME_LIMIT, storable
 from ..wire import keys
 from ..wire.keys import OperationId
@@ -66,7 +66,7 @@ _NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
 
 def dead_of(
     app: Celery, message: BrokerMessage, examined: Examined, fingerprints: list[str], letter: BrokerLetter
-) -> Dead | None:
+) -> UndeliveredMessage | None:
     """The operation that a dead message names: by its task or, if the task is not known here, by its own headers."""
     headers = message.headers
     id = examined.id
@@ -85,7 +85,7 @@ def dead_of(
     if id is None or not fingerprints:
         return None
     generation = headers.get(GENERATION_HEADER)
-    return Dead(
+    return UndeliveredMessage(
         id,
         fingerprints[0],
         fingerprints[1:],

@@ -17,7 +17,7 @@ from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import CallRefused, PartBroken, PermanentError, UnknownVersion
+from ..errors import CallRefused, PermanentError, TransactionEnded, UnknownVersion
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import claims, ends, letters, undelivered
@@ -25,7 +25,7 @@ from ..store.answers import Busy, Changed, Mismatch
 from ..store.ends import FailedEnd
 from ..store.letters import BrokerLetter
 from ..store.statements import describe
-from ..store.undelivered import Dead, GivenUp, PutBack
+from ..store.undelivered import GivenUp, PutBack, UndeliveredMessage
 from ..wire import keys
 from ..wire.keys import OperationId
 from ..wire.message import (
@@ -136,7 +136,7 @@ def _wait_at_most(connection: Connection, patience: str) -> None:
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{patience}'")
 
 
-def _came_back(app: Celery, dead: Dead, letter: BrokerLetter, patience: str) -> bool:
+def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, patience: str) -> bool:
     """Send a message again that a worker of another version may have refused, or count it as a duplicate.
 
     Returns False once `unknown_task_grace` is over: then it has to be stored.
@@ -158,7 +158,7 @@ def _came_back(app: Celery, dead: Dead, letter: BrokerLetter, patience: str) -> 
 def _give_up(
     app: Celery,
     task: Any,
-    dead: Dead,
+    dead: UndeliveredMessage,
     arguments: Mapping[str, Any],
     letter: BrokerLetter,
     interrupted: set[str] | None,
@@ -168,14 +168,14 @@ def _give_up(
     end = FailedEnd(letter.reason, letter.last_error)
     try:
         return _end(app, task, dead, arguments, letter, end, interrupted, patience)
-    except PartBroken as broken:
+    except TransactionEnded as broken:
         return _end(app, task, dead, arguments, letter, end, interrupted, patience, skip=str(broken))
 
 
 def _end(
     app: Celery,
     task: Any,
-    dead: Dead,
+    dead: UndeliveredMessage,
     arguments: Mapping[str, Any],
     letter: BrokerLetter,
     end: FailedEnd,

@@ -1,1 +1,1 @@
-"""What operators see of a process: logs, counters, and named moments for tests."""
+"""Logs, counters, and the crash points that tests use."""

@@ -1,4 +1,4 @@
-"""Named moments of an attempt at which a test may kill, stop or hold the process. No-ops in production.
+"""Named points at which a test may kill, stop or pause the process. No-ops in production.
 
 hint.left · claimed · body.entered · effect.begun · effect.called · effect.recorded · step.recorded ·
 step.committed · finish.written (UPDATE done, COMMIT not sent) · finish.committed · released · relay.selected ·
@@ -15,12 +15,12 @@ _hook: Hook | None = None
 
 
 def crash_point(name: str) -> None:
-    """Mark a moment. Does nothing unless a test has installed a hook in this process."""
+    """Call the hook that a test has installed in this process, if any."""
     if _hook is not None:
         _hook(name)
 
 
 def install(hook: Hook | None) -> None:
-    """Set the hook that every crash point calls; None removes it. For tests only."""
+    """Set the hook that every crash point calls, or remove it with None. For tests only."""
     global _hook
     _hook = hook

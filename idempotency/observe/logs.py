@@ -1,6 +1,6 @@
-"""The library's log: transitions only, as key=value lines through the standard `logging`, under "idempotency".
+"""The library's log: key=value lines through the standard `logging`, as logger "idempotency".
 
-Every line names task, key, fence and attempt where it has them; never arguments or results.
+Only state changes are logged, with task, key, fence and attempt where they apply; never arguments or results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What operators count: prometheus counters, by task, never by key.
+"""Prometheus counters, by task and never by key.
 
-Flower shows a task that ran twice as one success; these show it as it was. Prefork workers share them through
-`PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode). They are made on first use, since a counter opens its
-file when it is made.
+Flower shows a task that ran twice as one success; these counters show both runs. Processes share them through
+`PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode). They are created on first use, because creating a
+counter opens its file.
 """
 
 from __future__ import annotations
@@ -52,57 +52,69 @@ _made: _Metrics | None = None
 class _Metrics:
     def __init__(self, directory: Path | None) -> None:
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)  # prometheus-client does not make it
-        self.claims = Counter("idempotency_claims", "Claims granted; after a doubt an attempt claims again", ["task"])
+            directory.mkdir(parents=True, exist_ok=True)  # prometheus-client does not create it
+        self.claims = Counter(
+            "idempotency_claims", "Claims granted; an attempt whose commit is in doubt claims again", ["task"]
+        )
         self.takeovers = Counter(
             "idempotency_takeovers",
-            "Claims of a started operation whose holder's lease was over. What recovery released first is claimed as any released "
-            "operation and counts in idempotency_recovered",
+            "Claims of a started operation whose lease had run out. Operations that recovery released first count as "
+            "idempotency_recovered instead",
             ["task"],
         )
         self.completed = Counter("idempotency_completed", "Operations completed", ["task"])
         self.failed = Counter("idempotency_failed", "Operations failed", ["task", "code"])
-        self.retries = Counter("idempotency_retries", "Attempts released for another one", ["task"])
-        self.deferrals = Counter("idempotency_deferrals", "Attempts given back: not the operation's fault", ["task"])
+        self.retries = Counter("idempotency_retries", "Attempts that ended with a retry", ["task"])
+        self.deferrals = Counter(
+            "idempotency_deferrals", "Attempts released without being used up: deferrals and shutdowns", ["task"]
+        )
         self.duplicates = Counter("idempotency_duplicates", "Deliveries answered with the stored outcome", ["task"])
-        self.busy = Counter("idempotency_busy", "Deliveries acknowledged while the operation was in flight", ["task"])
+        self.busy = Counter("idempotency_busy", "Duplicates acknowledged while the operation was in flight", ["task"])
         self.waiting = Counter(
-            "idempotency_claims_waiting", "Deliveries that had to wait for Postgres' answer", ["task", "error"]
+            "idempotency_claims_waiting", "Deliveries that had to wait for Postgres", ["task", "error"]
         )
         self.put_back = Counter(
             "idempotency_put_back",
-            "Deliveries that Postgres did not answer in time, by where they wait now",
+            "Deliveries put back because Postgres did not answer in time, by where they wait",
             ["task", "to"],
         )
-        self.mismatches = Counter("idempotency_mismatches", "Deliveries refused for their fingerprint", ["task"])
-        self.fenced = Counter("idempotency_fenced_writes", "Writes of a former holder that matched nothing", ["task"])
-        self.in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose answer was lost", ["task"])
+        self.mismatches = Counter(
+            "idempotency_mismatches", "Deliveries refused because their key was used with other arguments", ["task"]
+        )
+        self.fenced = Counter(
+            "idempotency_fenced_writes", "Writes refused because the attempt was no longer the holder", ["task"]
+        )
+        self.in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose reply was lost", ["task"])
         self.leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["task"])
         self.unknown_effects = Counter(
-            "idempotency_unknown_effects", "Operations that ended as effect_unknown", ["task"]
+            "idempotency_unknown_effects", "Operations that failed as effect_unknown", ["task"]
         )
         self.recovered = Counter(
-            "idempotency_recovered", "Orphaned operations released by recovery, or ended as spent", ["cause"]
+            "idempotency_recovered",
+            "Orphaned operations that recovery released, or failed because their attempts were used up",
+            ["cause"],
         )
         self.set_aside = Counter(
-            "idempotency_set_aside", "Rows that a sweep could not handle and tries again later", ["sweep"]
+            "idempotency_set_aside", "Rows that a sweep could not handle and will try again later", ["sweep"]
         )
-        self.purged = Counter("idempotency_purged", "Records deleted past retention")
+        self.purged = Counter("idempotency_purged", "Operations deleted after their retention")
         self.published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
-        self.publish_errors = Counter("idempotency_outbox_errors", "Outbox rows whose publish failed", ["error"])
-        self.stuck = Counter(
-            "idempotency_outbox_stuck", "Tries from the fifth on to publish an outbox row that the broker refuses"
+        self.publish_errors = Counter(
+            "idempotency_outbox_errors", "Failed attempts to publish an outbox row", ["error"]
         )
-        self.resent = Counter("idempotency_outbox_resent", "Operations sent again because their queue lacked them")
-        self.alerts = Counter("idempotency_alerts", "Alerts about dead letters, and alarms", ["service", "reason"])
-        self.alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts that their receiver did not take")
+        self.stuck = Counter("idempotency_outbox_stuck", "Failed attempts to publish an outbox row, from its fifth on")
+        self.resent = Counter(
+            "idempotency_outbox_resent", "Operations resent because the broker had lost their message"
+        )
+        self.alerts = Counter("idempotency_alerts", "Alerts and alarms raised", ["service", "reason"])
+        self.alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts and alarms that the webhook did not accept")
         self.redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
         self.attempt_seconds = Histogram(
-            "idempotency_attempt_seconds", "From a claim to the end of its attempt", ["task"]
+            "idempotency_attempt_seconds", "Time from the claim to the end of the attempt", ["task"]
         )
         self.phase_seconds = Histogram(
             "idempotency_phase_seconds",
-            "Time of a delivery in each phase: claim, body, commit",
+            "Time per phase of a delivery: claim, body, commit",
             ["task", "phase"],
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0),
         )
@@ -123,27 +135,27 @@ def __getattr__(name: str) -> Any:
 
 
 def count_failed(task: str, code: str) -> None:
-    """Count an operation that has ended without success."""
+    """Count a failed operation."""
     _metrics().failed.labels(task, code).inc()
     if code == "effect_unknown":
         _metrics().unknown_effects.labels(task).inc()
 
 
 def phase(task: str, name: str) -> AbstractContextManager[object]:
-    """Time a phase of a delivery, however it ends."""
+    """Time a phase of a delivery, whether or not it succeeds."""
     return _metrics().phase_seconds.labels(task, name).time()
 
 
-def of_all_processes(directory: Path | None = None) -> CollectorRegistry:
-    """What all processes that share a directory (by default `PROMETHEUS_MULTIPROC_DIR`) have counted, ended ones too."""
+def combined_registry(directory: Path | None = None) -> CollectorRegistry:
+    """The metrics of all processes, running or ended, that share a directory (default: `PROMETHEUS_MULTIPROC_DIR`)."""
     shared = CollectorRegistry()
     MultiProcessCollector(shared, path=directory and str(directory))  # type: ignore[no-untyped-call]
     return shared
 
 
 def totals(directory: Path) -> dict[str, int]:
-    """The counters of all processes that share a directory, by name, over all labels."""
-    samples = (sample for metric in of_all_processes(directory).collect() for sample in metric.samples)
+    """Counter totals by name, over all labels and all processes that share a directory."""
+    samples = (sample for metric in combined_registry(directory).collect() for sample in metric.samples)
     found: dict[str, int] = {}
     for sample in samples:
         if sample.name.endswith("_total"):

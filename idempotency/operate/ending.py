@@ -16,7 +16,7 @@ from ..attempt import conclusions
 from ..attempt.conclusions import Concluded, Entry
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import ChangeRefused, PartBroken, PermanentError
+from ..errors import ChangeRefused, PermanentError, TransactionEnded
 from ..store.statements import describe
 from ..wire import encoding, keys
 from ..wire.keys import OperationId
@@ -29,7 +29,7 @@ def skipping_what_breaks(end: Callable[[str | None], Answer]) -> Answer:
     """Call `end(None)`. If an undo or `on_failed` ends its transaction, call it again with the reason to skip them."""
     try:
         return end(None)
-    except PartBroken as broken:
+    except TransactionEnded as broken:
         return end(str(broken))
 
 

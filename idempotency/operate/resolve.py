@@ -67,7 +67,7 @@ def resolve_effect(
                 cause, skip = _cause(row, change), skip or broken
                 concluded = conclude(connection, shown.id, row, cause, policy, arguments, skip, entries=entries)
                 ended = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
-                letters.say_again(connection, shown.id, row.generation, ended, reason=concluded.reason)
+                letters.update_open_letter(connection, shown.id, row.generation, ended, reason=concluded.reason)
                 details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
             fence = ends.conclude(connection, shown.id, ended, fence=row.fence)
             details |= {"state": word["state"], "ended_as": ended.code}

@@ -1,1 +1,1 @@
-"""From the outbox to the broker, and again when the broker has lost it."""
+"""Publishing the outbox, and resending what the broker has lost."""

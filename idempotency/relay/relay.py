@@ -1,10 +1,10 @@
-"""The relay: brings committed outbox rows to the broker, and marks exactly those it has confirmed.
+"""The relay: publishes committed outbox rows and marks exactly those that the broker confirmed.
 
-Rows are reserved in one commit, published outside any transaction, and marked in a second. A crash in between publishes
-twice, which the record absorbs; it never publishes nothing. Any number of relays at once.
+Rows are reserved in one commit, published outside any transaction, and marked in a second commit. A crash in between
+publishes them twice, which the record absorbs; no row is ever skipped. Any number of relays may run.
 
-Rows with an ordering key are reserved by lane, so one relay at a time publishes a lane, and many of its rows at once; what
-comes behind the first row that the broker does not confirm goes again, after it.
+Rows with an ordering key are reserved by lane: one relay at a time publishes a lane, many rows at once. The rows behind
+the first unconfirmed one are published again after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..broker.batch import Published, Refusal
 from ..broker.publisher import Publisher
-from ..errors import BrokerAway
+from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -32,71 +32,71 @@ from ..store import outbox
 from ..store.outbox import Lane
 from ..wire.message import Message
 
-# Rows reserved per pass: enough to keep confirms pipelined, few enough that a killed relay delays little.
+# Rows per pass: enough to pipeline confirms, few enough that a killed relay delays little.
 BATCH = 200
-# How long a reserved row is another relay's business; longer than a batch of confirms ever takes.
+# How long other relays leave a reserved row alone, in seconds: longer than a batch of confirms ever takes.
 RESERVATION = 30.0
-# A broker that does not confirm within this time is treated as away.
+# A broker that does not confirm within this time counts as unavailable.
 CONFIRM_TIMEOUT = 10.0
-# The safety net behind LISTEN/NOTIFY.
+# How long to wait for a NOTIFY before looking anyway.
 POLL = 0.5
-# After a pass that was not full the next rows gather for a moment: a pass costs the same for one row as for a hundred.
+# After a partial batch, wait a moment for more rows: a pass costs the same for one row as for a hundred.
 GATHER = 0.05
-# How long to leave a broker or a Postgres alone that did not answer.
+# How long to leave a broker or a Postgres alone after it did not answer.
 AWAY_PAUSE = 1.0
-# An unroutable row backs off up to this, without end: its queue may come back.
+# The longest back-off of an unroutable row. It is retried forever, since its queue may come back.
 BACKOFF_CAP = 60.0
-# A row that can never be published is tried this often, then becomes failed, with a dead letter.
+# A row that is itself defective fails after this many tries, with a dead letter.
 OWN_ERRORS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """What one pass of the relay did."""
+    """The result of one pass."""
 
     published: int
     failed: int
-    broker_away: bool = False
+    broker_unavailable: bool = False
 
 
 class Relay:
-    """`run()` around `run_once()`."""
+    """Publishes the outbox: `run()` calls `run_once()` until told to stop."""
 
     def __init__(self, app: Celery, *, batch: int = BATCH, confirm_timeout: float = CONFIRM_TIMEOUT) -> None:
         self._app = app
         self._batch = batch
         self.publisher = Publisher(app, confirm_timeout=confirm_timeout)
-        self._ear: psycopg.Connection[Any] | None = None
+        self._listener: psycopg.Connection[Any] | None = None
 
     def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
-        """Relay until `stop` is set. `periodic` is called between passes: recovery must not depend on the broker."""
+        """Relay until `stop` is set. `periodic` is called between passes, whether or not the broker is available."""
         while not stop.is_set():
             try:
                 periodic()
                 relayed = self.run_once()
-                if relayed.broker_away:
+                if relayed.broker_unavailable:
                     stop.wait(AWAY_PAUSE)
                 elif relayed.published == 0:
-                    self._sleep(stop)
+                    self._wait_for_rows(stop)
                 elif relayed.published < self._batch:
                     stop.wait(GATHER)
             except (OperationalError, psycopg.OperationalError) as error:
                 log.warning("postgres_unavailable", error=type(error).__name__)
-                self._deafen()
+                self._stop_listening()
                 stop.wait(AWAY_PAUSE)
-            except Exception:  # a relay that dies on one surprise would stop every message
+            except Exception:  # an unexpected error must not stop all messages
                 log.exception("relay_pass_failed")
                 stop.wait(AWAY_PAUSE)
         self.close()
 
     def run_once(self) -> Relayed:
-        """Reserve a batch in one commit, publish outside any transaction, mark exactly what was confirmed."""
+        """Reserve a batch, publish it outside any transaction, and mark exactly what was confirmed."""
         runtime = runtime_of(self._app)
         with runtime.autocommit() as connection:
             rows = outbox.reserve_rows(connection, batch=self._batch, seconds=RESERVATION)
             ordered = outbox.reserve_lanes(connection, batch=self._batch, seconds=RESERVATION)
         lanes: list[Lane] = list(dict.fromkeys((row.task, row.ordering_key) for row in ordered))
-        rows += _runs(ordered)
+        rows += _publishable(ordered)
         if not rows:
             with runtime.autocommit() as connection:
                 outbox.refresh_lanes(connection, lanes)
@@ -112,26 +112,26 @@ class Relay:
                     origin=row.origin, outbox_id=row.message_id, generation=row.generation
                 )
                 batch.append((row.message_id, message))
-            except Exception as error:  # whatever it is, it is of this row alone
+            except Exception as error:  # whatever it is, only this row is affected
                 why = str(error) if isinstance(error, ValueError) else type(error).__name__
                 result.refuse(row.message_id, Refusal(f"not a message: {why}"[:300], own=True))
-        away = False
+        unavailable = False
         try:
             self.publisher.publish(batch, result)
-        except BrokerAway as error:
-            away = True
+        except BrokerUnavailable as error:
+            unavailable = True
             log.warning("broker_unavailable", error=str(error))
         finally:
             crash_point("relay.confirmed")
             result.keep_order()
             self._mark(runtime, rows, result, lanes)
             crash_point("relay.marked")
-        return Relayed(len(result.confirmed), len(result.refused), away)
+        return Relayed(len(result.confirmed), len(result.refused), unavailable)
 
     def close(self) -> None:
-        """Close what is open; the next pass opens it anew."""
+        """Close all connections; the next pass opens new ones."""
         self.publisher.close()
-        self._deafen()
+        self._stop_listening()
 
     def _mark(self, runtime: Runtime, rows: list[Row[Any]], result: Published, lanes: Iterable[Lane] = ()) -> None:
         answered = {*result.confirmed, *result.refused}
@@ -141,7 +141,7 @@ class Relay:
             if result.confirmed:
                 outbox.mark_published(connection, [sent[id] for id in result.confirmed])
                 metrics.published.inc(len(result.confirmed))
-                for queue, ids in self._unnamed(rows, result.confirmed).items():
+                for queue, ids in self._by_queue(rows, result.confirmed).items():
                     outbox.name_queue(connection, ids, queue)
             if unanswered:
                 outbox.give_back(connection, unanswered)
@@ -160,8 +160,8 @@ class Relay:
 
             outbox.refresh_lanes(connection, lanes)
 
-    def _unnamed(self, rows: list[Row[Any]], confirmed: list[str]) -> dict[str, list[str]]:
-        """The published rows that do not say their queue, by the queue they went to."""
+    def _by_queue(self, rows: list[Row[Any]], confirmed: list[str]) -> dict[str, list[str]]:
+        """The ids of published rows without a queue name, by the queue they went to."""
         found: dict[str, list[str]] = {}
         if any(not row.queue for row in rows):
             published = set(confirmed)
@@ -171,29 +171,29 @@ class Relay:
                     found.setdefault(queue, []).append(row.message_id)
         return found
 
-    def _sleep(self, stop: threading.Event) -> None:
-        """Wait for a NOTIFY, or for the poll; says so in the database, so that writers know whom to wake."""
+    def _wait_for_rows(self, stop: threading.Event) -> None:
+        """Wait for a NOTIFY or the poll interval. Writers notify only while a relay is marked as sleeping."""
         runtime = runtime_of(self._app)
-        if self._ear is None or self._ear.closed:
-            self._ear = runtime.listen("idempotency_outbox")
+        if self._listener is None or self._listener.closed:
+            self._listener = runtime.listen("idempotency_outbox")
         with runtime.autocommit() as connection:
             outbox.sleep(connection, poll=POLL)
-        # What was committed before we said that we sleep woke nobody: look once more before closing the eyes.
+        # Rows committed before that mark sent no NOTIFY: check again before waiting.
         if self.run_once().published or stop.is_set():
             return
-        for _ in self._ear.notifies(timeout=POLL, stop_after=1):
+        for _ in self._listener.notifies(timeout=POLL, stop_after=1):
             pass
 
-    def _deafen(self) -> None:
-        ear, self._ear = self._ear, None
-        if ear is not None:
-            ear.close()
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
 
 
-def _runs(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
-    """Of each lane the rows that go now: up to the first that failed or is not due.
+def _publishable(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
+    """The rows of each lane that may be published now: up to the first that failed or is not due.
 
-    A row that was refused before goes alone: those behind it are sent once it is through.
+    A row that was refused before is published alone; those behind it follow once it is confirmed.
     """
     found = []
     for _, lane in groupby(rows, key=lambda row: (row.task, row.ordering_key)):

@@ -1,11 +1,11 @@
-"""Resend: what the broker has lost is sent again from the outbox.
+"""Resend: messages that the broker has lost are sent again from the outbox.
 
-A row stays unsettled until its operation has ended, so that deleting every queue loses nothing. Age says little: a long
-backlog is not a lost one, and sending it again would only make it longer. So a row is looked at once it must have left
-its queue: the queue is empty, or a marker that was sent behind the row has reached a worker. If it has left no trace
-then, and no consumer holds it, it is lost. So a pass costs what has left its queue, and never what waits in it.
+A row stays unsettled until its operation has ended, so deleting every queue loses nothing. Age proves little: a long
+backlog is not lost, and resending it would only make it longer. So a row is examined once it must have left its queue:
+the queue is empty, or a marker sent after the row has reached a worker. If the row has left no trace by then and no
+consumer holds it, it is lost. The cost of a pass therefore depends on what has left the queues, not on their backlog.
 
-Where queues are not first in, first out (Redis), messages are counted instead: no queue is sent more than it lacks.
+If queues are not first in, first out (Redis), messages are counted instead: a queue is resent at most what it lacks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..broker.channel import Seen
 from ..broker.publisher import Publisher
-from ..errors import BrokerAway
+from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import lost, markers, sweeps
 from ..store.lost import BATCH
 from ..wire.message import Message
 
-# Seconds in which a message that has left its queue reaches a worker, which then says that it holds it.
+# How long a message may take from its queue to a worker that reports holding it, in seconds.
 GRACE = 5.0
-# Quorum queues hand out two classes, up to priority 4 and above, each first in, first out; a marker for each.
+# Quorum queues have two priority classes, up to 4 and above, each first in, first out; each needs its own marker.
 PRIORITIES = (0, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class Resent:
-    """What one pass did: rows whose operation has ended, and operations sent again."""
+    """The result of one pass: rows settled because their operation has ended, and operations resent."""
 
     settled: int
     resent: int
@@ -47,23 +47,23 @@ class Resent:
 def resend_lost(
     app: Celery, depth: Callable[[str], int] | None = None, *, publisher: Publisher | None = None
 ) -> Resent:
-    """Settle what has ended, and send again what the broker has lost. Any number at once.
+    """Settle what has ended, and resend what the broker has lost. Safe to run concurrently.
 
-    Nothing is sent again while the broker is away. `publisher` is used where one is open already. `depth` tells how
-    many messages are ready in a queue of a broker that is not first in, first out.
+    Nothing is resent while the broker is unavailable. Pass a `publisher` to reuse its connection. `depth` returns the
+    number of ready messages in a queue, for a broker whose queues are not first in, first out.
     """
     runtime = runtime_of(app)
     with runtime.autocommit() as connection:
         settled = lost.settle(connection)
         if depth is not None:
-            return _counted(app, runtime, connection, depth, settled)
+            return _resend_by_count(app, runtime, connection, depth, settled)
         own = publisher or Publisher(app, confirm_timeout=10.0)
         try:
             if own.is_fifo():
-                found, resent = _send_what_is_lost(runtime, connection, own)
+                found, resent = _resend_fifo(runtime, connection, own)
                 return Resent(settled + found, resent)
-            return _counted(app, runtime, connection, own.depth, settled)
-        except BrokerAway as error:
+            return _resend_by_count(app, runtime, connection, own.depth, settled)
+        except BrokerUnavailable as error:
             log.warning("broker_unavailable", error=str(error))
             return Resent(settled, 0)
         finally:
@@ -74,14 +74,14 @@ def resend_lost(
 # ---------------------------------------------------------------- first in, first out
 
 
-def _send_what_is_lost(runtime: Runtime, connection: Connection, publisher: Publisher) -> tuple[int, int]:
-    """How many rows turned out to be settled, and how many operations were sent again."""
+def _resend_fifo(runtime: Runtime, connection: Connection, publisher: Publisher) -> tuple[int, int]:
+    """Returns how many rows were settled and how many operations were resent."""
     settings = runtime.settings
     after = settings.resend_after
     settled = resent = 0
     for queue in lost.queues(connection, after=after):
-        # before the look, so that an empty queue held none of what was published until then
-        times = markers.times(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
+        # before looking at the queue: if it is empty then, it holds nothing published up to here
+        times = markers.cutoffs(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
         seen = publisher.look(queue)
         if seen is None:
             continue
@@ -96,7 +96,7 @@ def _send_what_is_lost(runtime: Runtime, connection: Connection, publisher: Publ
 
 
 def _not_held(publisher: Publisher, queue: str, seen: Seen, rows: list[Row[Any]]) -> list[Row[Any]]:
-    """What no consumer holds: a delivery that waits for a free slot is not lost."""
+    """The rows that no consumer holds: a delivery waiting for a free slot is not lost."""
     if not rows or not seen.consumers:
         return rows
     tasks = {row.id: _task_id(row.message) for row in rows}
@@ -111,7 +111,7 @@ def _task_id(message: str) -> str:
     try:
         return str(Message.from_text(message).headers.get("id"))
     except ValueError:
-        return ""  # no worker holds what is no message
+        return ""  # no worker can hold it
 
 
 def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[Any], *, pause: float) -> None:
@@ -126,28 +126,28 @@ def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[A
 # ---------------------------------------------------------------- counted
 
 
-def _counted(
+def _resend_by_count(
     app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int], settled: int
 ) -> Resent:
-    return Resent(settled + lost.settle_any(connection), _send_what_lacks(app, runtime, connection, depth))
+    return Resent(settled + lost.settle_any(connection), _resend_missing(app, runtime, connection, depth))
 
 
-def _send_what_lacks(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
+def _resend_missing(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
     waiting: dict[str, list[Row[Any]]] = {}
     after = runtime.settings.resend_after
     lost.refuse_any(connection, runtime.settings.service, after=after)
     for row in lost.waiting(connection, after=after):
-        waiting.setdefault(row.queue or _routed(app, row.task), []).append(row)
+        waiting.setdefault(row.queue or _queue_of(app, row.task), []).append(row)
     total = 0
     for queue, rows in waiting.items():
         overdue = [row for row in rows if row.overdue]
         if not overdue:
             continue
         try:
-            lacking = len(rows) - depth(queue)
-        except BrokerAway:
+            missing = len(rows) - depth(queue)
+        except BrokerUnavailable:
             break
-        total += _resend(runtime, overdue[: max(lacking, 0)])
+        total += _resend(runtime, overdue[: max(missing, 0)])
     return total
 
 
@@ -161,7 +161,7 @@ def _resend(runtime: Runtime, rows: Sequence[Row[Any]]) -> int:
         try:
             total += _send_again(runtime, batch)
         except DBAPIError as error:
-            if not sweeps.is_of_a_row(error):
+            if not sweeps.is_row_error(error):
                 raise
             with runtime.autocommit() as connection:
                 total += lost.one_by_one(connection, batch, lambda row: _send_again(runtime, [row]))
@@ -172,10 +172,10 @@ def _resend(runtime: Runtime, rows: Sequence[Row[Any]]) -> int:
 
 
 def _send_again(runtime: Runtime, rows: Sequence[Row[Any]]) -> int:
-    with runtime.engine.begin() as connection:  # with their lanes: a row without one is never published
+    with runtime.engine.begin() as connection:  # together with their lanes: a row without a lane is never published
         return lost.send_again(connection, rows)
 
 
-def _routed(app: Celery, task: str) -> str:
+def _queue_of(app: Celery, task: str) -> str:
     queue = app.amqp.router.route({}, task).get("queue")
     return str(getattr(queue, "name", queue or app.conf.task_default_queue))

@@ -1,1 +1,1 @@
-"""The only place that names a table: every statement, and the schema."""
+"""Every statement that names one of our tables, and the schema."""

@@ -1,4 +1,4 @@
-"""What a claim answers, and what else the store says of a record that could not be had."""
+"""The answers to a claim and to other statements that need a record, and the format of stored errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..wire.keys import OperationId
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """Ours: run the body. `attempts` counts this one; `effects` are those of earlier attempts."""
+    """Claimed: run the body. `attempts` includes this one; `effects` are those of earlier attempts."""
 
     id: OperationId
     fence: int
@@ -26,25 +26,25 @@ class Claimed:
     age: float  # seconds since the first claim of this generation
     effects: dict[str, dict[str, Any]]
     first_claim: bool
-    taken_over: bool = False  # from another holder, whose lease was over
-    revoked: bool = False  # Celery was told to revoke this generation: it ends, with a last look at most
-    fingerprint: str = ""  # as it is stored: perhaps by an older rule than the delivery's
-    spent_at: int | None = None  # the attempt that first found the attempts used up
-    # By this process's clock, when the claim was sent: the lease is no older, however late its answer was read.
+    taken_over: bool = False  # from another holder, whose lease had run out
+    revoked: bool = False  # this generation was revoked: end it, after a last look if an effect was begun
+    fingerprint: str = ""  # as stored, perhaps by an older rule than the delivery's
+    spent_at: int | None = None  # the first attempt that found all attempts used up
+    # When the claim was sent, by this process's monotonic clock: the lease cannot have begun earlier.
     asked_at: float = field(default_factory=time.monotonic)
 
     def resumes(self, earlier: Claimed) -> bool:
-        """Whether this is the same attempt as an earlier claim of the same token.
+        """Whether this is the same attempt as an earlier claim with the same token.
 
-        The count tells, and not the token that the claim has found: the answer to another claim in between may have been
-        lost. Each claim in between was counted; an attempt gives back only its own.
+        Decided by the count of attempts, because there may have been a claim in between whose answer was lost. Every
+        claim in between was counted, and an attempt only ever takes back its own.
         """
         return (self.generation, self.attempts) == (earlier.generation, earlier.attempts)
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Done before: here is the stored result, as the text it was stored in."""
+    """Completed before, with this result as stored text."""
 
     result: str
 
@@ -54,7 +54,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Ended before, without success."""
+    """Failed before."""
 
     code: str
     message: str
@@ -62,19 +62,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The key belongs to a request with other arguments."""
+    """The key was used with different arguments."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """It is held, or its next delivery is not due yet."""
+    """Another attempt holds it, or it is released and not due yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The row moved between the upsert and its explanation: ask again."""
+    """The row changed while the statement ran: ask again."""
 
 
 Answer = Claimed | Completed | Failed | Mismatch | Busy | Changed
@@ -87,7 +87,7 @@ class Renewal(StrEnum):
 
 
 def explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
-    """Why a record could not be had, from the statement that tried."""
+    """Why the statement did not get the record. Raises `UnknownVersion` for a fingerprint by an unknown rule."""
     match row.answer:
         case "completed":
             return Completed(row.result)
@@ -104,15 +104,15 @@ def explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
             return Changed()
 
 
-# ---------------------------------------------------------------- the error as it is stored
+# ---------------------------------------------------------------- stored errors
 
 
 def error_text(code: str, message: str, cause: Mapping[str, str] | None = None) -> str:
-    """Write an error as it is stored: JSON with code and message, and what ended the operation beside an open effect."""
+    """Encode an error as JSON: code and message, and what ended the operation if an open effect hides it."""
     return json.dumps({"code": code, "message": message} | ({"cause": dict(cause)} if cause else {}))
 
 
 def error_fields(text: str) -> dict[str, str]:
-    """Read an error as it is stored; without its cause."""
+    """Decode a stored error, without its cause."""
     fields = json.loads(text)
     return {"code": fields["code"], "message": fields["message"]}

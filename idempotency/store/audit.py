@@ -1,4 +1,4 @@
-"""The audit: who changed what, and why. Rows are only added."""
+"""The audit table: who changed what, and why. Append-only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES (%(actor)s, %(action)s, %(tenant)s, %(task)s, %(key)s, %(generation)s, %(
         %(details)s::jsonb, %(request_id)s)
 """
 
-# Two copies of one request wait for each other, so that the second sees what the first has done.
+# Copies of a request wait for each other, so that the second sees what the first did.
 _LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
 
 _REQUESTED = """
@@ -60,7 +60,7 @@ def add(
 
 
 def of_request(connection: Connection, request_id: str) -> Row[Any] | None:
-    """The row of a request that was carried out before; any other copy of it waits until this transaction ends."""
+    """The row of a request that was carried out before. Other copies of it wait until this transaction ends."""
     names = {"request_id": request_id}
     connection.exec_driver_sql(_LOCK_REQUEST, names)
     return connection.exec_driver_sql(_REQUESTED, names).one_or_none()

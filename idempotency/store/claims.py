@@ -1,4 +1,4 @@
-"""Claiming an operation and keeping it: the claim, duplicates that meet it, and the lease."""
+"""Claiming an operation, counting its duplicates, and renewing its lease."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITH claimed AS (
         status = 'started',
         fence = nextval('idempotency.fence'),
         token = excluded.token,
-        -- the same token again is the same attempt, resolving a doubt
+        -- the same token again is the same attempt, whose commit was in doubt
         attempts = r.attempts + (r.token IS DISTINCT FROM excluded.token)::int,
         locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
         locked_by = excluded.locked_by,
@@ -37,7 +37,7 @@ WITH claimed AS (
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
     RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, fingerprint,
         taken_over, spent_at,
-        -- xmax is 0 in a row that was inserted
+        -- xmax is 0 for an inserted row
         CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
@@ -56,8 +56,8 @@ FROM idempotency.records
 WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
 
-# The only proof that allows a duplicate in flight to be acknowledged: one row, under this condition. Zero rows flush
-# nothing and prove nothing.
+# Only one updated row allows a duplicate in flight to be acknowledged. With zero rows nothing was flushed, so nothing is
+# proven.
 _COUNT_DUPLICATE = f"""
 UPDATE idempotency.records
 SET duplicates = duplicates + 1, updated_at = clock_timestamp()
@@ -67,8 +67,8 @@ WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s)
 RETURNING token
 """
 
-# A skipped row is locked (by its own finish, perhaps): unknown, not lost. Without SKIP LOCKED one slow
-# transaction would keep every lease of the process from being renewed.
+# A skipped row is locked, perhaps by its own finish: its lease is unknown, not lost. Without SKIP LOCKED, one slow
+# transaction would block the renewal of all the process's leases.
 _RENEW = """
 WITH held AS (
     SELECT * FROM unnest(%(tenants)s::text[], %(operations)s::text[], %(keys)s::text[],
@@ -93,21 +93,21 @@ SELECT h.token,
 FROM held h
 """
 
-# The rows of a repeated request are as many as its repetitions.
+# A request that is repeated many times has as many outbox rows, hence the limit.
 _ACCEPTED = f"""
 (SELECT message FROM idempotency.records WHERE {ROW} AND fingerprint = %(fingerprint)s)
 UNION ALL
 (SELECT message FROM idempotency.outbox WHERE {ROW} AND fingerprint = %(fingerprint)s ORDER BY id LIMIT 10)
 """
 
-# What is used up is counted from here, and not from `max_attempts`, which the next deploy may lower.
+# Later claims are counted from here rather than from `max_attempts`, which a deploy may lower.
 _NOTE_SPENT = f"""
 UPDATE idempotency.records
 SET spent_at = coalesce(spent_at, attempts + %(in)s), updated_at = clock_timestamp()
 WHERE {MINE} RETURNING spent_at
 """
 
-# A worker remembers revoked task ids for hours, and a replay has the same one: its memory counts only once.
+# A worker remembers revoked task ids for hours, and a replay has the same task id: its memory must count only once.
 _REVOKE = f"""
 UPDATE idempotency.records SET revoked_generation = generation, updated_at = clock_timestamp()
 WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
@@ -129,15 +129,15 @@ def claim(
     synchronous: bool = True,
     also: Sequence[str] = (),
 ) -> Answer:
-    """Claim the operation by writing first; read only to explain a lost claim.
+    """Claim an operation, or return why not. Raises `UnknownVersion` for a record with a fingerprint by an unknown rule.
 
-    One statement: a new record, one that is due again, one whose lease is over, or our own claim after a doubt.
-    `also`: the fingerprints of the same arguments by other rules than that of `fingerprint`. Raises `UnknownVersion`
-    for a record whose fingerprint is of a rule that is not known here.
+    One statement claims a new record, one that is due again, one whose lease has run out, or, with the same token, the
+    attempt's own one. `also`: the fingerprints of the same arguments by other rules.
 
-    Without `synchronous` the commit of a *new* record does not wait for the disk; only for a caller that acknowledges
-    nothing on its strength. Every later write about it is flushed, and the claim, earlier in the log, with it. Should
-    a crash of Postgres undo the claim before that, those writes match nothing and the holder claims again.
+    Without `synchronous`, the commit of a *new* record does not wait for the disk; only for callers that do not
+    acknowledge anything because of it. Every later write to the record is flushed, and with it the claim, which is
+    earlier in the log. If a crash of Postgres loses the claim before that, those writes are fenced and the holder
+    claims again.
     """
     asked_at = time.monotonic()
     row = execute(
@@ -179,13 +179,13 @@ def claim(
 def count_duplicate(
     connection: Connection, id: OperationId, fingerprint: str, also: Sequence[str] = ()
 ) -> tuple[bool, str | None]:
-    """Count a duplicate of an operation in flight. Returns whether a row was counted, and its holder's token."""
+    """Count a duplicate of an operation in flight. Returns whether it was counted, and the holder's token."""
     row = execute(connection, _COUNT_DUPLICATE, named(id) | {"fingerprints": [fingerprint, *also]}).fetchone()
     return (False, None) if row is None else (True, row.token)
 
 
 def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> dict[str, Renewal]:
-    """Renew all leases of a process in one statement. Returns the verdict by token."""
+    """Renew all leases of a process in one statement. Returns the result by token."""
     rows = execute(
         connection,
         _RENEW,
@@ -210,22 +210,22 @@ def _renewal(row: Any) -> Renewal:
 def revoke(
     connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool, also: Sequence[str] = ()
 ) -> bool:
-    """Mark this generation as revoked: the next claim ends it, with a last look at most. False: it has ended, or is unknown.
+    """Mark this generation as revoked, so that the next claim ends it. False: it has ended or there is none.
 
-    `remembered`: a worker's memory of a task id, which does not revoke a generation after the one it did revoke.
+    `remembered`: the worker only remembers the task id, which must not revoke another generation after the first.
     """
     parameters = {"fingerprints": [fingerprint, *also], "remembered": remembered}
     return execute(connection, _REVOKE, named(id) | parameters).fetchone() is not None
 
 
 def note_spent(connection: Connection, claim: Claimed, *, within: int) -> int | None:
-    """Note that this attempt (`within` 0) or the next one (1) has none left. Returns the first such; None: not the holder."""
+    """Record that attempts are used up as of this one (`within` 0) or the next (1). Returns the first; None: not the holder."""
     row = execute(connection, _NOTE_SPENT, mine(claim) | {"in": within}).fetchone()
     return None if row is None else int(row.spent_at)
 
 
 def is_accepted(connection: Connection, id: OperationId, fingerprint: str, body: str) -> bool:
-    """Whether a message with this very body was accepted under a fingerprint: its arguments are those, as text."""
+    """Whether a message with exactly this body was accepted under this fingerprint, so that its arguments are the same."""
     rows = execute(connection, _ACCEPTED, named(id) | {"fingerprint": fingerprint}).fetchall()
     return any(_body(row.message) == body for row in rows)
 

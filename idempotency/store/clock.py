@@ -1,4 +1,4 @@
-"""The database's clock: the only one that is compared with."""
+"""The database's clock: the only one used in comparisons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DATABASE_TIME = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 
 def database_time(connection: Connection) -> float:
-    """Seconds since the epoch by the database's clock: the only one that is compared with."""
+    """Seconds since the epoch by the database's clock."""
     return float(execute(connection, _DATABASE_TIME).fetchone()[0])
 
 

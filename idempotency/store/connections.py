@@ -1,4 +1,4 @@
-"""Engines on the database of the promise, and what is checked and set on each of their connections."""
+"""Engines for the library's database, and what is checked and set on each connection."""
 
 from __future__ import annotations
 
@@ -11,81 +11,80 @@ from sqlalchemy.pool import PoolResetState
 
 from ..errors import SettingsError
 from ..settings import Settings
-from .statements import treat_read_only_as_away, wire
+from .statements import treat_read_only_as_unavailable, use_checked_connections
 
 
 def make_engine(
     settings: Settings, *, server_options: str = "", patience: float | None = None, **options: Any
 ) -> Engine:
-    """An engine on the database of the promise, with its rules set on every connection.
+    """An engine for the library's database, whose connections are checked and have the required settings.
 
-    `patience`: seconds until an answer counts as lost, for statements that are all our own.
+    `patience`: seconds until an answer counts as lost; only for engines that run nothing but our own statements.
     """
     if "poolclass" not in options:
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
-    # Nobody waits behind a frozen holder for longer than a lease lasts; it is evicted by then.
+    # Wait no longer than a lease: a frozen holder has been evicted by then.
     lock_ms = max(int(settings.lease * 1000), 1)
     engine = create_engine(
         settings.database_url.get_secret_value(),
-        hide_parameters=True,  # errors and logs never show arguments
+        hide_parameters=True,  # errors and logs must not show arguments
         connect_args={
             "options": f"-c synchronous_commit=on -c lock_timeout={lock_ms} {server_options}",
-            # a heartbeat that has to connect anew does so within its lease; libpq knows no less than two seconds
+            # a heartbeat has to reconnect within its lease; libpq's minimum is two seconds
             "connect_timeout": max(min(math.ceil(settings.lease / 4), 5), 2),
-            # A peer that vanished is noticed within a lease, not after the kernel's two hours.
+            # Notices a vanished peer within a lease, not after the kernel's two hours.
             "keepalives_idle": max(int(settings.lease / 4), 1),
             "keepalives_interval": max(int(settings.lease / 8), 1),
             "keepalives_count": 3,
-            # The same for what was sent to it and is not acknowledged; keepalives are not sent meanwhile.
+            # The same while sent data is unacknowledged, during which no keepalives are sent.
             "tcp_user_timeout": max(int(settings.lease * 1000 / 2), 1),
         },
         **options,
     )
-    wire(engine, patience=patience)
-    event.listen(engine, "connect", _examine)
-    treat_read_only_as_away(engine)
+    use_checked_connections(engine, patience=patience)
+    event.listen(engine, "connect", _check)
+    treat_read_only_as_unavailable(engine)
     return engine
 
 
 def make_attempts_engine(settings: Settings, **options: Any) -> Engine:
-    """The engine of the bodies' sessions."""
+    """The engine for the bodies' sessions."""
     longest_ms = math.ceil(settings.longest_run * 1000)
     return make_engine(
         settings,
-        # A body that hangs in a transaction, or in one statement, is no holder for longer than this; its locks end with
-        # its lease.
+        # A body that hangs in a transaction or a statement cannot be the holder for longer, and should hold no locks.
         server_options=f"-c idle_in_transaction_session_timeout={longest_ms} -c statement_timeout={longest_ms}",
         **options,
     )
 
 
-def _examine(driver: Any, _: Any) -> None:
-    """Ask a new connection what it is. Raises `SettingsError` where nothing could be promised over it."""
+def _check(driver: Any, _: Any) -> None:
+    """Check a new connection. Raises `SettingsError` for the wrong isolation level."""
     with driver.cursor() as cursor:
-        level, backend = cursor.execute(_WHAT_IT_IS).fetchone()
+        level, backend = cursor.execute(_PROPERTIES).fetchone()
     driver.rollback()
     if level != "read committed":
-        # Under a higher level every renewal and every counted duplicate would fail the finish with 40001.
+        # At a higher level, any renewal or counted duplicate would make the finish fail with 40001.
         raise SettingsError(f"default_transaction_isolation: need 'read committed', got {level!r}")
     if backend != driver.info.backend_pid:
-        # A pooler gives itself out as a backend. The next statement may reach another one, where nothing is prepared.
+        # A pooler is in between, and the next statement may reach another backend, with no prepared statements.
         driver.prepare_threshold = None
 
 
-_WHAT_IT_IS = "SELECT current_setting('default_transaction_isolation'), pg_backend_pid()"
+_PROPERTIES = "SELECT current_setting('default_transaction_isolation'), pg_backend_pid()"
 
 
 def reset(driver: Any, record: Any, state: PoolResetState) -> None:
-    """Give a body's settings and role back with its connection; what we connect with is what they are reset to."""
+    """Reset what a body has SET when its connection returns to the pool; the connection options stay."""
     if state.terminate_only or driver.closed:
         return
     try:
         driver.rollback()
-        driver.autocommit = True  # or it would be three round trips
+        driver.autocommit = True  # one round trip instead of three
         driver.execute(_RESET)
         driver.autocommit = False
     except psycopg.Error as error:
-        record.invalidate(error)  # Postgres is away, and whoever asks next will see that
+        record.invalidate(error)  # Postgres is unavailable; the next user will notice
 
 
 _RESET = "RESET SESSION AUTHORIZATION; RESET ALL"

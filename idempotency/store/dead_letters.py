@@ -1,8 +1,7 @@
-"""Dead letters: what has ended without success and waits for a person.
+"""Dead letters, which wait for a person: listing, reporting and replaying them.
 
-Stored in the transaction that makes the operation fail, so that neither exists without the other; what no worker can
-run comes from the broker (`letters/dead_letter_queue.py`). Replay keeps the key: one transaction marks the letter, opens a new
-generation of the record and writes the outbox row.
+How they are stored is in `letters.py`. A replay keeps the key: one transaction marks the letter, opens a new generation
+of the record and writes the outbox row.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from .outbox import refresh_lanes
 if TYPE_CHECKING:
     from celery import Celery
 
-# Reasons of letters whose operation goes on once it is delivered.
+# Reasons of letters whose operation has not ended: it only needs a delivery.
 NOT_AN_END = ("unpublishable", "unhandled")
-# The most that one command may replay or discard: a mistaken filter should not send a million messages.
+# The most letters that one command may replay or discard, since a wrong filter might match millions.
 BULK_LIMIT = 10_000
 
 GROUPS = {
@@ -66,7 +65,7 @@ _SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
 _OPEN_LETTER = """
 SELECT max(id) FROM idempotency.dead_letters
 WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND status = 'open'
-  AND reason <> 'fingerprint_mismatch' -- another request's: no replay of it brings this operation on
+  AND reason <> 'fingerprint_mismatch' -- of another request: replaying it does not help this operation
 """
 
 _MARK_REPLAYED = """
@@ -75,26 +74,26 @@ WHERE id = %(id)s AND status = 'open'
 RETURNING outbox_id, tenant, task, key, generation, fingerprint, queue, reason, payload
 """
 
-# failed → released: the generation is the proof that a person asked for another run. Effects and steps are kept.
+# failed → released: a new generation proves that a person asked for another run. Effects and steps are kept.
 _REOPEN = """
 UPDATE idempotency.records
 SET status = 'released', generation = generation + 1, attempts = 0, spent_at = NULL, token = NULL, locked_by = NULL,
     available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_code = NULL,
     error = NULL, error_code = NULL, first_error = NULL,
-    -- what a worker remembers to have been revoked was revoked before this replay
+    -- workers remember revoked task ids: what they remember was revoked before this replay
     revoked_generation = coalesce(revoked_generation, generation), opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
 RETURNING generation
 """
 
-# A row that could not be published goes again itself: in its old place, if it has an order.
+# A row that could not be published is sent again itself, so that it keeps its place in its lane.
 _DELIVER = """
 WITH again AS (
     UPDATE idempotency.outbox
     SET status = 'pending', origin = 'replay', generation = %(opened)s, attempts = 0, resends = 0, refusals = 0,
         first_refused_at = NULL, last_error = NULL, available_at = clock_timestamp(), taken = false,
-        -- what has no operation of its own owes nothing but its publication
+        -- a row without an operation is done once published
         alerted_at = NULL, settled_at = CASE WHEN task = 'idempotency.external_event' THEN settled_at END
     WHERE id = %(outbox_id)s AND status = 'failed'
     RETURNING task, ordering_key
@@ -107,7 +106,7 @@ WITH again AS (
 SELECT task, ordering_key FROM again WHERE ordering_key IS NOT NULL
 """
 
-# A row whose message a dead-letter queue has brought is not sent again by itself.
+# A row that is `taken` is not resent (see `lost.py`).
 _WILL_BE_DELIVERED = """
 SELECT EXISTS (SELECT FROM idempotency.outbox
                WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
@@ -142,7 +141,7 @@ ORDER BY 1
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which dead letters are meant; None means any. `operation` is the task's name."""
+    """A filter for dead letters; None means any."""
 
     status: str | None = "open"
     task: str | None = None
@@ -159,7 +158,7 @@ class Selection:
 def list_letters(
     connection: Connection, selection: Selection | None = None, *, limit: int = 100, **filters: Any
 ) -> Sequence[Row[Any]]:
-    """The newest dead letters of a selection, by default the open ones; filters as in `Selection`."""
+    """List dead letters, newest first, by default the open ones; filters as in `Selection`."""
     selection = selection or Selection(**filters)
     return connection.exec_driver_sql(_LIST, selection.parameters(limit)).all()
 
@@ -167,7 +166,7 @@ def list_letters(
 def group_letters(
     connection: Connection, selection: Selection, by: Sequence[Group], *, limit: int = 1000
 ) -> Sequence[Row[Any]]:
-    """How many dead letters there are of each service, type, error, queue or status, the most first."""
+    """Count dead letters per service, type, error, queue or status, the most first."""
     columns = ", ".join(f'{GROUPS[group]} AS "{group}"' for group in by)
     only = ", ".join(str(position) for position, _ in enumerate(by, start=1))
     query = _GROUPED.format(columns=columns, columns_only=only, filter=_FILTER)
@@ -175,7 +174,7 @@ def group_letters(
 
 
 def select_ids(connection: Connection, selection: Selection, *, limit: int) -> list[int]:
-    """The ids of a selection, oldest first, for a bulk command. Raises `BulkRefused` if they are more than `limit`."""
+    """The ids of a selection for a bulk command, oldest first. Raises `BulkRefused` if there are more than `limit`."""
     if limit > BULK_LIMIT:
         raise BulkRefused(f"--limit: at most {BULK_LIMIT} dead letters in one command, got {limit}")
     ids = list(connection.exec_driver_sql(_IDS, selection.parameters(limit + 1)).scalars())
@@ -187,7 +186,7 @@ def select_ids(connection: Connection, selection: Selection, *, limit: int) -> l
 
 
 def show(connection: Connection, letter: int) -> Row[Any]:
-    """One dead letter, whole. Raises `OperationNotFound`."""
+    """One whole dead letter. Raises `OperationNotFound`."""
     row = connection.exec_driver_sql(_SHOW, {"id": letter}).one_or_none()
     if row is None:
         raise OperationNotFound(f"dead letter {letter}: not found")
@@ -195,26 +194,26 @@ def show(connection: Connection, letter: int) -> Row[Any]:
 
 
 def open_letter(connection: Connection, id: OperationId) -> int | None:
-    """The newest dead letter of an operation that is open."""
+    """The number of the newest open dead letter of an operation."""
     names = {"tenant": id.tenant, "task": id.task, "key": id.key}
     letter: int | None = connection.exec_driver_sql(_OPEN_LETTER, names).scalar_one()
     return letter
 
 
 def report(connection: Connection, *, days: int = 7) -> Sequence[Row[Any]]:
-    """Per service: dead letters new, replayed and discarded within so many days, and what is open now and why."""
+    """Per service: letters that were new, replayed and discarded in the last `days`, and those open now with reasons."""
     return connection.exec_driver_sql(_REPORT, {"days": days}).all()
 
 
-# ---------------------------------------------------------------- changed
+# ---------------------------------------------------------------- replay
 
 
 def replay(connection: Connection, letter: int, *, app: Celery | None = None) -> OperationId:
-    """Send a dead letter again under the same key: one transaction, which the caller commits.
+    """Send a dead letter's message again under the same key, in the caller's transaction.
 
     Two replays, or a replay and a late original, give one result: the letter is marked only while it is open, and
-    the record is reopened only while it is failed. `app` is needed for messages that no worker could name the
-    operation of when they came (an unknown task, say). Raises `OperationNotFound` and `ReplayRefused`.
+    the record is reopened only while it is failed. `app` is needed for letters whose operation was unknown when they
+    were stored, such as those of an unknown task. Raises `OperationNotFound` and `ReplayRefused`.
     """
     row = connection.exec_driver_sql(_MARK_REPLAYED, {"id": letter}).one_or_none()
     if row is None:
@@ -224,16 +223,16 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
     fields = row._asdict()
     if row.fingerprint is None:
-        id, fingerprint = _named(app, letter, row)
+        id, fingerprint = _operation_of(app, letter, row)
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
     opened: int | None = connection.exec_driver_sql(_REOPEN, fields).scalar_one_or_none()
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:
-            # A released operation that waits for a delivery that could not be published has not failed.
+            # The operation may be released, waiting for exactly this message.
             if row.reason == "fingerprint_mismatch":
                 raise ReplayRefused(
-                    f"dead letter {letter}: its key belongs to a call with other arguments, so it can never run; discard it"
+                    f"dead letter {letter}: its key was used with other arguments, so it can never run; discard it"
                 )
             if record.status != "released" or not _is_wanted(connection, row, fields):
                 raise ReplayRefused(
@@ -247,15 +246,15 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
 
 
 def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) -> bool:
-    """Whether a released operation needs this very message, because nothing else will deliver it."""
+    """Whether nothing but this message will deliver a released operation."""
     if row.reason in NOT_AN_END:
         return True
-    # of no generation: it was stored without its operation being touched
+    # without a generation: the letter was stored without changing its operation
     return row.generation is None and not connection.exec_driver_sql(_WILL_BE_DELIVERED, fields).scalar_one()
 
 
-def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId, str]:
-    """The operation that a stored message names, as this application knows its task today."""
+def _operation_of(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId, str]:
+    """The operation and fingerprint of a stored message, according to the task's current code."""
     message = Message.from_text(row.payload)
     name = message.headers.get("task")
     task = None if app is None or not isinstance(name, str) else app.tasks.get(name)
@@ -267,7 +266,7 @@ def _named(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId,
         args, kwargs, _ = json.loads(message.body)
         named = task.named_by(args, kwargs, message.headers)
         fingerprint = keys.fingerprint(named.arguments)
-    except Exception as error:  # the application's own key function, too
+    except Exception as error:  # including errors of the application's key function
         why = str(error) if isinstance(error, CallRefused) else f"not a task message ({type(error).__name__})"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
     return named.id, fingerprint

@@ -1,4 +1,4 @@
-"""The effects and steps of an attempt, as its record keeps them."""
+"""Recording effects and steps in the record."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def begin_effect(connection: Connection, claim: Claimed, name: str, effect: Para
 
 
 def change_effect(connection: Connection, claim: Claimed, name: str, change: Parameters) -> bool:
-    """Record what became of an effect that was begun. False: not the holder, or no longer open."""
+    """Record the outcome of an effect that was begun. False: not the holder, or the effect is no longer open."""
     row = execute(connection, _CHANGE_EFFECT, mine(claim) | {"name": name, "change": json.dumps(change)}).fetchone()
     return row is not None
 
 
 def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:
-    """Record a step's result in its own transaction; raises `DivisionByZero` when not the holder."""
+    """Record a step's result, in the step's transaction. Raises `DivisionByZero` if not the holder."""
     parameters = {"name": name, "effect": json.dumps(effect), "idle_ms": idle_ms(lease)}
     execute(connection, _RECORD_STEP, mine(claim) | parameters)

@@ -1,4 +1,4 @@
-"""How an operation ends, or is let go: complete, fail, release; and what people end or correct."""
+"""Ending an operation or releasing it: complete, fail, release, and what people end or correct."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .answers import Claimed
 from .record import FINISH, MINE, ROW, idle_ms, mine, named
 from .statements import execute
 
-# The code a failed operation answers with, as HTTP would say it: understood, and cannot be done.
+# The response code of a failed operation, after HTTP: 422 Unprocessable Content.
 RESPONSE_FAILED = 422
 
 _TERMINAL = """completed_at = clock_timestamp(), locked_until = NULL,
@@ -24,7 +24,7 @@ _COMPLETE = FINISH.format(
     changes=f"status = 'completed', result = %(result)s, response_code = 200, {_TERMINAL}", condition=MINE
 )
 
-# Steps that were undone are forgotten, so that a replay does them again.
+# Undone steps are removed, so that a replay runs them again.
 _CONCLUDED = """status = 'failed', error = %(error)s, error_code = %(code)s,
         effects = (effects - %(forgotten)s::text[]) || %(changed)s::jsonb"""
 
@@ -34,7 +34,7 @@ _FAIL = FINISH.format(
     condition=MINE,
 )
 
-# The next delivery leaves with the release itself: no message has to survive for the operation to go on.
+# The next delivery is written by the release itself, so the operation does not depend on a message in the broker.
 _RELEASE = f"""
 WITH released AS (
     UPDATE idempotency.records
@@ -52,7 +52,7 @@ WITH released AS (
            available_at + make_interval(secs => %(after_due)s), generation
     FROM released WHERE %(deliver)s
 ), superseded AS (
-    -- what the next delivery stands for now: an operation that defers for hours keeps one row and not thousands
+    -- replaced by the next delivery, so that an operation that defers for hours keeps one row, not thousands
     DELETE FROM idempotency.outbox o USING released r
     WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key AND o.fingerprint = r.fingerprint
       AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND %(deliver)s
@@ -70,11 +70,10 @@ WHERE {ROW} AND status = 'released' AND fence = %(fence)s
 RETURNING fence
 """
 
-# A person's word about an effect, and what the end may conclude now. The fence moves: who was shown the record before
-# is told to look again.
+# For a person's answer about an effect. The fence changes, so that a command based on the earlier state is refused.
 _CONCLUDE = f"""
 UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp(),
-    -- remembered for as long from this word as it was to be from its end
+    -- the same retention again, counted from now
     expires_at = greatest(expires_at, clock_timestamp() + (expires_at - completed_at))
 WHERE {ROW} AND status = 'failed' AND fence = %(fence)s
 RETURNING fence
@@ -83,7 +82,7 @@ RETURNING fence
 
 @dataclass(frozen=True, slots=True)
 class FailedEnd:
-    """How an operation fails: its error and code, the steps that were undone, and the effects that an undo answered for."""
+    """How an operation fails. `forgotten`: the undone steps; `changed`: effects whose state an undo has changed."""
 
     code: str
     error: str
@@ -101,13 +100,13 @@ class FailedEnd:
 
 
 def complete(connection: Connection, claim: Claimed, result: str, *, retention: float, lease: float) -> None:
-    """Finish with a result, in the transaction of the effects; raises `DivisionByZero` when not the holder."""
+    """Complete the operation in the body's transaction. Raises `DivisionByZero` if not the holder."""
     parameters = {"result": result, "retention": retention, "idle_ms": idle_ms(lease)}
     execute(connection, _COMPLETE, mine(claim) | parameters)
 
 
 def fail(connection: Connection, claim: Claimed, end: FailedEnd, *, retention: float, lease: float) -> None:
-    """Finish without success; raises `DivisionByZero` when not the holder. The dead letter goes in the same transaction."""
+    """Fail the operation; its dead letter goes into the same transaction. Raises `DivisionByZero` if not the holder."""
     parameters = end.parameters() | {"retention": retention, "idle_ms": idle_ms(lease)}
     execute(connection, _FAIL, mine(claim) | parameters)
 
@@ -122,10 +121,10 @@ def release(
     deliver: bool = True,
     after_due: float = 0.0,
 ) -> bool:
-    """Let go, claimable after `delay` seconds, with the next delivery in the same statement. False: not the holder.
+    """Release the operation, due after `delay` seconds, and write its next delivery. False: not the holder.
 
-    `give_back` returns the attempt: it was a deferral or a shutdown, not the operation's fault. `after_due`: how many
-    seconds later the delivery leaves. Without `deliver` there is none: for a caller that ends the operation now.
+    `give_back` does not count the attempt, for a deferral or a shutdown. `after_due`: seconds from then until the delivery
+    is sent. Without `deliver` there is none, for a caller that ends the operation now.
     """
     parameters = {
         "delay": delay,
@@ -138,13 +137,13 @@ def release(
 
 
 def cancel(connection: Connection, id: OperationId, end: FailedEnd, *, fence: int, retention: float) -> int | None:
-    """End what is released, under the fence that was read. Returns the new fence; None: it has changed meanwhile."""
+    """Fail a released operation that still has the fence that was read. Returns the new fence; None: it has changed."""
     parameters = end.parameters() | {"fence": fence, "retention": retention}
     return _fence(execute(connection, _CANCEL, named(id) | parameters).fetchone())
 
 
 def conclude(connection: Connection, id: OperationId, end: FailedEnd, *, fence: int) -> int | None:
-    """Say anew how a failed operation ended. Returns the new fence; None: it has changed meanwhile."""
+    """Correct how a failed operation ended. Returns the new fence; None: it has changed since it was read."""
     return _fence(execute(connection, _CONCLUDE, named(id) | end.parameters() | {"fence": fence}).fetchone())
 
 

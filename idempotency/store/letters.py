@@ -1,6 +1,7 @@
-"""A dead letter, as it is stored: in the transaction that ends its operation, or for a message that no worker can run.
+"""Storing dead letters, for a failed operation or for a message that no worker can run.
 
-Neither the end nor the letter exists without the other. What people do with letters is in `dead_letters.py`.
+The letter is stored in the transaction that fails the operation, so neither exists without the other. What people do
+with letters is in `dead_letters.py` and `discards.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from .answers import Claimed
 from .ends import FailedEnd
 
 
-def storing(source: str, columns: Mapping[str, str], *, rows: str = "") -> str:
-    """The SQL that stores a dead letter for each of `rows`, or one: nothing else inserts into the table.
+def insert_sql(source: str, columns: Mapping[str, str], *, rows: str = "") -> str:
+    """The only SQL that inserts dead letters: one, or one for each of `rows`. Existing letters stay as they are.
 
-    `columns` are the letter's, each with its value in SQL. What is stored already stays as it is.
+    `columns` maps column names to SQL expressions.
     """
     names, values = ", ".join(columns), ", ".join(columns.values())
     return (
@@ -31,8 +32,8 @@ def storing(source: str, columns: Mapping[str, str], *, rows: str = "") -> str:
     )
 
 
-def storing_rows(rows: str, *, reason: str, error: str, attempts: str, generation: str = "NULL") -> str:
-    """The SQL that stores a dead letter for each of some rows of the outbox; all but `rows` are values in SQL."""
+def insert_for_rows_sql(rows: str, *, reason: str, error: str, attempts: str, generation: str = "NULL") -> str:
+    """The SQL that inserts a dead letter for each of these outbox rows. All arguments but `rows` are SQL expressions."""
     columns = {
         "outbox_id": "id",
         "message_id": "message_id",
@@ -50,11 +51,11 @@ def storing_rows(rows: str, *, reason: str, error: str, attempts: str, generatio
         "payload": "message",
         "consumer_service": "%(service)s",
     }
-    return storing("relay", columns, rows=f"FROM {rows}")
+    return insert_sql("relay", columns, rows=f"FROM {rows}")
 
 
-# first_error comes from the record, which knows all attempts.
-_STORE = storing(
+# first_error comes from the record, which has seen all attempts.
+_STORE = insert_sql(
     "operation",
     {
         "tenant": "%(tenant)s",
@@ -76,10 +77,10 @@ _STORE = storing(
     },
 )
 
-# An outbox row knows the operation of its message, even where the message's task is not known here. One letter for
-# each outbox row and for each message, however often the broker hands it out.
+# The outbox row gives the operation even if this process does not know the task. At most one letter per outbox row and
+# per message, however often the broker delivers it.
 _STORE_MESSAGE = (
-    storing(
+    insert_sql(
         "broker",
         {
             "outbox_id": "o.id",
@@ -105,8 +106,8 @@ _STORE_MESSAGE = (
     + " RETURNING id"
 )
 
-# A letter from before its operation was known (an old worker had no such task, say) becomes the operation's: it is
-# one message, and a second letter would leave the first one open for ever.
+# A letter that was stored before its operation was known (an old worker lacked the task, say) now becomes the
+# operation's letter: it is the same message, and a second letter would leave the first open forever.
 _ADOPT = """
 UPDATE idempotency.dead_letters d
 SET tenant = %(tenant)s, task = %(task)s, key = %(key)s, generation = %(generation)s,
@@ -133,7 +134,7 @@ def store_failure(
     last_error: str,
     service: str | None = None,
 ) -> None:
-    """Store the dead letter of a failing operation, in the failing transaction."""
+    """Store the dead letter of a failing operation, in the transaction that fails it."""
     _store(connection, id, delivery, claim.generation, reason, last_error, claim.attempts, service)
 
 
@@ -147,13 +148,13 @@ def store_refusal(
     error: str,
     service: str | None = None,
 ) -> None:
-    """Store a delivery that was refused while the record under its key stays as it is (another fingerprint)."""
+    """Store a delivery that was refused because of its fingerprint; the record under its key does not change."""
     _store(connection, id, delivery, generation, reason, error, 0, service)
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerLetter:
-    """A message that no worker will run, as it is stored; `payload` is a message's text (`Message.to_text`)."""
+    """The dead letter of a message that no worker will run; `payload` is `Message.to_text`."""
 
     message_id: str | None
     tenant: str | None
@@ -174,13 +175,13 @@ class BrokerLetter:
 
 
 def store_message(connection: Connection, letter: BrokerLetter) -> int | None:
-    """Store a message of a dead-letter queue. Returns the letter's id; None when it is stored already."""
+    """Store a message from a dead-letter queue. Returns the letter's id; None if it is stored already."""
     id: int | None = connection.exec_driver_sql(_STORE_MESSAGE, asdict(letter)).scalar_one_or_none()
     return id
 
 
 def store_end(connection: Connection, letter: BrokerLetter) -> int | None:
-    """Store the message whose operation this transaction ends; its open letter, if it has one, becomes this one."""
+    """Store the message of the operation that this transaction ends, or update its open letter if it has one."""
     id: int | None = connection.exec_driver_sql(_ADOPT, asdict(letter)).scalar_one_or_none()
     return id if id is not None else store_message(connection, letter)
 
@@ -215,24 +216,26 @@ def _store(
 
 
 def headers_of(message: str) -> dict[str, Any]:
-    """The headers of a stored message; none of one that cannot be read, which is no reason to keep it from its letter."""
+    """The headers of a stored message; empty if it cannot be read, since it needs its letter all the same."""
     try:
         return Message.from_text(message).headers
     except ValueError:
         return {}
 
 
-_SAY_AGAIN = """
+_UPDATE_OPEN_LETTER = """
 UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
   AND status = 'open' AND source <> 'relay' AND reason <> 'fingerprint_mismatch' AND reason <> %(reason)s
 """
 
 
-def say_again(connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str) -> None:
-    """Let the open letter of a failed operation say how it has ended now, so that no one replays it for its old reason."""
+def update_open_letter(
+    connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str
+) -> None:
+    """Update the reason of a failed operation's open letter after a correction, so that it is not replayed for the old one."""
     connection.exec_driver_sql(
-        _SAY_AGAIN,
+        _UPDATE_OPEN_LETTER,
         {
             "tenant": id.tenant,
             "task": id.task,
@@ -245,11 +248,11 @@ def say_again(connection: Connection, id: OperationId, generation: int, end: Fai
 
 
 def headers_text(headers: Mapping[str, Any]) -> str:
-    """The headers of a message as they are stored: JSON, with anything that JSON does not know as its type's name."""
+    """A message's headers as JSON; values that JSON does not support become their type's name."""
     return json.dumps(headers, default=lambda value: f"<{type(value).__name__}>")
 
 
-# Counted before the try, and by itself: one that ends the process counts too, and so does one that is rolled back.
+# Counted before the try, in its own transaction, so that a try that kills the process or is rolled back counts too.
 _COUNT_TRY = """
 INSERT INTO idempotency.dead_letter_tries AS t (digest, tries) VALUES (%(digest)s, 1)
 ON CONFLICT (digest) DO UPDATE SET tries = t.tries + %(counts)s
@@ -259,9 +262,9 @@ _FORGET_TRIES = "DELETE FROM idempotency.dead_letter_tries WHERE digest = %(dige
 
 
 def count_try(connection: Connection, digest: str, *, counts: bool) -> int:
-    """Note that the application's part of a letter's end is about to be tried. Returns the number of tries.
+    """Count a try to run `on_failed` and the undos for a letter. Returns the number of tries.
 
-    `counts` is false for a try whose predecessor was interrupted by an outage: it is the same one again.
+    `counts` is false if an outage interrupted the previous try, which this one repeats.
     """
     fields = {"digest": digest, "counts": int(counts)}
     tries: int = connection.exec_driver_sql(_COUNT_TRY, fields).scalar_one()
@@ -269,5 +272,5 @@ def count_try(connection: Connection, digest: str, *, counts: bool) -> int:
 
 
 def forget_tries(connection: Connection, digest: str) -> None:
-    """Forget how often a letter's end was tried: it is stored."""
+    """Delete the count of tries, once the letter is stored."""
     connection.exec_driver_sql(_FORGET_TRIES, {"digest": digest})

@@ -1,7 +1,7 @@
-"""What a broker may have lost, as the tables tell it: what has ended is settled, what left no trace is named.
+"""The statements of resend: settle the rows of ended operations, and find those whose message is lost.
 
-A row of the outbox stays unsettled until its operation has ended. When its message must have left its queue is for
-`relay/resend.py` to say; what a row is then, and what is done to it, is said here.
+An outbox row stays unsettled until its operation has ended. `relay/resend.py` decides when a message must have left its
+queue; what follows from that for its row is decided here.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
 from . import sweeps
-from .letters import storing_rows
+from .letters import insert_for_rows_sql
 from .markers import EPOCH
 from .outbox import refresh_lanes
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
-# Rows per statement: short transactions.
+# Rows per statement, for short transactions.
 BATCH = 1000
-# Statements of each kind in one pass, which holds up the relay: what is left is taken by the next.
+# Statements of each kind per pass, which the relay waits for; the next pass continues.
 BATCHES = 10
-# The longest pause between two sends of one operation. Longer than RabbitMQ leaves a delivery unacknowledged (30 min),
-# so after it a row is lost even if some consumer does not say what it holds.
+# The longest pause between two resends of a row, in seconds. RabbitMQ leaves a delivery unacknowledged for 30 minutes at
+# most, so after this a row is lost even if some consumer does not report what it holds.
 RESEND_CAP = 3600.0
-# How long before the last settled end the next pass begins: some commit later than they say. What is missed is found
-# when its message has left the queue.
+# How far a pass goes back before the last settled end, in seconds, since some ends commit later than their time says.
+# Any that are still missed are found when their message has left its queue.
 OVERLAP = 10.0
 
-# In what follows `r` is a row of the outbox and `p` the record of its operation.
+# Below, `r` is an outbox row and `p` the record of its operation.
 
-# Fingerprints of two rules cannot be compared here, where the arguments are not known; the worker that is given the
-# message does it.
+# Fingerprints by different rules cannot be compared without the arguments; the worker that gets the message does it.
 _OTHER_RULE = "split_part(p.fingerprint, ':', 1) <> split_part(r.fingerprint, ':', 1)"
 _ITS_RECORD = "(p.tenant, p.task, p.key) = (r.tenant, r.task, r.key)"
 _ENDED = f"p.status IN ('completed', 'failed') AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"
 _REFUSED = f"p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE}"
 
-# Settled by a terminal record with the same fingerprint; another request's end says nothing about this one.
+# A row is settled by an ended record with the same fingerprint; the end of another request means nothing for it.
 SETTLE = Sweep(
     "settle",
     table="records",
@@ -62,12 +61,12 @@ SETTLE = Sweep(
 )
 SELECT (SELECT count(*) FROM settled) AS settled, count(*) AS ended, max(completed_at) AS until FROM due""",
 )
-# Locks no record: that would write to each.
+# Without locking the records, which would write to each.
 _SETTLE = f"WITH due AS MATERIALIZED ({SETTLE.unlocked}) {SETTLE.then}"
 
 _SINCE = "SELECT until - make_interval(secs => %(overlap)s) FROM idempotency.settled"
 
-# The oldest row of each queue, by hops through the index.
+# The oldest row of each queue, by skipping through the index.
 _QUEUES = """
 WITH RECURSIVE oldest AS (
     (SELECT queue, published_at FROM idempotency.outbox
@@ -81,10 +80,9 @@ WITH RECURSIVE oldest AS (
 SELECT queue FROM oldest WHERE published_at < clock_timestamp() - make_interval(secs => %(after)s)
 """
 
-# `taken` (of a row; `taken_at` of a marker is another thing): answered by a started record, a newer row of the
-# operation or its own dead letter, and so not looked for again, until a discard gives the rows of the operation back.
-# `started` is recover's business; a released operation that is due has its next delivery in the newest row of its
-# newest generation.
+# A `taken` row is covered by a started record, a newer row of its operation or its own dead letter, and is not examined
+# again unless a discard returns it. (A marker's `taken_at` is unrelated.) A started record is left to recover; a released
+# operation that is due has its next delivery in the newest row of its newest generation.
 LOOK = Sweep(
     "resend",
     table="outbox",
@@ -112,8 +110,8 @@ LOOK = Sweep(
              - make_interval(secs => least(%(after)s * power(2, least(r.resends, 20)), %(cap)s)) THEN 'early'
         ELSE 'lost'
     END AS verdict
-    -- A row that was given back since this statement's snapshot is judged by the next one: this one still sees why it
-    -- was taken.
+    -- A row that was returned after this statement's snapshot is left to the next one: this one still sees why it was
+    -- taken.
     FROM due r JOIN idempotency.outbox seen ON (seen.id, seen.ctid) = (r.id, r.version)
     LEFT JOIN idempotency.records p ON {_ITS_RECORD}
 ), settled AS (
@@ -128,9 +126,9 @@ FROM judged ORDER BY published_at, id""",
 )
 _LOOK = f"WITH due AS MATERIALIZED ({LOOK.find}) {LOOK.then}"
 
-# The key belongs to another request: this one will never run under it, and a person has to know.
+# The key was used by another request, so this one can never run, and a person has to know.
 _OF_ANOTHER = f"(SELECT p.generation FROM idempotency.records p WHERE {_ITS_RECORD} AND {_REFUSED} LIMIT 1)"
-_REFUSAL = storing_rows(
+_REFUSAL = insert_for_rows_sql(
     "refused", reason="'fingerprint_mismatch'", error="%(error)s", attempts="0", generation="of_record"
 )
 REFUSE = Sweep(
@@ -151,7 +149,7 @@ REFUSE = Sweep(
 SELECT (SELECT count(*) FROM refused)""",
 )
 
-# Whatever has begun since it was looked at is not sent, nor what another pass has sent again meanwhile.
+# Not if it has started since it was examined, or if another pass has resent it.
 _RESEND = """
 UPDATE idempotency.outbox o SET status = 'pending', origin = 'resend', resends = resends + 1,
     available_at = clock_timestamp(), relayed_until = NULL
@@ -168,7 +166,7 @@ FROM idempotency.outbox o JOIN unnest(%(ids)s::bigint[], %(published)s::timestam
     ON (o.id, o.published_at) = (lost.id, lost.published_at) ORDER BY o.id
 """
 
-# What waits in a queue: published, and its record missing, or released and due.
+# What should be in a queue: published rows whose operation has no record, or is released and due.
 _WAITING = """
 WITH newest AS MATERIALIZED (
     SELECT DISTINCT ON (o.tenant, o.task, o.key, o.fingerprint)
@@ -188,7 +186,7 @@ WHERE n.status = 'published'
 ORDER BY n.published_at
 """
 
-# Where nothing shows which messages have left their queue, every row that waits is read anyway.
+# If nothing shows which messages have left their queue, every waiting row has to be read anyway.
 _WAITS = "r.status = 'published' AND r.settled_at IS NULL AND NOT r.taken"
 REFUSE_ANY = replace(
     REFUSE,
@@ -215,7 +213,7 @@ _MISMATCH = '{"code": "fingerprint_mismatch", "message": "this idempotency key w
 
 
 def settle(connection: Connection) -> int:
-    """Settle the rows of what has ended since the last time; returns how many."""
+    """Settle the rows of operations that have ended since the last pass; returns how many."""
     since: datetime = connection.exec_driver_sql(_SINCE, {"overlap": OVERLAP}).scalar_one()
     total = 0
     for _ in range(BATCHES):
@@ -223,10 +221,10 @@ def settle(connection: Connection) -> int:
         try:
             done = connection.exec_driver_sql(_SETTLE, fields).one()
         except DBAPIError as error:
-            if not sweeps.is_of_a_row(error):
+            if not sweeps.is_row_error(error):
                 raise
             found = _one_by_one(connection, SETTLE, fields)
-            return total + sum(int(row.settled) for row in found)  # the rest is for the next pass
+            return total + sum(int(row.settled) for row in found)  # the next pass continues
         total += done.settled
         if done.ended < BATCH:
             break
@@ -235,7 +233,7 @@ def settle(connection: Connection) -> int:
 
 
 def _one_by_one(connection: Connection, sweep: Sweep, fields: dict[str, Any]) -> list[Row[Any]]:
-    """What the sweep's statement answers for each row of a batch that Postgres refused as a whole."""
+    """Run the sweep row by row after Postgres refused a whole batch; returns all result rows."""
     found: list[Row[Any]] = []
 
     def handle(row: Row[Any]) -> int:
@@ -246,7 +244,7 @@ def _one_by_one(connection: Connection, sweep: Sweep, fields: dict[str, Any]) ->
     return found
 
 
-# ---------------------------------------------------------------- queues that are first in, first out
+# ---------------------------------------------------------------- first-in, first-out queues
 
 
 def queues(connection: Connection, *, after: float) -> Sequence[str]:
@@ -255,17 +253,20 @@ def queues(connection: Connection, *, after: float) -> Sequence[str]:
 
 
 def look(connection: Connection, queue: str, until: datetime, after: float, service: str) -> tuple[list[Row[Any]], int]:
-    """Judge what left a queue until then: what is lost, and how much has ended. What is refused gets its dead letter."""
+    """Examine rows published before `until`, which have left their queue. Returns the lost ones, and how many have ended.
+
+    Rows whose key was used by another request get a dead letter.
+    """
     lost: list[Row[Any]] = []
     ended = 0
     place: dict[str, Any] = {"past": EPOCH, "past_id": 0}
     for _ in range(BATCHES):
         parameters = {"queue": queue, "until": until, "after": after, "cap": RESEND_CAP, "batch": BATCH} | place
-        with sweeps.sweeping(connection):
+        with sweeps.sweep_settings(connection):
             try:
                 rows = connection.exec_driver_sql(_LOOK, parameters).all()
             except DBAPIError as error:
-                if not sweeps.is_of_a_row(error):
+                if not sweeps.is_row_error(error):
                     raise
                 rows = _one_by_one(connection, LOOK, parameters)
         lost += [row for row in rows if row.verdict == "lost"]
@@ -278,22 +279,22 @@ def look(connection: Connection, queue: str, until: datetime, after: float, serv
     return lost, ended
 
 
-# ---------------------------------------------------------------- queues whose messages are counted
+# ---------------------------------------------------------------- other queues, by counting
 
 
 def settle_any(connection: Connection) -> int:
-    """Settle published rows of what has ended, whenever it did; returns how many."""
+    """Settle the published rows of ended operations, whenever they ended; returns how many."""
     done, _ = sweeps.run(connection, SETTLE_ANY, {}, limit=BATCHES * BATCH)
     return done
 
 
 def refuse_any(connection: Connection, service: str, *, after: float) -> None:
-    """Store a dead letter for each row older than `after` seconds whose key belongs to another request."""
+    """Store a dead letter for each row older than `after` seconds whose key was used by another request."""
     _refuse(connection, REFUSE_ANY, service, after=after)
 
 
 def waiting(connection: Connection, *, after: float) -> Sequence[Row[Any]]:
-    """The newest published row of each operation that has not begun or is due; `overdue` after so many seconds."""
+    """The newest published row of each operation that has not started or is due; `overdue`: for more than `after` seconds."""
     return connection.exec_driver_sql(_WAITING, {"after": after, "cap": RESEND_CAP}).all()
 
 
@@ -301,14 +302,14 @@ def waiting(connection: Connection, *, after: float) -> Sequence[Row[Any]]:
 
 
 def send_again(connection: Connection, lost: Sequence[Row[Any]]) -> int:
-    """Give rows back to the relay that still are what they were judged to be; returns how many. In one transaction."""
+    """Return rows to the relay unless they have changed; returns how many. Call it in one transaction."""
     rows = connection.exec_driver_sql(_RESEND, _judged(lost)).all()
     refresh_lanes(connection, [(row.task, row.ordering_key) for row in rows if row.ordering_key])
     return len(rows)
 
 
 def one_by_one(connection: Connection, lost: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]) -> int:
-    """Handle rows one at a time, of which Postgres has refused all together; one that is refused is set aside."""
+    """Handle rows one by one after Postgres refused them together; a row that is refused again is set aside."""
     rows = connection.exec_driver_sql(_NAMED, _judged(lost)).all()
     done, _ = sweeps.one_by_one(connection, LOOK, rows, handle)
     return done

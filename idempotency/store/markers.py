@@ -1,6 +1,6 @@
-"""Markers: a message sent behind what waits in a queue. When it reaches a worker, what the queue held before has left.
+"""Markers: when a marker message reaches a worker, everything queued before it has left the queue.
 
-Only in queues that are first in, first out.
+Only for queues that are first in, first out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row
 
 EPOCH = datetime.fromtimestamp(0, UTC)
 
-# A time is asked for first and given as a parameter: by a condition with clock_timestamp() no index is searched.
+# Times are queried first and then passed as parameters, because clock_timestamp() in a condition prevents an index scan.
 _TIMES = """
 SELECT clock_timestamp() - make_interval(secs => %(after)s) AS overdue,
        clock_timestamp() - make_interval(secs => %(grace)s) AS before_grace,
@@ -23,7 +23,7 @@ SELECT clock_timestamp() - make_interval(secs => %(after)s) AS overdue,
        ) marked HAVING count(*) = %(classes)s) AS marked
 """
 
-# One at a time as long as they come through; rarer, the longer none has. So a backlog of hours holds few of them.
+# One at a time while they arrive, and less often the longer none has arrived, so that a long backlog has few of them.
 _MARK = """
 INSERT INTO idempotency.markers (id, queue, priority) SELECT %(id)s, %(queue)s, %(priority)s
 WHERE EXISTS (SELECT FROM idempotency.outbox
@@ -44,24 +44,28 @@ WHERE queue = %(queue)s AND (sent_at < %(marked)s OR sent_at < clock_timestamp()
 _TAKEN = "UPDATE idempotency.markers SET taken_at = clock_timestamp() WHERE id = %(id)s AND taken_at IS NULL"
 
 
-def times(connection: Connection, queue: str, *, after: float, grace: float, classes: int) -> Row[Any]:
-    """Until when a row must have been published to be looked at: overdue, before the grace, marked (of all classes)."""
+def cutoffs(connection: Connection, queue: str, *, after: float, grace: float, classes: int) -> Row[Any]:
+    """Times before which a row must have been published to be examined.
+
+    `overdue`: `after` seconds ago; `before_grace`: `grace` seconds ago; `marked`: when the last marker was sent that has
+    arrived, of each of `classes` priority classes; None if one is missing.
+    """
     fields = {"queue": queue, "after": after, "grace": grace, "classes": classes}
     return connection.exec_driver_sql(_TIMES, fields).one()
 
 
 def mark(connection: Connection, id: str, queue: str, *, priority: int, pause: float, times: Row[Any]) -> bool:
-    """Note a marker, which is to be sent to a queue. False: none is needed now, or one was sent less than `pause` seconds ago."""
+    """Record a marker that is about to be sent. False: none is needed, or one was sent within `pause` seconds."""
     fields = {"id": id, "queue": queue, "priority": priority, "pause": pause}
     marked = times.marked or EPOCH
     return bool(connection.exec_driver_sql(_MARK, fields | {"marked": marked, "overdue": times.overdue}).rowcount)
 
 
 def forget(connection: Connection, queue: str, marked: datetime) -> None:
-    """Forget the markers of a queue from before that time; those of the last one stay."""
+    """Delete a queue's markers sent before that time."""
     connection.exec_driver_sql(_FORGET_MARKERS, {"queue": queue, "marked": marked})
 
 
 def take(connection: Connection, marker: str) -> None:
-    """Note that a worker was handed this marker: what its queue held before it has left."""
+    """Record that a worker has received this marker."""
     connection.exec_driver_sql(_TAKEN, {"id": marker})

@@ -1,4 +1,4 @@
-"""What is known of an operation: found by its key, read before a change, or shown whole."""
+"""Reading operations: by key, before a change, or whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..wire.keys import OperationId
 from .record import ROW, named
 from .statements import execute
 
-# Everywhere that an accepted operation can be known from.
+# All tables in which an accepted operation may appear.
 _FIND = """
 SELECT tenant, task, key FROM (
     SELECT tenant, task, key FROM idempotency.records
@@ -50,48 +50,48 @@ _OUTBOX = f"SELECT * FROM idempotency.outbox WHERE {ROW} ORDER BY id"
 _LETTERS = f"SELECT * FROM idempotency.dead_letters WHERE {ROW} ORDER BY id"
 _AUDIT = f"SELECT id, at, actor, action, generation, fence_before, fence_after, reason, details FROM idempotency.audit WHERE {ROW} ORDER BY id"
 
-# What a caller sent or a task returned: personal data lives here, so it is shown only to who asks for it.
+# May contain personal data, so shown only on request.
 PAYLOAD = ("message", "result", "payload", "headers")
-# The token is what a holder proves itself by.
+# A holder proves itself with the token.
 _NEVER = ("token",)
 
 
 def find(connection: Connection, key: str, *, task: str | None, tenant: str | None) -> list[OperationId]:
-    """The operations that have a key, at most 20. `operation` is the task's name, or its end after a dot."""
+    """Find operations by key, at most 20. `task` is the task's name, or the part of it after a dot."""
     rows = connection.exec_driver_sql(_FIND, {"key": key, "task": task, "tenant": tenant})
     return [OperationId(row.tenant, row.task, row.key) for row in rows]
 
 
 def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None:
-    """What a person's change depends on."""
+    """The state that a person's change is based on."""
     return connection.exec_driver_sql(_READ, named(id)).one_or_none()
 
 
 def accepted(connection: Connection, id: OperationId) -> Row[Any] | None:
-    """The oldest message that is still to bring the operation to its end."""
+    """The oldest outbox row that is still to deliver the operation."""
     return connection.exec_driver_sql(_ACCEPTED, named(id)).one_or_none()
 
 
 def lookup(connection: Connection, id: OperationId) -> Any | None:
-    """Read a record, for people and for handles; decisions are never made on it."""
+    """Read a record for display or for a handle; never base a decision on it."""
     return execute(connection, _LOOKUP, named(id)).fetchone()
 
 
 def read_locked(connection: Connection, id: OperationId) -> Any | None:
-    """Read a whole record and keep others from changing it until the transaction ends."""
+    """Read a whole record and lock it until the transaction ends."""
     return execute(connection, _READ_LOCKED, named(id)).fetchone()
 
 
 def operation(connection: Connection, id: OperationId, *, with_payload: bool = False) -> dict[str, Any]:
-    """One operation whole: its record, effects, outbox rows, dead letters and audit rows.
+    """A whole operation: record, effects, outbox rows, dead letters and audit rows.
 
-    Arguments, results and messages only `with_payload`.
+    Arguments, results and messages are included only `with_payload`.
     """
     names = named(id)
     record = connection.exec_driver_sql(_RECORD, names).one_or_none()
     fields = None if record is None else _visible(record, with_payload)
     effects = {} if fields is None else fields.pop("effects")
-    effects = dict(sorted(effects.items(), key=lambda entry: entry[1]["position"]))  # jsonb keeps no order
+    effects = dict(sorted(effects.items(), key=lambda entry: entry[1]["position"]))  # jsonb does not keep the order
     if not with_payload:
         effects = {
             name: {field: value for field, value in effect.items() if field not in ("result", "args")}

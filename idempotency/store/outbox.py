@@ -1,10 +1,10 @@
-"""The outbox: messages that leave with the caller's commit.
+"""The outbox: messages that are sent when the caller commits.
 
-A row is written in the transaction of the business change and published after it by a relay (`relay/relay.py`). It stays
-until its operation has ended: what a wiped broker has lost is still here.
+A row is written in the transaction of the business change, and a relay publishes it after the commit (`relay/relay.py`).
+It stays until its operation has ended, so that it can be resent if the broker loses it.
 
-Rows of one operation and ordering key are a lane. A row that failed blocks its lane until a person replays it, in its
-old place, or discards it.
+Rows with the same task and ordering key form a lane. A failed row blocks its lane until a person replays it, in its old
+place, or discards it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sqlalchemy.orm import Session
 from ..errors import InvalidArguments
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .letters import storing_rows
+from .letters import insert_for_rows_sql
 
-# From this failed try on a row that the broker refuses is told about; it goes on being tried. The index outbox_stuck
-# says the same number.
+# A row that the broker has refused this many times raises an alert; it is still retried. The index outbox_stuck contains
+# the same number.
 STUCK = 5
 
 _INSERT = """
@@ -41,16 +41,17 @@ SELECT idempotency.refresh_lane(task, ordering_key)
 FROM unnest(%(operations)s::text[], %(keys)s::text[]) lane(task, ordering_key)
 """
 
-# Said by what it is not: for "= 'pending'" the planner takes the index of pending rows and reads through all the dead
-# entries in it, instead of finding the row by its id.
+# Not "= 'pending'", for which the planner would use the index of pending rows and read all its dead entries, instead of
+# finding the row by its id.
 _STILL_PENDING = "status NOT IN ('published', 'failed')"
 
-# A crash of Postgres that undoes a reservation or a mark has its rows published twice, so neither waits for the disk.
+# If a crash of Postgres loses a reservation or a mark, its rows are published twice, which is harmless: do not wait for
+# the disk.
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
-# MATERIALIZED: without it the planner may run the locking subquery once per row and lock more than the batch.
-# (SELECT clock_timestamp()): a volatile condition finds its rows by reading the whole index, delayed rows included.
-# By state, never by `id > last`: a row committed late by a slow transaction has a small id.
+# MATERIALIZED: otherwise the planner may run the locking subquery once per row and lock more than the batch.
+# (SELECT clock_timestamp()): a volatile condition would read the whole index, including delayed rows.
+# By state, never by `id > last`: a slow transaction commits rows with small ids late.
 _RESERVE_ROWS = f"""
 WITH due AS MATERIALIZED (
     SELECT id FROM idempotency.outbox
@@ -66,7 +67,7 @@ RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.r
     NULL AS task, NULL AS ordering_key, {_UNFLUSHED}
 """
 
-# A lane is reserved whole, and as much of each as makes one batch of all. A lane whose rows are gone has a row of NULLs.
+# Whole lanes are reserved, and their first rows returned, about one batch in total. A lane without rows gives NULLs.
 _RESERVE_LANES = f"""
 WITH due AS MATERIALIZED (
     SELECT task, ordering_key FROM idempotency.lanes
@@ -100,7 +101,7 @@ WHERE o.message_id = sent.id AND (o.generation, o.refusals, o.resends) = (sent.g
   AND o.{_STILL_PENDING}
 """
 
-# Joined, and not "= ANY": so they are marked in the order in which they were sent.
+# A join rather than "= ANY", so that rows are marked in the order in which they were sent.
 _MARK_PUBLISHED = f"""
 UPDATE idempotency.outbox o
 SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
@@ -108,7 +109,7 @@ SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL
 RETURNING {_UNFLUSHED}
 """
 
-# Of deliveries whose writer did not know the application's routes: what their queue has lost is looked for by its name.
+# For rows written without knowing the application's routes: resend needs the name of the queue.
 _NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE message_id = ANY(%(ids)s) AND queue = ''"
 
 _RETURN_ROWS = f"UPDATE idempotency.outbox o SET relayed_until = NULL {_AS_SENT}"
@@ -120,7 +121,7 @@ SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
 {_AS_SENT}
 """
 
-_UNPUBLISHABLE = storing_rows("failed", reason="'unpublishable'", error="last_error", attempts="attempts")
+_UNPUBLISHABLE = insert_for_rows_sql("failed", reason="'unpublishable'", error="last_error", attempts="attempts")
 _GIVE_UP = f"""
 WITH failed AS (
     UPDATE idempotency.outbox o
@@ -136,7 +137,7 @@ _SLEEP = f"""
 UPDATE idempotency.relay_sleep SET until = clock_timestamp() + make_interval(secs => %(poll)s) RETURNING {_UNFLUSHED}
 """
 
-# An operation (a task's name) and an ordering key.
+# A task's name and an ordering key.
 Lane = tuple[str, str]
 
 
@@ -154,14 +155,14 @@ def insert(
     settled: bool = False,
     generation: int = 1,
 ) -> str:
-    """Write the row in the caller's transaction; it leaves with its commit. Returns the event id.
+    """Write a row in the caller's transaction; it is published after the commit. Returns its message_id.
 
-    Due at `eta`, and not before `countdown` seconds. Rows of one operation and `ordering_key` are published in the
-    order of their commits: the database gives each its place while it commits. With `settled` there is no operation
-    whose end to wait for; the row is done once published. Raises `InvalidArguments` for a session that is none.
+    Due at `eta`, but not before `countdown` seconds. Rows with the same task and `ordering_key` are published in commit
+    order: the database assigns each its place during the commit. `settled=True`: no operation to wait for; done once
+    published. Raises `InvalidArguments` if `session` is neither a Session nor a Connection.
     """
     if not hasattr(session, "connection"):
-        got = type(session).__name__  # a sessionmaker, most often
+        got = type(session).__name__  # often a sessionmaker
         raise InvalidArguments(f"session: must be a SQLAlchemy Session or Connection, got {got}")
     connection = session if isinstance(session, Connection) else session.connection()
     message_id = str(uuid4())
@@ -187,49 +188,49 @@ def insert(
 
 
 def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
-    """Tell the relay what is first in these lanes, in the transaction that has changed it."""
-    ordered = sorted(set(lanes))  # one lock order
+    """Update the heads of these lanes for the relay, in the transaction that changed their rows."""
+    ordered = sorted(set(lanes))  # a fixed order of locks
     if ordered:
         operations, keys = zip(*ordered, strict=True)
         connection.exec_driver_sql(_REFRESH, {"operations": list(operations), "keys": list(keys)})
 
 
-# ---------------------------------------------------------------- what a relay does
+# ---------------------------------------------------------------- for the relay
 
 
 def reserve_rows(connection: Connection, *, batch: int, seconds: float) -> list[Row[Any]]:
-    """Reserve the rows without an order that are due, for `seconds`; the oldest first."""
+    """Reserve due rows without an ordering key for `seconds`; returns them, oldest first."""
     rows = connection.exec_driver_sql(_RESERVE_ROWS, {"batch": batch, "seconds": seconds})
     return sorted(rows, key=lambda row: row.id)
 
 
 def reserve_lanes(connection: Connection, *, batch: int, seconds: float) -> Sequence[Row[Any]]:
-    """Reserve the lanes that are due, for `seconds`. Returns their first rows, lane by lane; `goes`: it is due."""
+    """Reserve due lanes for `seconds`. Returns their first rows, lane by lane; `goes`: the row is pending and due."""
     return connection.exec_driver_sql(_RESERVE_LANES, {"batch": batch, "seconds": seconds}).all()
 
 
 def mark_published(connection: Connection, rows: Sequence[Row[Any]]) -> None:
-    """Mark what the broker has confirmed as published, in the order in which it was sent."""
+    """Mark confirmed rows as published, in the order in which they were sent."""
     connection.exec_driver_sql(_MARK_PUBLISHED, as_sent(rows))
 
 
 def name_queue(connection: Connection, message_ids: Sequence[str], queue: str) -> None:
-    """Note the queue that rows without one have gone to."""
+    """Set the queue of rows that were published without one."""
     connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": message_ids})
 
 
 def give_back(connection: Connection, rows: Sequence[Row[Any]]) -> None:
-    """Let any relay take rows again that were reserved and got no answer."""
+    """End the reservation of rows that the broker neither confirmed nor refused."""
     connection.exec_driver_sql(_RETURN_ROWS, as_sent(rows))
 
 
 def note_error(connection: Connection, row: Row[Any], error: str, *, delay: float) -> None:
-    """Count a refusal by the broker; the row is due again after `delay` seconds."""
+    """Record a failed try; the row is due again after `delay` seconds."""
     connection.exec_driver_sql(_NOTE_ERROR, as_sent([row]) | {"error": error, "delay": delay})
 
 
 def give_up(connection: Connection, row: Row[Any], error: str, *, service: str) -> None:
-    """Fail a row that can never be published, with its dead letter in the same statement."""
+    """Fail a row that can never be published, and store its dead letter."""
     connection.exec_driver_sql(_GIVE_UP, as_sent([row]) | {"error": error, "service": service})
 
 
@@ -244,5 +245,5 @@ def as_sent(rows: Sequence[Row[Any]]) -> dict[str, Any]:
 
 
 def sleep(connection: Connection, *, poll: float) -> None:
-    """Say that a relay sleeps for `poll` seconds at most, so that a writer knows to wake it."""
+    """Record that a relay sleeps for at most `poll` seconds, so that writers wake it."""
     connection.exec_driver_sql(_SLEEP, {"poll": poll})

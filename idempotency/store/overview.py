@@ -1,7 +1,7 @@
-"""What a person looks at, as Postgres has it: queues, processes, counts and lists.
+"""What operators look at: queues, processes, counts and lists, as far as Postgres knows.
 
-Reads only. Nothing here reads more than a bounded number of rows, whatever waits:
-a count stops at its part of `BOUND` and says so, and what has ended is estimated from a sample once there is much of it.
+Read-only, and every query reads a bounded number of rows, however long the backlog: a count stops at its share of
+`BOUND` and says so, and ended operations are estimated from a sample if there are many.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from sqlalchemy.pool import NullPool
 from ..settings import Settings
 from . import processes
 
-# The most rows that one count looks at, over all queues: about a quarter of a second.
-# A count that reached its part is "50,000+".
+# The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
+# as "50,000+".
 BOUND = 50_000
-# Pages of 8 KiB that the sample of the ended operations reads; about 60,000 records. Fewer pages are read whole.
+# Pages of 8 KiB in the sample of ended operations, about 60,000 records. Smaller tables are read whole.
 SAMPLE = 4_000
-# Seconds to connect to Postgres or to the broker, for each statement, and for each answer of the broker.
-PATIENCE = 2.0
+# Seconds: to connect to Postgres or the broker, per statement, and per answer of the broker.
+TIMEOUT = 2.0
 
-# By index and in loops, always: a hash join would read the whole of a table, however small the window. Compiling would
-# take longer than running.
+# Always index scans and nested loops: a hash join would read a whole table however small the window. JIT compilation
+# would take longer than the query.
 _BY_INDEX = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off -c jit=off"
 
-# As in the index outbox_waiting. Of any origin: what was put back, parked or replayed may have no record yet either.
+# As in the index outbox_waiting. Of any origin, since rows that were put back or replayed may have no record yet either.
 _WAITING = "o.settled_at IS NULL"
 
-# A row of the outbox whose operation has no record yet, and no dead letter either: its message was refused for good.
-# LATERAL with LIMIT, so that each row costs two looks into an index.
+# An accepted operation has neither a record yet nor an open dead letter, which would mean that its message was refused.
+# LATERAL with LIMIT, so that each row costs two index lookups.
 _BEGUN = """
     LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.records r
                        WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) LIMIT 1) begun ON true
@@ -44,13 +44,13 @@ _BEGUN = """
 """
 _ACCEPTED_ONLY = "begun.yes IS NULL AND refused.yes IS NULL AND o.status <> 'failed'"
 
-# A failed publish and a send again move available_at; then the row counts from its beginning. So does a refusal: it was
-# due when it was first refused.
+# A failed publish or a resend changes available_at, so such a row counts from its creation; one that no worker could run
+# counts from when it was first refused.
 _DUE_AT = """CASE WHEN o.refusals > 0 THEN o.first_refused_at
     WHEN o.attempts = 0 AND o.resends = 0 THEN o.available_at ELSE o.created_at END"""
 
-# Each queue has a window of the same size, so that the backlog of one hides no other; their names are found by skipping
-# from one to the next in the index.
+# Each queue gets a window of the same size, so that one backlog cannot hide the other queues. Their names are found by
+# skipping through the index.
 _QUEUES = """
 WITH RECURSIVE queues(queue) AS (
     (SELECT o.queue FROM idempotency.{table} o WHERE {condition} ORDER BY o.queue LIMIT 1)
@@ -67,7 +67,7 @@ _WINDOW = f"""
     SELECT o.* FROM idempotency.outbox o WHERE {_WAITING} AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}
 """
 
-# Rows, not keys: an operation that was enqueued twice before it began counts twice.
+# Counts rows, not keys: an operation that was enqueued twice before it started counts twice.
 _ACCEPTED = f"""
 {_WAITING_QUEUES}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
@@ -92,7 +92,7 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
 ) counted WHERE q.queue IS NOT NULL
 """
 
-# One window for all: what runs at once is as much as there are slots.
+# One window for all queues, since there are only as many running operations as slots.
 _RUNNING = """
 SELECT queue, task, count(*) AS operations, sum(count(*)) OVER () >= %(bound)s AS stopped,
        count(*) FILTER (WHERE locked_until < clock_timestamp()) AS lease_over,
@@ -108,9 +108,9 @@ SELECT task, status, count(*) AS operations FROM idempotency.records TABLESAMPLE
 WHERE status IN ('completed', 'failed') GROUP BY task, status
 """
 
-# Due rows only: a delay that was asked for is no backlog. A row that could not be published has moved its own time, so
-# it counts from its beginning; it is due again within a minute, so it is near the beginning of the index. Rows with an
-# ordering key are in an index of their own, by lane.
+# Only due rows: a requested delay is not a backlog. A failed publish changes available_at, so such a row counts from its
+# creation; it is due again within a minute, hence near the beginning of the index. Rows with an ordering key have a
+# separate index, by lane.
 _UNPUBLISHED = """
 SELECT count(*) AS pending,
        count(*) FILTER (WHERE due) AS unpublished,
@@ -122,7 +122,7 @@ FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp
           (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
            WHERE status = 'pending' AND ordering_key IS NULL ORDER BY available_at, id LIMIT %(bound)s)
           UNION ALL
-          -- with the failed ones at the heads of lanes, and so no more than these are read
+          -- including failed rows at the heads of lanes, to match the index
           (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
            WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL
            ORDER BY task, ordering_key, place, id LIMIT %(bound)s)
@@ -133,7 +133,7 @@ FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp
 _OPEN_LETTERS = """
 SELECT task, service, reason, count(*) AS letters, count(*) FILTER (WHERE unknown) AS unknown
 FROM (SELECT task, coalesce(consumer_service, '-') AS service, reason,
-             -- a broken on_failed hides the code that the record has
+             -- a failing on_failed hides the record's code
              reason = 'effect_unknown' OR reason = 'on_failed_error' AND EXISTS (
                  SELECT FROM idempotency.records r
                  WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
@@ -154,10 +154,10 @@ WHERE {condition}
   AND (%(older_than)s::float8 IS NULL OR opened_at < clock_timestamp() - make_interval(secs => %(older_than)s))
 ORDER BY opened_at, tenant, task, key LIMIT %(limit)s
 """
-# What means the same as the status and has an index.
+# Equivalent to the status, but indexed.
 _INDEXED = {"started": "locked_until IS NOT NULL", "released": "available_at IS NOT NULL"}
 
-# The columns of _LIST, for what is only in the outbox. Of the oldest BOUND rows of each queue.
+# The columns of _LIST for operations that are only in the outbox, among the oldest rows of each queue.
 _LIST_ACCEPTED = f"""
 {_WAITING_QUEUES}
 SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
@@ -180,17 +180,17 @@ GROUP BY tenant, task, key ORDER BY min(created_at), tenant, task, key LIMIT %(l
 
 @dataclass(slots=True)
 class QueueState:
-    """One queue: what Postgres has for it, and what the broker says. Ages and times in seconds; None is unknown."""
+    """One queue, according to Postgres and the broker. Ages and times are in seconds; None is unknown."""
 
-    accepted: int = 0  # due, without a record yet: in the outbox or in the broker
+    accepted: int = 0  # due but without a record: in the outbox or the broker
     oldest_accepted_seconds: float | None = None
-    scheduled: int = 0  # accepted, and not due yet
+    scheduled: int = 0  # accepted but not due yet
     running: int = 0
-    lease_over: int = 0  # of those running
+    lease_over: int = 0  # of the running ones
     released: int = 0  # between two attempts
-    next_due_seconds: float | None = None  # of those released; negative: it has been due for so long
-    at_least: list[str] = field(default_factory=list)  # counts that stopped at their part of BOUND
-    ready: int | None = None  # messages that the broker has not handed out
+    next_due_seconds: float | None = None  # of the released ones; negative: overdue
+    at_least: list[str] = field(default_factory=list)  # counts that stopped at their share of BOUND
+    ready: int | None = None  # messages not handed to a consumer
     consumers: int | None = None
 
     @property
@@ -205,7 +205,7 @@ class QueueState:
 
 @dataclass(slots=True)
 class Look:
-    """What has not ended, who works on it, and what waits for a person."""
+    """A snapshot of what has not ended, which processes work on it, and what waits for a person."""
 
     queues: dict[str, QueueState] = field(default_factory=dict)
     operations: dict[str, dict[str, int]] = field(default_factory=dict)  # by task and status
@@ -218,7 +218,7 @@ class Look:
 
     @property
     def unknown_effects(self) -> int:
-        """Operations that ended as effect_unknown and whose dead letter is open."""
+        """Operations that ended as effect_unknown and have an open dead letter."""
         return sum(row.unknown for row in self.letters)
 
     def has_relay(self, silence: float) -> bool:
@@ -235,16 +235,16 @@ class Look:
 
 
 @contextmanager
-def looking(settings: Settings) -> Iterator[Connection]:
-    """A connection for these questions: by index, and none takes longer than `PATIENCE` seconds to connect or answer."""
+def monitoring_connection(settings: Settings) -> Iterator[Connection]:
+    """A connection for these queries, with index scans only and `TIMEOUT` seconds to connect and per statement."""
     engine = create_engine(
         settings.database_url.get_secret_value(),
         poolclass=NullPool,
         isolation_level="AUTOCOMMIT",
         hide_parameters=True,
         connect_args={
-            "connect_timeout": int(PATIENCE),
-            "options": f"-c statement_timeout={int(PATIENCE * 1000)} {_BY_INDEX}",
+            "connect_timeout": int(TIMEOUT),
+            "options": f"-c statement_timeout={int(TIMEOUT * 1000)} {_BY_INDEX}",
         },
     )
     with engine.connect() as connection:
@@ -252,7 +252,7 @@ def looking(settings: Settings) -> Iterator[Connection]:
 
 
 def count(connection: Connection) -> Look:
-    """What waits and who works on it, as far as Postgres knows."""
+    """Take a snapshot, as far as Postgres knows."""
     found, bound = Look(), {"bound": BOUND}
     for row in connection.exec_driver_sql(_ACCEPTED, bound):
         state = found.queue(row.queue)
@@ -280,7 +280,7 @@ def count(connection: Connection) -> Look:
 
 
 def ended(connection: Connection) -> tuple[Sequence[Row[Any]], float]:
-    """How many operations have ended, by task and status, in a sample; and the share of the table that it is, in percent."""
+    """Count ended operations in a sample, by task and status. Returns also the sample's share of the table, in percent."""
     percent = min(100.0, 100.0 * SAMPLE / max(connection.exec_driver_sql(_PAGES).scalar_one(), 1))
     return connection.exec_driver_sql(_ENDED, {"percent": percent}).all(), percent
 
@@ -294,9 +294,9 @@ def list_operations(
     older_than: float | None = None,
     limit: int = 100,
 ) -> Sequence[Row[Any]]:
-    """The oldest operations first, of one task, status, tenant or minimum age in seconds.
+    """List operations, oldest first, of one task, status, tenant or minimum age in seconds.
 
-    `accepted` are those that have no record yet; without a status they are among the others.
+    Status `accepted`: those without a record yet. Without a status, they are included.
     """
     parameters = {
         "task": task, "status": status, "tenant": tenant, "older_than": older_than, "limit": limit,

@@ -1,4 +1,4 @@
-"""The table of operators: people, their roles, and the hashes of their tokens."""
+"""The table of operators: people, their roles, and hashes of their tokens."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ SELECT EXISTS (SELECT FROM idempotency.operators WHERE role = 'admin' AND expire
 
 
 def add(connection: Connection, name: str, role: str, *, token_hash: str, days: int) -> bool:
-    """Add a person whose token is valid for so many days. False: the name is taken."""
+    """Add a person whose token is valid for `days`. False: the name is taken."""
     fields = {"name": name, "role": role, "hash": token_hash, "days": days}
     return connection.exec_driver_sql(_ADD, fields).one_or_none() is not None
 
 
 def remove(connection: Connection, name: str) -> bool:
-    """Remove a person. False: there is none of this name."""
+    """Remove a person. False: there is none with this name."""
     return connection.exec_driver_sql(_REMOVE, {"name": name}).one_or_none() is not None
 
 
 def operators(connection: Connection) -> Sequence[Row[Any]]:
-    """The people who have a token, valid or not; never the token."""
+    """List the people, expired tokens included, without their tokens."""
     return connection.exec_driver_sql(_OPERATORS).all()
 
 
 def who(connection: Connection, token_hash: str) -> Row[Any] | None:
-    """Whose token has this hash, and whether it has expired."""
+    """The person whose token has this hash, and whether the token has expired."""
     return connection.exec_driver_sql(_WHO, {"hash": token_hash}).one_or_none()
 
 
 def has_admin(connection: Connection) -> bool:
-    """Whether a person with the role admin has a valid token."""
+    """Whether there is an admin with a valid token."""
     return bool(connection.exec_driver_sql(_HAS_ADMIN).scalar_one())

@@ -1,4 +1,4 @@
-"""The table of processes: a row for each worker, relay and beat that has signed and has not ended in order."""
+"""The table of processes: one row per worker, relay and beat that has signed and has not shut down cleanly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-# The process's own row is spared: one statement must not delete and update the same row.
+# Except for the process's own row: one statement must not delete and update the same row.
 _SIGN = """
 WITH forgotten AS (
     DELETE FROM idempotency.processes WHERE (kind, name, host, pid) IN (
@@ -32,7 +32,7 @@ DELETE FROM idempotency.processes
 WHERE kind = %(kind)s AND name = %(name)s AND host = %(host)s AND pid = %(pid)s
 """
 
-# There are as many rows as processes; the limit is for a set-up that starts one per task.
+# As many rows as processes; the limit is for a set-up that starts one process per task.
 _ALL = """
 SELECT kind, name, host, pid, service, version, queues, started_at, seen_at,
        extract(epoch FROM clock_timestamp() - seen_at)::float8 AS silent_seconds
@@ -47,25 +47,25 @@ RETURNING kind, host, pid
 
 
 def sign(connection: Connection, process: Mapping[str, Any]) -> None:
-    """Say that a process was seen now. Forgets the processes that were last seen before its `retention`, in seconds."""
+    """Record that a process is alive, and delete those last seen more than its `retention` seconds ago."""
     connection.exec_driver_sql(_SIGN, process)
 
 
 def succeed(connection: Connection, process: Mapping[str, Any]) -> None:
-    """Remove the rows of processes of the same kind, name and host: this one takes their place."""
+    """Delete earlier processes with the same kind, name and host, which this one replaces."""
     connection.exec_driver_sql(_SUCCEED, process)
 
 
 def remove(connection: Connection, process: Mapping[str, Any]) -> None:
-    """Remove the row of a process that ends in order."""
+    """Delete the row of a process that shuts down cleanly."""
     connection.exec_driver_sql(_REMOVE, process)
 
 
 def processes(connection: Connection) -> Sequence[Row[Any]]:
-    """The processes that signed and have not ended in order, with the seconds since their last sign."""
+    """The processes that have not shut down cleanly, with the seconds since their last sign of life."""
     return connection.exec_driver_sql(_ALL).all()
 
 
 def forget(connection: Connection, name: str, silence: float) -> Sequence[Row[Any]]:
-    """Remove the rows of processes of this name that have been silent for so many seconds; returns them."""
+    """Delete and return the processes of this name that have been silent for more than `silence` seconds."""
     return connection.exec_driver_sql(_FORGET, {"name": name, "silence": silence}).all()

@@ -1,4 +1,4 @@
-"""What is past its time: deleted in batches, each row only if nothing needs it any more. The audit stays."""
+"""Deleting what is past its retention, in batches, each row only if nothing needs it. The audit table is never purged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from sqlalchemy import Connection
 from . import sweeps
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
-# A record that is past its time and must stay is looked at again after an hour: what stays costs no pass anything.
+# A record that must stay is looked at again after an hour, so that it does not cost every pass something. Seconds.
 KEEP = 3600.0
-# How long a row that was set aside and is due no more is remembered, for people to see what happened.
+# How long a row that was set aside and is no longer due is kept for people to see, in seconds.
 REMEMBER = 86400.0
 
-# The outbox rows go with their record: a row that outlived it would be sent again and run a second time. A row that
-# is not published, or not settled and another request's, keeps the record, and so does an open dead letter. A row that
-# was published may still be delivered for as long as the redelivery horizon says, whatever it is settled by: the record
-# is what keeps that delivery from running.
+# Outbox rows are deleted with their record: a row without one would be resent and run again. A record stays while it has
+# an unpublished row, an unsettled row of another request, or an open dead letter. It also stays for the redelivery
+# horizon after its last row was published, settled or not, since it prevents a late delivery from running again.
 OPERATIONS = Sweep(
     "purge",
     table="records",
@@ -49,9 +48,9 @@ OPERATIONS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# Settled rows whose operation has ended or has no record: duplicates of what is asked for again and again, events for
-# consumers outside, what a person discarded, what could never be published. One that was published late, and may still
-# be delivered, keeps its record. One that stays is looked at again after another retention.
+# Settled rows whose operation has ended or has no record: repeated requests, events for external consumers, discarded
+# rows, rows that could never be published. A row that was published within the horizon keeps its record. A row that has
+# to stay is looked at again after another retention.
 ROWS = Sweep(
     "purge_rows",
     table="outbox",
@@ -78,7 +77,7 @@ ROWS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# Only what a person has closed: an open letter stays as long as it takes. The request to discard it goes with it.
+# Only closed letters; open ones stay forever. The request to discard a letter is deleted with it.
 LETTERS = Sweep(
     "purge_letters",
     table="dead_letters",
@@ -92,7 +91,7 @@ LETTERS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# When an alert was last sent matters for its interval only; the report's turn, for a week.
+# The time of the last alert matters only for its interval; that of the report, for a week.
 _FORGET_ALERTS = (
     "DELETE FROM idempotency.alerts WHERE sent_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))"
 )
@@ -107,21 +106,27 @@ def letters(connection: Connection, *, retention: float, limit: int) -> tuple[in
 
 
 def operations(connection: Connection, *, horizon: float, limit: int) -> tuple[int, bool]:
-    """Delete ended operations past their retention, with their rows, `horizon` seconds after the last was published."""
+    """Delete operations past their retention with their rows, at least `horizon` seconds after the last publish.
+
+    Returns how many, and whether more may be due.
+    """
     return sweeps.run(connection, OPERATIONS, {"keep": KEEP, "horizon": horizon}, limit=limit)
 
 
 def rows(connection: Connection, status: str, *, retention: float, horizon: float, limit: int) -> tuple[int, bool]:
-    """Delete rows of that status, settled more than `retention` seconds ago, whose operation has ended or has no record."""
+    """Delete rows with this status, settled more than `retention` seconds ago, whose operation has ended or has no record.
+
+    Returns how many, and whether more may be due.
+    """
     bounds = {"status": status, "retention": retention, "horizon": horizon}
     return sweeps.run(connection, ROWS, bounds, limit=limit)
 
 
 def forget_alerts(connection: Connection, *, retention: float) -> None:
-    """Forget when an alert was last sent, after so many seconds."""
+    """Delete the times of alerts sent more than `retention` seconds ago."""
     connection.exec_driver_sql(_FORGET_ALERTS, {"retention": retention})
 
 
 def forget_set_aside(connection: Connection) -> None:
-    """Forget the rows that were set aside and have not been due for a day."""
+    """Delete the notes on rows that were set aside until more than a day ago."""
     connection.exec_driver_sql(_FORGET_SET_ASIDE, {"remember": REMEMBER})

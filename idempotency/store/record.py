@@ -1,4 +1,4 @@
-"""The record of an operation, and how a holder proves that it still is its holder.
+"""The record of an operation, and how a holder proves that it still is the holder.
 
     (none) ──claim──▶ started ──complete──▶ completed ──purge──▶ (none)
                        │  ▲  └────fail────▶ failed ─────purge──▶ (none)
@@ -6,11 +6,11 @@
               recover  ▼  │                    │ replay
                       released ◀───────────────┘
 
-With each change a holder proves that it still is the holder: status, fence and token are in the WHERE. People and
-sweeps change what they have locked, or what still has the fence that they were shown. The token is there because a
-sequence can hand a fence out twice after a crash or a restore. Zero rows means "not yours any more", never "probably
-fine". All times are the database's `clock_timestamp()`; `now()` is the start of the transaction, and a claim that
-waited for a lock would write a lease that is already over.
+Every write by a holder has status, fence and token in its WHERE. People and sweeps change only what they have locked,
+or what still has the fence they read. The token is needed because after a crash or a restore a sequence can return the
+same fence again. Zero rows always means that the writer is no longer the holder. All times are the database's
+`clock_timestamp()`; `now()` is the start of the transaction, so a claim that waited for a lock would write a lease that
+has already run out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from .answers import Claimed
 ROW = "tenant = %(tenant)s AND task = %(task)s AND key = %(key)s"
 MINE = f"{ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
 
-# Raises division_by_zero by itself when it matches no row, so that no COMMIT can follow. A holder
-# frozen between this statement and COMMIT is evicted by the server within half a lease: nothing waits behind it.
-# And whatever a body has SET, this commit waits for the disk.
+# Raises division_by_zero if it matches no row, so that no COMMIT can follow. If the holder freezes between this statement
+# and COMMIT, the server disconnects it within half a lease. Whatever a body has SET, this commit waits for the disk.
 FINISH = """
 WITH settings AS (
     SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
@@ -50,8 +49,8 @@ def mine(claim: Claimed) -> dict[str, Any]:
 
 
 def idle_ms(lease: float) -> str:
-    """How long a holder may be silent within `FINISH`, in milliseconds: below half a lease.
+    """How long a holder may be idle after `FINISH`, in milliseconds: below half a lease.
 
-    So a holder frozen before COMMIT is gone before another may take over.
+    A holder that freezes before COMMIT is therefore disconnected before another one can take over.
     """
     return str(max(math.floor(lease * 1000 / 2) - 1, 1))

@@ -1,4 +1,4 @@
-"""Operations that have lost their holder: which they are, and how they are delivered again."""
+"""Recovering operations that have lost their holder."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from sqlalchemy import Connection, Row
 from . import sweeps
 from .sweeps import BATCH, RECORD_ID, THIS_RECORD, Sweep
 
-# What has used up its attempts is ended by its next claim, in a worker that knows `on_failed` and tries it five times.
-# An operation whose process dies in this many claims beyond its last attempt is ended by the sweep, without `on_failed`.
+# An operation without attempts left is ended by its next claim, in a worker that can run `on_failed` (tried five times).
+# If the process dies in this many further claims, the sweep ends the operation without `on_failed`.
 SPARE_CLAIMS = 10
 
 _HOLDERS = (
     "SELECT DISTINCT locked_by FROM idempotency.records WHERE status = 'started' AND locked_until >= clock_timestamp()"
 )
 
-# The attempts of the task's own, or those of the settings.
+# The task's own limit of attempts, or that of the settings.
 _MOST = """coalesce(
           (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(task, attempts)
            WHERE bound.task = r.task), %(otherwise)s)"""
 
-# Whether this application knows the task: another service on this database does not know how many attempts it has.
+# Whether this application has the task; another service on the database does not know how many attempts it has.
 _KNOWN = """coalesce(
           (SELECT true FROM unnest(%(known)s::text[]) known(task) WHERE known.task = r.task), false)"""
 
-# So many claims have found the attempts used up, counted from the first one. Where none lived to say so, twice as many:
-# by the limit of this process, which in the middle of a deploy may not be the workers'.
+# `spare` claims have found the attempts used up, counted from the first. If none lived long enough to record that, twice
+# as many, because this process's limit may differ from the workers' during a deploy.
 _SPENT = f"""{_KNOWN} AND r.attempts > {_MOST}
       AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, {_MOST} + 2 * %(spare)s)"""
 
-# The index of what is held is found by the first condition alone.
+# The first condition selects the index.
 _ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
       AND (r.locked_until < clock_timestamp() OR r.locked_by = ANY(%(dead)s))"""
 
@@ -61,7 +61,7 @@ RECOVER = Sweep(
 SELECT (SELECT count(*) FROM released)""",
 )
 
-# Each is ended in Python, in its own transaction (`end_spent`): rare, and what an end may conclude is said there.
+# Ended one by one in Python (`end_spent`): they are rare, and Python decides how an operation may end.
 EXHAUST = Sweep(
     "exhaust",
     table="records",
@@ -76,11 +76,11 @@ EXHAUST = Sweep(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What counts as lost, and as spent: holders that are dead, tasks that are known, how many attempts each has."""
+    """What counts as lost or as out of attempts: dead holders, known tasks, and the number of attempts of each."""
 
     dead: Sequence[str]
     known: Sequence[str]
-    operations: Sequence[str]  # those with attempts of their own
+    operations: Sequence[str]  # names of tasks with their own limit
     attempts: Sequence[int]
     otherwise: int
     spare: int = SPARE_CLAIMS
@@ -90,24 +90,24 @@ class Bounds:
 
 
 def holders(connection: Connection) -> list[str]:
-    """The holders whose lease is not over."""
+    """The holders with a lease that has not run out."""
     return list(connection.exec_driver_sql(_HOLDERS).scalars())
 
 
 def release(connection: Connection, bounds: Bounds, *, limit: int) -> int:
-    """Release what has lost its holder, with the next delivery in the same statement; returns how many."""
+    """Release operations that have lost their holder and write their next deliveries; returns how many."""
     released, _ = sweeps.run(connection, RECOVER, bounds.parameters(), limit=limit)
     return released
 
 
 def end_spent(connection: Connection, bounds: Bounds, end: Callable[[Mapping[str, Any]], int]) -> int:
-    """Hand each operation that has used up its attempts to `end`, by the names for `lock_spent`; returns how many it ended."""
+    """Call `end` for each operation that is out of attempts, with the parameters of `lock_spent`; returns how many it ended."""
     found = sweeps.find(connection, EXHAUST, bounds.parameters())
     ended, _ = sweeps.one_by_one(connection, EXHAUST, found, lambda row: end(sweeps.names(row)))
     return ended
 
 
 def lock_spent(connection: Connection, bounds: Bounds, names: Mapping[str, Any]) -> Row[Any] | None:
-    """Lock such an operation's record in the transaction that ends it. None: its holder came back, or another sweep has it."""
+    """Lock the record of such an operation, in the transaction that ends it. None: it was renewed, or is locked."""
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {sweeps.LOCK_TIMEOUT_MS}")
     return connection.exec_driver_sql(EXHAUST.find_one, {**bounds.parameters(), **names}).one_or_none()

@@ -1,4 +1,4 @@
-"""The tables, and how a database gets them: Alembic, with a version table of our own beside the application's."""
+"""The schema and its migrations, by Alembic with its own version table."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from sqlalchemy.exc import OperationalError
 
 from ..errors import SettingsError
 
-# Everything of ours is in a schema of its own, so that no table of the application can collide with it.
+# A separate schema, so that our tables cannot collide with the application's.
 SCHEMA = "idempotency"
 VERSION_TABLE = "schema_version"
-# Two services may start at once after a deploy; the second waits for the first. Any constant not used elsewhere.
+# Several services may migrate at once during a deploy; one waits for the other. Any constant not used elsewhere.
 MIGRATION_LOCK = 0x1DE4907E
-# The oldest tables that this code can run on: what it reads and writes is all there from this revision on.
+# The oldest revision of the schema that this code can run on.
 OLDEST_SCHEMA = "0011"
-# Seconds. Whatever needs a table queues behind a migration that waits for its lock, so a migration does not wait long.
+# Seconds. A migration does not wait longer for a lock, since everything else that needs the table queues behind it.
 LOCK_TIMEOUT = 2.0
-# Between two tries the others have their turn.
+# Seconds between two tries, in which the others go on.
 LOCK_PAUSE = 1.0
-# Seconds until a transaction that stays open is for a person to look at.
-MIGRATION_PATIENCE = 600.0
+# Seconds to keep trying. A transaction that blocks the migration for longer needs a person.
+MIGRATION_TIMEOUT = 600.0
 LOCK_NOT_AVAILABLE = "55P03"
 
-# Only commands that people give read and write these; a worker's role may well have no right to them.
+# Used only by operators' commands; a worker's role does not need rights to these.
 FOR_PEOPLE = ("audit", "operators", "discards")
-# What the roles of workers, relays and beats need. The history is only added to; a table's own sequence is its owner's.
+# What the roles of workers, relays and beats need. The audit table is append-only; identity sequences need no rights.
 _RIGHTS = text("""
 WITH needed(oid, name, privilege) AS (
     SELECT c.oid, 'table ' || c.relname, unnest(CASE c.relname
@@ -58,20 +58,20 @@ GROUP BY name ORDER BY name
 
 
 def migrate(engine: Engine, revision: str = "head") -> str:
-    """Bring a database's tables to this version; any number of callers at once. Returns the revision reached.
+    """Migrate the schema to this version. Safe to call concurrently. Returns the revision reached.
 
-    Each migration is a transaction that waits for a lock for at most `LOCK_TIMEOUT` seconds, so that nothing queues
-    behind it for longer, and is tried again for `MIGRATION_PATIENCE` seconds. Raises the last `OperationalError` then;
-    what was reached stays, and the next call goes on from there. A database of newer code is left as it is; raises
-    `SettingsError` if this code cannot run on it.
+    Each migration is a transaction that waits at most `LOCK_TIMEOUT` seconds for a lock, so that nothing queues behind
+    it for longer, and is retried for `MIGRATION_TIMEOUT` seconds. Then raises the last `OperationalError`; finished
+    migrations stay, and the next call continues. A newer schema is left unchanged; raises `SettingsError` if this code
+    cannot run on it.
     """
-    deadline = time.monotonic() + MIGRATION_PATIENCE
+    deadline = time.monotonic() + MIGRATION_TIMEOUT
     with engine.connect() as connection:
         try:
-            while not _is_ours(connection):
+            while not _try_migration_lock(connection):
                 if time.monotonic() > deadline:
                     raise SettingsError(
-                        f"database schema: another migration has been running for {MIGRATION_PATIENCE:g} s"
+                        f"database schema: another migration has been running for {MIGRATION_TIMEOUT:g} s"
                     )
                 time.sleep(LOCK_PAUSE)
             while True:
@@ -84,7 +84,7 @@ def migrate(engine: Engine, revision: str = "head") -> str:
                     if _is_known(current_revision(connection)):
                         connection.commit()
                         command.upgrade(config, revision)
-                    else:  # newer code has been here
+                    else:  # migrated by newer code
                         require_compatible(connection)
                     return current_revision(connection) or ""
                 except OperationalError as error:
@@ -93,11 +93,11 @@ def migrate(engine: Engine, revision: str = "head") -> str:
                     connection.rollback()
                     time.sleep(LOCK_PAUSE)
         finally:
-            connection.invalidate()  # its lock and its settings end with it
+            connection.invalidate()  # releases its lock and settings
 
 
-def _is_ours(connection: Connection) -> bool:
-    # Tried, not waited for: CREATE INDEX CONCURRENTLY would wait for a session that waits for the lock its own has.
+def _try_migration_lock(connection: Connection) -> bool:
+    # Not by waiting for the lock: CREATE INDEX CONCURRENTLY waits for all open transactions, including a waiting one.
     granted: bool = connection.execute(
         text("SELECT pg_try_advisory_lock(:lock)"), {"lock": MIGRATION_LOCK}
     ).scalar_one()
@@ -106,16 +106,16 @@ def _is_ours(connection: Connection) -> bool:
 
 
 def current_revision(connection: Connection) -> str | None:
-    """The revision a database is at; None before the first migration."""
+    """The schema's revision; None before the first migration."""
     options = {"version_table": VERSION_TABLE, "version_table_schema": SCHEMA}
     return MigrationContext.configure(connection, opts=options).get_current_revision()
 
 
 def require_compatible(connection: Connection) -> None:
-    """Raise `SettingsError` unless this code can run on the database's tables.
+    """Raise `SettingsError` unless this code can run on the database's schema.
 
-    They may be as old as `OLDEST_SCHEMA`. They may be newer than this code if every migration that it does not know
-    left `compatible_from` at a revision that it does know.
+    The schema must be at `OLDEST_SCHEMA` or later. It may be newer than this code if the newer migrations left
+    `compatible_from` at a revision that this code knows.
     """
     known = _known()
     found = current_revision(connection)
@@ -133,13 +133,13 @@ def require_compatible(connection: Connection) -> None:
 
 
 def missing_rights(connection: Connection) -> Sequence[Row[Any]]:
-    """What this role may not do with which table, sequence or schema of ours; `for_people`: only operators need it."""
+    """The rights this role lacks on our schema, tables and sequences; `for_people`: only operators' commands need them."""
     names = {"schema": SCHEMA, "version": VERSION_TABLE, "for_people": list(FOR_PEOPLE)}
     return connection.execute(_RIGHTS, names).all()
 
 
 def _known() -> list[str]:
-    """The revisions of this code, the newest first."""
+    """The revisions that this code knows, newest first."""
     return [script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()]
 
 

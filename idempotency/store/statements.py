@@ -1,8 +1,8 @@
-"""Our own statements, handed to the driver past SQLAlchemy's result machinery, with SQLAlchemy's errors.
+"""Running our own statements on the driver directly, with SQLAlchemy's errors.
 
-An attempt runs two statements of ours; SQLAlchemy's cursor results cost more than psycopg's whole execution of them.
+An attempt runs two of our statements, and SQLAlchemy's results cost more than psycopg needs to execute them.
 
-`Wire` is the one place that decides whether an answer of Postgres may be believed, whichever way it was asked.
+`CheckedConnection` is the only place that decides whether an answer from Postgres counts, however it was requested.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from ..errors import NotConnected
 
-# read_only_sql_transaction: a standby after a failover, or a disk that is kept from filling up. psycopg counts it
-# among the internal errors; here it is a Postgres that is away, and comes back.
+# read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
+# internal error; here it means that Postgres is unavailable for a while.
 READ_ONLY = "25006"
-# Under this name a connection keeps the cursor of our statements.
+# The key in a connection's `info` for the cursor of our statements.
 _CURSOR = "idempotency.cursor"
-# Enough to find the line of the application's code, below a client library's own.
+# Frames: enough to reach the application's code below those of a client library.
 PLACES = 6
-# Enough for a sentence; a record is not a log file.
+# Characters: enough for a sentence.
 ERROR_LIMIT = 500
 
 
-class Wire(psycopg.Connection[Any]):
-    """A connection that believes no commit which Postgres itself doubts, and waits for no answer for ever.
+class CheckedConnection(psycopg.Connection[Any]):
+    """A connection that rejects commits which a standby did not confirm, and does not wait forever for an answer.
 
-    Raises `psycopg.OperationalError` in both cases, and is closed: to its user the answer was lost.
+    In both cases it raises `psycopg.OperationalError` and is closed, as if the answer was lost.
     """
 
-    # Seconds until an answer counts as lost; None: the body's own statements may take as long as they do.
+    # Seconds until an answer counts as lost; None for bodies, whose statements may take as long as they need.
     patience: float | None = None
-    _doubted = False
+    _warned = False
 
-    def doubt(self, notice: psycopg.errors.Diagnostic) -> None:
-        """Note the WARNING of a commit that is durable here and was not confirmed by a synchronous standby.
+    def note_warning(self, notice: psycopg.errors.Diagnostic) -> None:
+        """Notice the WARNING about a commit that is durable locally but was not confirmed by a synchronous standby.
 
-        It comes in the language of the server, so any warning counts; our own statements cause none.
+        Its text depends on the server's language, so any warning counts; our own statements cause none.
         """
-        self._doubted |= notice.severity_nonlocalized == "WARNING"
+        self._warned |= notice.severity_nonlocalized == "WARNING"
 
     def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
-        self._doubted = False
-        answer = super().wait(gen if self.patience is None else self._patiently(gen), *args, **options)
-        if self._doubted and self.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE:
-            self._lose("committed, and not confirmed by a synchronous standby")
+        self._warned = False
+        answer = super().wait(gen if self.patience is None else self._with_deadline(gen), *args, **options)
+        if self._warned and self.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+            self._fail("committed, but not confirmed by a synchronous standby")
         return answer
 
-    def _patiently(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _with_deadline(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         assert self.patience is not None
         deadline = time.monotonic() + self.patience
         wanted = next_ready = None
@@ -64,36 +64,36 @@ class Wire(psycopg.Connection[Any]):
             while True:
                 next_ready = yield wanted
                 if not next_ready and time.monotonic() > deadline:
-                    self._lose(f"no answer within {self.patience:g} s")
+                    self._fail(f"no answer within {self.patience:g} s")
                 wanted = gen.send(next_ready)
         except StopIteration as end:
             return end.value
 
-    def _lose(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         self.pgconn.finish()
         raise psycopg.OperationalError(why)
 
 
-def wire(engine: Engine, *, patience: float | None = None) -> None:
-    """Let the engine connect by `Wire`."""
+def use_checked_connections(engine: Engine, *, patience: float | None = None) -> None:
+    """Make the engine open `CheckedConnection`s."""
 
     @event.listens_for(engine, "do_connect")
-    def _(dialect: Any, record: Any, args: Any, parameters: Any) -> Wire:
-        connection = Wire.connect(*args, **parameters)
+    def _(dialect: Any, record: Any, args: Any, parameters: Any) -> CheckedConnection:
+        connection = CheckedConnection.connect(*args, **parameters)
         connection.patience = patience
-        connection.add_notice_handler(connection.doubt)
+        connection.add_notice_handler(connection.note_warning)
         return connection
 
 
 def execute(connection: Connection, statement: str, parameters: Mapping[str, Any] | None = None) -> Any:
-    """Run a statement in the connection's transaction, and return a cursor of named tuples: the same for every call.
+    """Run a statement in the connection's transaction and return a cursor of named tuples.
 
-    So its rows are read before the next statement. Raises what SQLAlchemy would.
+    All calls share one cursor, so read its rows before the next statement. Raises what SQLAlchemy would.
     """
     driver = connection.connection.driver_connection
     assert isinstance(driver, psycopg.Connection)
     if not (driver.autocommit or connection.in_transaction()):
-        connection.begin()  # or SQLAlchemy would not know what its commit() has to commit
+        connection.begin()  # or SQLAlchemy's commit() would do nothing
     try:
         cursor: Any = connection.info.get(_CURSOR)
         if cursor is None:
@@ -102,12 +102,12 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
     except psycopg.Error as error:
         if error.sqlstate == READ_ONLY:
             connection.invalidate()
-            raise _away(statement, error) from error
+            raise _unavailable(statement, error) from error
         if driver.closed:
             connection.invalidate()
         raise DBAPIError.instance(
             statement,
-            None,  # an error never shows parameters
+            None,  # errors must not show parameters
             error,
             psycopg.Error,
             hide_parameters=True,
@@ -117,7 +117,7 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line for the record: type and message, without the statement's parameters or a row's values."""
+    """Describe an error in one line for the record: type and message, without parameters or values of a row."""
     if isinstance(error, DBAPIError):
         diagnosis = getattr(error.orig, "diag", None)
         primary = getattr(diagnosis, "message_primary", None)
@@ -126,12 +126,12 @@ def describe(error: BaseException) -> str:
 
 
 def where(error: BaseException) -> str | None:
-    """The last calls that led to an error, innermost first, without any value: `gateway.py:17 < tasks.py:42`."""
+    """The innermost calls of an error's traceback, innermost first: `gateway.py:17 < tasks.py:42`."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)) or None
 
 
-def treat_read_only_as_away(engine: Engine) -> None:
+def treat_read_only_as_unavailable(engine: Engine) -> None:
     """A refusal to write is an `OperationalError`; its connections are not used again, since the primary is elsewhere."""
 
     @event.listens_for(engine, "handle_error")
@@ -139,10 +139,10 @@ def treat_read_only_as_away(engine: Engine) -> None:
         error = context.original_exception
         if isinstance(error, psycopg.Error) and error.sqlstate == READ_ONLY:
             context.is_disconnect = True
-            raise _away(context.statement, error)
+            raise _unavailable(context.statement, error)
         if isinstance(error, psycopg.OperationalError) and context.connection is None:
             raise NotConnected(None, None, error, hide_parameters=True)
 
 
-def _away(statement: str | None, error: psycopg.Error) -> OperationalError:
+def _unavailable(statement: str | None, error: psycopg.Error) -> OperationalError:
     return OperationalError(statement, None, error, hide_parameters=True, connection_invalidated=True)

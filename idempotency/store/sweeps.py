@@ -1,8 +1,8 @@
-"""Sweeps: statements that handle whatever is due, in batches, and that one bad row does not stop.
+"""Sweeps: statements that handle whatever is due, in batches, and are not stopped by a bad row.
 
-When Postgres refuses a batch because of a row in it (a trigger, a CHECK, an index entry that is too large, a lock that
-is held), the rows of the batch are handled one by one, each in its own transaction, so that a constraint checked at COMMIT
-counts against its own row as well. The refused row is set aside in a table, logged and counted, and tried again later.
+If Postgres refuses a batch because of one row (a trigger, a CHECK, a too large index entry, a lock), the rows are handled
+one by one, each in its own transaction, so that a constraint checked at COMMIT also fails only its own row. A refused row
+is set aside in a table, logged, counted, and tried again later.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..observe import metrics
 from ..observe.logs import log
 from .statements import READ_ONLY
 
-# Rows per statement: short transactions, so that nothing waits long behind a sweep.
+# Rows per statement. Short transactions keep others from waiting.
 BATCH = 500
-# How long a sweep waits for a row of another table that is locked; its turn comes again.
+# How long a sweep waits for a locked row of another table; the next pass tries again.
 LOCK_TIMEOUT_MS = 200
-# A row that was refused is tried again after a minute, then after twice as long each time, up to an hour.
+# A refused row is tried again after a minute, then twice as long each time, up to an hour.
 FIRST_PAUSE = 60.0
 LONGEST_PAUSE = 3600.0
 
-# Scalar subqueries, here and in the conditions of sweeps, where EXISTS would say it better: EXISTS may be planned as a
-# hash of the whole table or as a join above which everything due is sorted. A scalar one is asked for each row, by index.
+# Scalar subqueries instead of EXISTS, here and in the conditions of sweeps: EXISTS may be planned as a hash of the whole
+# table, or as a join followed by a sort of everything due. A scalar subquery is an index lookup per row.
 _NOT_ASIDE = """(SELECT true FROM idempotency.set_aside a
        WHERE a.sweep = '{name}' AND a.id = {id} AND a.until > clock_timestamp() LIMIT 1) IS NULL"""
 
-# For `Sweep.one` and `Sweep.id` of records: their keys may be longer than an index takes.
+# `Sweep.one` and `Sweep.id` for records. A digest, since keys may be too long for an index.
 THIS_RECORD = "r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = %(key)s"
 RECORD_ID = "md5(ARRAY[r.tenant, r.task, r.key]::text)"
 
@@ -50,48 +50,47 @@ RETURNING times
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is due, in which order, and what is done to it. SQL texts, with `r` as the name of the table.
+    """What is due, in which order, and what to do with it, in SQL with `r` as the table's alias.
 
-    The time in `due` is written (SELECT clock_timestamp()): a volatile function by itself is compared row by row, after
-    an index has handed out everything there is.
+    Write the time in `due` as (SELECT clock_timestamp()): a plain volatile function cannot be used for an index scan.
     """
 
     name: str
     table: str
-    # For the select list of `due`: beside tenant, task and key, what `then` needs.
+    # The columns that `then` needs, in addition to tenant, task and key.
     columns: str
     due: str
     order: str
-    # What follows "WITH due AS (...)". For `run` it returns one row: how many were handled. Empty where Python handles
-    # the rows (`find`, `one_by_one`).
+    # What follows "WITH due AS (...)". For `run` it returns one row with the number handled. Empty if Python handles the
+    # rows (`find`, `one_by_one`).
     then: str
-    # One row, found by index, and the text under which it is set aside.
+    # The condition for one row, by index, and the id under which it is set aside.
     one: str
     id: str
 
     @property
     def unlocked(self) -> str:
-        """Read a batch of what is due and has not been set aside."""
+        """SQL that reads a batch of what is due and not set aside."""
         return f"{self._select} ORDER BY {self.order} LIMIT %(batch)s"
 
     @property
     def find(self) -> str:
-        """Lock a batch of what is due and has not been set aside."""
+        """SQL that also locks it."""
         return f"{self.unlocked} FOR UPDATE OF r SKIP LOCKED"
 
     @property
     def find_one(self) -> str:
-        """Lock one row of those, if it still is due and no one else has locked it."""
+        """SQL that locks one such row, if it is still due and not locked."""
         return f"{self._select} AND {self.one} FOR UPDATE OF r SKIP LOCKED"
 
     @property
     def batch(self) -> str:
-        """Handle a batch; also says how many rows were seen."""
+        """SQL that handles a batch; also returns how many rows were seen."""
         return f"WITH due AS MATERIALIZED ({self.find}) {self.then}, (SELECT count(*) FROM due) AS seen"
 
     @property
     def single(self) -> str:
-        """Handle one row."""
+        """SQL that handles one row."""
         return f"WITH due AS MATERIALIZED ({self.find_one}) {self.then}"
 
     @property
@@ -107,13 +106,13 @@ def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, 
     """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due."""
     handled = seen = 0
     fields = {**parameters, "batch": BATCH}
-    with sweeping(connection):
+    with sweep_settings(connection):
         while seen < limit:
             try:
                 done, found = connection.exec_driver_sql(sweep.batch, fields).one()
                 moved = found
             except DBAPIError as error:
-                if not is_of_a_row(error):
+                if not is_row_error(error):
                     raise
                 rows = connection.exec_driver_sql(sweep.find, fields).all()
                 found = len(rows)
@@ -127,39 +126,41 @@ def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, 
 
 
 def find(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any]) -> Sequence[Row[Any]]:
-    """One batch of what is due, for a sweep whose rows are handled in Python (`one_by_one`)."""
-    with sweeping(connection):
+    """Find one batch of what is due, for a sweep whose rows are handled in Python (`one_by_one`)."""
+    with sweep_settings(connection):
         return connection.exec_driver_sql(sweep.find, {**parameters, "batch": BATCH}).all()
 
 
 def one_by_one(
     connection: Connection, sweep: Sweep, rows: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]
 ) -> tuple[int, int]:
-    """Handle each row in its own transaction; returns how many were handled, and how many were set aside."""
+    """Handle each row in its own transaction. Returns how many were handled and how many were set aside."""
     done = aside = 0
     for row in rows:
         try:
             done += handle(row)
         except (PoolTimeout, SoftTimeLimitExceeded):
-            raise  # no row's fault
+            raise  # not the row's fault
         except Exception as error:
-            if isinstance(error, DBAPIError) and not is_of_a_row(error):
+            if isinstance(error, DBAPIError) and not is_row_error(error):
                 raise
             _set_aside(connection, sweep, row, error)
             aside += 1
     return done, aside
 
 
-def is_of_a_row(error: DBAPIError) -> bool:
-    """Whether Postgres refused because of what is in a row, or who holds it, and would take other rows."""
+def is_row_error(error: DBAPIError) -> bool:
+    """Whether Postgres refused a particular row, because of its values or a lock, and would accept others."""
     state = getattr(error.orig, "sqlstate", None)
     if state is None or error.connection_invalidated or state == READ_ONLY:
         return False
-    if state == "57014":  # query_canceled: statement_timeout, which fewer rows may keep
+    if state == "57014":  # query_canceled by statement_timeout: fewer rows may be fast enough
         return True
-    if state.startswith("42"):  # a missing table or right is everyone's, unless a function says so, which is a trigger
+    if state.startswith(
+        "42"
+    ):  # a missing table or right affects all rows, unless the error comes from a trigger function
         return bool(error.orig.diag.context)  # type: ignore[union-attr]
-    # connection, resources, an operator's intervention, the system
+    # connection errors, resources, operator intervention, system errors
     return not state.startswith(("08", "53", "57", "58"))
 
 
@@ -190,14 +191,14 @@ def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Excep
     log.error("set_aside", sweep=sweep.name, task=row.task, key=row.key, error=fields["error"], times=times)
 
 
-_AS_BEFORE = "RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan"
+_RESTORE_SETTINGS = "RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan"
 
 
 @contextmanager
-def sweeping(connection: Connection) -> Iterator[None]:
-    """How a sweep's statements run: hardly waiting, and reading what is due by its index, in order.
+def sweep_settings(connection: Connection) -> Iterator[None]:
+    """Run a sweep's statements with a short lock time-out, and with plans that read what is due in index order.
 
-    A plan that was made while little was due would sort everything that is due for each batch, when it has become much.
+    Otherwise, a plan made while little was due would sort everything due for each batch once there is a lot.
     """
     connection.exec_driver_sql(
         f"SET lock_timeout = {LOCK_TIMEOUT_MS}; SET enable_sort = off; SET enable_bitmapscan = off"
@@ -205,7 +206,7 @@ def sweeping(connection: Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(SQLAlchemyError):  # what went wrong first is what counts
-            connection.exec_driver_sql(_AS_BEFORE)
+        with suppress(SQLAlchemyError):  # the first error is the one to raise
+            connection.exec_driver_sql(_RESTORE_SETTINGS)
         raise
-    connection.exec_driver_sql(_AS_BEFORE)
+    connection.exec_driver_sql(_RESTORE_SETTINGS)

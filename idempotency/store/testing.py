@@ -1,4 +1,4 @@
-"""What a check of idempotency does to our tables in its own test database: forget, make due, read."""
+"""Statements of `assert_idempotent`, for a test database only."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def newest_row(connection: Connection) -> int:
 
 
 def forget_rows_after(connection: Connection, newest: int) -> None:
-    """Delete the rows that were written after that one: they are not to be sent."""
+    """Delete outbox rows newer than that one, so that they are not sent."""
     connection.exec_driver_sql("DELETE FROM idempotency.outbox WHERE id > %(newest)s", {"newest": newest})
 
 
 def rows_after(connection: Connection, newest: int) -> Sequence[Row[Any]]:
-    """The operations and messages of the rows that were written after that one."""
+    """The operations and messages of outbox rows newer than that one."""
     query = "SELECT tenant, task, key, message FROM idempotency.outbox WHERE id > %(newest)s ORDER BY id"
     return connection.exec_driver_sql(query, {"newest": newest}).all()
 
 
 def ripen(connection: Connection, id: OperationId) -> None:
-    """Let an operation's lease be over, or its next delivery be due."""
+    """Make an operation's lease run out, or its next delivery due."""
     connection.exec_driver_sql(_RIPEN, named(id))
 
 

@@ -1,4 +1,4 @@
-"""A message that no worker took: it comes back for a while, or its operation ends; a copy is counted."""
+"""Messages that no worker could run: put back for a while, then their operation fails; copies are only counted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from .ends import FailedEnd
 from .record import ROW, idle_ms, named
 from .statements import execute
 
-# Whether something else than the message in hand will deliver the operation. The newest row of the newest generation
-# is what resend would send again; the message in hand is a copy if that is another row, or is about to leave again.
-# (A row that a relay holds at this moment, itself or by its lane, is the message in hand: it was refused before its
-# confirm was noted.)
+# Whether anything other than this message will deliver the operation. Resend would send the newest row of the newest
+# generation; this message is only a copy if that is another row, or a row that is about to be published again. (A row
+# that a relay has reserved right now, itself or by its lane, is this message: it came back before its confirm was noted.)
 _ELSEWHERE = f"""(EXISTS (
     SELECT FROM (
         SELECT message_id, status, coalesce(relayed_until, (
@@ -34,12 +33,12 @@ _ELSEWHERE = f"""(EXISTS (
         WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'pending'
           AND message_id IS DISTINCT FROM %(message_id)s))"""
 
-# What is started goes on by its holder or by recover, whatever its lease. What is released ends only if it is as this
-# statement's snapshot has it: a release since then has brought a delivery that the snapshot does not show.
+# A started operation is left to its holder or to recover, whatever its lease. A released one is ended only if it has not
+# changed since the statement's snapshot: a later release has written a delivery that the snapshot does not show.
 _ENDS = f"""r.status = 'released' AND (%(generation)s::int IS NULL OR r.generation = %(generation)s::int)
       AND r.fence = (SELECT fence FROM idempotency.records WHERE {ROW} AND status = 'released')"""
 
-# The fence moves, so that whatever a former holder still sends matches nothing.
+# The fence changes, so that late writes of a former holder match nothing.
 _GIVE_UP = f"""
 WITH settings AS (
     SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
@@ -57,7 +56,7 @@ WITH settings AS (
     ON CONFLICT (tenant, task, key) DO UPDATE SET
         status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
-        -- what the end may conclude is said in the same transaction, by `conclude`
+        -- `conclude` decides how it ended, in the same transaction
         error_code = CASE
             WHEN jsonb_path_exists(r.effects, '$.* ? (@.state == "begun")') THEN 'effect_unknown'
             WHEN jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
@@ -83,8 +82,8 @@ FROM deliveries LEFT JOIN idempotency.records ON {ROW}
 WHERE NOT EXISTS (SELECT FROM given_up)
 """
 
-# Something was counted and flushed before a copy is acknowledged: the record it rests on may be younger than the last
-# flush. A copy of an earlier generation that is not to be sent again must not hide the row that is.
+# A copy is acknowledged only after something was flushed, because the record that makes it a copy may not be on disk yet.
+# The row of an earlier generation is settled, so that it does not hide the newer row.
 _COUNT_COPY = f"""
 WITH counted AS (
     UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
@@ -97,9 +96,8 @@ WHERE message_id = %(message_id)s AND settled_at IS NULL AND status = 'published
                 AND generation > copy.generation)
 """
 
-# No worker took it, and nothing is wrong with it that can be seen: a deploy, perhaps. It comes back later by its own
-# row, or by one that is written for it; nothing is in the broker alone meanwhile. An ordered row would hold up those
-# behind it.
+# A valid message that no worker could run, during a deploy perhaps. It comes back later by its own row or by a new one,
+# so that it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane.
 _PUT_BACK = f"""
 WITH own AS (
     SELECT id FROM idempotency.outbox
@@ -115,7 +113,7 @@ WITH own AS (
         WHERE {ROW} AND fingerprint <> ALL(%(fingerprints)s) AND split_part(fingerprint, ':', 1) = ANY(%(rules)s))
 ), again AS (
     UPDATE idempotency.outbox o
-    -- it has come through, so the next loss is the first one again
+    -- it reached a worker, so resends are counted anew
     SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
         first_refused_at = coalesce(first_refused_at, clock_timestamp()),
         available_at = clock_timestamp()
@@ -142,7 +140,7 @@ SELECT CASE WHEN EXISTS (SELECT FROM again) OR EXISTS (SELECT FROM first) THEN '
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Ended as failed, because no worker will run its message. The dead letter and `conclude` go in the same transaction."""
+    """Failed, because no worker will run its message. Its dead letter and `conclude` go into the same transaction."""
 
     generation: int
     attempts: int
@@ -153,16 +151,16 @@ class GivenUp:
 
 
 class PutBack(StrEnum):
-    """What became of a message that no worker took, and with which nothing is wrong that can be seen."""
+    """What happened to a valid message that no worker could run."""
 
-    PUT_BACK = "put_back"  # it comes back
-    OVER = "over"  # it has come back for long enough
+    PUT_BACK = "put_back"  # it will come back
+    OVER = "over"  # its grace is over
     COPY = "copy"  # its operation has ended, or something else will deliver it
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
-    """A message that no worker took: which operation it was to deliver, and by which outbox row and generation."""
+class UndeliveredMessage:
+    """A message that no worker could run, with the operation it is for, its outbox row and its generation."""
 
     id: OperationId
     fingerprint: str
@@ -183,33 +181,33 @@ class Dead:
         }
 
 
-def put_back(connection: Connection, dead: Dead, *, pause: float, cap: float, grace: float) -> PutBack:
-    """Send a message again after a pause that doubles from `pause` to `cap`, until it has come back for `grace`.
+def put_back(connection: Connection, dead: UndeliveredMessage, *, pause: float, cap: float, grace: float) -> PutBack:
+    """Send a message again after a pause, by its own outbox row or a new one, until `grace` seconds have passed.
 
-    All in seconds; by its own outbox row, or by one that is written for it.
+    The pause doubles each time from `pause` up to `cap` seconds.
     """
-    # a record's fingerprint by another rule than these may be that of the same request
+    # a record whose fingerprint has none of these rules may belong to the same request
     rules = [keys.fingerprint_version(each) for each in (dead.fingerprint, *dead.also)]
     parameters = {"pause": pause, "cap": cap, "grace": grace, "rules": rules}
     return PutBack(execute(connection, _PUT_BACK, dead.parameters() | parameters).fetchone().answer)
 
 
-def count_copy(connection: Connection, dead: Dead) -> None:
-    """Count a message that need not be delivered, because something else will deliver its operation."""
+def count_copy(connection: Connection, dead: UndeliveredMessage) -> None:
+    """Count a message that is only a copy: something else will deliver its operation."""
     execute(connection, _COUNT_COPY, dead.parameters())
 
 
 def give_up(
     connection: Connection,
-    dead: Dead,
+    dead: UndeliveredMessage,
     *,
     end: FailedEnd,
     retention: float,
     lease: float,
 ) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
-    """End as failed what has no record yet or is released, and what nothing else will deliver; else say what it is.
+    """Fail an operation that has no record or is released, if nothing else will deliver it; otherwise return why not.
 
-    `Busy`: it is started, or will be delivered by something else. Raises `UnknownVersion`, as `claim` does.
+    `Busy`: it is started, or something else will deliver it. Raises `UnknownVersion`, as `claim` does.
     """
     row = execute(
         connection,

@@ -1,1 +1,1 @@
-"""What runs beside the work: recovery, purge, alerts, alarms, signs of life."""
+"""Background work: recovery, purge, alerts, alarms, signs of life, gauges."""

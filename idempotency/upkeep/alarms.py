@@ -1,8 +1,8 @@
-"""Alarms: what no message says by itself. Work without consumers, work that does not begin, silent processes, unknown effects.
+"""Alarms about lasting conditions: work without consumers, late work, silent processes, unknown effects, no relay.
 
-An alarm goes to the log, a metric and the webhook when it has lasted for its patience, again every hour while it lasts,
-and once more when it is over. Any number of processes may watch; they share the pace and the state in Postgres. At least
-one of them has to live: that everything is gone only shows from outside, by the gauges (`idempotency metrics`).
+An alarm goes to the log, a metric and the webhook once it has lasted for its `patience`, again every hour while it lasts,
+and once more when it is over. Any number of processes may watch; they share their pace and state in Postgres. At least
+one has to be running: if all are down, only the gauges of `idempotency metrics` show it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..attempt.runtime import Runtime
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import alarms as told
-from ..store.overview import Look, QueueState, looking
+from ..store import alarms as stored
+from ..store.overview import Look, QueueState, monitoring_connection
 from . import overview
 from .alerts import ALARM_INTERVALS, post
 
-# Seconds between two looks of all processes together: well below every patience, and a look at a long backlog costs
-# Postgres half a second.
+# Seconds between two checks, by whichever process. Well below the settings for alarms; a check costs Postgres up to half
+# a second with a long backlog.
 WATCH = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What is wrong, and what to do. `name` is `kind/subject` and stays the same while it lasts; `patience` in seconds."""
+    """What is wrong and what to do. `name` identifies the alarm while it lasts; `patience` is the delay until it is sent."""
 
     name: str
     subject: str
@@ -40,24 +40,20 @@ class Alarm:
 
 
 def lasting(found: Look, settings: Settings) -> list[Alarm]:
-    """Everything that is wrong in what was seen. Nothing unknown is: a broker that is away has not lost its consumers."""
+    """Everything that is wrong in a snapshot. Unknown is not wrong: an unavailable broker has not lost its consumers."""
     alarms = [
         Alarm(
             f"silent/{process.kind}/{process.name}/{process.host}/{process.pid}",
             f"{process.kind} {process.name}",
             f"silent for {process.silent_seconds:.0f} s, pid {process.pid} on {process.host}",
-            "look at the process; one that will not come back: idempotency forget",
+            "check the process; if it is gone for good, run idempotency forget",
         )
         for process in found.processes
         if process.silent_seconds > settings.alarm_silence
     ]
     if found.outbox.unpublished and not found.has_relay(settings.alarm_silence):
         waiting = f"none is running; rows due: {found.outbox.unpublished:,}, for {max(found.outbox.oldest, 0.0):.0f} s"
-        alarms.append(
-            Alarm(
-                "no_relay", "relay", waiting, "start `idempotency relay`: it publishes them", settings.alarm_unconsumed
-            )
-        )
+        alarms.append(Alarm("no_relay", "relay", waiting, "start `idempotency relay`", settings.alarm_unconsumed))
     for name, queue in sorted(found.queues.items()):
         work = f"{_number(queue, 'accepted')} accepted, {_number(queue, 'released')} released, {queue.ready} ready"
         if queue.consumers == 0 and queue.has_work:
@@ -69,27 +65,27 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
             )
         if (age := queue.oldest_accepted_seconds) is not None and age > settings.alarm_accepted:
             late = f"the oldest accepted operation has waited for {age:.0f} s; {_number(queue, 'accepted')} accepted"
-            alarms.append(Alarm(f"accepted/{name}", f"queue {name}", late, "are its workers and the relay alive?"))
+            alarms.append(Alarm(f"accepted/{name}", f"queue {name}", late, "check its workers and the relay"))
     if found.unknown_effects:
-        waiting = f"{found.unknown_effects} ended as effect_unknown and open, for a person to resolve"
+        waiting = f"{found.unknown_effects} operations ended as effect_unknown, for a person to resolve"
         alarms.append(Alarm("unknown_effects", "effects", waiting, "idempotency effects resolve, then replay"))
     return alarms
 
 
 def run_once(app: Celery) -> int:
-    """Look and send what has begun, lasts or is over; returns how many lines. Never fails because of a receiver.
+    """Check for alarms and send those that are due or over; returns how many. A failing webhook raises nothing.
 
-    Does nothing while another process has looked within the last `WATCH` seconds. May hold up its caller for several
-    seconds: Postgres, the broker and the receiver each have a few.
+    Does nothing if another process has checked within the last `WATCH` seconds. May take several seconds: Postgres, the
+    broker and the webhook have a few each.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
     service = settings.service
     with runtime.autocommit() as connection:
-        if not told.take_look(connection, service, watch=WATCH):
+        if not stored.try_begin_check(connection, service, watch=WATCH):
             return 0
     try:
-        with looking(settings) as connection:
+        with monitoring_connection(settings) as connection:
             found = overview.look(connection, app, settings)
     except DBAPIError as error:
         log.warning("alarms_unknown", error=type(error.orig).__name__)
@@ -98,30 +94,30 @@ def run_once(app: Celery) -> int:
     unknown = [f"no_consumers/{name}" for name, queue in found.queues.items() if queue.consumers is None]
     patience = {name: alarm.patience for name, alarm in alarms.items()}
     repeat = settings.alert_interval * ALARM_INTERVALS
-    # first and for itself: how long an alarm lasts does not depend on its receiver
+    # committed first: how long an alarm has lasted must not depend on the webhook
     with runtime.autocommit() as connection:
-        told.begin(connection, service, alarms)
+        stored.begin(connection, service, alarms)
     with runtime.engine.begin() as connection:
-        if not told.take_turn(connection):
+        if not stored.try_alert_lock(connection):
             return 0
-        ended = told.end(connection, service, alarms, unknown=unknown)
-        due = [alarms[name] for name in told.due(connection, service, patience, repeat=repeat)]
+        ended = stored.end(connection, service, alarms, unknown=unknown)
+        due = [alarms[name] for name in stored.due(connection, service, patience, repeat=repeat)]
         if not due and not ended:
             return 0
         _log(runtime, due, repeat)
         if not post(settings, _text(service, due, ended)):
-            connection.rollback()  # sent again with the next look
+            connection.rollback()  # sent again at the next check
             return 0
         for name in ended:
             log.info("alarm_over", service=service, alarm=name)
-        told.note_alarms_sent(connection, service, [alarm.name for alarm in due])
+        stored.note_alarms_sent(connection, service, [alarm.name for alarm in due])
     return len(due) + len(ended)
 
 
 def _log(runtime: Runtime, due: Iterable[Alarm], repeat: float) -> None:
     alarms, service = {alarm.name: alarm for alarm in due}, runtime.settings.service
     with runtime.autocommit() as connection:
-        names = told.to_log(connection, service, list(alarms), repeat=repeat)
+        names = stored.to_log(connection, service, list(alarms), repeat=repeat)
     for name in names:
         metrics.alerts.labels(service, name.partition("/")[0]).inc()
         log.error("alarm", service=service, subject=alarms[name].subject, found=alarms[name].found)

@@ -1,9 +1,8 @@
-"""Alerts: every new dead letter, every outbox row that can never be published and every one that the broker goes on
-refusing is told to somebody.
+"""Alerts about new dead letters, outbox rows that can never be published, and rows that the broker keeps refusing.
 
-To the log and a metric always, and as {"text": …} to a webhook where one is set. A service and reason that goes on
-failing is told once in `alert_interval` seconds, with a count. Rows are marked after they were sent: a receiver that is
-away is told later, and perhaps twice. Any number of processes at once; they run it beside the relay.
+They go to the log and a metric, and as {"text": …} to a webhook if one is set: one per service and reason within
+`alert_interval` seconds, with a count. Rows are marked after the alert was sent, so an unavailable webhook gets it later,
+and perhaps twice. Any number of processes may run this.
 """
 
 from __future__ import annotations
@@ -20,33 +19,33 @@ from ..application import runtime_of
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import alarms as told
+from ..store import alarms as stored
 from ..store.outbox import STUCK
 
-# The alarm about too many open letters is repeated after this many intervals, as long as it lasts.
+# Alarms, such as the one about too many open letters, are repeated after this many intervals while they last.
 ALARM_INTERVALS = 60
 
 
 def run_once(app: Celery) -> int:
-    """Tell what has not been told yet; returns how many rows. Never fails because of a receiver.
+    """Send the alerts that are due; returns how many rows they cover. A failing webhook raises nothing.
 
-    Holds up its caller for `alert_timeout` seconds or a little longer, so it belongs beside the work and not into it.
+    May take a little longer than `alert_timeout`, so call it outside of task processing.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
     with runtime.engine.begin() as connection:
-        if not told.take_turn(connection):
+        if not stored.try_alert_lock(connection):
             return 0
         service, interval = settings.service, settings.alert_interval
-        letters = told.untold_letters(connection, service, interval=interval)
-        rows = told.untold_rows(connection, service, interval=interval)
-        crowded = told.crowded(
+        letters = stored.unalerted_letters(connection, service, interval=interval)
+        rows = stored.unalerted_rows(connection, service, interval=interval)
+        crowded = stored.crowded_services(
             connection, service, most=settings.alert_open_letters, interval=interval * ALARM_INTERVALS
         )
         counts = Counter((row.service, row.reason) for row in letters)
         if rows:
             counts[settings.service, "outbox_failed"] = len(rows)
-        stuck = told.stuck_rows(connection, service, interval=interval)
+        stuck = stored.stuck_rows(connection, service, interval=interval)
         if not counts and not crowded and not stuck:
             return 0
         for (service, reason), count in counts.items():
@@ -60,15 +59,15 @@ def run_once(app: Celery) -> int:
             kinds.append(f"{settings.service}/outbox_stuck")
             metrics.alerts.labels(settings.service, "outbox_stuck").inc()
             log.error("alert", service=settings.service, reason="outbox_stuck", rows=stuck)
-        told.note_sent(connection, kinds)
+        stored.note_sent(connection, kinds)
         if not post(settings, _text(counts, crowded, stuck, settings)):
-            return 0  # not marked: told again after the interval
-        told.mark_told(connection, [row.id for row in letters], rows)
+            return 0  # not marked: sent again after the interval
+        stored.mark_alerted(connection, [row.id for row in letters], rows)
     return len(letters) + len(rows)
 
 
 def post(settings: Settings, text: str) -> bool:
-    """Post a text to the webhook, if there is one. False: it did not take it; never raises, never shows the address."""
+    """Post a text to the webhook, if there is one. Returns whether it was accepted; never raises or logs the address."""
     if settings.alert_webhook_url is None:
         return True
     try:
@@ -86,7 +85,7 @@ def post(settings: Settings, text: str) -> bool:
 
 
 def _text(counts: Counter[tuple[str, str]], crowded: dict[str, int], stuck: int, settings: Settings) -> str:
-    """Services, reasons and numbers; never a key, an argument or an error's text."""
+    """Services, reasons and numbers; never keys, arguments or error messages."""
     lines = [f"{service}: {count} new, {reason}" for (service, reason), count in counts.most_common()]
     lines += [
         f"{service}: {count} open dead letters, more than {settings.alert_open_letters}"
@@ -94,13 +93,13 @@ def _text(counts: Counter[tuple[str, str]], crowded: dict[str, int], stuck: int,
     ]
     if stuck:
         lines.append(
-            f"{settings.service}: {stuck} outbox rows refused by the broker {STUCK} times or more, still tried"
+            f"{settings.service}: {stuck} outbox rows refused by the broker at least {STUCK} times, still being retried"
         )
     return "\n".join(["Dead letters", *lines])
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Where alerts go is for the settings to say."""
+    """Alerts go only to the address in the settings."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

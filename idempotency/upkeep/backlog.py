@@ -1,8 +1,7 @@
-"""What waits and who works on it, as gauges: asked at each scrape, because it is the state of no process.
+"""Gauges of the backlog and the processes, queried at each scrape because no process owns this state.
 
-A scrape never fails and never hangs: while Postgres is away or slow, `idempotency_database_up` is 0 and the other
-gauges are missing, which is not the same as zero; so are those of a broker that does not answer. Counts stop at 50,000
-rows over all queues.
+A scrape never fails or hangs: if Postgres is unavailable or slow, `idempotency_database_up` is 0 and the other gauges are
+missing, which does not mean zero. Likewise the broker's gauges. Counts stop at 50,000 rows over all queues.
 """
 
 from __future__ import annotations
@@ -15,19 +14,23 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import DBAPIError
 
 from ..application import settings_of
-from ..store.overview import Look, looking
+from ..store.overview import Look, monitoring_connection
 from . import overview
 
-# Of each queue: the attribute of its state, the gauge, and what it says.
+# For each queue: the attribute of its state, the gauge, and the help text.
 _QUEUE_GAUGES = (
-    ("accepted", "accepted", "Accepted operations that are due and have not begun; stops at 50,000 over all queues"),
-    ("oldest_accepted_seconds", "accepted_oldest_seconds", "How long the oldest of them has been due"),
+    ("accepted", "accepted", "Accepted operations that are due and have not started; stops at 50,000 over all queues"),
+    ("oldest_accepted_seconds", "accepted_oldest_seconds", "How long the oldest accepted operation has been due"),
     ("scheduled", "scheduled", "Accepted operations that are not due yet"),
     ("running", "running", "Operations that an attempt holds"),
-    ("lease_over", "lease_over", "Operations whose holder's lease is over"),
-    ("released", "released", "Operations between two attempts; stops at 50,000 over all queues"),
-    ("next_due_seconds", "released_next_due_seconds", "When the first of them is due; negative: it has been due"),
-    ("ready", "queue_ready", "Messages in the broker that no consumer has"),
+    ("lease_over", "lease_over", "Running operations whose lease has run out"),
+    ("released", "released", "Operations waiting for their next attempt; stops at 50,000 over all queues"),
+    (
+        "next_due_seconds",
+        "released_next_due_seconds",
+        "Seconds until the first released operation is due; negative if overdue",
+    ),
+    ("ready", "queue_ready", "Messages in the broker that have not been handed to a consumer"),
     ("consumers", "queue_consumers", "Consumers of the queue"),
 )
 
@@ -40,13 +43,13 @@ class Backlog(Collector):
         self._settings = settings_of(app)
 
     def describe(self) -> list[Metric]:
-        """Nothing: else the registry would ask Postgres before the first scrape."""
+        """Empty, or the registry would query Postgres before the first scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("idempotency_database_up", "Whether Postgres answered this scrape in time")
         try:
-            with looking(self._settings) as connection:
+            with monitoring_connection(self._settings) as connection:
                 found = overview.look(connection, self._app, self._settings)
         except DBAPIError:
             up.add_metric([], 0)
@@ -62,7 +65,7 @@ class Backlog(Collector):
         )
         yield GaugeMetricFamily(
             "idempotency_outbox_oldest_seconds",
-            "How long the oldest of them has been due",
+            "How long the oldest unpublished outbox row has been due",
             max(found.outbox.oldest or 0.0, 0.0),
         )
         yield from _queues(found)
@@ -82,7 +85,7 @@ def _queues(found: Look) -> Iterator[Metric]:
 def _processes(found: Look) -> Iterator[Metric]:
     signs = GaugeMetricFamily(
         "idempotency_last_sign_seconds",
-        "How long ago a worker, relay or beat that has not ended in order was last seen",
+        "Time since a worker, relay or beat that has not shut down cleanly was last seen",
         labels=["kind", "name", "host", "pid"],
     )
     for process in found.processes:
@@ -95,13 +98,13 @@ def _letters(found: Look) -> Iterator[Metric]:
     for row in found.letters:
         by_reason[row.service, row.reason] = by_reason.get((row.service, row.reason), 0) + row.letters
     letters = GaugeMetricFamily(
-        "idempotency_dead_letters_open", "Dead letters that wait for a person", labels=["service", "reason"]
+        "idempotency_dead_letters_open", "Dead letters waiting for a person", labels=["service", "reason"]
     )
     for labels, number in sorted(by_reason.items()):
         letters.add_metric(labels, number)
     yield letters
     yield GaugeMetricFamily(
         "idempotency_unknown_effects_open",
-        "Operations that ended as effect_unknown and wait for a person",
+        "Operations that ended as effect_unknown, waiting for a person",
         found.unknown_effects,
     )

@@ -1,8 +1,8 @@
-"""Recover what has lost its holder, purge what is past its time.
+"""Recover operations that have lost their holder, and purge what is past its retention.
 
-Both are safe to run anywhere, any number at once: every row is taken with SKIP LOCKED and changed only if it still is
-what was seen. The relay runs them, because recovery must not depend on the broker it recovers from; beat may, too. A
-row that Postgres refuses to change stops neither (`store/sweeps.py`).
+Both are safe to run anywhere and concurrently: every row is locked with SKIP LOCKED and changed only if it still is as
+it was found. The relay runs them, so that recovery does not depend on the broker; beat may too. A row that Postgres
+refuses to change stops neither (`store/sweeps.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from . import alerts
 
 
 def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
-    """Release operations whose lease is over or whose holder is provably dead; returns how many.
+    """Release operations whose lease has run out or whose holder is provably dead; returns how many.
 
-    Each is delivered again by the outbox, in the same statement. Its attempt stays used: a poison message that
-    kills its worker must come to an end, and one that kills even the claims which would end it is failed here. Death
-    is proven only on this host; elsewhere the lease decides.
+    The same statement writes the next delivery to the outbox. The attempt stays used up, so that a message that kills
+    its worker comes to an end; one that also kills the claims that would end it is failed here. Death can be proven only
+    on this host; for other hosts the lease decides.
     """
     runtime = runtime_of(app)
     with runtime.autocommit() as connection:
@@ -58,12 +58,12 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
 def _is_dead(holder: str) -> bool:
     try:
         return is_provably_dead(holder)
-    except ValueError:  # not a name that a process of ours gives itself: its lease decides
+    except ValueError:  # not a holder's name as our processes write it: the lease decides
         return False
 
 
 def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str, Any]) -> int:
-    """End one spent operation in its own transaction. 0: its holder came back, or another sweep has it."""
+    """Fail one operation without attempts left, in its own transaction. Returns 0 if it was renewed or is locked."""
     with runtime.engine.begin() as connection:
         record = recovery.lock_spent(connection, bounds, names)
         if record is None:
@@ -73,18 +73,18 @@ def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str
 
 
 def _conclude(connection: Connection, settings: Settings, record: Row[Any], task: Any) -> None:
-    """Fail an operation whose process died in every attempt, with its dead letter. The record is locked."""
+    """Fail an operation whose process died in every attempt, and store its dead letter. The record must be locked."""
     id = OperationId(record.tenant, record.task, record.key)
     claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, record.effects, False)
     concluded = conclusions.conclude(
         connection,
         id,
-        AttemptsExhausted("its process died in every attempt, and in what would end it"),
+        AttemptsExhausted("the process died in every attempt, and in every claim that would have ended it"),
         entries=record.effects,
         arguments={},
         attempts=record.attempts,
         on_failed=getattr(task, "on_failed", None),
-        skip="its process died in every attempt, and in what would end it",
+        skip="the process died in every attempt, and in every claim that would have ended it",
     )
     delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
     letters.store_failure(
@@ -109,7 +109,7 @@ def _bounds(app: Celery, runtime: Runtime, dead: list[str]) -> Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What one pass of the purge deleted, and whether it ended at its limit with more to do."""
+    """How much one pass of the purge deleted, and whether it stopped at its limit with more to do."""
 
     operations: int
     rows: int
@@ -118,22 +118,20 @@ class Purged:
 
 
 def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
-    """Delete what is past its retention (`purge_once`); returns how many operations."""
+    """Delete what is past its retention, as `purge_once` does; returns the number of operations."""
     return purge_once(app, limit=limit).operations
 
 
 def purge_once(app: Celery, *, limit: int) -> Purged:
-    """Delete ended operations past their retention with their outbox rows, settled rows without one, closed letters.
+    """Delete operations past their retention with their outbox rows, settled rows without operations, and closed letters.
 
-    At most about `limit` of each kind. Never an operation that has not ended, is younger than its retention, has an
-    open dead letter, or an outbox row that is not published or was within the `redelivery_horizon`; never a row that is
-    not published or not settled. The audit stays.
+    At most about `limit` of each kind. An operation stays while it has an open dead letter, an unpublished outbox row, or
+    one published within the `redelivery_horizon`. The audit table is never purged.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
     letters_kept, horizon = settings.retention_dead_letters, settings.redelivery_horizon
     with runtime.autocommit() as connection:
-        # first, because an open letter keeps its operation and a closed one does not
         deleted_letters, more = past.letters(connection, retention=letters_kept, limit=limit)
         operations, more_operations = past.operations(connection, horizon=horizon, limit=limit)
         more, rows = more or more_operations, 0

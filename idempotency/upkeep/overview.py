@@ -1,4 +1,4 @@
-"""What waits and who works on it: what Postgres has (`store/overview.py`), and what the broker says about its queues."""
+"""The backlog and the processes, from Postgres (`store/overview.py`) and from the broker's queues."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from sqlalchemy import Connection
 
 from ..settings import Settings
 from ..store import overview
-from ..store.overview import PATIENCE, Look, QueueState
+from ..store.overview import TIMEOUT, Look, QueueState
 
 
 def look(connection: Connection, app: Celery, settings: Settings) -> Look:
-    """What waits and who works on it, by Postgres and by the broker. A broker that is away leaves its part unknown."""
+    """Take a snapshot from Postgres and the broker. If the broker is unavailable, its part is unknown."""
     found = overview.count(connection)
     _ask_broker(app, settings, found)
     return found
 
 
 def _ask_broker(app: Celery, settings: Settings, found: Look) -> None:
-    """Ask how many messages are ready and how many consumers there are, of each queue that the application declares."""
+    """Ask for the ready messages and the consumers of each queue that the application declares."""
     for name in app.amqp.queues:
         found.queue(name)
-    deadline = time.monotonic() + 2 * PATIENCE
+    deadline = time.monotonic() + 2 * TIMEOUT
     try:
-        with app.connection_for_read(connect_timeout=PATIENCE) as broker:
+        with app.connection_for_read(connect_timeout=TIMEOUT) as broker:
             is_amqp = broker.transport.driver_type == "amqp"
             names = ("read_timeout", "write_timeout") if is_amqp else ("socket_timeout", "socket_connect_timeout")
-            broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, PATIENCE)}
+            broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, TIMEOUT)}
             try:
-                broker.ensure_connection(max_retries=1, interval_start=0, timeout=PATIENCE)
+                broker.ensure_connection(max_retries=1, interval_start=0, timeout=TIMEOUT)
                 for name in app.amqp.queues:
                     if time.monotonic() > deadline:
                         return
                     _ask_about(broker, name, found.queue(name))
             finally:
-                broker.collect()  # without a handshake: a broker that hangs must not hang us
-            if not is_amqp:  # Redis knows no consumers, only the workers themselves do
+                broker.collect()  # no closing handshake, with which a hung broker would hang us
+            if not is_amqp:  # Redis has no consumers; count the workers that have signed
                 for name in app.amqp.queues:
                     found.queue(name).consumers = sum(
                         process.kind == "worker"
@@ -62,7 +62,7 @@ def _ask_about(broker: BrokerConnection, name: str, state: QueueState) -> None:
         answer = channel.queue_declare(name, passive=True)
         state.ready, state.consumers = int(answer.message_count), int(answer.consumer_count)
     except ChannelError as error:
-        # of a queue whose host is down RabbitMQ says "not found" as well, in other words
+        # for a queue whose host is down, RabbitMQ also answers "not found", with another text
         if "no queue" in str(error).lower():
             state.ready = state.consumers = 0
     finally:
@@ -71,9 +71,9 @@ def _ask_about(broker: BrokerConnection, name: str, state: QueueState) -> None:
 
 
 def status(connection: Connection, app: Celery, settings: Settings) -> dict[str, Any]:
-    """Queues, processes, operations by task and status, the outbox and the open dead letters, as one document.
+    """Queues, processes, operations by task and status, the outbox and open dead letters, as one document.
 
-    `operations_are_estimated`: completed and failed ones are projected from a sample, because there are many.
+    `operations_are_estimated`: there are so many that completed and failed ones are extrapolated from a sample.
     """
     found = look(connection, app, settings)
     ended, percent = overview.ended(connection)

@@ -1,11 +1,11 @@
 """Signs of life: each worker, relay and beat keeps a row that says when it was last seen.
 
-A thread of its own writes the row every `sign_of_life` seconds over a connection of its own, so a Postgres that is away
-or slow delays no work. A process that ends in order removes its row; one that is killed, or whose loop hangs, falls
-silent. That is an alarm until a person forgets it or `retention_processes` is over. A process of the same kind, name and
-host is its successor and takes its place.
+A separate thread writes the row every `sign_of_life` seconds over its own connection, so that a slow or unavailable
+Postgres delays no work. A process that shuts down cleanly removes its row; one that is killed, or has a hung loop, falls
+silent. That raises an alarm until `idempotency forget` or the end of `retention_processes`. A new process with the same
+kind, name and host replaces it.
 
-Importing the library installs the hooks; applications without an idempotent task are left alone.
+`installation.py` connects the hooks; applications without an idempotent task are left alone.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..observe.logs import log
 from ..store import processes
 from ..worker.task import idempotent_tasks
 
-# Seconds to connect, and for the statement. The end of a process waits this long at most for its row to be removed.
-PATIENCE = 2
-# A turn of a loop that publishes to a broker which hangs takes this long: a connect, a batch of confirms, a sweep.
+# Seconds to connect, and for each statement. Removing the row delays the end of a process by a few times this at most.
+TIMEOUT = 2
+# Seconds. The longest turn of a healthy loop: connect to a hung broker, wait for a batch of confirms, sweep.
 LONGEST_TURN = 60.0
 
 
 class SignOfLife:
-    """The sign of life of this process: `start()`, `progressed()` in each turn of each of its loops, and `end()`."""
+    """The sign of life of this process. Call `start()`, `progressed()` in each turn of each loop, and `end()`."""
 
     def __init__(
         self, app: Celery, kind: str, name: str | None = None, *, queues: Callable[[], Sequence[str]] = tuple
@@ -61,54 +61,54 @@ class SignOfLife:
             isolation_level="AUTOCOMMIT",
             hide_parameters=True,
             connect_args={
-                "connect_timeout": PATIENCE,
-                "tcp_user_timeout": PATIENCE * 1000,
-                "options": f"-c statement_timeout={PATIENCE * 1000} -c lock_timeout={PATIENCE * 1000}",
+                "connect_timeout": TIMEOUT,
+                "tcp_user_timeout": TIMEOUT * 1000,
+                "options": f"-c statement_timeout={TIMEOUT * 1000} -c lock_timeout={TIMEOUT * 1000}",
             },
         )
         self._began = time.monotonic()
         self._expected_until: dict[str, float] = {}
         self._hung: list[str] = []
         self._is_known = self._is_ended = False
-        # Held until the end. A native lock, as in the heartbeat: under gevent it asks no hub.
+        # Held until the end. Native locks, as in the heartbeat, which work without gevent's hub.
         self._running = native("allocate_lock")()
         self._ended = native("allocate_lock")()
 
     def start(self) -> None:
-        """Sign now and then every `sign_of_life` seconds, from a thread of its own."""
+        """Sign now and then every `sign_of_life` seconds, from a separate thread."""
         self._running.acquire()
         self._ended.acquire()
         native("start_new_thread")(self._run, ())
 
     def progressed(self, pause: float = 0.0, *, loop: str = "main") -> None:
-        """Say that a loop of the process works and that its next turn begins in `pause` seconds.
+        """Report that a loop is alive and that its next turn begins in `pause` seconds.
 
-        A process that calls this falls silent when any of its loops hangs; one that never does, when the process stops.
+        A process that calls this falls silent if one of its loops hangs; one that never does, only when it stops.
         """
         self._expected_until[loop] = time.monotonic() + pause + LONGEST_TURN
 
-    def hanging(self) -> list[str]:
-        """The loops whose last turn is longer ago than any takes."""
+    def hung_loops(self) -> list[str]:
+        """The loops whose turn has taken longer than any should."""
         now = time.monotonic()
         return sorted(loop for loop, until in list(self._expected_until.items()) if now > until)
 
     def end(self) -> None:
-        """Remove the row: the process ends in order. Takes `PATIENCE` seconds or two when Postgres is away."""
+        """Remove the row, because the process shuts down cleanly. Takes a few seconds if Postgres is unavailable."""
         if self._is_ended or os.getpid() != self._fields["pid"]:
             return
         self._is_ended = True
         self._running.release()
-        # the sign that is being written, if any, must not come after the removal
-        self._ended.acquire(timeout=2 * PATIENCE)
+        # a sign that is being written must not land after the removal
+        self._ended.acquire(timeout=2 * TIMEOUT)
         try:
             self._write(processes.remove)
         except SQLAlchemyError as error:
             log.warning("sign_of_life_not_removed", error=type(error).__name__)
 
     def sign(self) -> bool:
-        """Write the row once; whether it was written. A process of which a loop hangs does not sign."""
-        hanging = self.hanging()
-        if hanging and hanging != self._hung:  # once, not with every sign that is left out
+        """Write the row; returns whether it was written. A process with a hung loop does not sign."""
+        hanging = self.hung_loops()
+        if hanging and hanging != self._hung:  # logged once, not for every missed sign
             log.error("loop_hangs", kind=self._fields["kind"], loops=hanging)
         self._hung = hanging
         if hanging:
@@ -145,7 +145,7 @@ class SignOfLife:
 
 
 class WorkerSign(bootsteps.StartStopStep):
-    """Signs from when the pool has started, so that no pool process is forked beside the thread at the start."""
+    """Signs once the pool has started, so that the pool's first processes are not forked while the thread runs."""
 
     requires = ("celery.worker.components:Pool",)
 
@@ -154,7 +154,7 @@ class WorkerSign(bootsteps.StartStopStep):
         self._life: SignOfLife | None = None
 
     def start(self, worker: Any) -> None:
-        # which queues it consumes may change while it runs: add_consumer and cancel_consumer
+        # a function, since add_consumer and cancel_consumer change the queues
         life = SignOfLife(
             worker.app, "worker", worker.hostname, queues=lambda: list(worker.app.amqp.queues.consume_from)
         )
@@ -162,7 +162,7 @@ class WorkerSign(bootsteps.StartStopStep):
         self._life = life
 
     def stop(self, worker: Any) -> None:
-        # an error that ended the worker is no end in order
+        # not if an error ended the worker
         if self._life is not None and worker.exitcode != EX_FAILURE:
             self._life.end()
 
@@ -172,29 +172,29 @@ class WorkerSign(bootsteps.StartStopStep):
 
 
 def sign_as_worker(sender: Any, **_: Any) -> None:
-    """Give the worker its step; its steps are put together after this signal."""
+    """Add the step to the worker, which builds its steps after this signal."""
     if idempotent_tasks(sender.app):
         sender.app.steps["worker"].add(WorkerSign)
 
 
 def sign_as_beat(sender: Any, **_: Any) -> None:
-    """Sign for as long as beat's loop ticks, and end with it."""
+    """Sign while beat's loop ticks, and end with it."""
     if not idempotent_tasks(sender.app):
         return
     life, scheduler = SignOfLife(sender.app, "beat"), sender.scheduler
     tick, close = scheduler.tick, scheduler.close
 
-    def tick_and_say_so(*arguments: Any, **options: Any) -> Any:
+    def tick_and_report(*arguments: Any, **options: Any) -> Any:
         pause = tick(*arguments, **options)
         life.progressed(pause or 0.0)
         return pause
 
     def close_and_end() -> None:
         close()
-        if not isinstance(sys.exc_info()[1], Exception):  # beat closes its schedule after an error, too
+        if not isinstance(sys.exc_info()[1], Exception):  # beat also closes its schedule after an error
             life.end()
 
-    scheduler.tick, scheduler.close = tick_and_say_so, close_and_end
+    scheduler.tick, scheduler.close = tick_and_report, close_and_end
     life.progressed()
     life.start()
 

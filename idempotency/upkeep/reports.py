@@ -1,4 +1,4 @@
-"""The weekly report: per service, what has become a dead letter, what was done about it, and what is open."""
+"""The weekly report: new, closed and open dead letters per service."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
     url = urlsplit(settings.report_smtp_url.get_secret_value())
     host, port = url.hostname or "127.0.0.1", url.port or 0
     try:
-        # smtplib's own context believes any certificate; SSL_CERT_FILE names one more authority to trust
+        # smtplib's default context accepts any certificate; SSL_CERT_FILE adds an authority
         context = ssl.create_default_context()
         with (
             smtplib.SMTP_SSL(host, port, timeout=SMTP_TIMEOUT, context=context)
@@ -53,7 +53,7 @@ def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
         ) as server:
             if url.username:
                 if url.scheme != "smtps":
-                    server.starttls(context=context)  # a password never goes out in the clear
+                    server.starttls(context=context)  # never send a password in plain text
                 server.login(unquote(url.username), unquote(url.password or ""))
             server.send_message(message)
     except (OSError, smtplib.SMTPException) as error:
@@ -61,12 +61,12 @@ def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
 
 
 def mail_weekly(app: Celery) -> bool:
-    """Mail the report if it is due and somebody wants it; returns whether it was sent. For beat, any number of them."""
+    """Mail the report if it is due and `report_mail_to` is set; returns whether it was sent. Safe to run concurrently."""
     runtime = runtime_of(app)
     if runtime.settings.report_mail_to is None:
         return False
-    with runtime.engine.begin() as connection:  # not sent: rolled back, and due again
-        if not alarms.take_report(connection, days=DAYS):
+    with runtime.engine.begin() as connection:  # if mailing fails, it is rolled back and due again
+        if not alarms.try_begin_report(connection, days=DAYS):
             return False
         mail(runtime.settings, text(dead_letters.report(connection, days=DAYS)))
     return True

@@ -1,1 +1,1 @@
-"""What travels and what is compared: keys, messages, results. No input or output."""
+"""Keys, fingerprints, messages and results as text. No I/O."""

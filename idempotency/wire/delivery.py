@@ -1,4 +1,4 @@
-"""A delivery: one request to carry out an operation, from a Celery message or from anything else that may come twice."""
+"""A delivery: one request to carry out an operation, from a Celery message or any other source that may repeat it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .keys import OperationId
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What was asked for: the operation, its arguments by name, and the message whole, as it is stored.
+    """The operation, its arguments by name, and the whole message as text.
 
-    Without a message, no one delivers the operation again: whoever asked for it asks again.
+    Without a message, the library cannot redeliver the operation; the caller has to ask again.
     """
 
     id: OperationId
@@ -24,19 +24,18 @@ class Delivery:
     message: str = ""
     headers: Mapping[str, Any] = field(default_factory=dict)
     queue: str = ""
-    # Not the first of its message, by the outbox or by the broker: the one before may have been the holder's, which died
-    # after its commit, or the only way on. So Redis' word does not acknowledge it. Postgres decides; whatever the
-    # broker's flag says, it costs or saves a question and nothing else.
+    # Redelivered by the outbox or the broker: its holder may have died after the commit, or this may be the only delivery
+    # left. So it is never acknowledged on the strength of a hint; Postgres decides. A wrong flag costs a query at most.
     resent: bool = False
     is_eager: bool = False
-    also: Sequence[str] = ()  # the fingerprints of the same arguments by other rules
-    is_revoked: bool = False  # Celery's worker remembers that its task id was revoked
-    eta: datetime | None = None  # not before this time by the database's clock
+    also: Sequence[str] = ()  # fingerprints of the same arguments by other rules
+    is_revoked: bool = False  # the worker remembers that this task id was revoked
+    eta: datetime | None = None  # not before this time, by the database's clock
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Which operation a message names, and its arguments by name."""
+    """The operation that a message is for, and its arguments by name."""
 
     id: OperationId
     arguments: Mapping[str, Any]
@@ -44,15 +43,15 @@ class Named:
 
 @runtime_checkable
 class NamesItsOperation(Protocol):
-    """A task that knows which operation a message of it is about: an idempotent one."""
+    """An idempotent task: it can tell which operation a message is for."""
 
     def named_by(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
-        """Raises `CallRefused` for a message that names none."""
+        """The operation this call is for. Raises `CallRefused` if the message names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EffectOutcome:
-    """What is known of an effect when its operation ends; `result` where it happened."""
+    """What is known of an effect when its operation ends. `result` is set if it happened."""
 
     state: Literal["unknown", "happened", "not_happened", "compensated"]
     result: Any = None
@@ -60,9 +59,9 @@ class EffectOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation that `on_failed` is told about: what its key names, what it was asked to do, and what it did.
+    """The failed operation that `on_failed` receives: its identity, its arguments, and what it did.
 
-    `steps` holds the results of the recorded steps, undone ones included, by name.
+    `steps` holds the results of the recorded steps by name, including undone ones.
     """
 
     tenant: str

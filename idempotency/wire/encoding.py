@@ -1,7 +1,7 @@
-"""JSON with the types that Celery's JSON carries, written as Celery writes them; kombu is used if it is loaded.
+"""JSON with the types that Celery's JSON supports, in Celery's encoding, whether or not kombu is loaded.
 
-Results and fingerprints are the same text with Celery and without it (kombu.utils.json, version 5.6). Types that an
-application has registered with kombu are known where kombu is.
+Without kombu, results and fingerprints are the same text as with it (kombu.utils.json, version 5.6). Types that an
+application registers with kombu work only where kombu is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-# By type, the more special one first: its marker, how a value is written, and how it is read.
+# By type, subclasses first: marker, encoder, decoder.
 _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     datetime: ("datetime", datetime.isoformat, datetime.fromisoformat),
     date: ("date", date.isoformat, lambda text: datetime.fromisoformat(text).date()),
@@ -31,12 +31,12 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def dumps(value: Any, *, allow_nan: bool = True) -> str:
-    """Write a value as JSON. Raises `TypeError` for a type that is not known, `ValueError` for NaN unless allowed."""
+    """Encode a value. Raises `TypeError` for an unknown type, `ValueError` for NaN unless allowed."""
     return json.dumps(value, default=_encoded, allow_nan=allow_nan)
 
 
 def loads(text: str) -> Any:
-    """Read what `dumps` has written. Raises `ValueError` for a type that is not known."""
+    """Decode what `dumps` returned. Raises `ValueError` for an unknown type."""
     return json.loads(text, object_hook=_decoded)
 
 

@@ -1,7 +1,7 @@
-"""Times in headers that Python has no datetime for: milliseconds where AMQP says seconds, as some producers send them.
+"""Header timestamps beyond Python's datetime: some producers send milliseconds where AMQP wants seconds.
 
-py-amqp raises while it reads such a message, before there is one that could be refused: the worker ends, and so does the
-next one that is handed it (py-amqp 5.3, `amqp.serialization`).
+py-amqp raises while it decodes such a message, before anything can refuse it: the worker ends, and so does the next one
+that receives the message (py-amqp 5.3, `amqp.serialization`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from amqp import serialization
 
 
-class _IsADatetime(type):
+class _DatetimeMeta(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, datetime)
 
 
-class _AnyTime(metaclass=_IsADatetime):
-    """What py-amqp uses of `datetime`: to read a time, and to know one."""
+class _LenientDatetime(metaclass=_DatetimeMeta):
+    """The part of `datetime` that py-amqp uses: `fromtimestamp` and `isinstance`."""
 
     @staticmethod
     def fromtimestamp(seconds: float, tz: tzinfo | None = None) -> datetime:
@@ -28,7 +28,7 @@ class _AnyTime(metaclass=_IsADatetime):
             return datetime.max.replace(tzinfo=tz or UTC)
 
 
-def read_any_time() -> None:
-    """Let py-amqp read a time beyond the year 9999 as the last one there is. For the whole process."""
+def accept_any_timestamp() -> None:
+    """Make py-amqp decode timestamps beyond the year 9999 as `datetime.max`, in the whole process."""
     module: Any = serialization
-    module.datetime = _AnyTime
+    module.datetime = _LenientDatetime

@@ -1,7 +1,7 @@
-"""Keys and fingerprints: what makes two calls the same call. Pure; nothing here talks to anything.
+"""Keys and fingerprints: what makes two calls the same call.
 
-The key says which operation is meant. The fingerprint says which arguments it was meant with, so that a key
-used again with other arguments is refused instead of answered with somebody else's result.
+The key names the operation. The fingerprint identifies its arguments, so that a key reused with different arguments is
+refused instead of answered with another call's result.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from uuid import UUID
 from ..errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
 from . import encoding
 
-# The limit Stripe and the IETF draft's implementers use; also what a text index carries comfortably.
+# The limit of Stripe and of implementers of the IETF draft; also fits a text index comfortably.
 MAX_KEY_LENGTH = 255
-# Arguments nested deeper than this are a mistake, and each JSON reader has a limit of its own: Python's depends on how
-# deep its stack is at that moment, so that a message could be sent by one process and be unreadable in another.
+# Deeper nesting is a mistake. JSON readers have their own limits, and Python's depends on the current stack depth: what
+# one process sends, another might not be able to read.
 MAX_DEPTH = 100
-# What quote() leaves alone; a separator must lie outside, or "a-b" + "c" and "a" + "b-c" would be one key.
+# What quote() does not encode. A separator must not be one of these: "a-b" + "c" and "a" + "b-c" would be one key.
 UNRESERVED = frozenset(string.ascii_letters + string.digits + "-_.~")
 
 KeyFunction = Callable[[Mapping[str, Any]], str]
@@ -32,7 +32,7 @@ KeyFunction = Callable[[Mapping[str, Any]], str]
 
 @dataclass(frozen=True, slots=True)
 class OperationId:
-    """What a key names: one operation of one tenant. The primary key of its record."""
+    """One operation of one tenant: the primary key of its record."""
 
     tenant: str
     task: str
@@ -43,14 +43,14 @@ class OperationId:
 
     @property
     def digest(self) -> str:
-        """A name of fixed length that shows nothing of the key: 128 bits of SHA-256, in hex."""
+        """A fixed-length name that does not reveal the key: 128 bits of SHA-256, in hex."""
         return _sha256(json.dumps([self.tenant, self.task, self.key]))[:32]
 
 
 def check_key(key: object, *, field: str = "idempotency key") -> str:
-    """Return the key as text if it keeps the rules: 1 to 255 printable ASCII characters, no blank at either end.
+    """Check a key and return it as text: 1 to 255 printable ASCII characters, no blank at either end.
 
-    Raises `MissingKey` for None and `InvalidKey` naming the rule; never shows the key itself.
+    Raises `MissingKey` for None, and `InvalidKey`, which names the rule; neither shows the key.
     """
     if key is None:
         raise MissingKey(f"{field}: none given")
@@ -71,10 +71,10 @@ def check_key(key: object, *, field: str = "idempotency key") -> str:
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the arguments by their parameters, so that positional and keyword calls are one.
+    """Map arguments to parameter names, so that positional and keyword calls are the same.
 
-    Defaults are not filled in: a default added in a deploy must not change messages already in flight.
-    Raises `InvalidArguments` when they do not fit.
+    Defaults are not filled in: a default added by a deploy must not change messages already in flight.
+    Raises `InvalidArguments` if the arguments do not match the signature.
     """
     try:
         return dict(signature.bind(*args, **kwargs).arguments)
@@ -83,25 +83,22 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def fingerprint(arguments: Mapping[str, Any], *, like: object = None) -> str:
-    """Make the fingerprint of bound arguments, by the newest rule or by that of the fingerprint `like`, if it is known.
+    """The fingerprint of bound arguments, by the rule of the fingerprint `like` if that is known, else by the newest.
 
-    `v1:` is followed by SHA-256 over their canonical JSON.
+    `v1:` is followed by the SHA-256 of their canonical JSON.
     """
     version = fingerprint_version(like)
     return FINGERPRINT_RULES[version if version in FINGERPRINT_RULES else next(reversed(FINGERPRINT_RULES))](arguments)
 
 
 def fingerprints(arguments: Mapping[str, Any], given: object) -> list[str]:
-    """Everything that the request of a message may be stored under; `given` is the fingerprint it carries.
-
-    First by the rule of the one it carries, then by the other rules.
-    """
+    """The fingerprints of bound arguments by every known rule, that of the message's own fingerprint `given` first."""
     first = fingerprint(arguments, like=given)
     return [first, *other_fingerprints(arguments, first)]
 
 
 def is_fingerprint(value: object) -> bool:
-    """Whether a header's value is a fingerprint by a rule that is known here."""
+    """Whether a header's value is a fingerprint by a known rule."""
     return (
         isinstance(value, str)
         and value.isascii()
@@ -111,13 +108,13 @@ def is_fingerprint(value: object) -> bool:
 
 
 def other_fingerprints(arguments: Mapping[str, Any], fingerprint: str) -> list[str]:
-    """Make the fingerprints of bound arguments by the other known rules: a stored one is compared by its own."""
+    """The fingerprints of bound arguments by the other known rules, since a record may have been stored by one of those."""
     made_by = fingerprint_version(fingerprint)
     return [rule(arguments) for version, rule in FINGERPRINT_RULES.items() if version != made_by]
 
 
 def fingerprint_version(fingerprint: object) -> str | None:
-    """Name the rule by which a fingerprint was made; None for what is no fingerprint."""
+    """The rule of a fingerprint; None if it is not one."""
     version, colon, _ = fingerprint.partition(":") if isinstance(fingerprint, str) else ("", "", "")
     return version if colon else None
 
@@ -126,15 +123,15 @@ def _v1(arguments: Mapping[str, Any]) -> str:
     return f"v1:{_sha256(canonical_json(arguments))}"
 
 
-# By version, the newest last. A rule stays for as long as records made by it are kept.
+# By version, newest last. Keep a rule for as long as records that used it are retained.
 FINGERPRINT_RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {"v1": _v1}
 
 
 def canonical_json(value: Any) -> str:
-    """Write JSON in one way only: members sorted, no white space, no NaN.
+    """Encode a value as canonical JSON: members sorted, no white space, no NaN.
 
-    Goes through Celery's encoding first, so that a UUID or a datetime counts as what the wire carries.
-    Raises `InvalidArguments` for what is not JSON, or nested more than 100 deep.
+    Celery's encoding is applied first, so that a UUID or a datetime equals what a message carries.
+    Raises `InvalidArguments` for values that are not JSON or are nested more than 100 deep.
     """
     try:
         plain = json.loads(encoding.dumps(value))
@@ -143,24 +140,24 @@ def canonical_json(value: Any) -> str:
         raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep") from None
     except (TypeError, ValueError) as error:
         raise InvalidArguments(f"arguments: not JSON: {type(error).__name__}") from None
-    # few brackets cannot be deep: nearly every call is spared the walk
+    # cheap check first: few brackets cannot be nested deeply
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(plain) > MAX_DEPTH:
         raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep")
     return text
 
 
 def content_hash(*fields: str) -> KeyFunction:
-    """Use a hash over the named arguments as the key: for operations that have no id of their own.
+    """Use a hash of the named arguments as the key, for operations without an id.
 
-    Name only fields that never change and that together name one operation. Never hash everything: two equal
-    purchases are two purchases.
+    Name only fields that never change and together identify one operation. Never hash all arguments: two equal
+    purchases are two purchases. Raises `SettingsError` without a field.
     """
     if not fields:
         raise SettingsError("content_hash: name at least one argument")
 
     def key(arguments: Mapping[str, Any]) -> str:
         chosen = {field: _field(arguments, field) for field in fields}
-        # part of the key for ever, whatever becomes of the fingerprints
+        # fixed: unlike a fingerprint's rule, a key's may never change
         return f"v1-{_sha256(canonical_json(chosen))}"
 
     key.fields = fields  # type: ignore[attr-defined]
@@ -168,11 +165,11 @@ def content_hash(*fields: str) -> KeyFunction:
 
 
 def template(text: str) -> KeyFunction:
-    """Make keys from a template over the arguments: `"{payment_id}"`, `"{customer_id}:{request_id}"`.
+    """Make keys from a template of arguments: `"{payment_id}"`, `"{customer_id}:{request_id}"`.
 
-    With several fields the values are percent-encoded and must be set apart by a character that encoding never
-    leaves in a value (`:` or `/`), so that no two lists of values give one key.
-    Raises `SettingsError` for a template that is not of this form.
+    With several fields, values are percent-encoded and must be separated by a character that encoding never leaves
+    in a value (`:` or `/`), so that different values never give the same key.
+    Raises `SettingsError` for any other template.
     """
     try:
         parts = [(literal, field, spec, conv) for literal, field, spec, conv in string.Formatter().parse(text)]
@@ -180,16 +177,16 @@ def template(text: str) -> KeyFunction:
         raise SettingsError(f"key template {text!r}: {error}") from None
     fields = tuple(field for _, field, _, _ in parts if field is not None)
     if not fields:
-        raise SettingsError(f"key template {text!r}: names no argument, so every call would be one operation")
+        raise SettingsError(f"key template {text!r}: contains no argument, so every call would be the same operation")
     if not (text.isascii() and text.isprintable()):
-        raise SettingsError(f"key template {text!r}: only printable ASCII can be part of a key")
+        raise SettingsError(f"key template {text!r}: must be printable ASCII")
     for _, field, spec, conversion in parts:
         if field is not None and (not field.isidentifier() or spec or conversion):
             raise SettingsError(f"key template {text!r}: only plain argument names, got {field!r}")
     separators = [literal for literal, field, _, _ in parts[1:] if field is not None]
-    # "%" is what the encoding itself writes
+    # "%" appears in encoded values
     if any((UNRESERVED | {"%"}).issuperset(separator) for separator in separators):
-        raise SettingsError(f"key template {text!r}: set the fields apart by ':' or '/'")
+        raise SettingsError(f"key template {text!r}: separate the fields with ':' or '/'")
 
     def key(arguments: Mapping[str, Any]) -> str:
         values = {field: _plain(field, _field(arguments, field)) for field in fields}
@@ -204,16 +201,18 @@ def template(text: str) -> KeyFunction:
 def _field(arguments: Mapping[str, Any], field: str) -> Any:
     value = arguments.get(field)
     if value is None:
-        raise MissingKey(f"argument {field}: the idempotency key is made from it, and it is not given")
+        raise MissingKey(f"argument {field}: required by the key template but missing")
     return value
 
 
 def _plain(field: str, value: Any) -> str:
-    # A float or a container has no one spelling, and True would be the key "True".
+    # A float or a container has several spellings, and True would become the key "True".
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):
-        raise InvalidKey(f"argument {field}: a key is made from text, integers or UUIDs, got {type(value).__name__}")
+        raise InvalidKey(
+            f"argument {field}: used in the idempotency key, must be text, an integer or a UUID, got {type(value).__name__}"
+        )
     if not str(value).strip():
-        raise InvalidKey(f"argument {field}: the idempotency key is made from it, and it is blank")
+        raise InvalidKey(f"argument {field}: used in the idempotency key, must not be blank")
     return str(value)
 
 
@@ -221,13 +220,15 @@ def _quoted(field: str, value: str) -> str:
     try:
         return quote(value, safe="")
     except UnicodeEncodeError as error:
-        # its own text would show the value
+        # the original message would show the value
         surrogate = f"U+{ord(value[error.start]):04X} at position {error.start}"
-        raise InvalidKey(f"argument {field}: a key is made from whole characters, got {surrogate}") from None
+        raise InvalidKey(
+            f"argument {field}: used in the idempotency key, contains an unpaired surrogate {surrogate}"
+        ) from None
 
 
 def _depth(value: Any) -> int:
-    """How many containers lie in each other, counted without recursion."""
+    """The nesting depth of containers, counted without recursion."""
     depth, level = 0, [value]
     while containers := [each for each in level if isinstance(each, list | dict)]:
         depth += 1

@@ -1,7 +1,7 @@
-"""A message as it goes over the wire, and as the record and the outbox keep it: one text.
+"""A task message as sent to the broker, and as the text stored with the record and in the outbox.
 
-A record holds its whole delivery, so that recovery needs no message to survive; every later delivery is that
-message under the same task id. Arguments stay the text that was sent.
+A record holds the whole message, so recovery does not depend on the broker; every later delivery is that message
+under the same task id. Arguments are kept as the text that was sent.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 KEY_HEADER = "idempotency-key"
 TENANT_HEADER = "idempotency-tenant"
-# Set on deliveries of the outbox that repeat an earlier one (retry, recover, resend, replay): Redis' word does
-# not acknowledge them, because they may be the only way on.
+# Set on outbox deliveries that repeat an earlier one (retry, recover, resend, replay). They are never acknowledged on
+# the strength of a hint, because each may be the only delivery left.
 ORIGIN_HEADER = "idempotency-origin"
 # How often a duplicate with on_busy="wait" has come back.
 WAITS_HEADER = "idempotency-waits"
 OUTBOX_HEADER = "idempotency-outbox-id"
-# Names a marker: a message that only shows that what was in its queue before it has left.
+# The id of a marker: a message whose arrival shows that everything queued before it has left the queue.
 MARKER_HEADER = "idempotency-marker"
-# The generation of the record that this delivery is for: a copy from before a replay ends nothing after it.
+# The record's generation that this delivery is for: a copy from before a replay must not end the replayed operation.
 GENERATION_HEADER = "idempotency-generation"
-# Made where the call is made. A process that does not know the task can name the operation all the same.
+# Computed by the caller, so that a process that does not know the task can still identify the operation.
 FINGERPRINT_HEADER = "idempotency-fingerprint"
-# How this message is to be read; a message without it is of version 1.
+# The version of the message's format; 1 if missing.
 VERSION_HEADER = "idempotency-version"
 MESSAGE_VERSION = 1
-# Set by a worker instead of Celery's `eta`, which it would keep in its memory, by its own clock; never stored.
+# Replaces Celery's `eta`, with which a worker would hold the message in memory and use its own clock; never stored.
 ETA_HEADER = "idempotency-eta"
-# Set by a worker that was told to revoke this task id, on the way into its pool; never stored, never sent.
+# Set on the way into the pool by a worker in which this task id is revoked; never stored or sent.
 REVOKED_HEADER = "idempotency-revoked"
 
 # The fields of Celery's message protocol 2 that travel as headers (docs.celeryq.dev, "Message Protocol").
@@ -59,9 +59,9 @@ _PROTOCOL_HEADERS = (
     "stamped_headers",
     "stamps",
 )
-# What the relay writes onto one delivery; the message that is kept has none of it.
+# Added by the relay to each delivery; not part of the stored message.
 MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER)
-# The fields of a message's text, and what Python reads them as.
+# The fields of a message's text and their types.
 _FIELDS = {
     "headers": (dict, "an object"),
     "body": (str, "text"),
@@ -69,14 +69,14 @@ _FIELDS = {
     "properties": (dict, "an object"),
 }
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
-# A native delayed delivery arrives through this exchange, its delay spelled in bits before the real routing key.
+# A natively delayed message arrives through this exchange; its routing key starts with the delay, one word per bit.
 _DELAY_EXCHANGE = "celery_delayed_"
 _DELAY_BITS = 28
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One task message: what Celery's producer would send, and where to."""
+    """One task message as Celery's producer would send it, and its route."""
 
     headers: dict[str, Any]
     body: str
@@ -103,13 +103,13 @@ class Message:
         properties: dict[str, Any] = {"correlation_id": task_id}
         if priority is not None:
             properties["priority"] = priority
-        # the record's available_at decides when, never the broker
+        # available_at decides when, never the broker
         fields = {name: value for name, value in wire.headers.items() if name not in ("eta", "expires")}
         return cls({**fields, **headers}, encoding.dumps(wire.body), route, properties)
 
     @classmethod
     def delivered(cls, request: Any) -> Message:
-        """The message a worker was given, from Celery's request."""
+        """The message that a worker received, rebuilt from Celery's request."""
         headers = {
             name: getattr(request, name) for name in _PROTOCOL_HEADERS if getattr(request, name, None) is not None
         }
@@ -132,12 +132,12 @@ class Message:
         return cls({**headers, **custom}, encoding.dumps(body), route, properties)
 
     def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
-        """The same message, for the queue to which the application routes this call."""
+        """The same message, addressed to the queue to which the application routes this call."""
         return replace(self, route=_route(app, name, args, kwargs))
 
     @classmethod
     def from_text(cls, text: str) -> Message:
-        """The message that was stored as this text. Raises `ValueError`, naming the field that is not as it must be."""
+        """Read a stored message. Raises `ValueError`, which names the invalid field."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError):
@@ -154,7 +154,7 @@ class Message:
 
     @staticmethod
     def was_delayed(exchange: str | None) -> bool:
-        """Whether the broker has kept a message's delay, by the exchange that it arrived through."""
+        """Whether the broker delayed a message, judging by the exchange it came through."""
         return (exchange or "").startswith(_DELAY_EXCHANGE)
 
     def to_text(self) -> str:
@@ -163,14 +163,14 @@ class Message:
         )
 
     def marked(self, *, origin: str, outbox_id: str, generation: int = 1) -> Message:
-        """The same message, saying which outbox row it comes from and which generation it delivers."""
+        """The same message, marked with its outbox row and its generation."""
         marks: dict[str, Any] = {OUTBOX_HEADER: outbox_id, GENERATION_HEADER: generation}
         if origin != "enqueue":
             marks[ORIGIN_HEADER] = origin
         return replace(self, headers=self.headers | marks)
 
     def destination(self, app: Celery) -> tuple[str, str]:
-        """Exchange and routing key. Raises KeyError for a queue this application does not have, ValueError for none at all."""
+        """Exchange and routing key. Raises `KeyError` for a queue this application does not have, `ValueError` without a route."""
         if (queue := self.route.get("queue")) is not None:
             known = app.amqp.queues[queue]
             return known.exchange.name, known.routing_key
@@ -180,11 +180,11 @@ class Message:
                     return known.exchange.name, known.routing_key
             raise KeyError(delayed)
         if not {"exchange", "routing_key"} <= self.route.keys():
-            raise ValueError("route: names neither a queue nor an exchange and a routing key")
+            raise ValueError("route: must name a queue, or an exchange and a routing key")
         return self.route["exchange"], self.route["routing_key"]
 
     def queue(self, app: Celery) -> str:
-        """The name of the queue this message goes to, as far as this application knows it."""
+        """The queue this message goes to, or its routing key if the application has no such queue."""
         if (queue := self.route.get("queue")) is not None:
             return str(queue)
         if (delayed := self.route.get("delayed")) is not None:

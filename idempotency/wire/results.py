@@ -1,4 +1,4 @@
-"""A result as the text that is stored and handed to every duplicate, byte for byte."""
+"""A result as stored text, which every duplicate gets byte for byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import encoding
 
 
 def to_text(value: Any, *, limit: int, what: str = "result") -> str:
-    """Write a value as JSON, in the encoding Celery's results have. Raises `InvalidResult` naming type or size."""
+    """Encode a value as JSON like Celery's results. Raises `InvalidResult`, which names the type or the size."""
     try:
         text = encoding.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -20,5 +20,5 @@ def to_text(value: Any, *, limit: int, what: str = "result") -> str:
 
 
 def from_text(text: str) -> Any:
-    """Read a stored value."""
+    """Decode a stored value."""
     return encoding.loads(text)

@@ -1,4 +1,4 @@
-"""Alembic's environment: the connection is handed in by `tasks.migrate`; nothing is read from files."""
+"""Alembic's environment. `tasks.migrate` passes the connection; nothing is read from files."""
 
 from alembic import context
 

@@ -15,7 +15,7 @@ from tests.faults.marks import each
 from tests.faults.scene import PATIENCE, Scene
 from tests.support.processes import eventually
 
-WHILE_FROZEN = Relayed(0, 0, broker_away=True)
+WHILE_FROZEN = Relayed(0, 0, broker_unavailable=True)
 
 
 @pytest.fixture

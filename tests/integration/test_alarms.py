@@ -15,7 +15,7 @@ from idempotency.checks.findings import Level
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import metrics
 from idempotency.relay.relay import Relay
-from idempotency.store.overview import looking
+from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import alarms, overview
 from idempotency.upkeep.backlog import Backlog
 from idempotency.upkeep.presence import SignOfLife
@@ -74,7 +74,7 @@ def enqueue(
 
 def now(app: Celery) -> list[str]:
     given = settings_of(app)
-    with looking(given) as connection:
+    with monitoring_connection(given) as connection:
         return [alarm.name for alarm in alarms.lasting(overview.look(connection, app, given), given)]
 
 
@@ -88,7 +88,7 @@ def test_payments_behind_a_stopped_worker_show_everywhere(
 
     def state() -> dict[str, Any]:
         given = settings_of(bank)
-        with looking(given) as asked:
+        with monitoring_connection(given) as asked:
             found: dict[str, Any] = overview.status(asked, bank, given)["queues"][queue]
             return found
 
@@ -233,7 +233,7 @@ def test_unknown_effects_are_an_alarm_until_their_letters_are_closed(
     assert look(bank, connection) == 0
     connection.execute(text(letter.format("effect_unknown")))
     assert look(bank, connection) == 1
-    assert sent == ["bank: effects: 1 ended as effect_unknown and open, for a person to resolve"]
+    assert sent == ["bank: effects: 1 operations ended as effect_unknown, for a person to resolve"]
     close = "UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()"
     connection.execute(text(close))
     assert look(bank, connection) == 1

@@ -161,7 +161,7 @@ def test_rows_that_the_broker_keeps_refusing_alert_from_the_fifth_try(
     connection.execute(text("UPDATE idempotency.outbox SET attempts = attempts + 1"))
     for _ in range(2):  # once in an interval
         alerts.run_once(alerting)
-    said = "Dead letters\nbank: 2 outbox rows refused by the broker 5 times or more, still tried"
+    said = "Dead letters\nbank: 2 outbox rows refused by the broker at least 5 times, still being retried"
     assert receiver.texts == [said]
     later(connection)
     alerts.run_once(alerting)

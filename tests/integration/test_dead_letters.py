@@ -319,7 +319,7 @@ def test_a_letter_of_another_request_is_always_refused(
     deliveries.deliver(b.deposit, "a1", 6)
     (letter,) = op.dead_letters(connection)
     assert letter.reason == "fingerprint_mismatch"
-    with pytest.raises(ReplayRefused, match=r"belongs to a call with other arguments, .* discard it"):
+    with pytest.raises(ReplayRefused, match=r"its key was used with other arguments, .* discard it"):
         replay(deliveries.app, letter.id)
     assert record(connection, id) == before
     assert op.dead_letters(connection) == [letter]

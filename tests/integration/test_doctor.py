@@ -25,7 +25,7 @@ from sqlalchemy.engine import make_url
 import services
 from idempotency.checks.doctor import Finding, Level, doctor
 from idempotency.queues import dead_letter_queues, quorum_queue
-from idempotency.store.statements import Wire
+from idempotency.store.statements import CheckedConnection
 from tests.support import bank as bank_module
 from tests.support.pooler import Pooler
 from tests.support.processes import Processes, eventually
@@ -183,9 +183,9 @@ def test_a_right_that_is_missing_is_refused_by_its_name(
     ("mode", "ignores_options", "level", "line"),
     [
         ("transaction", True, Level.WARNING, "database pooler: in transaction mode, better in session mode"),
-        ("session", True, Level.OK, "database pooler: not seen to be in transaction mode"),
-        ("session", True, Level.WARNING, "database statement_timeout: 0 on our connections, though we set it"),
-        ("transaction", False, Level.REFUSAL, "database pooler: refuses the options of our connections"),
+        ("session", True, Level.OK, "database pooler: none in transaction mode detected"),
+        ("session", True, Level.WARNING, "database statement_timeout: 0 on our connections, although we set it"),
+        ("transaction", False, Level.REFUSAL, "database pooler: refuses our connection options"),
     ],
 )
 def test_a_pooler_is_named_with_its_mode(
@@ -201,8 +201,10 @@ def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(
     configured: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert about(configured, "database TCP_USER_TIMEOUT") == []
-    original = Wire.connect
-    monkeypatch.setattr(Wire, "connect", lambda *args, tcp_user_timeout, **options: original(*args, **options))
+    original = CheckedConnection.connect
+    monkeypatch.setattr(
+        CheckedConnection, "connect", lambda *args, tcp_user_timeout, **options: original(*args, **options)
+    )
     (found,) = about(configured, "database TCP_USER_TIMEOUT")
     assert found.level is Level.WARNING
 
@@ -251,8 +253,8 @@ def test_a_database_that_forgets_in_a_power_cut_is_refused(
     finally:
         server.discard()
         shutil.rmtree(directory)
-    assert "database fsync: off, need on; a power cut can lose what was committed" in refused
-    assert "database full_page_writes: off, need on; a power cut can lose what was committed" in refused
+    assert "database fsync: off, need on; a power cut can lose committed data" in refused
+    assert "database full_page_writes: off, need on; a power cut can lose committed data" in refused
 
 
 def test_a_redis_that_forgets_or_refuses_hints_is_a_warning(configured: Celery, servers: services.Services) -> None:
@@ -276,7 +278,7 @@ def test_clocks_that_differ_are_a_warning_only(configured: Celery, monkeypatch: 
         (found,) = about(configured, subject)
         assert found.level is Level.WARNING
         assert re.match(r"(99\.9|100\.)\d+ s behind this host, at most 1 s$", found.found)
-        assert found.advice == "costs latency and misleads logs; loses nothing"
+        assert found.advice == "costs latency and confuses logs; loses nothing"
 
 
 def test_a_database_without_our_tables_is_refused_by_both_revisions(configured: Celery, empty_database: str) -> None:

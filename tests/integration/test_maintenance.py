@@ -312,7 +312,7 @@ def test_a_sweep_whose_connection_breaks_says_that_postgres_is_away(
     sweep: Callable[[Celery], int], bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expired(connection)
-    monkeypatch.setattr(sweeps, "_AS_BEFORE", "SELECT pg_terminate_backend(pg_backend_pid())")
+    monkeypatch.setattr(sweeps, "_RESTORE_SETTINGS", "SELECT pg_terminate_backend(pg_backend_pid())")
     with pytest.raises(OperationalError):  # which a relay waits for, and a command explains
         sweep(bank)
     monkeypatch.undo()

@@ -28,7 +28,7 @@ from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
 from idempotency.store import effects, ends, undelivered
 from idempotency.store.ends import FailedEnd
-from idempotency.store.undelivered import Dead, GivenUp
+from idempotency.store.undelivered import GivenUp, UndeliveredMessage
 from idempotency.upkeep import maintenance
 from tests.support import bank as b
 from tests.support import operations as op
@@ -226,7 +226,7 @@ def test_the_dead_letter_consumer_ends_an_open_effect_as_unknown(
     (sent,) = op.outbox(connection)  # its only delivery is the dead one
     connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     id = OperationId("default", task.name, "k")
-    dead = Dead(id, row.fingerprint, [], sent.message_id, 1, row.message, row.queue)
+    dead = UndeliveredMessage(id, row.fingerprint, [], sent.message_id, 1, row.message, row.queue)
     answer = undelivered.give_up(
         connection,
         dead,

@@ -358,8 +358,8 @@ def test_rows_behind_a_failed_one_are_counted_as_unpublished(
     bank: Celery, blocked: tuple[Relay, int], connection: Connection
 ) -> None:
     write(connection, "b1", None)
-    with overview.looking(settings_of(bank)) as looking:
-        found = looking.exec_driver_sql(overview._UNPUBLISHED, {"bound": overview.BOUND}).one()
+    with overview.monitoring_connection(settings_of(bank)) as connection:
+        found = connection.exec_driver_sql(overview._UNPUBLISHED, {"bound": overview.BOUND}).one()
     assert (found.pending, found.unpublished, found.failed) == (3, 3, 1)
 
 

@@ -12,7 +12,7 @@ from celery import Celery
 
 from idempotency.application import runtime_of, settings_of
 from idempotency.store import claims, effects, ends, outbox, overview, recover
-from idempotency.store.overview import looking
+from idempotency.store.overview import monitoring_connection
 from tests.support.plans import explain
 
 Plan = Callable[..., str]
@@ -74,7 +74,7 @@ def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
     ],
 )
 def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str) -> None:
-    with looking(settings_of(bank)) as connection:
+    with monitoring_connection(settings_of(bank)) as connection:
         plan = explain(connection, getattr(overview, name))
     assert index in plan, plan
     assert "Seq Scan" not in plan, plan

@@ -110,7 +110,7 @@ def test_a_process_of_which_one_loop_hangs_falls_silent(bank: Celery, caplog: py
     assert life.sign()
     life.progressed(-LONGEST_TURN - 1, loop="letters")
     life.progressed(loop="upkeep")
-    assert (life.sign(), life.sign(), life.hanging()) == (False, False, ["letters"])
+    assert (life.sign(), life.sign(), life.hung_loops()) == (False, False, ["letters"])
     assert caplog.text.count("loop_hangs") == 1
     life.progressed(loop="letters")
     assert life.sign()
@@ -165,7 +165,7 @@ def test_a_hung_on_failed_stops_no_upkeep_and_silences_its_relay(
                 text("SELECT FROM idempotency.alarms WHERE name LIKE 'silent/worker/gone%'")
             ).all()
         )
-        eventually(lambda: lives[0].hanging() == ["letters"] and not lives[0].sign(), what="the relay's silence")
+        eventually(lambda: lives[0].hung_loops() == ["letters"] and not lives[0].sign(), what="the relay's silence")
         assert op.dead_letters(connection) == []
         released.set()
         eventually(lambda: op.dead_letters(connection))

@@ -428,7 +428,7 @@ def test_a_purge_finds_its_rows_by_index_in_order(
     if planned_while == "full":
         connection.exec_driver_sql(MANY)
     sweep, _, index = SWEEPS[name]
-    with runtime_of(bank).autocommit() as planning, sweeps.sweeping(planning):
+    with runtime_of(bank).autocommit() as planning, sweeps.sweep_settings(planning):
         plan = explain(planning, sweep.batch)
     assert f"Index Scan using {index}" in plan, plan
     due = plan[: plan.index("->  Index Scan using " + index)]
@@ -450,7 +450,7 @@ def test_what_stays_costs_the_next_purge_nothing(many: Celery, connection: Conne
     purge_once(many, limit=100_000)
     connection.exec_driver_sql("VACUUM ANALYZE idempotency.records, idempotency.outbox, idempotency.dead_letters")
     sweep, parameters, _ = SWEEPS[name]
-    with runtime_of(many).autocommit() as planning, sweeps.sweeping(planning):
+    with runtime_of(many).autocommit() as planning, sweeps.sweep_settings(planning):
         explained = planning.exec_driver_sql(
             f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sweep.batch}", {**parameters, "batch": BATCH}
         ).scalar_one()

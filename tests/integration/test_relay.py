@@ -15,7 +15,7 @@ from sqlalchemy import Connection, make_url, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
-from idempotency.errors import BrokerAway
+from idempotency.errors import BrokerUnavailable
 from idempotency.observe import crash_points
 from idempotency.queues import quorum_queue
 from idempotency.relay.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed
@@ -304,7 +304,7 @@ def test_rows_wait_unmarked_while_the_broker_is_away(
         bank.conf.broker_url = f"amqp://127.0.0.1:{closed.getsockname()[1]}//"
         write(connection, "a1")
         write(connection, "a2")
-        assert relay.run_once() == Relayed(0, 0, broker_away=True)
+        assert relay.run_once() == Relayed(0, 0, broker_unavailable=True)
     bank.conf.broker_url = address
     for row in op.outbox(connection):
         # the rows are not to blame: no attempt, no back-off, no error
@@ -321,7 +321,7 @@ def test_the_relay_survives_its_connection_being_closed_under_it(
     assert relay.run_once() == Relayed(1, 0)
     write(connection, "after")
     cut(relay)
-    assert relay.run_once() == Relayed(0, 0, broker_away=True)
+    assert relay.run_once() == Relayed(0, 0, broker_unavailable=True)
     assert states(connection) == ["published", "pending"]
     assert relay.run_once() == Relayed(1, 0)
     assert keys(drained(bank)) == ["before", "after"]
@@ -338,7 +338,7 @@ def test_only_confirmed_rows_are_marked_when_a_batch_is_cut(
         write(connection, key)
     at_point("relay.published", lambda: cut(relay))  # all are on their way; the last one cannot be confirmed yet
     relayed = relay.run_once()
-    assert (relayed.failed, relayed.broker_away) == (0, True)
+    assert (relayed.failed, relayed.broker_unavailable) == (0, True)
     # the first ones' confirms may have come while the next were sent
     assert relayed.published < 3
     assert states(connection) == ["published"] * relayed.published + ["pending"] * (3 - relayed.published)
@@ -459,8 +459,8 @@ def test_a_refused_login_is_a_broker_that_is_away_and_blames_no_row(
     relay = relays()
     bank.conf.broker_url = address.set(password="wrong").render_as_string(hide_password=False)
     try:
-        assert relay.run_once() == Relayed(0, 0, broker_away=True)
-        with pytest.raises(BrokerAway):  # an empty queue would be filled again
+        assert relay.run_once() == Relayed(0, 0, broker_unavailable=True)
+        with pytest.raises(BrokerUnavailable):  # an empty queue would be filled again
             relay.publisher.depth(bank.conf.task_default_queue)
     finally:
         bank.conf.broker_url = address.render_as_string(hide_password=False)

@@ -201,7 +201,7 @@ def test_nothing_queues_for_long_behind_a_migration_that_waits(empty: Engine, qu
 def test_a_lock_that_is_never_free_ends_the_migration_with_its_error(
     empty: Engine, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema, "MIGRATION_PATIENCE", 0.0)
+    monkeypatch.setattr(schema, "MIGRATION_TIMEOUT", 0.0)
     schema.migrate(empty, "0008")
     with empty.connect() as holder:
         holder.execute(text("SELECT count(*) FROM idempotency.outbox"))

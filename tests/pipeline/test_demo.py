@@ -215,7 +215,7 @@ def test_an_unclosed_quotation_mark_spoils_its_own_line_only(tmp_path: Path) -> 
 
 
 def test_a_file_without_a_purchase_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"p\.csv: no purchases in it"):
+    with pytest.raises(InputError, match=r"p\.csv: contains no purchases"):
         Intake(write(tmp_path / "p.csv", PURCHASES, []), write(tmp_path / "r.csv", REFUNDS, []), seed=0)
 
 

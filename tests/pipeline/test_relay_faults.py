@@ -82,7 +82,7 @@ def test_a_frozen_broker_neither_blocks_the_relay_nor_confirms_falsely(
     enqueue("while frozen")
     servers.rabbitmq.pause()
     try:
-        assert relay.run_once() == Relayed(0, 0, broker_away=True)
+        assert relay.run_once() == Relayed(0, 0, broker_unavailable=True)
         assert states(engine) == ["published", "pending"]
     finally:
         servers.rabbitmq.resume()
@@ -115,7 +115,7 @@ def test_under_a_memory_alarm_work_is_accepted_and_flows_later(
     memory_alarm("0.0000001")
     enqueue("during")
     for _ in range(2):  # on the open connection, and on a new one
-        assert relay.run_once() == Relayed(0, 0, broker_away=True)
+        assert relay.run_once() == Relayed(0, 0, broker_unavailable=True)
         with engine.connect() as connection:
             connection.execute(text("UPDATE idempotency.outbox SET relayed_until = NULL"))
     assert states(engine) == ["published", "pending"]

@@ -21,7 +21,7 @@ from sqlalchemy.pool import Pool
 
 import idempotency
 from idempotency.store import connections as library_connections
-from idempotency.store.statements import Wire
+from idempotency.store.statements import CheckedConnection
 from tests.search import footprints
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 
@@ -53,7 +53,7 @@ class Cursor(psycopg.Cursor[Any]):
         return result
 
 
-class Connection(Wire):
+class Connection(CheckedConnection):
     is_taken = False  # out of its pool, its set-up done
     written: set[str]  # what its transaction has to do with others
     is_finishing = False  # behind a statement that has the server end a transaction which idles
@@ -127,7 +127,7 @@ def _connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Conne
     writer = opening if (actor := current()) is None else actor.process.holder
     connection = Connection.connect(*arguments, **options | {"application_name": writer})
     connection.cursor_factory, connection.written = Cursor, set()
-    connection.add_notice_handler(connection.doubt)
+    connection.add_notice_handler(connection.note_warning)
     return connection
 
 

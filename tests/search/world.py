@@ -41,7 +41,7 @@ from idempotency.operate.resolve import resolve_effect
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.store import schema, undelivered
-from idempotency.store.undelivered import Dead, GivenUp
+from idempotency.store.undelivered import GivenUp, UndeliveredMessage
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, TENANT_HEADER, Message
@@ -401,7 +401,7 @@ class World:
             raise
         return letter
 
-    def give_up(self, connection: Any, dead: Dead, **options: Any) -> Any:
+    def give_up(self, connection: Any, dead: UndeliveredMessage, **options: Any) -> Any:
         """The library's own, and a look at what else would deliver the operation at the moment that it ends.
 
         Later is too late to judge by: what is sent again until the end is committed meets an operation that has ended.

@@ -205,9 +205,9 @@ def test_composite_keys_of_three_collide_only_for_the_same_text(one: list[Any], 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "names no argument"),
-        ("capture", "names no argument"),
-        ("{{payment_id}}", "names no argument"),
+        ("", "contains no argument"),
+        ("capture", "contains no argument"),
+        ("{{payment_id}}", "contains no argument"),
         ("{", "Single '{'"),
         ("{a", "expected '}'"),
         ("{}", "only plain argument names"),
@@ -216,10 +216,10 @@ def test_composite_keys_of_three_collide_only_for_the_same_text(one: list[Any], 
         ("{a[0]}", "only plain argument names"),
         ("{a!r}", "only plain argument names"),
         ("{a:>3}", "only plain argument names"),
-        ("{a}{b}", "set the fields apart"),
-        ("{a}-{b}", "set the fields apart"),
-        ("{a}.x_{b}", "set the fields apart"),
-        ("{a}:{b}{c}", "set the fields apart"),
+        ("{a}{b}", "separate the fields"),
+        ("{a}-{b}", "separate the fields"),
+        ("{a}.x_{b}", "separate the fields"),
+        ("{a}:{b}{c}", "separate the fields"),
     ],
 )
 def test_a_bad_template_is_refused_where_it_is_defined(text: str, reason: str) -> None:
@@ -237,7 +237,7 @@ def test_a_good_template_is_accepted(text: str) -> None:
 @pytest.mark.parametrize("text", ["{a}%{b}", "{a}%3A{b}"])
 def test_the_escape_character_of_the_encoding_does_not_set_fields_apart(text: str) -> None:
     # quote("x:") + "%" + quote("3A") is quote("x") + "%" + quote("3A:")
-    with pytest.raises(SettingsError, match="set the fields apart"):
+    with pytest.raises(SettingsError, match="separate the fields"):
         key_template(text)
 
 

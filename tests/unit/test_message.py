@@ -285,7 +285,7 @@ def test_a_queue_that_the_application_does_not_have_is_a_key_error(app: Celery) 
 
 
 def test_a_route_that_names_nothing_is_the_fault_of_the_message(app: Celery) -> None:
-    with pytest.raises(ValueError, match="route: names neither a queue nor an exchange"):
+    with pytest.raises(ValueError, match="route: must name a queue, or an exchange"):
         Message({}, "", {}, {}).destination(app)
 
 

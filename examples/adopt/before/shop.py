@@ -1,4 +1,4 @@
-"""A small shop: every order earns its customer points, and a big one earns a voucher."""
+"""A small shop: every order earns its customer points, and a large one a voucher."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Alembic's environment: the connection is handed in by `idempotency.schema`; nothing is read from files."""
+"""Alembic's environment. `store/schema.py` passes the connection; nothing is read from files."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""Payments, refunds, what is told about them, and the ledger."""
+"""Payments, refunds, notifications, support cases and the ledger."""
 
 from alembic import op
 
@@ -65,7 +65,7 @@ CREATE TABLE ledger (
     CONSTRAINT two_accounts CHECK (debit <> credit)
 );
 
--- A line has debit and credit in one row; these are the two entries of each.
+-- A posting has debit and credit in one row; this view has its two entries.
 CREATE VIEW ledger_entries AS
 SELECT id, kind, reference, debit AS account, currency, amount FROM ledger
 UNION ALL

@@ -167,7 +167,7 @@ def test_a_wrong_address_is_an_error_without_its_password(
                 b.deposit.apply_async(("a1",), retry=False)
             errors.append(refused.value)
             relay = Relay(bank, confirm_timeout=5)
-            assert relay.run_once() == Relayed(0, 0, broker_away=True)
+            assert relay.run_once() == Relayed(0, 0, broker_unavailable=True)
             relay.close()
             # without Redis the work goes on
             assert Deliveries(bank).deliver(b.deposit, "a1").state == "SUCCESS"

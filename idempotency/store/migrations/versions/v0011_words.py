@@ -1,6 +1,6 @@
-"""One word, one meaning: a task's name is called task, an outbox row's id message_id, and letters are closed.
+"""Renamed columns: a task's name is `task`, an outbox row's id `message_id`, and dead letters are closed, not settled.
 
-Older code cannot run on these names. Stop workers, relays and beats, migrate, and start the new ones.
+Older code cannot run on this schema. Stop workers, relays and beats, migrate, then start the new ones.
 """
 
 from alembic import op
@@ -8,7 +8,7 @@ from alembic import op
 revision = "0011"
 down_revision = "0010"
 
-# Table, then its columns: the name before, and the name from here on. The order matters in dead_letters alone.
+# By table: old and new names of columns. The order matters only for dead_letters.
 COLUMNS = {
     "records": [("operation", "task")],
     "outbox": [("operation", "task"), ("event_id", "message_id")],
@@ -35,7 +35,7 @@ ALTER TABLE idempotency.outbox ADD CONSTRAINT outbox_origin_check
 UPDATE idempotency.set_aside SET sweep = '{new}' WHERE sweep = '{old}';
 """
 
-# As in 0006, where their reasons are; the text of a function does not follow a column that is renamed.
+# As in 0006, which explains them; renaming a column does not change the text of functions.
 FUNCTIONS = """
 CREATE OR REPLACE FUNCTION idempotency.take_places() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan TO off AS $$
 DECLARE
