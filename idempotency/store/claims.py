@@ -71,7 +71,7 @@ RETURNING token
 # transaction would block the renewal of all the process's leases.
 _RENEW = """
 WITH held AS (
-    SELECT * FROM unnest(%(tenants)s::text[], %(operations)s::text[], %(keys)s::text[],
+    SELECT * FROM unnest(%(tenants)s::text[], %(tasks)s::text[], %(keys)s::text[],
                          %(fences)s::bigint[], %(tokens)s::text[])
         AS h(tenant, task, key, fence, token)
 ), mine AS MATERIALIZED (
@@ -191,7 +191,7 @@ def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> di
         _RENEW,
         {
             "tenants": [claim.id.tenant for claim in claims],
-            "operations": [claim.id.task for claim in claims],
+            "tasks": [claim.id.task for claim in claims],
             "keys": [claim.id.key for claim in claims],
             "fences": [claim.fence for claim in claims],
             "tokens": [claim.token for claim in claims],

@@ -38,7 +38,7 @@ VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(messag
 
 _REFRESH = """
 SELECT idempotency.refresh_lane(task, ordering_key)
-FROM unnest(%(operations)s::text[], %(keys)s::text[]) lane(task, ordering_key)
+FROM unnest(%(tasks)s::text[], %(keys)s::text[]) lane(task, ordering_key)
 """
 
 # Not "= 'pending'", for which the planner would use the index of pending rows and read all its dead entries, instead of
@@ -191,8 +191,8 @@ def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
     """Update the heads of these lanes for the relay, in the transaction that changed their rows."""
     ordered = sorted(set(lanes))  # a fixed order of locks
     if ordered:
-        operations, keys = zip(*ordered, strict=True)
-        connection.exec_driver_sql(_REFRESH, {"operations": list(operations), "keys": list(keys)})
+        tasks, keys = zip(*ordered, strict=True)
+        connection.exec_driver_sql(_REFRESH, {"tasks": list(tasks), "keys": list(keys)})
 
 
 # ---------------------------------------------------------------- for the relay

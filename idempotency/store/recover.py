@@ -21,7 +21,7 @@ _HOLDERS = (
 
 # The task's own limit of attempts, or that of the settings.
 _MOST = """coalesce(
-          (SELECT bound.attempts FROM unnest(%(operations)s::text[], %(attempts)s::int[]) bound(task, attempts)
+          (SELECT bound.attempts FROM unnest(%(tasks)s::text[], %(attempts)s::int[]) bound(task, attempts)
            WHERE bound.task = r.task), %(otherwise)s)"""
 
 # Whether this application has the task; another service on the database does not know how many attempts it has.
@@ -80,7 +80,7 @@ class Bounds:
 
     dead: Sequence[str]
     known: Sequence[str]
-    operations: Sequence[str]  # names of tasks with their own limit
+    tasks: Sequence[str]  # names of tasks with their own limit
     attempts: Sequence[int]
     otherwise: int
     spare: int = SPARE_CLAIMS
