@@ -1,4 +1,4 @@
-"""What belongs to one Celery application: its settings, and what each of its processes holds open."""
+"""The settings of a Celery application, and the connections that each of its processes holds open."""
 
 from __future__ import annotations
 
@@ -28,19 +28,26 @@ def runtime_of(app: Celery) -> Runtime:
 
     A forked pool child gets its own, so it never shares a socket with its parent.
     """
+    return _of_this_process(app) or _opened(app)
+
+
+def _of_this_process(app: Celery) -> Runtime | None:
     runtime = _open.get(app)
-    if runtime is None or runtime.pid != os.getpid():
-        with _lock:
-            runtime = _open.get(app)
-            if runtime is None or runtime.pid != os.getpid():
-                if runtime is not None:
-                    runtime.abandon()
-                runtime = _open[app] = Runtime(settings_of(app))
-    return runtime
+    return runtime if runtime is not None and runtime.pid == os.getpid() else None
+
+
+def _opened(app: Celery) -> Runtime:
+    with _lock:
+        if (runtime := _of_this_process(app)) is not None:
+            return runtime  # another thread was faster
+        if (inherited := _open.get(app)) is not None:
+            inherited.abandon()
+        runtime = _open[app] = Runtime(settings_of(app))
+        return runtime
 
 
 def close_runtime(app: Celery) -> None:
-    """Close what this process holds open for the application; the next use opens it anew."""
+    """Close what this process holds open for the application; the next use opens it again."""
     with _lock:
         runtime = _open.pop(app, None)
     if runtime is not None:

@@ -1,4 +1,4 @@
-"""What the library reads from the environment of its processes. Everything else is in Celery's configuration."""
+"""The environment variables that the library reads. Everything else is in Celery's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Environment(BaseSettings):
 
     # The directory in which the processes of one host count together (prometheus-client's multiprocess mode).
     prometheus_multiproc_dir: Path | None = None
-    # Proves who gives an operator's command. An argument would be in the shell's history and in the list of processes.
+    # Proves who runs an operator's command. An argument would end up in the shell's history and the process list.
     token: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_TOKEN")
 
 

@@ -50,8 +50,7 @@ from __future__ import annotations
 
 import sqlalchemy.exc
 
-# Characters: a code is an identifier, not a text.
-CODE_LIMIT = 255
+from .text import NAME_LIMIT, storable
 
 
 class IdempotencyError(Exception):
@@ -92,11 +91,11 @@ class PermanentError(IdempotencyError):
         self.code = code or self.default_code
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Both end up in Postgres, which accepts neither NUL nor an unpaired surrogate.
+        # Both end up in Postgres.
         if name == "message":
-            value = _storable(value)
+            value = storable(str(value))
         elif name == "code":
-            value = _storable(value or self.default_code)[:CODE_LIMIT]
+            value = storable(str(value or self.default_code))[:NAME_LIMIT]
         super().__setattr__(name, value)
 
     def __str__(self) -> str:
@@ -305,7 +304,3 @@ def permanent_error(message: str, code: str) -> PermanentError:
         if kind.__module__ == __name__ and kind.default_code == code:
             return kind(message, code)
     return PermanentError(message, code)
-
-
-def _storable(value: object) -> str:
-    return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()

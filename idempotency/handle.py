@@ -1,4 +1,4 @@
-"""A handle on an operation: what became of it, and its result once there is one."""
+"""A handle on an operation: its status, and its result once there is one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .store.answers import error_fields
 from .wire import results
 from .wire.keys import OperationId
 
-# Seconds between two looks at the record. Most operations end within a few; for the others a pause that grows with the
-# time spent already delays the answer by half of it at most, and hundreds of waiters cost Postgres as many reads a second.
+# Seconds between two reads of the record. Most operations end within a few; for the others, a pause that grows with the
+# time waited delays the answer by at most half of it, and a hundred waiters cost Postgres a hundred reads a second.
 FIRST_PAUSE = 0.05
 PAUSE_GROWTH = 1.5
 LONGEST_PAUSE = 1.0
@@ -24,7 +24,7 @@ LONGEST_PAUSE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StoredOperation:
-    """An operation as its record has it."""
+    """An operation as it is recorded. `status`: "started", "released", "completed" or "failed"."""
 
     id: OperationId
     status: str
@@ -58,14 +58,14 @@ class Handle:
         return StoredOperation(self.id, row.status, row.generation, row.attempts, row.duplicates, row.result, error)
 
     def status(self) -> str:
-        """`waiting` before the first attempt, then the record's status."""
+        """ "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
         operation = self.lookup()
         return "waiting" if operation is None else operation.status
 
     def wait(self, timeout: float) -> StoredOperation:
         """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds.
 
-        Asks again after longer and longer pauses, up to a second, and holds no connection in between.
+        Reads the record after longer and longer pauses, up to a second, and holds no connection in between.
         """
         deadline = time.monotonic() + timeout
         pause = FIRST_PAUSE
@@ -79,7 +79,10 @@ class Handle:
             pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
 
     def result(self, timeout: float = 0.0) -> Any:
-        """The result. Raises `OperationFailed` with the stored error, `OperationBusy` when there is none yet."""
+        """The result, waiting for it for up to `timeout` seconds.
+
+        Raises `OperationFailed` with the stored error, `OperationBusy` if the operation has not ended by then.
+        """
         operation = self.wait(timeout)
         if operation.error is not None and operation.status == "failed":
             raise OperationFailed(operation.error["message"], operation.error["code"])
@@ -87,7 +90,7 @@ class Handle:
 
 
 def lookup(app: Celery, task: str, key: str, *, tenant: str | None = None) -> StoredOperation:
-    """Read the stored operation of a task name and key. Raises `OperationNotFound`."""
+    """Read an operation by its task's name and its key; `tenant` defaults to the setting. Raises `OperationNotFound`."""
     id = OperationId(tenant or runtime_of(app).settings.tenant, task, key)
     stored = Handle(app, id).lookup()
     if stored is None:

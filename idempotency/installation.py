@@ -1,4 +1,4 @@
-"""What the library hangs into Celery's processes. The task base installs it once it is bound to an application."""
+"""The library's signal handlers in Celery's processes. The task base installs them once it is bound to an application."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .letters import guard
 from .upkeep import presence
 from .worker import eager, waiting
 
-# Celery calls them in this order: a set-up that is refused never signs.
+# Celery calls them in this order: a configuration that is refused never registers a sign of life.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (celeryd_init, startup.check_broker_address),
     (celeryd_after_setup, startup.warn_about_pool_size),
@@ -35,7 +35,7 @@ _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
 
 
 def install() -> None:
-    """Connect to the signals of Celery's workers and beats, and watch the pools of connections. Any number of times."""
+    """Connect to the signals of Celery's workers and beat, and watch the pools of connections. Idempotent."""
     eager.watch_connections()
     for signal, receiver in _RECEIVERS:
-        signal.connect(receiver)  # a receiver that is connected already stays so
+        signal.connect(receiver)  # connecting a receiver twice has no effect

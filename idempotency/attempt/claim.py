@@ -1,4 +1,4 @@
-"""The claim: first Redis, which may save the question, then Postgres, which decides."""
+"""The claim: first Redis, which may make the question unnecessary, then Postgres, which decides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Patience(Protocol):
-    """Asks until there is an answer, or gives up by an exception of its own."""
+    """Asks until there is an answer, or gives up with an exception that it defines."""
 
     def __call__(self, ask: Callable[[], T], /) -> T: ...
 
 
 def at_once(ask: Callable[[], T], /) -> T:
-    """Ask once: for a caller that is there to be told that Postgres is away."""
+    """Ask once: for a caller who can be told that Postgres is away."""
     return ask()
 
 

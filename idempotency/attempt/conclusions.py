@@ -1,14 +1,14 @@
-"""What an end may conclude, and the application's part in it: the undos of recorded steps and `on_failed`.
+"""How an operation may end without success, and the application's part in it: undos of steps, and `on_failed`.
 
 Whatever ends an operation without success goes through `conclude`, in the transaction that makes it fail:
 
-    an effect is begun and open        effect_unknown: nothing is undone, a person finds out
+    an effect was begun and is open    effect_unknown: nothing is undone, a person finds out
     an effect has happened             unfinished: nothing is undone, a person decides;
                                        unless an undo of an earlier step accepts `effects`: it answers for them
     otherwise                          the undos run, the last step first, and their steps are forgotten
 
 The cause is kept beside both codes. The table refuses any other end (migration 0005), so that no path around this
-module can say "failed" over a charge that went through.
+module can say "failed" about a charge that went through.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def conclude(
     """Say how an operation ends, and run the application's part of it in the connection's transaction.
 
     `described` is the error in one line, as it is stored; by default its message. `skip` says why neither an undo nor
-    `on_failed` may run. One that raises leaves no rows; the dead letter says so. `OperationalError`, `LeaseLost` and
-    `SoftTimeLimitExceeded` are raised: not the application's fault, and the end is tried again. So is `TransactionEnded`: the
-    caller's transaction is gone, and the end begins anew with that error as `skip`.
+    `on_failed` may run. If one of them raises, it leaves no rows, and the dead letter says so.
+    Raises `OperationalError`, `LeaseLost` and `SoftTimeLimitExceeded`, which are not the application's fault: the end
+    is tried again. Raises `TransactionEnded` when the caller's transaction is gone: call again, with that error as `skip`.
     """
     described = (error.message if described is None else described)[:ERROR_LIMIT]
     cause = _cause(error, described)
@@ -113,7 +113,7 @@ def conclude(
 
 
 def _cause(error: PermanentError, described: str) -> dict[str, str]:
-    """What ends the operation beside its effects. Of a refused repeat it is the refusal: the unknown is what it led to."""
+    """What ends the operation, apart from its effects. For a refused repeat it is the refusal, which led to the unknown."""
     refusal = error.__cause__
     if isinstance(error, EffectUnknown) and isinstance(refusal, PermanentError):
         return {"code": refusal.code, "message": str(refusal)}
@@ -147,23 +147,23 @@ def reference(undo: Undo) -> str:
 
 
 def answers_for_effects(undo: Undo) -> bool:
-    """Whether an undo accepts `effects`, and so answers for what has happened after its step."""
+    """Whether an undo accepts `effects`, and so takes care of those that have happened after its step."""
     try:
         return "effects" in inspect.signature(undo).parameters
-    except ValueError:  # one of C's, without a signature
+    except ValueError:  # written in C, without a signature
         return False
 
 
 def _verdict(entries: Mapping[str, Entry], error: PermanentError) -> tuple[PermanentError, list[_Undo]]:
-    """The error that the operation ends with, and the undos that it takes."""
+    """The error that the operation ends with, and the undos to run."""
     if opened := sorted(name for name, entry in entries.items() if entry["state"] == "begun"):
         if isinstance(error, EffectUnknown):
             return error, []
         return EffectUnknown(f"effect {_listed(opened)}: begun, and the outcome is not known"), []
-    if isinstance(error, EffectUnknown | Unfinished):  # the body's own word
+    if isinstance(error, EffectUnknown | Unfinished):  # decided by the body itself
         return error, []
     undos: list[_Undo] = []
-    happened: dict[str, Any] = {}  # effects that no undo has answered for yet
+    happened: dict[str, Any] = {}  # effects that no undo takes care of yet
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["position"], reverse=True):
         if entry["state"] != "done":
             continue
@@ -194,13 +194,13 @@ def _undo_all(session: Session, undos: list[_Undo]) -> None:
 
 
 def _run(connection: Connection, part: Callable[[Session], object]) -> str | None:
-    """Run the application's part behind a savepoint. Returns what was wrong with it, in one line."""
+    """Run the application's part behind a savepoint. Returns what went wrong in it, in one line."""
     transaction = connection.exec_driver_sql(_BEGIN_PART).scalar_one()
     session = AttemptSession.within(connection)
     try:
         part(session)
         session.flush()
-        # what would only be refused at COMMIT is refused here, where it undoes this part and not the end
+        # Check deferred constraints now: a violation rolls back this part, and not the end as it would at COMMIT.
         session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
         session.execute(text("SET CONSTRAINTS ALL DEFERRED"))
         _check_transaction(connection, transaction, None)
@@ -213,7 +213,7 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
             _check_transaction(connection, transaction, error)
         raise  # Postgres is away or a lock timed out: not the application's fault
     except Exception as error:
-        with contextlib.suppress(Exception):  # the check says whether that worked
+        with contextlib.suppress(Exception):  # the check below shows whether that worked
             session.rollback()
         _check_transaction(connection, transaction, error)
         return describe(error)
@@ -223,7 +223,7 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
     return None
 
 
-# A setting that ends with its transaction, and a number that names this one.
+# A setting that ends with its transaction, and so identifies it.
 _BEGIN_PART = "SELECT set_config('idempotency.part', gen_random_uuid()::text, true)"
 _THIS_PART = "SELECT current_setting('idempotency.part', true)"
 
@@ -248,7 +248,7 @@ def _check_transaction(connection: Connection, expected: str, error: Exception |
 def _found(name: str) -> Undo | None:
     try:
         found: Undo = pkgutil.resolve_name(name)
-    except Exception:  # the module's own code: it may want a secret that this process has not
+    except Exception:  # from the module's own code: it may need a secret that this process does not have
         return None
     return found
 

@@ -1,8 +1,8 @@
-"""Effects: what an operation does outside, at most once for the world to see.
+"""Effects: what an operation does outside, and how that comes to happen at most once.
 
-An effect is begun in a commit of its own before the call, and its result is recorded before it is returned. Begun
-without a result is *unknown*: perhaps it happened. The provider is asked first (`reconcile`); if that answers
-nothing, the call is repeated under the same key for as long as the provider keeps keys, and after that a person
+That an effect begins is committed before the call, and its result is recorded before it is returned. An effect that was
+begun and has no result is *unknown*: it may have happened. The provider is asked first (`reconcile`); if that brings
+no answer, the call is repeated under the same key for as long as the provider keeps keys, and after that a person
 decides. The key is derived from tenant, task, key and name, never from the attempt, so that a provider which
 honours idempotency keys acts once.
 
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """A reconcile's answer: it happened, with this result."""
+    """`reconcile` answers: it happened, with this result."""
 
     result: Any
 
 
 @dataclass(frozen=True, slots=True)
 class DidNotHappen:
-    """A reconcile's answer: it did not happen, and under this key it cannot happen any more."""
+    """`reconcile` answers: it did not happen, and can no longer happen under this key."""
 
 
 @dataclass(frozen=True, slots=True)
 class StillUnknown:
-    """A reconcile's answer: too early to tell, or the provider cannot say.
+    """`reconcile` answers: too early to tell, or the provider cannot say.
 
-    `ask_again`: the seconds after which the answer may be another one (a search that lags behind); None: it stays so.
+    `ask_again`: seconds after which the answer may change (a search that lags behind); None: it will not change.
     """
 
     ask_again: float | None = None
@@ -67,9 +67,9 @@ Answer = Happened | DidNotHappen | StillUnknown
 class EffectInDoubt:
     """What is known of an effect that was begun and has no result.
 
-    Seconds by the database's clock: `age` since it was begun; `ended_for` since the provider was seen to have ended
-    it with a failure that it stores, so that nothing more can happen under this key; None when it was not. A search
-    that lags behind has to be given its time from then, not from the beginning.
+    `age`: seconds since it was begun. `ended_for`: seconds since the provider was seen to end it with a failure that it
+    stores, so that nothing more can happen under this key; None if it was not seen. A search that lags behind needs
+    its time from then on, not from the beginning. Both are by the database's clock.
     """
 
     idempotency_key: str
@@ -97,7 +97,7 @@ class Call:
 
 
 def provider_key(id: OperationId, name: str, number: int) -> str:
-    """The idempotency key for the outside world; the same for every attempt, generation and worker."""
+    """The idempotency key that the provider is given: the same in every attempt, generation and worker."""
     text = json.dumps([id.tenant, id.task, id.key, name, number])
     return f"idem-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
@@ -105,11 +105,11 @@ def provider_key(id: OperationId, name: str, number: int) -> str:
 def effect(attempt: Attempt, call: Call) -> Any:
     """Call the outside world under a key, unless its result is recorded already.
 
-    Raises `InvalidArguments` for functions that cannot be called so, before anything is begun.
+    Raises `InvalidArguments` before anything is begun if `fn` or `reconcile` does not take the arguments.
     """
     entry = entries.recorded(attempt, call.name, "effect", call.fingerprint)
     if entry is None or entry["state"] in ("not_happened", "compensated"):
-        # What was begun is another matter: there a deploy may repair the function before the next attempt.
+        # Not once it was begun: a deploy may repair the function before the next attempt.
         entries.check_call(
             f"effect {call.name!r}: the function", call.fn, *call.args, **call.kwargs, idempotency_key=""
         )
@@ -126,7 +126,7 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
     if entry is not None and entry["state"] == "done":
         return results.from_text(entry["result"])
     if entry is not None and (refusal := refusal_of(entry, attempt.claim.generation)) is not None:
-        raise refusal  # its attempt has died before it could end the operation
+        raise refusal  # the refused attempt died before it could end the operation
     if entry is not None and entry["state"] == "begun":
         match ask(attempt, call):
             case Happened(result):
@@ -149,11 +149,11 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
     except StoredFailure as failure:
         return _after_stored_failure(attempt, call, failure)
     except (EffectUnknown, Unfinished):
-        raise  # the call itself says that it does not know: it stays open
+        raise  # the call itself does not know: the effect stays open
     except PermanentError as error:
         if repeated and not (isinstance(error, StoredRefusal) and attempt.policy.provider_keeps_refusals):
             return _after_refused_repeat(attempt, call, error)
-        # A known outcome: nothing happened. Only a person's replay may call again, under the next key.
+        # The outcome is known: nothing happened. Only a replay may call again, under the next key.
         _change(attempt, call.name, {"state": "not_happened"} | refusals.recorded(error, attempt.claim.generation))
         raise
     crash_point("effect.called")
@@ -185,7 +185,7 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
             )
         case StillUnknown():
             pass
-        case _:  # a forgotten return must not pass for an answer
+        case _:  # a forgotten return must not count as an answer
             raise TypeError(
                 f"effect {call.name!r}: reconcile must return Happened, DidNotHappen() or StillUnknown, "
                 f"got {type(answer).__name__}"
@@ -199,12 +199,12 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
     with attempt.runtime.autocommit() as connection:
         now = clock.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
-    # A call may take as long as an attempt: its key must not expire on the way.
+    # A call may take as long as an attempt; its key must not expire meanwhile.
     if age > attempt.policy.provider_key_retention - attempt.runtime.settings.longest_run:
         raise EffectUnknown(f"effect {call.name!r}: begun {age:.0f} s ago, and its key could expire during the call")
     if begun["ended_at"] is not None:
         _check_askable(call)
-        # Repeating is pointless and it is too early to say no: ask again, each time after twice as long.
+        # Repeating is pointless, and it is too early to say no: ask again, after twice as long each time.
         seconds = max(now - begun["ended_at"], 1.0) if ask_again is None else ask_again
         raise Defer(min(seconds, 60.0), f"effect {call.name!r}: whether it happened is still open")
     if attempt.ends_as is not None:
@@ -214,25 +214,25 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
 
 
 def _check_askable(call: Call) -> None:
-    """Raise `EffectUnknown` after a stored failure that only a person can answer: waiting would bring no answer."""
+    """Raise `EffectUnknown` if there is no `reconcile`: after a stored failure, only a person can find out then."""
     if call.reconcile is None:
         raise EffectUnknown(f"effect {call.name!r}: the provider replays a stored failure, and there is no reconcile")
 
 
 def _after_stored_failure(attempt: Attempt, call: Call, failure: StoredFailure) -> Any:
-    """The provider's last word under this key is a failure: record what it left, then perhaps the next key."""
+    """The provider keeps a failure under this key: record that, then try the next key if nothing has happened."""
     with attempt.runtime.autocommit() as connection:
         ended_at = clock.database_time(connection)
     _change(attempt, call.name, {"ended_at": ended_at})
     _check_askable(call)
     if call.name in attempt.moved_on:
-        raise failure  # one further key in an attempt: a provider that fails under every key is left alone for a while
+        raise failure  # one more key per attempt: a provider that fails under every key is left alone for a while
     attempt.moved_on.add(call.name)
     return _perform(attempt, call, attempt.claim.effects[call.name])
 
 
 def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError) -> Any:
-    """A repeat was refused, which is no answer to the call before it: only the provider's records are."""
+    """A repeat was refused, which says nothing about the call before it: ask the provider."""
     match ask(attempt, call, after=refusal):
         case Happened(result):
             return result
@@ -255,10 +255,7 @@ def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:
         "position": entries.next_position(attempt),
         "ended_at": None,
     }
-    with attempt.runtime.autocommit() as connection:
-        begun_at = effects.begin_effect(connection, attempt.claim, call.name, entry)
-    if begun_at is None:
-        attempt.fenced()
+    begun_at = attempt.writes.alone(lambda c: effects.begin_effect(c, attempt.claim, call.name, entry))
     attempt.claim.effects[call.name] = entry | {"begun_at": begun_at}
     return attempt.claim.effects[call.name]
 
@@ -278,8 +275,5 @@ def _record(attempt: Attempt, name: str, result: Any) -> Any:
 
 
 def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
-    with attempt.runtime.autocommit() as connection:
-        changed = effects.change_effect(connection, attempt.claim, name, change)
-    if not changed:
-        attempt.fenced()
+    attempt.writes.alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
     attempt.claim.effects[name] = attempt.claim.effects[name] | change

@@ -1,4 +1,4 @@
-"""How an attempt ends: what an exception of the body means for its operation, as a value to match on."""
+"""What an exception of the body means for its operation: how the attempt ends, as a value to match on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Another attempt later."""
+    """The operation is let go; another attempt comes after `delay` seconds."""
 
     decided_under: Claimed
     delay: float
@@ -81,7 +81,7 @@ Ending = Finished | Fail | Release
 def _is_lock_timeout(error: BaseException) -> bool:
     if not isinstance(error, DBAPIError) or getattr(error.orig, "sqlstate", None) != LOCK_NOT_AVAILABLE:
         return False
-    return "NOWAIT" not in (error.statement or "").upper()  # there it was the body that would not wait
+    return "NOWAIT" not in (error.statement or "").upper()  # there the body chose not to wait
 
 
 def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
@@ -89,15 +89,15 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
     claim, policy, settings = attempt.claim, attempt.policy, attempt.runtime.settings
     match error:
         case SystemExit() | KeyboardInterrupt():
-            # The worker shuts down: due at once, elsewhere, and no attempt used. A hard time limit begins with the
-            # same SIGTERM, so it is not for free for ever.
+            # The worker shuts down: due at once, in another worker, and no attempt used. A hard time limit begins with
+            # the same SIGTERM, so this stops being free after `longest_run`.
             return Release(claim, 0.0, None, give_back=claim.age <= settings.longest_run, ends_process=error)
         case RetriesExhausted() if claim.spent_at is None and conclusions.has_acted(claim.effects):
             return Release(claim, 0.0, error, is_spent=True)  # a last look, as when the attempts are used up
         case PermanentError():
             return Fail(claim, error, error)
         case CallRefused():
-            # a call the body makes is refused the same way every time
+            # a call that the body makes is refused the same way every time
             return Fail(claim, PermanentError(describe(error), "call_refused"), error)
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
             return Release(claim, seconds, error, give_back=True)
@@ -105,11 +105,11 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
             return Fail(claim, PermanentError(describe(error), type(error).__name__), error)
     cause = error.cause if isinstance(error, Again) else error
     if _is_lock_timeout(cause) and claim.age + settings.lease <= settings.defer_budget:
-        # Another's lock is not this operation's fault: a frozen holder keeps it for several leases.
+        # Someone else's lock is not this operation's fault: a frozen holder keeps it for several leases.
         return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
     if isinstance(cause, NotConnected | PoolTimeout) and claim.age + settings.lease <= settings.defer_budget:
-        # Claims keep their connections when Postgres, or the pool, has none left for bodies. A restart is soon over, and a
-        # shortage may last: about as long as the operation has waited already, up to a lease.
+        # Claims keep their connections when Postgres, or the pool, has none left for bodies. A restart is over soon, a
+        # shortage may last: wait about as long as the operation has waited already, up to a lease.
         longest = min(settings.lease, max(settings.retry_base, claim.age))
         return Release(claim, random.uniform(0.0, longest), cause, give_back=True)
     if claim.attempts == policy.max_attempts and conclusions.has_acted(claim.effects):

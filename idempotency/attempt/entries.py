@@ -1,4 +1,4 @@
-"""What the record keeps of effects and steps, by name: the rules that both have in common."""
+"""What the record keeps of effects and steps, by name: the rules that both share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Raise `InvalidArguments` if a function does not take these arguments; one without a signature is believed."""
+    """Raise `InvalidArguments` if a function does not take these arguments. One without a signature is not checked."""
     try:
-        # not that of the function which a decorator has wrapped: the decorator may call it otherwise
+        # not the wrapped function's: a decorator may call it with other arguments
         inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError as error:
         raise InvalidArguments(f"{what} cannot be called with these arguments: {error}") from None
@@ -26,9 +26,12 @@ def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs:
 
 
 def recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str, Any] | None:
-    """The rules of a name, and what earlier attempts left under it."""
+    """What earlier attempts recorded under a name.
+
+    Raises `LeaseLost`, `OpenTransaction`, `EffectNameReused`, `EffectMismatch`.
+    """
     attempt.check_lease()
-    if attempt.session_in_transaction:
+    if attempt.writes.in_transaction:
         raise OpenTransaction(
             f"{name!r}: the session has a transaction open; its locks and its snapshot would not survive the call. "
             "rollback() ends a read; what must be committed first belongs in self.step"
@@ -41,7 +44,7 @@ def recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str
         return None
     if recorded["kind"] != kind:
         raise EffectMismatch(f"{name!r} was recorded as {_article(recorded['kind'])} and is {_article(kind)} now")
-    # What has not happened, or was undone, may be done with other arguments: under the next key it is another call.
+    # What has not happened, or was undone, may be done with other arguments: it is another call, under the next key.
     is_closed = (
         recorded["state"] in ("not_happened", "compensated") and refusal_of(recorded, attempt.claim.generation) is None
     )

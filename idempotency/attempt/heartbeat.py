@@ -1,4 +1,4 @@
-"""The heartbeat: one thread of a process renews what its attempts hold, Postgres first."""
+"""The heartbeat: one thread per process renews the leases of its attempts, in Postgres first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .hints import Hints
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One attempt's hold on its operation. `lost` is a property of the attempt, not of the key or the task."""
+    """One attempt's hold on its operation. `lease` in seconds; `since` and `renewed_at` by the monotonic clock."""
 
     claim: Claimed
     fingerprint: str
@@ -33,7 +33,7 @@ class Holding:
     def lost(self) -> bool:
         """Whether another attempt may hold the operation: one has it, or the lease is over by this process's clock.
 
-        The clock is read because a process that was paused runs on before its heartbeat does.
+        The clock is read because a process that was paused goes on before its heartbeat does.
         """
         return self.taken or time.monotonic() - self.renewed_at > self.lease
 
@@ -41,11 +41,11 @@ class Holding:
 class Heartbeat:
     """Renews all leases of a process from one thread, every `interval` seconds, Postgres first.
 
-    Only Postgres can say held or lost. An answer that stays away for a whole lease counts as lost, by the
-    monotonic clock. A short attempt never meets the thread at all.
+    Only Postgres can say that a lease is held or lost. Without an answer for a whole lease, by the monotonic clock, it
+    counts as lost. A short attempt ends before its first renewal.
 
-    The thread is a native one under gevent too, where it waits on a hub of its own: a body that computes for longer
-    than its lease stops the hub of the others.
+    The thread is a native one under gevent too, with its own hub: a body that computes for longer than its lease blocks
+    the hub that it runs on.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Heartbeat:
         longest_run: float,
     ) -> None:
         self._renew = renew
-        self._hints = hints.apart()
+        self._hints = hints.with_own_connections()
         self._lease = lease
         self._interval = interval
         self._longest_run = longest_run
         self._holdings: dict[str, Holding] = {}
         self._lock = native("allocate_lock")()
         self._thread: int | None = None
-        # held until the heartbeat is to stop: unlike an Event, a native lock never asks a hub
+        # locked while the heartbeat runs: unlike an Event, a native lock never switches to a gevent hub
         self._running = native("allocate_lock")()
         self._running.acquire()
 
@@ -92,7 +92,7 @@ class Heartbeat:
                 log.exception("heartbeat_failed")
 
     def run_once(self) -> None:
-        """Renew everything that is held, once, and mark what is lost."""
+        """Renew all leases once, and mark those that are lost."""
         with self._lock:
             holdings = list(self._holdings.values())
         now = time.monotonic()
@@ -134,6 +134,6 @@ class Heartbeat:
 
 
 def native(name: str) -> Any:
-    """A primitive of real threads, also where gevent has put its own in its place."""
+    """A function of `_thread`, as it was before gevent patched it."""
     monkey = sys.modules.get("gevent.monkey")
     return getattr(_thread, name) if monkey is None else monkey.get_original("_thread", name)

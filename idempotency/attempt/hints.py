@@ -1,8 +1,8 @@
-"""Hints in Redis: the hint that saves work.
+"""Hints in Redis, which save work.
 
-Redis may say that an operation is held, never that it is free, and its word alone acknowledges a message only while the
-hint carries the counted mark, which is set after a duplicate was counted on the record. Losing Redis, or everything in
-it, costs round trips and nothing else.
+Redis may say that an operation is held, never that it is free. A message is acknowledged because of a hint alone only if
+the hint carries the mark "counted", which is set after a duplicate was counted on the record. Losing Redis, or
+everything in it, costs round trips and nothing else.
 """
 
 from __future__ import annotations
@@ -58,13 +58,16 @@ end
 
 
 class Hint(StrEnum):
-    FREE = "free"  # ours now, or nothing known
-    HELD = "held"  # there is a holder: ask Postgres, duplicate first
-    COUNTED = "counted"  # a duplicate of this request was counted: this one may go
+    FREE = "free"  # ours now, or nothing is known
+    HELD = "held"  # there is a holder: ask Postgres, counting a duplicate first
+    COUNTED = "counted"  # a duplicate of this request was counted: acknowledge this one
 
 
 class Hints:
-    """The hints in Redis. Every call is one round trip of at most `redis_timeout`, and none ever raises."""
+    """The hints in Redis. Every call is one round trip of at most `timeout` seconds, and none ever raises.
+
+    `lease`: seconds after which a hint expires. `pause`: seconds without Redis after an error.
+    """
 
     def __init__(self, url: str | None, *, database: str, lease: float, timeout: float, pause: float) -> None:
         self._database = database
@@ -76,7 +79,7 @@ class Hints:
         self._dropped: deque[tuple[str, str]] = deque()
         self._redis = self._client()
 
-    def apart(self) -> Hints:
+    def with_own_connections(self) -> Hints:
         """The same hints over separate connections: under gevent no socket may serve two threads."""
         other = copy.copy(self)
         other._redis = self._client()
@@ -106,20 +109,20 @@ class Hints:
         return Hint.COUNTED if str(value).endswith(f" {fingerprint} counted") else Hint.HELD
 
     def count(self, id: OperationId, token: str, fingerprint: str) -> None:
-        """Mark the holder's hint: one duplicate was counted, so further ones need no Postgres."""
+        """Mark the holder's hint: one duplicate was counted, so further ones need not ask Postgres."""
         self._call(_COUNT, [(self._name(id), f"{token} {fingerprint}")])
 
     def hold(self, held: Sequence[tuple[OperationId, str, str]]) -> None:
-        """Set the hints of confirmed holders (operation, token, fingerprint), whatever is there now."""
+        """Set the hints of holders that Postgres confirmed (operation, token, fingerprint), whatever is there now."""
         self._call(_RENEW, [(self._name(id), f"{token} {fingerprint}") for id, token, fingerprint in held])
 
     def drop(self, id: OperationId, token: str, fingerprint: str) -> None:
-        """Drop our own hint, and no other's. Sent with the next `take`, so that no one waits for it."""
+        """Drop our own hint, and no other's. Sent with the next `take`, so that nothing waits for it."""
         if self._redis is not None:
             self._dropped.append((self._name(id), f"{token} {fingerprint}"))
 
     def flush(self) -> None:
-        """Send what was dropped and has not left yet."""
+        """Drop now what would be dropped with the next `take`."""
         if dropped := self._take_dropped():
             self._call(_DROP_ALL, dropped)
 
@@ -134,7 +137,7 @@ class Hints:
         return hint_name(id, self._database)
 
     def _call(self, script: str, hints: Sequence[tuple[str, str]]) -> object | None:
-        """One round trip over hints (name, value). Returns the script's answer; None when there is none."""
+        """One round trip over hints (name, value). Returns the script's answer; None without Redis."""
         if self._redis is None or time.monotonic() < self._skip_until:
             return None  # hints expire by themselves
         names = [name for name, _ in hints]
@@ -143,7 +146,7 @@ class Hints:
             answer: object = self._redis.eval(script, len(names), *names, self._lease_ms, *values)
             return answer
         except redis.RedisError as error:
-            # One slow call is enough: every task of the next seconds goes to Postgres alone.
+            # One slow call is enough: for the next seconds every task asks Postgres alone.
             self._skip_until = time.monotonic() + self._pause
             metrics.redis_unavailable.inc()
             log.warning("redis_unavailable", error=type(error).__name__, pause_seconds=self._pause)
@@ -151,5 +154,5 @@ class Hints:
 
 
 def hint_name(id: OperationId, database: str) -> str:
-    """The key of a hint. Applications may share a Redis: what one database knows says nothing about another."""
+    """The key of a hint. Applications may share a Redis, so it names the database."""
     return f"idempotency:hint:{hashlib.sha256(database.encode()).hexdigest()[:8]}:{id.digest}"

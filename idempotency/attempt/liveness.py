@@ -1,4 +1,4 @@
-"""Which process is which, and whether one on this host is provably dead."""
+"""Names for processes, and whether one on this host is provably dead."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def process_identity() -> str:
-    """Name this process so that another one on the same host can prove it dead: host, boot, namespace, pid, start.
+    """Name this process so that another on the same host can prove it dead: host, boot, pid namespace, pid, start.
 
-    Without Linux's /proc the boot id is empty and nothing is ever proven: recovery waits for the lease instead.
+    Without Linux's /proc the boot id is empty and nothing can be proven: recovery waits for the lease instead.
     """
     boot = _read("/proc/sys/kernel/random/boot_id")
     namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
@@ -20,8 +20,8 @@ def process_identity() -> str:
 def is_provably_dead(holder: str) -> bool:
     """Whether the process of this name is gone: same host, boot and pid namespace, and no such process any more.
 
-    A closed connection proves nothing, and a process elsewhere is never proven dead. Nor is one that cannot be seen:
-    /proc may be mounted with `hidepid`, and then hides the processes of other users.
+    A process on another host is never proven dead, and a closed connection proves nothing. Nor does /proc alone: mounted
+    with `hidepid` it hides the processes of other users.
     """
     try:
         host, boot, namespace, pid, started = holder.split("|")
@@ -37,7 +37,7 @@ def is_provably_dead(holder: str) -> bool:
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):
-        pass  # there is one, of another user; or this is no pid
+        pass  # it exists and belongs to another user; or this is not a pid
     state, start = _state_and_start(pid)
     return state in ("Z", "X") or ("" not in (start, started) and start != started)
 
@@ -49,7 +49,7 @@ def start_time(pid: int) -> str:
 
 
 def _state_and_start(pid: int | str) -> tuple[str, str]:
-    """A process' state in one letter, and when it started; both empty when they cannot be read."""
+    """A process's state in one letter, and when it started; both empty if they cannot be read."""
     stat = _read(f"/proc/{pid}/stat")
     # The command in parentheses may hold anything; the fields after the last one are fixed (proc(5): 3 state, 22 start).
     fields = stat.rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""How a task wants its attempts to end."""
+"""What a task says about how its attempts end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .conclusions import OnFailed
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a task wants its attempts to end: its own options, filled up from the settings."""
+    """A task's options about how its attempts end, with the settings as defaults. Retentions in seconds."""
 
     max_attempts: int
     retention_completed: float

@@ -1,4 +1,4 @@
-"""A provider's refusal, as it is recorded: a body that handles it is handed the same one in its next attempt."""
+"""A provider's refusal as it is recorded, so that the next attempt of a body that handles it gets the same one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def recorded(error: PermanentError, generation: int) -> dict[str, Any]:
     refused = {
         "code": error.code,
         "message": str(error)[:ERROR_LIMIT],
-        # so that a body which handles the refusal does so in its next attempt, too
+        # so that an `except` of the body catches it in the next attempt, too
         "type": f"{kind.__module__}:{kind.__qualname__}",
         "is_stored": isinstance(error, StoredRefusal),
         "attributes": _attributes(error),
@@ -28,7 +28,7 @@ def recorded(error: PermanentError, generation: int) -> dict[str, Any]:
 
 
 def refusal_of(entry: Mapping[str, Any], generation: int) -> PermanentError | None:
-    """The refusal that an earlier attempt of this generation was given."""
+    """The refusal that an earlier attempt of this generation got, if it did."""
     refused = entry.get("refused")
     if entry["state"] != "not_happened" or refused is None or entry["generation"] != generation:
         return None
@@ -40,14 +40,14 @@ def refusal_of(entry: Mapping[str, Any], generation: int) -> PermanentError | No
         PermanentError.__init__(error, refused["message"], refused["code"])
         error.__dict__.update(results.from_text(refused["attributes"]))
         str(error)
-    except Exception:  # a class that is made otherwise
+    except Exception:  # a class with another constructor
         return plain
     return error
 
 
 def _attributes(error: PermanentError) -> str | None:
-    """What the application keeps on its own error, as JSON; None where that is none, or too long to be kept."""
-    # the message as it was given: what `str()` makes of it, it makes again
+    """The attributes of an application's own error as JSON; None if they are not JSON, or too long."""
+    # the message as it was given: the class's own `__str__` is applied again
     own = {name: value for name, value in vars(error).items() if name not in ("code", "__notes__")}
     own["message"] = error.message[:ERROR_LIMIT]
     try:
@@ -57,9 +57,9 @@ def _attributes(error: PermanentError) -> str | None:
 
 
 def _error_type(name: str) -> type[PermanentError] | None:
-    """The class that an error was raised as; None where it cannot be found any more, or by its name at all."""
+    """The class of the error by its name; None if there is no such class any more, or it has no importable name."""
     try:
         found = pkgutil.resolve_name(name)
-    except Exception:  # the module's own code
+    except Exception:  # from the module's own code
         return None
     return found if isinstance(found, type) and issubclass(found, PermanentError) else None

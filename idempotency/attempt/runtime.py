@@ -35,16 +35,16 @@ class Runtime:
         self.holder = process_identity()
         self.engine = connections.make_attempts_engine(self.settings, pool_reset_on_return=None)
         refuse_others_commits(self.engine)
-        # What a body has SET is its own affair: the next attempt on the connection begins as we connect.
+        # Undo what a body has SET: the next attempt on the connection starts as if it had just connected.
         event.listen(self.engine, "reset", connections.reset)
-        # Claims and effects are statements that commit by themselves. A pool of their own spares each attempt the
-        # round trips of switching a connection to and fro; an attempt never holds one of each.
+        # Claims and effects are statements that commit by themselves. With their own pool, no attempt pays the round
+        # trips of switching a connection's mode; an attempt never holds a connection of each pool at once.
         self._autocommit_engine = connections.make_engine(
             self.settings,
-            # Our statements find rows by key; planning them anew for each value costs more than running them. A kept
-            # plan that was made while the tables were empty would read them whole when they have grown.
+            # Our statements find rows by key; planning them for each value costs more than running them. A cached plan
+            # made while the tables were empty would scan them once they have grown, so sequential scans are off.
             server_options="-c plan_cache_mode=force_generic_plan -c enable_seqscan=off",
-            # Beyond a lease, for which a claim may wait for a lock, no statement of ours takes a minute.
+            # A claim may wait for a lock for a lease; apart from that, none of our statements takes a minute.
             patience=self.settings.lease + 60.0,
             isolation_level="AUTOCOMMIT",
             pool_reset_on_return=None,
@@ -56,8 +56,8 @@ class Runtime:
             timeout=self.settings.redis_timeout,
             pause=self.settings.redis_pause,
         )
-        # A connection of its own, and kept: a pool emptied by busy attempts must not stop the renewals, and connecting
-        # for each costs more than all of them. One that does not answer is replaced before the lease is over.
+        # One connection, kept open: busy attempts that use up a pool must not stop the renewals, and connecting for each
+        # renewal costs more than the renewals. A connection that does not answer is replaced before the lease is over.
         self._heartbeat_engine = connections.make_engine(
             self.settings,
             server_options=f"-c statement_timeout={math.ceil(self.settings.heartbeat * 1000)}",
@@ -99,12 +99,12 @@ class Runtime:
             except SQLAlchemyError:
                 raise
             except BaseException:
-                # A signal in the middle of a statement leaves its answer on the wire: nobody may use that again.
+                # A signal in the middle of a statement leaves its answer on the wire: never use that connection again.
                 connection.invalidate()
                 raise
 
     def listen(self, channel: str) -> psycopg.Connection[Any]:
-        """A connection of its own that hears the NOTIFYs of a channel. The caller closes it."""
+        """A new connection that receives the NOTIFYs of a channel. The caller closes it."""
         url = self.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
         connection = psycopg.connect(url, autocommit=True, connect_timeout=5)
         connection.execute(f"LISTEN {channel}")

@@ -1,4 +1,4 @@
-"""The session that a body and `on_failed` work on: plain SQLAlchemy, except that its end is the attempt's."""
+"""The session of a body and of `on_failed`: plain SQLAlchemy, except that only the attempt commits and closes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AttemptSession(Session):
 
     @classmethod
     def within(cls, connection: Connection) -> AttemptSession:
-        """A session inside a connection's transaction, behind a savepoint: a rollback undoes its own work alone."""
+        """A session inside a connection's transaction, behind a savepoint: a rollback undoes only the session's work."""
         return cls(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
 
     def commit(self) -> NoReturn:
@@ -63,12 +63,12 @@ _ENDS_TRANSACTION = re.compile(
     r"(?:commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
-# Under this name a connection knows the session that works on it.
+# The key in `connection.info` of the session that works on the connection.
 _OWNER = "idempotency.session"
 
 
 def _refuse_commit(session: AttemptSession) -> None:
-    """`session.get_transaction().commit()` is the session's commit, too."""
+    """Also refuses `session.get_transaction().commit()`."""
     if not session._may_commit and not session.in_nested_transaction():
         raise SessionNotYours(_REFUSAL)
 
@@ -87,7 +87,7 @@ def _disown(session: AttemptSession, transaction: Any) -> None:
 
 
 def refuse_others_commits(engine: Engine) -> None:
-    """A commit on the connection of an attempt's session is refused like the session's own."""
+    """Refuse a commit on the connection of an attempt's session like a commit of the session itself."""
     if not event.contains(AttemptSession, "before_commit", _refuse_commit):
         event.listen(AttemptSession, "before_commit", _refuse_commit)
         event.listen(AttemptSession, "after_begin", _own)
@@ -97,7 +97,7 @@ def refuse_others_commits(engine: Engine) -> None:
     def _(connection: Connection) -> None:
         session = connection.info.get(_OWNER)
         if session is not None and not session._may_commit:
-            connection.invalidate()  # its transaction must not survive as something that a later commit takes along
+            connection.invalidate()  # a later commit must not include this transaction's work
             raise SessionNotYours(_REFUSAL)
 
     @event.listens_for(engine, "before_cursor_execute")
@@ -107,4 +107,4 @@ def refuse_others_commits(engine: Engine) -> None:
 
     @event.listens_for(engine, "checkin")
     def _(_: Any, record: Any) -> None:
-        record.info.pop(_OWNER, None)  # a session that closes gives its connection back before it says so
+        record.info.pop(_OWNER, None)  # a closing session returns its connection before `after_transaction_end`

@@ -1,4 +1,4 @@
-"""Steps: database phases that are committed before the body goes on, once."""
+"""Steps: database phases, each committed once before the body goes on."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def step(
         entry["result"] = entries.as_text(attempt, name, result)
         session.flush()
         lease = attempt.runtime.settings.lease
-        attempt.fenced_write(lambda: effects.record_step(session.connection(), attempt.claim, name, entry, lease=lease))
+        attempt.writes.in_session(lambda c: effects.record_step(c, attempt.claim, name, entry, lease=lease))
     except BaseException:
         session.rollback()
         raise
     crash_point("step.recorded")
-    attempt.commit()
+    attempt.writes.commit()
     attempt.claim.effects[name] = entry
     crash_point("step.committed")
     return results.from_text(entry["result"])

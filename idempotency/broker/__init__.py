@@ -1,1 +1,1 @@
-"""Publishing with confirms."""
+"""Publishing with confirms, and what a queue holds."""

@@ -21,16 +21,18 @@ from ..application import runtime_of
 from ..checks import configuration
 from ..errors import IdempotencyError
 from ..letters.consumer import DeadLetterConsumer, consume_once
-from ..operate import discards, operators
-from ..operate.operators import Change
+from ..operate import discard
+from ..operate.change import Change
+from ..operate.people import authenticate
+from ..operate.replay import replay
 from ..store import dead_letters
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
 from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
-from .operator_commands import ActorOption, RequestOption
-from .terminal import AppOption, JsonOption, application, console, operators_token, plain, print_json, print_table
+from .options import ActorOption, AppOption, JsonOption, RequestOption
+from .terminal import application, console, operators_token, plain, print_json, print_table
 
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
 errors = Console(stderr=True)
@@ -51,13 +53,13 @@ class By(StrEnum):
     STATUS = "status"
 
 
-IdsArgument = Annotated[list[int] | None, typer.Argument(help="Dead letters by their number.", metavar="[ID]...")]
+IdsArgument = Annotated[list[int] | None, typer.Argument(help="Dead letters by number.", metavar="[ID]...")]
 TaskOption = Annotated[str | None, typer.Option(help="Only this task name.")]
-ErrorOption = Annotated[str | None, typer.Option(help="Only this reason of failure, as `list` shows it.")]
+ErrorOption = Annotated[str | None, typer.Option(help="Only this reason, as `list` shows it.")]
 ServiceOption = Annotated[str | None, typer.Option(help="Only this service.")]
 TenantOption = Annotated[str | None, typer.Option(help="Only this tenant.")]
 LimitOption = Annotated[int, typer.Option(min=1, max=BULK_LIMIT, help="Refuse if the filters match more than this.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say which ones, and change nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print which ones, and change nothing.")]
 LetterArgument = Annotated[int, typer.Argument(metavar="ID")]
 
 
@@ -119,21 +121,20 @@ def replay_letters(
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
-    """Send dead letters again, each under the same key and in a transaction of its own."""
+    """Send dead letters again, each under the same key and in its own transaction."""
     celery = application(app)
-    celery.loader.import_default_modules()
 
-    def replay(letter: int) -> dict[str, Any]:
+    def replay_one(letter: int) -> dict[str, Any]:
         request = None if request_id is None else f"{request_id}:{letter}"
-        return _named(letter, "replayed", operators.replay(celery, letter, Change(actor, reason, request)))
+        return _named(letter, "replayed", replay(celery, letter, Change(actor, reason, request)))
 
     chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
-    _each(chosen, replay, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
+    _each(chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
 
 
 @letters.command("discard")
 def discard_letters(
-    reason: Annotated[str, typer.Option(help="Why nobody needs it; kept in the audit table.")],
+    reason: Annotated[str, typer.Option(help="Why it is not needed; kept in the audit table.")],
     ids: IdsArgument = None,
     task: TaskOption = None,
     error: ErrorOption = None,
@@ -144,13 +145,13 @@ def discard_letters(
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
-    """Ask for dead letters to be discarded; somebody else has to approve. Your token: IDEMPOTENCY_TOKEN."""
+    """Ask for dead letters to be discarded; another admin has to approve. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(celery := application(app))
-    person = discards.authenticate(runtime, operators_token(), role="operator", action="discard", letter=_single(ids))
+    person = authenticate(runtime, operators_token(), role="operator", action="discard", letter=_single(ids))
 
     def request(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
-            discards.request(connection, person, letter, reason)
+            discard.request(connection, person, letter, reason)
         return _named(letter, "requested", None)
 
     chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
@@ -161,13 +162,13 @@ def discard_letters(
 def approve_discards(
     ids: Annotated[list[int], typer.Argument(metavar="ID...")], app: AppOption = "tasks", as_json: JsonOption = False
 ) -> None:
-    """Discard what somebody else has asked to discard. For the role admin. Your token: IDEMPOTENCY_TOKEN."""
+    """Discard what another operator has asked to discard. Needs the role admin. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
-    person = discards.authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
+    person = authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
-            discards.approve(connection, person, letter)
+            discard.approve(connection, person, letter)
         return _named(letter, "discarded", None)
 
     _each(ids, approve, "discarded", single=_single(ids), dry_run=False, as_json=as_json)
@@ -197,11 +198,11 @@ def report_letters(
 
 @letters.command("consume")
 def consume(
-    once: Annotated[bool, typer.Option("--once", help="Until the queues are empty.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Stop when the queues are empty.")] = False,
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
-    """Store what the broker's dead-letter queues hold. The relay does it all the time."""
+    """Store what the broker's dead-letter queues hold. The relay does so continuously."""
     celery = application(app)
     configuration.require_broker_address(celery)
     if not once:
@@ -253,7 +254,7 @@ def _each(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Do it for each, in transactions of their own; one refusal stops none of the others."""
+    """Do the work for each, in its own transaction; a refusal does not stop the others."""
     if dry_run:
         if as_json:
             print_json({"dry_run": True, done: chosen})

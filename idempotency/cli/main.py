@@ -37,24 +37,26 @@ from ..store.statements import describe
 from ..upkeep import alarms, alerts, maintenance
 from ..upkeep.backlog import Backlog
 from ..upkeep.presence import SignOfLife
+from . import change, look
 from .dead_letter_commands import letters
-from .operator_commands import commands as operator_commands
+from .options import AppOption, JsonOption
 from .people import people
-from .terminal import AppOption, JsonOption, console, print_json
 from .terminal import application as _app
+from .terminal import console, print_json
 
 cli = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Operate celery-idempotency.")
-cli.add_typer(operator_commands)
+cli.add_typer(look.commands)
+cli.add_typer(change.commands)
 cli.add_typer(letters, name="dead-letters")
 cli.add_typer(people, name="operators")
 
-# How often the upkeep looks whether anything of it is due.
+# How often upkeep checks whether anything is due.
 UPKEEP_PAUSE = 1.0
-# The relay looks for dead holders this often: a killed worker's operations go on within 5 s on the same host.
+# How often the relay checks for dead holders: a killed worker's operations go on within 5 s on the same host.
 DEATH_WATCH = 2.0
-# How often it looks for something to alert about; each service and reason keeps to alert_interval besides.
+# How often it checks for something to alert about; each service and reason also keeps to alert_interval.
 ALERT_WATCH = 5.0
-# How often it looks for something to purge, and how much it deletes at once; it goes on at once while there is more.
+# How often it purges, and how many rows at a time; while there are more, it goes on without a pause.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
 # undefined_table, undefined_column, invalid_schema_name
@@ -64,7 +66,7 @@ NOT_MIGRATED = ("42P01", "42703", "3F000")
 @cli.command()
 def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Bring the database's tables to this version."""
-    # on a connection without the time-outs of attempts: building an index may take long
+    # without the timeouts of attempts: building an index may take long
     revision = schema.migrate(make_engine(settings_of(_app(app))))
     if as_json:
         print_json({"revision": revision})
@@ -76,7 +78,7 @@ def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 def relay(app: AppOption = "tasks") -> None:
     """Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number."""
     celery = _app(app)
-    celery.loader.import_default_modules()  # what is to be checked are its tasks
+    celery.loader.import_default_modules()  # the check looks at its tasks
     unanswered = require_safe_setup(celery)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     stop = threading.Event()
@@ -92,8 +94,8 @@ def relay(app: AppOption = "tasks") -> None:
 def run_relay(celery: Celery, stop: threading.Event) -> None:
     """Run the relay's three loops until `stop` is set: publishing, dead letters, upkeep.
 
-    Each has its own thread: a slow receiver of alerts, an `on_failed` that waits, or a long purge delays no message, and
-    none of these delays another. When any of them hangs, the relay falls silent, which the others notice.
+    Each has its own thread, so that a slow alert receiver, a waiting `on_failed` or a long purge delays neither messages
+    nor each other. If one of them hangs, the relay gives no more signs of life, which other relays notice.
     """
     sweep = runtime_of(celery).settings.sweep
     running, life = Relay(celery), SignOfLife(celery, "relay")
@@ -126,7 +128,7 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
 
 
 def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
-    """Look for alerts and alarms, and purge, until `stop` is set."""
+    """Send alerts, raise alarms and purge until `stop` is set."""
     alert_at = purge_at = time.monotonic()
     while not stop.is_set():
         progressed()
@@ -142,13 +144,13 @@ def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], obje
                     purge_at = now
         except OperationalError as error:
             log.warning("postgres_unavailable", error=type(error.orig).__name__)
-        except Exception:  # one surprise must not end the thread
+        except Exception:  # an unexpected error must not end the thread
             log.exception("upkeep_failed")
         stop.wait(UPKEEP_PAUSE)
 
 
 def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | None) -> None:
-    """Return once the set-up was checked against the database, which may be starting. Raises what waiting cannot heal."""
+    """Return once the set-up is checked against the database, which may be starting. Raises what waiting cannot fix."""
     while not stop.is_set():
         if unanswered is None:
             try:
@@ -166,7 +168,7 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
 
 @cli.command()
 def doctor(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """Look for what would lose work or do it twice. Exit status 1 if there is any."""
+    """Check for anything that would lose work or do it twice. Exit status 1 if there is."""
     findings = diagnose(_app(app))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))  # noqa: T201
@@ -186,12 +188,15 @@ def serve_metrics(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 9540,
     address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
     app: Annotated[
-        str | None, typer.Option("--app", "-A", help="Also what waits and who works on it, of this Celery application.")
+        str | None,
+        typer.Option("--app", "-A", help="Also serve the backlog and the workers of this Celery application."),
     ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
     if environment().prometheus_multiproc_dir is None:
-        raise SettingsError("PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this need the same directory there")
+        raise SettingsError(
+            "PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this command need the same directory there"
+        )
     counted = metrics.combined_registry()
     if app is not None:
         counted.register(Backlog(_app(app)))

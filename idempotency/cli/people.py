@@ -9,12 +9,11 @@ import typer
 from rich.console import Console
 
 from ..application import runtime_of
-from ..attempt.runtime import Runtime
-from ..operate import discards
-from ..operate.operators import Change
+from ..operate import people as operate
+from ..operate.change import Change
 from ..store import people as known
-from .operator_commands import this_user
-from .terminal import AppOption, JsonOption, application, console, operators_token, print_json, print_table
+from .options import AppOption, JsonOption, this_user
+from .terminal import application, console, operators_token, print_json, print_table
 
 people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
 errors = Console(stderr=True)
@@ -33,11 +32,11 @@ def add_operator(
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
-    """Add a person and print their token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
+    """Add an operator and print the token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
-    actor = _admin(runtime, "operators add")
+    actor = operate.authenticate_admin(runtime, operators_token(), action="operators add", first=this_user())
     with runtime.engine.begin() as connection:
-        token = discards.add_operator(connection, Change(actor, f"operators add {name}"), name, role.value, days=days)
+        token = operate.add_operator(connection, Change(actor, f"operators add {name}"), name, role.value, days=days)
     if as_json:
         print_json({"name": name, "role": role.value, "days": days, "token": token})
     else:
@@ -59,19 +58,12 @@ def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> Non
 
 @people.command("remove")
 def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """Remove a person; their token stops working. Only an admin may: IDEMPOTENCY_TOKEN."""
+    """Remove an operator; their token stops working. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
-    actor = _admin(runtime, "operators remove")
+    actor = operate.authenticate_admin(runtime, operators_token(), action="operators remove", first=this_user())
     with runtime.engine.begin() as connection:
-        discards.remove_operator(connection, Change(actor, f"operators remove {name}"), name)
+        operate.remove_operator(connection, Change(actor, f"operators remove {name}"), name)
     if as_json:
         print_json({"removed": name})
     else:
         console.print(f"{name} removed", markup=False)
-
-
-def _admin(runtime: Runtime, action: str) -> str:
-    with runtime.autocommit() as connection:
-        if not known.has_admin(connection):
-            return this_user()  # the first one: whoever set up the database
-    return discards.authenticate(runtime, operators_token(), role="admin", action=action).name

@@ -1,12 +1,11 @@
-"""What all commands share: the options, the application, and how answers are printed."""
+"""What all commands share: the application, the operator's token, and how answers are printed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from celery import Celery
 from celery.app.utils import find_app
 from rich.console import Console
@@ -18,14 +17,9 @@ from ..errors import IdempotencyError
 
 console = Console()
 
-AppOption = Annotated[
-    str, typer.Option("--app", "-A", envvar="CELERY_APP", help="The Celery application, as for celery -A.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-
 
 def application(name: str) -> Celery:
-    """The Celery application of this name. Raises `IdempotencyError`."""
+    """Find the Celery application of this name. Raises `IdempotencyError`."""
     try:
         return find_app(name)
     except (ImportError, AttributeError) as error:
@@ -35,12 +29,12 @@ def application(name: str) -> Celery:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout; times as ISO 8601."""
+    """Print one JSON document on stdout; times are ISO 8601."""
     print(json.dumps(document, default=_as_text))  # noqa: T201
 
 
 def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
-    """A table of texts: nothing in a cell is markup, and no control character reaches the terminal."""
+    """Print a table of plain text: no markup is interpreted and no control character reaches the terminal."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -50,7 +44,7 @@ def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None 
 
 
 def plain(value: Any) -> str:
-    """A value as one line for a person."""
+    """Write a value as one line for a person."""
     if value is None:
         return ""
     if hasattr(value, "strftime"):
@@ -65,6 +59,6 @@ def _as_text(value: Any) -> str:
 
 
 def operators_token() -> str | None:
-    """Who gives a command: the token of an operator, if one is set."""
+    """The operator's token from the environment, if one is set."""
     token = environment().token
     return None if token is None else token.get_secret_value()

@@ -1,1 +1,1 @@
-"""Dead letters: what the broker gave up becomes one."""
+"""Dead letters: storing what no worker can run and what the broker gave up."""

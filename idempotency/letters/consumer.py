@@ -1,12 +1,12 @@
-"""The dead-letter queue's consumer: what the broker gave up is stored as a dead letter, and its operation ends.
+"""The consumer of the dead-letter queues: what the broker gave up is stored as a dead letter, and its operation ends.
 
-The letter and the failed record are one commit, and only after it the message is acknowledged: a crash in between
-hands the message out again, which makes no second row. An operation that a living holder has, or that has ended, needs
-no letter: the message was a duplicate. What was rejected without a visible defect (a worker from before a deploy, say)
-comes back for a while before its operation ends. Any number of consumers at once; they run inside the relay.
+The letter and the failed record are one commit, and the message is acknowledged only after it: after a crash in
+between the message is redelivered, which makes no second row. If the operation is running or has ended, the message was
+a duplicate and gets no letter. A message that was rejected without a visible defect (by a worker from before a deploy,
+say) is retried for a while before its operation ends. Any number of consumers may run; the relay runs one.
 
-A message comes from anywhere, so its headers may hold anything. Whatever goes wrong with one message, it is held
-unacknowledged for another try while others go on.
+Messages come from anywhere, so their headers may hold anything. Whatever goes wrong with one message, it stays
+unacknowledged until its next try while others go on.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from ..store.statements import describe
 from ..wire.foreign_headers import accept_any_timestamp
 from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
 
-# How often an empty queue is asked.
+# Seconds between polls of an empty queue.
 POLL = 1.0
 # Messages per pass.
 BATCH = 200
-# Seconds after which a pass begins no further letter, so that the relay's sign of life and stop are looked at. Letters
-# that are tried again get half of it, and at least one of each kind has its turn.
+# Seconds after which a pass starts no further letter, so that the loop gives its sign of life and sees `stop`. Retried
+# letters get half of it; each pass handles at least one retried and one new letter.
 PASS = 5.0
-# How long a letter waits for one lock: those behind it wait too, and most meet no lock that lasts.
+# How long a new letter waits for one lock. Those behind it wait too, and few locks last.
 FIRST_PATIENCE = "500ms"
-# A letter that could not be stored although Postgres answers (a lock, say) is left unacknowledged while others go on.
-# It is tried again in the next pass, then after so many seconds, and after twice as many each further time, up to the
-# second number: a lock that was held for a day costs minutes more.
+# A letter that cannot be stored although Postgres answers (a lock, say) stays unacknowledged while others go on. It is
+# tried again in the next pass, then after HELD_PAUSE seconds, doubling up to HELD_CAP: a lock that was held for a
+# day delays it by minutes more.
 HELD_PAUSE = 5.0
 HELD_CAP = 600.0
-# So many are kept in memory. Beyond them the one held longest is parked: it stays unacknowledged too, but only its number
-# is kept. Returned to the queue it would come first again (RabbitMQ 3), and no letter behind it would be looked at. What
-# is parked returns once the queue is empty: a batch at a time, or this few while as many are held as may be.
+# How many are kept in memory. Beyond that the one held longest is parked: it stays unacknowledged, but only its delivery
+# tag is kept. If it were requeued now it would come first again (RabbitMQ 3) and block the letters behind it. Parked
+# letters are requeued once the queue is empty: a batch at a time, or PARKED_TRIES while memory is full.
 HELD_LIMIT = 2_000
 PARKED_TRIES = 20
-# Beyond so many unacknowledged letters no new ones are taken; the broker keeps an entry for each.
+# With this many parked, no new letters are taken; the broker keeps an entry for each.
 PARKED_LIMIT = 100_000
 
 
@@ -67,11 +67,11 @@ class _Taken:
     message: BrokerMessage
     due: float = 0.0  # by time.monotonic()
     tries: int = 0
-    surprises: int = 0  # of these tries, those that neither Postgres nor a lock can be blamed for
+    surprises: int = 0  # of these tries, those that failed neither for Postgres nor for a lock
 
 
 class DeadLetterConsumer:
-    """`run()` around `run_once()`, with a connection to the broker of its own."""
+    """Consumes the dead-letter queues, on its own connection to the broker."""
 
     def __init__(self, app: Celery) -> None:
         app.loader.import_default_modules()
@@ -83,11 +83,11 @@ class DeadLetterConsumer:
         self._held: list[_Taken] = []
         # delivery tags
         self._parked: list[Any] = []
-        # what the last outage of Postgres interrupted: not a try that counts
+        # digests of letters that an outage of Postgres interrupted: that try does not count
         self._interrupted: set[str] = set()
 
     def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
-        """Consume until `stop` is set. `periodic` is called between passes, whether the broker is there or not."""
+        """Consume until `stop` is set. `periodic` is called between passes, even while the broker is away."""
         while not stop.is_set():
             taken = 0
             try:
@@ -99,7 +99,7 @@ class DeadLetterConsumer:
             except _BROKER_ERRORS as error:
                 self.close()
                 log.warning("broker_unavailable", error=type(error).__name__)
-            except Exception:  # one surprise must not end the thread
+            except Exception:  # an unexpected error must not end the thread
                 self.close()
                 log.exception("dead_letter_pass_failed")
             if not taken:
@@ -107,15 +107,15 @@ class DeadLetterConsumer:
         self.close()
 
     def run_once(self, *, limit: int = BATCH) -> int:
-        """Take messages until the queues are empty or `PASS` is over; returns how many, those held for later included.
+        """Take messages until the queues are empty or `PASS` is over. Returns how many, including those held for later.
 
-        Brokers other than AMQP keep no dead letters. A letter that cannot be stored now keeps none of the others
-        waiting: it stays unacknowledged until its next try.
+        Only AMQP brokers keep dead letters. A letter that cannot be stored now stays unacknowledged until its next try
+        and does not delay the others.
         """
         if self._app.connection_for_read().transport.driver_type != "amqp":
             return 0
         with runtime_of(self._app).autocommit() as connection:
-            # Nothing is taken while Postgres is away: each return to the queue counts towards a delivery limit.
+            # Take nothing while Postgres is away: each requeue counts towards a delivery limit.
             connection.exec_driver_sql("SELECT 1")
         channel, taken, began = self._connect(), 0, time.monotonic()
         accept = prepare_accept_content(["json"])
@@ -128,7 +128,7 @@ class DeadLetterConsumer:
         while queues and taken < limit and len(self._parked) < PARKED_LIMIT:
             if taken and time.monotonic() - began >= PASS:
                 break
-            for queue in list(queues):  # in turns: a long one does not keep the next one waiting
+            for queue in list(queues):  # in turns, so that a long queue does not delay the next one
                 if (raw := channel.basic_get(queue.name, no_ack=False)) is None:
                     queues.remove(queue)
                     continue
@@ -149,7 +149,7 @@ class DeadLetterConsumer:
                 store_unhandled(self._app, taken.message)
         except Exception as error:
             with runtime_of(self._app).autocommit() as connection:
-                connection.exec_driver_sql("SELECT 1")  # raises when Postgres is away: no letter is to blame
+                connection.exec_driver_sql("SELECT 1")  # raises if Postgres is away: not the letter's fault
             taken.surprises += not isinstance(error, _NOT_THE_LETTERS)
             self._hold(taken, error)
         else:
@@ -178,7 +178,7 @@ class DeadLetterConsumer:
         del self._parked[: len(returning)]
 
     def close(self) -> None:
-        """Drop the connection; what was taken and not acknowledged goes back to its queue."""
+        """Drop the connection; the broker requeues what was not acknowledged."""
         broker, self._broker, self._channel = self._broker, None, None
         self._held, self._parked = [], []
         if broker is not None:
@@ -193,7 +193,7 @@ class DeadLetterConsumer:
                 try:
                     queue(channel).declare()
                 except (PreconditionFailed, AccessRefused) as error:
-                    # declared with other arguments: it exists, which is all that a consumer needs
+                    # declared with other arguments, so it exists: a consumer needs no more
                     log.warning("dead_letter_queue_differs", queue=queue.name, error=type(error).__name__)
                     channel = self._broker.channel()
             self._channel = channel
@@ -201,9 +201,9 @@ class DeadLetterConsumer:
 
 
 def consume_once(app: Celery) -> int:
-    """Go through the dead-letter queues until they are empty; returns how many messages were taken.
+    """Consume the dead-letter queues until they are empty. Returns how many messages were taken.
 
-    What could not be stored now is back in its queue afterwards, and counted too.
+    What could not be stored now is counted too, and is back in its queue afterwards.
     """
     consumer, total = DeadLetterConsumer(app), 0
     try:
@@ -214,6 +214,6 @@ def consume_once(app: Celery) -> int:
     return total
 
 
-# What may be wrong with the database or with the set-up, but never with one letter.
+# The database's or the set-up's fault, never one letter's.
 _NOT_THE_LETTERS = (OperationalError, PoolTimeout, SettingsError)
 _BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)

@@ -1,4 +1,4 @@
-"""What a message is: the operation it names, or in one word why no worker can run it."""
+"""Examining a message: the operation it names, or in one word why no worker can run it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..worker.task import IdempotentTask
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What a message is: the operation it names, or in one word why no worker can run it."""
+    """The operation that a message names, or in one word why no worker can run it."""
 
     reason: str | None
     task: IdempotentTask | None = None
@@ -33,7 +33,7 @@ def examine(app: Celery, message: Message) -> Examined:
     name = headers.get("task")
     version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
     if type(version) is int and version > MESSAGE_VERSION:
-        return Examined("unknown_version")  # nothing else about it is known: not even how it is encoded
+        return Examined("unknown_version")  # nothing else is known about it, not even its encoding
     task = app.tasks.get(name) if isinstance(name, str) else None
     accepted = {"application/json"} if isinstance(task, IdempotentTask) else message.accept
     if accepted is not None and message.content_type not in accepted:

@@ -1,9 +1,9 @@
-"""The guard: what Celery would drop, lose or die on goes to the dead letters, and the worker lives.
+"""The guard: messages that Celery would lose, or that would end the worker, become dead letters instead.
 
-Celery acknowledges and loses a body that it cannot decode (after writing it to the log) and a message that is past
-its `expires`, and it ends the whole worker on a body that is JSON but no task's. So each message is looked at before
-Celery's own handler sees it. A refused one is rejected, which a quorum queue's dead-lettering keeps; where the broker
-keeps nothing (Redis, a queue without a dead-letter target) the guard stores it itself before it acknowledges.
+Celery acknowledges and loses a body that it cannot decode (after writing it to the log) and a message past its
+`expires`; a body that is JSON but not a task's ends the whole worker. So each message is examined before Celery's own
+handler sees it. A refused one is rejected, and the broker dead-letters it; if the broker keeps nothing (Redis, or a
+queue without a dead-letter target), the guard stores it before acknowledging it.
 
 Bodies never reach a log. Messages of protocol 1 (Celery 3) are refused.
 """
@@ -34,7 +34,7 @@ Handler = Callable[[Message], object]
 
 
 class Guard(bootsteps.StartStopStep):
-    """The worker's consumer step: every message is examined before Celery's handler."""
+    """The worker's consumer step: examines every message before Celery's handler."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)  # by name: only workers import it
 
@@ -49,14 +49,14 @@ class Guard(bootsteps.StartStopStep):
             return self._examined(celerys_handler(*args, **kwargs))
 
         consumer.create_task_handler = create_task_handler
-        # Whatever else Celery finds wrong; its own answers write the body to the log.
+        # For whatever else Celery finds wrong: its own handlers write the body to the log.
         consumer.on_decode_error = lambda message, error: self._refuse(message, "undecodable")
         consumer.on_unknown_message = lambda body, message: self._refuse(message, "envelope")
         consumer.on_unknown_task = lambda body, message, error: self._refuse(message, "unknown_task")
         consumer.on_invalid_task = lambda body, message, error: self._refuse(message, "invalid")
 
     def start(self, consumer: Any) -> None:
-        """Declare the dead-letter queues: until they exist the broker keeps dead letters back, and then for minutes."""
+        """Declare the dead-letter queues: until they exist, and for minutes after, the broker keeps dead letters back."""
         if not self._broker_keeps:
             return
         try:
@@ -64,7 +64,7 @@ class Guard(bootsteps.StartStopStep):
                 for queue in dead_letter_queues(self._app.amqp.queues.values()):
                     queue(channel).declare()
         except consumer.channel_errors as error:
-            # declared with other arguments; it exists, which is all that a worker needs
+            # declared with other arguments, so it exists: a worker needs no more
             log.warning("dead_letter_queue_differs", error=type(error).__name__)
 
     def _examined(self, handle: Handler) -> Handler:
@@ -83,7 +83,7 @@ class Guard(bootsteps.StartStopStep):
             try:
                 handle(message)
             except (ValueError, TypeError, LookupError, AttributeError):
-                # a header that Celery trips over; without this the worker ends, and so does the next one
+                # a header that Celery fails on; without this it would end the worker, and then the next one
                 if message.acknowledged:
                     raise
                 self._refuse(message, "invalid")
@@ -91,9 +91,9 @@ class Guard(bootsteps.StartStopStep):
         return on_message
 
     def _note(self, message: Message, marker: str) -> None:
-        """A marker has done its work by arriving. Its own thread: Postgres must not keep the broker waiting."""
+        """Note that a marker has arrived. In its own thread: Postgres must not delay the consumer."""
         message.ack_log_error(log, self._consumer.connection_errors)
-        runtime = runtime_of(self._app)  # here, so that no fork finds its lock held
+        runtime = runtime_of(self._app)  # here: a fork must not copy its lock while it is held
         threading.Thread(target=_note_marker, args=(runtime, marker), daemon=True).start()
 
     def _refuse(self, message: Message, reason: str) -> None:
@@ -109,7 +109,7 @@ class Guard(bootsteps.StartStopStep):
         message.reject_log_error(log, self._consumer.connection_errors)
 
     def _store_when_rejected(self, message: Message) -> None:
-        """The broker drops what is rejected: store it as a dead letter instead, then acknowledge it."""
+        """When the message is rejected, store it as a dead letter and acknowledge it: the broker would drop it."""
         reject = message.reject
 
         def store(requeue: bool = False) -> None:
@@ -119,7 +119,7 @@ class Guard(bootsteps.StartStopStep):
             try:
                 storing.store(self._app, message)
             except Exception as error:
-                # Not stored, so not acknowledged: the broker hands it out again.
+                # Not stored, so not acknowledged: the broker delivers it again.
                 log.error("dead_letter_not_stored", error=type(error).__name__)
             else:
                 message.ack()
@@ -136,9 +136,10 @@ def _note_marker(runtime: Runtime, marker: str) -> None:
 
 
 def _keep_out_of_memory(message: Message) -> None:
-    """Take a delay away from Celery's worker, which would hold the message unacknowledged until its own clock says so.
+    """Hide a message's `eta` from Celery's worker, which would hold it unacknowledged until then by its own clock.
 
-    What came through the broker's delay queues has waited. The rest is told to the task, which asks the database's clock.
+    A message from the broker's delay queues has waited already. Otherwise the task gets the `eta` and compares it with
+    the database's clock.
     """
     eta = message.headers.pop("eta", None)
     if eta is not None and not task_message.Message.was_delayed((message.delivery_info or {}).get("exchange")):
@@ -146,14 +147,14 @@ def _keep_out_of_memory(message: Message) -> None:
 
 
 def keeps_rejected(app: Celery) -> bool:
-    """Whether the broker keeps what is rejected: every queue has a dead-letter target, and AMQP carries it out."""
+    """Whether the broker keeps rejected messages: it speaks AMQP, and every queue has a dead-letter target."""
     if app.connection_for_read().transport.driver_type != "amqp":
         return False
     return all("x-dead-letter-exchange" in (queue.queue_arguments or {}) for queue in app.amqp.queues.values())
 
 
 def add_guard(sender: Any, **_: Any) -> None:
-    """Put the guard into the worker of an application with idempotent tasks."""
+    """Add the guard to a worker whose application has idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
         accept_any_timestamp()
         sender.app.steps["consumer"].add(Guard)

@@ -1,4 +1,4 @@
-"""A dead message as the letter that is stored, and which operation it was to deliver."""
+"""From a dead message to the letter that is stored, and the operation that it was to deliver."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..store import letters
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
 from ..store.undelivered import UndeliveredMessage
+from ..text import NAME_LIMIT, storable
 from ..wire import keys
 from ..wire.keys import OperationId
 from ..wire.message import (
@@ -32,11 +33,11 @@ from ..wire.message import (
 from ..worker.task import IdempotentTask
 from .examine import Examined
 
-# Nothing is wrong with such a message that can be seen: a worker of another version has met it, perhaps.
+# Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
     "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key",
 )  # fmt: skip
-# What the letter says in a sentence; the word itself is its reason.
+# The letter's error, by its reason.
 EXPLANATIONS = {
     "content_type": "a content type that is not accepted; it was not decoded",
     "undecodable": "the body could not be decoded",
@@ -46,7 +47,7 @@ EXPLANATIONS = {
     "missing_id": "no header 'id'",
     "unknown_task": "no task of this name is registered",
     "unknown_version": "made by newer code than this",
-    "invalid_header": "eta or expires is not a time, or timelimit no pair of seconds",
+    "invalid_header": "eta or expires is not a time, or timelimit is not a pair of seconds",
     "missing_key": "no idempotency key: no header, and the task has no key template",
     "invalid_key": "the idempotency key breaks a rule",
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
@@ -57,21 +58,19 @@ EXPLANATIONS = {
     "unhandled": "the relay could not handle it; its operation was not touched",
     "fingerprint_mismatch": "this idempotency key was used with other arguments",
 }
-# Bodies that are not text are stored as base64; their headers say so.
+# The header that says that a body is not text and is stored as base64.
 BODY_HEADER = "idempotency-body"
-# What belonged to that delivery alone; with its `expires` a replay would be refused again.
+# Headers of that delivery alone; with its `expires`, a replay would be refused again.
 _NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
-# As long as a name may be in a table and on a screen.
-TEXT_LIMIT = 255
 
 
 def dead_of(
     app: Celery, message: BrokerMessage, examined: Examined, fingerprints: list[str], letter: BrokerLetter
 ) -> UndeliveredMessage | None:
-    """The operation that a dead message names: by its task, or by its own headers where the task is not known here."""
+    """The operation that a dead message names: by its task or, if the task is not known here, by its own headers."""
     headers = message.headers
     id = examined.id
-    if id is None and letter.reason in PERHAPS_A_DEPLOY:  # newer code may have made it: its headers name the operation
+    if id is None and letter.reason in PERHAPS_A_DEPLOY:  # perhaps made by newer code: its headers name the operation
         given = headers.get(FINGERPRINT_HEADER)
         tenant = headers.get(TENANT_HEADER, runtime_of(app).settings.tenant)
         try:
@@ -80,7 +79,7 @@ def dead_of(
             task = keys.check_key(headers.get("task"), field="task")
             id = OperationId(keys.check_key(tenant), task, keys.check_key(headers.get(KEY_HEADER)))
         except CallRefused:
-            return None  # no message of ours
+            return None  # not a message of ours
         if keys.fingerprint_version(given) is None or not body_of(message.body)[1]:
             return None
     if id is None or not fingerprints:
@@ -132,10 +131,9 @@ def letter_of(
 
 
 def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
-    """Whether this is a tick of beat's, say, that nobody took in time: the next one does its work.
+    """Whether this is a plain task's message that has expired in the broker (a tick of beat's, say): it may be dropped.
 
-    Celery gives a message with `expires` a time to live in the broker, too. A plain task promises nothing beyond it;
-    an accepted operation is never just dropped.
+    Celery gives a message with `expires` a time to live in the broker, too. An accepted operation is never dropped.
     """
     task = app.tasks.get(name) if isinstance(name := message.headers.get("task"), str) else None
     is_plain = task is not None and not isinstance(task, IdempotentTask)
@@ -146,12 +144,12 @@ def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = message.headers.get("x-first-death-reason")
     if death in ("delivery_limit", "maxlen"):
         return str(death)
-    # "expired" in the broker is a message's time to live; in a message it is Celery's `expires`
+    # the broker says "expired" of a message's time to live, `examine` of Celery's `expires`
     return examined.reason or ("expired" if death == "expired" else "rejected")
 
 
 def _route(app: Celery, headers: Mapping[str, Any], delivery: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a replay goes: the queue it died in, or its first exchange and routing key."""
+    """Where a replay goes: to the queue that the message died in, or to its first exchange and routing key."""
     queue = headers.get("x-first-death-queue")
     if isinstance(queue, str) and queue in app.amqp.queues:
         return {"queue": queue}
@@ -163,7 +161,7 @@ def _route(app: Celery, headers: Mapping[str, Any], delivery: Mapping[str, Any])
 
 
 def body_of(body: Any) -> tuple[str, bool]:
-    """The body as text, and whether it is one; a NUL is none for Postgres."""
+    """The body as text, and whether it was text; otherwise it is base64."""
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     try:
         text = raw.decode("utf-8")
@@ -173,7 +171,7 @@ def body_of(body: Any) -> tuple[str, bool]:
 
 
 def _digest(headers: Mapping[str, Any], body: Any, queue: object) -> str:
-    """What makes two hand-outs of one dead message the same; the broker's own notes on it do not count."""
+    """Identifies a dead message when the broker delivers it again; headers that the broker adds do not count."""
     own = {name: value for name, value in headers.items() if not name.startswith("x-")}
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     head = json.dumps([own, queue], sort_keys=True, default=str)
@@ -181,10 +179,8 @@ def _digest(headers: Mapping[str, Any], body: Any, queue: object) -> str:
 
 
 def shown(value: object) -> str | None:
-    """A header as a column takes it: text, no NUL, no lone surrogate, not too long."""
-    if value is None:
-        return None
-    return str(value).encode("utf-8", "replace").decode().replace("\0", "\ufffd")[:TEXT_LIMIT]
+    """A header as a column stores it: text of at most `NAME_LIMIT` characters."""
+    return None if value is None else storable(str(value))[:NAME_LIMIT]
 
 
 def refused(letter: BrokerLetter, generation: int) -> BrokerLetter:

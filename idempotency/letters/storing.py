@@ -1,4 +1,4 @@
-"""Storing a dead message: the letter and the end of its operation are one commit, or the message comes back for a while."""
+"""Storing a dead message: its letter and the end of its operation are one commit; or it is sent again for a while."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from .letter import (
     was_allowed_to_expire,
 )
 
-# How long a letter waits for one lock when it is tried again; those behind it wait too.
+# How long a letter waits for one lock when it is retried; those behind it wait too.
 LOCK_PATIENCE = "3s"
-# How often a letter's `on_failed` may fail for lack of a lock, or end its process, and how often the handling of a
-# letter may fail for a reason that is not known here: with the pauses above, five minutes.
+# How often a letter's `on_failed` may fail for lack of a lock or end its process, and how often handling a letter may
+# fail for an unknown reason. With the consumer's pauses that is five minutes.
 ON_FAILED_TRIES = 8
-# What no worker took comes back after so many seconds, doubling up to the second number: within a minute of a deploy.
+# What no worker took is sent again after PUT_BACK_PAUSE seconds, doubling up to PUT_BACK_CAP: within a minute of a deploy.
 PUT_BACK_PAUSE = 1.0
 PUT_BACK_CAP = 60.0
 
@@ -60,14 +60,14 @@ def store(
 ) -> int | None:
     """Store a message that no worker will run, and end its operation, in one transaction.
 
-    Returns the dead letter's id; None when there was nothing to store: it is stored already, or a duplicate of an
-    operation that has ended, that is started, or that something else will deliver; or it was put back, since nothing
-    is wrong with it that can be seen; or a plain task's, which its sender allowed to expire; or a marker. `interrupted`
-    collects the digests of letters that an outage of Postgres interrupted; `patience` is how long each lock is waited
-    for, as Postgres reads it. Raises `OperationalError`: later.
+    Returns the dead letter's id, or None if there was nothing to store: the message is stored already; it is a duplicate
+    of an operation that has ended, is started, or will be delivered otherwise; it has no visible defect and is sent
+    again; it is a plain task's and was allowed to expire; or it is a marker. `interrupted` collects the digests of
+    letters that an outage of Postgres interrupted. `patience` is how long to wait for each lock, as Postgres reads it.
+    Raises `OperationalError`: try again later.
     """
     if MARKER_HEADER in message.headers:
-        return None  # a marker that resend sent: nothing to do, another one follows
+        return None  # sent by resend: nothing to do, another one follows
     if was_allowed_to_expire(app, message):
         log.info("expired", task=shown(message.headers.get("task")))
         return None
@@ -77,7 +77,7 @@ def store(
         try:
             fingerprints = keys.fingerprints(examined.arguments, message.headers.get(FINGERPRINT_HEADER))
             fingerprints = _as_accepted(app, message, examined.id, fingerprints)
-        except CallRefused:  # NaN, say: JSON to Python's reader, and to no other
+        except CallRefused:  # NaN, say: JSON to no reader but Python's
             examined = Examined("invalid_arguments", examined.task)
     letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id)
     dead = dead_of(app, message, examined, fingerprints, letter)
@@ -89,11 +89,11 @@ def store(
         else:
             stored = _give_up(app, examined.task, dead, examined.arguments, letter, interrupted, patience)
     except OperationalError:
-        raise  # Postgres is away, or a lock timed out: later
+        raise  # Postgres is away or a lock timed out: later
     except UnknownVersion:
         stored = _store_alone(app, letter, patience)
     except DBAPIError as error:
-        # The record cannot take it; the letter must not be lost for that.
+        # The record does not accept it; the letter must not be lost for that.
         log.error("give_up_failed", reason=letter.reason, task=letter.header_task, error=describe(error))
         stored = _store_alone(app, letter, patience)
     log.warning(
@@ -108,7 +108,7 @@ def store(
 
 
 def store_unhandled(app: Celery, message: BrokerMessage) -> None:
-    """Store a message raw, without a look at its operation: its body, and of its headers what is text or a number."""
+    """Store a message without touching its operation: the body, and those headers that are text or numbers."""
     plain = {name: value for name, value in message.headers.items() if isinstance(value, str | int)}
     letter = letter_of(app, message, plain, "unhandled", None)
     stored = _store_alone(app, letter, LOCK_PATIENCE)
@@ -116,7 +116,7 @@ def store_unhandled(app: Celery, message: BrokerMessage) -> None:
 
 
 def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed: list[str]) -> list[str]:
-    """The fingerprints of a message, first the one it was accepted under: a deploy may have renamed parameters since."""
+    """The message's fingerprints, the one it was accepted under first: a deploy may have renamed parameters since."""
     given = message.headers.get(FINGERPRINT_HEADER)
     if given in computed or not keys.is_fingerprint(given):
         return computed
@@ -137,9 +137,9 @@ def _wait_at_most(connection: Connection, patience: str) -> None:
 
 
 def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, patience: str) -> bool:
-    """Put a message back that a worker of another version may have refused; or count it as a duplicate.
+    """Send a message again that a worker of another version may have refused, or count it as a duplicate.
 
-    False: it has come back for the time of grace, and is to be stored.
+    Returns False once `unknown_task_grace` is over: then it has to be stored.
     """
     runtime = runtime_of(app)
     if runtime.settings.unknown_task_grace == 0:
@@ -240,7 +240,7 @@ def _end(
 
 
 def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> bool:
-    """Whether the application's part (undos, `on_failed`) is to be run once more for this letter."""
+    """Whether the application's part (undos, `on_failed`) may run once more for this letter. Counts the try."""
     counts = True
     if interrupted and letter.digest in interrupted:
         interrupted.discard(letter.digest)
@@ -254,7 +254,7 @@ def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | Non
 
 @contextmanager
 def _noting_outages(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> Iterator[Session]:
-    """The session in which a letter is stored. An outage that ends it is noted: the letter is not to blame."""
+    """The session that stores a letter. If an outage ends it, that is noted: it was not the letter's fault."""
     with Session(runtime.engine) as session:
         connection = session.connection()
         try:
@@ -263,6 +263,3 @@ def _noting_outages(runtime: Runtime, letter: BrokerLetter, interrupted: set[str
             if connection.invalidated and interrupted is not None:
                 interrupted.add(letter.digest)
             raise
-
-
-# ---------------------------------------------------------------- from a message to a letter

@@ -1,1 +1,1 @@
-"""What people change, each change with its audit row."""
+"""What people change. Each change writes its audit row itself, in the same function and the same transaction."""

@@ -22,7 +22,8 @@ from sqlalchemy.exc import OperationalError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..broker.publisher import Published, Publisher, Refusal
+from ..broker.batch import Published, Refusal
+from ..broker.publisher import Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.crash_points import crash_point

@@ -21,7 +21,8 @@ from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..broker.publisher import Publisher, Seen
+from ..broker.channel import Seen
+from ..broker.publisher import Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.logs import log

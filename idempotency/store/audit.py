@@ -8,8 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from ..text import storable
 from ..wire.keys import OperationId
-from .statements import storable
 
 _AUDIT = """
 INSERT INTO idempotency.audit
@@ -40,6 +40,7 @@ def add(
     request_id: str | None,
 ) -> None:
     """Record who did what, in the transaction of the change. `before` and `after` are fences of the operation's record."""
+    stored = {name: storable(value) if isinstance(value, str) else value for name, value in details.items()}
     connection.exec_driver_sql(
         _AUDIT,
         {
@@ -52,7 +53,7 @@ def add(
             "before": before,
             "after": after,
             "reason": reason,
-            "details": json.dumps({name: storable(value) for name, value in details.items()}),
+            "details": json.dumps(stored),
             "request_id": request_id,
         },
     )

@@ -131,11 +131,6 @@ def where(error: BaseException) -> str | None:
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)) or None
 
 
-def storable(value: Any) -> Any:
-    """Make text storable as jsonb: JSON allows NUL and unpaired surrogates, Postgres does not."""
-    return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
 def treat_read_only_as_unavailable(engine: Engine) -> None:
     """Turn a refusal to write into an `OperationalError` and drop the connections: the primary is elsewhere."""
 

@@ -1,7 +1,7 @@
-"""What a scenario left, row by row, and the first place where it is not what the plain run left. Pure.
+"""What a scenario left, row by row, and the first difference from the plain run. No input or output.
 
-Everything is rows under a heading: of tables, of messages, of calls. What no two plain runs have in common (serial
-ids, times of the clock) cannot be compared; it is left out, and said.
+Everything is rows under a heading: of tables, of messages, of calls. What differs between two plain runs (serial ids,
+clock times) cannot be compared; it is left out, and reported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Row = Mapping[str, Any]
 # Columns that are not compared: (heading, column).
 Masked = frozenset[tuple[str, str]]
 
-# How much of a row or value a person reads.
+# Characters of a row or value that a message shows.
 SHOWN = 160
 
-# The headings that are no tables, in the order in which a difference points nearest to its cause.
+# The headings that are not tables, in the order in which a difference is closest to its cause.
 OUTCOME, SENT, EFFECTS, CALLS, ENQUEUED, RESULT = "outcome", "sent", "effects", "calls", "enqueued", "result"
 HEADINGS = (OUTCOME, SENT, EFFECTS, CALLS, ENQUEUED, RESULT)
 
@@ -75,12 +75,12 @@ KEY_HINT = (
 
 
 class NotIdempotent(AssertionError):
-    """The task left something else than its plain run did; the message says where, and what usually causes it."""
+    """The task left something other than its plain run did; the message says where, and what usually causes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where a scenario and the plain run part."""
+    """The first place where a scenario and the plain run differ."""
 
     where: str
     expected: str
@@ -175,15 +175,15 @@ def _hint(heading: str, extra: Sequence[str]) -> str:
 
 
 def _conflict(calls: Sequence[Call]) -> Difference | None:
-    """Two calls under one key that do not say the same."""
+    """Two calls under one key with different content."""
     first: dict[tuple[str, str, str], Call] = {}
     for call in calls:
         if call.key is None or call.method in SAFE:
             continue
-        said = first.setdefault((call.method, call.path, call.key), call)
-        if said.content != call.content:
+        former = first.setdefault((call.method, call.path, call.key), call)
+        if former.content != call.content:
             where = f"two calls of {call.method} {call.path} under the key {call.key}"
-            return Difference(where, _shown(said.content), _shown(call.content), OTHER_BODY_HINT)
+            return Difference(where, _shown(former.content), _shown(call.content), OTHER_BODY_HINT)
     return None
 
 

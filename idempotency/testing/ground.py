@@ -1,6 +1,6 @@
-"""The test database of a check: emptied before each scenario, read after it, and its clock turned for one record.
+"""The test database of a check: emptied before each scenario and read after it; leases and pauses end on demand.
 
-Emptying tables is dangerous, so a database whose name does not say that it is one for tests is refused.
+Emptying tables is dangerous, so a database is refused unless its name says that it is for tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..wire.keys import OperationId
 from ..wire.message import Message
 from .differences import HEADINGS, Masked, Row
 
-# Nobody else works in this database; whoever keeps a table locked for so long will not let go.
+# Nothing else should use this database: a lock held for this long will not be released.
 LOCK_TIMEOUT = "10s"
 
 _TABLES = """
@@ -38,7 +38,7 @@ ORDER BY 1
 
 
 class Ground:
-    """One check's view of the database. Raises `ValueError` for what it will not touch."""
+    """One check's view of the database. Raises `ValueError` for databases and tables that it refuses to touch."""
 
     def __init__(self, app: Celery, tables: Iterable[object], *, allow_database: str | None) -> None:
         self._settings = settings_of(app)
@@ -50,7 +50,7 @@ class Ground:
             self._connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
             self._allow(allow_database)
             self.tables = {name: self._quoted(name) for name in map(_name_of, tables)}
-            # rows of the outbox up to here are somebody else's
+            # outbox rows up to here are not from this check
             self._newest = stored.newest_row(self._connection)
         except BaseException:
             self.close()
@@ -105,7 +105,7 @@ class Ground:
                     f"the tables cannot be emptied ({describe(error)}): name those that refer to them too, and "
                     "leave no transaction open in the test or its fixtures"
                 ) from None
-        # what the last scenario enqueued must not be sent by anybody
+        # what the last scenario enqueued must never be sent
         stored.forget_rows_after(self._connection, self._newest)
         for id in self._ids:
             stored.forget(self._connection, id)
@@ -114,7 +114,7 @@ class Ground:
                 with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
                     client.delete(*(hint_name(id, self._settings.database_name) for id in self._ids))
             except redis.RedisError:
-                pass  # without Redis nothing is there to be forgotten
+                pass  # without Redis there is nothing to forget
 
     def meet(self, id: OperationId) -> None:
         """Count this operation among those of the check."""
@@ -128,7 +128,7 @@ class Ground:
     # ------------------------------------------------------------ during
 
     def ripen(self, id: OperationId) -> None:
-        """Let its lease be over, or its next delivery be due."""
+        """End its lease, or make its next delivery due."""
         stored.ripen(self._connection, id)
 
     def status(self, id: OperationId) -> str | None:
@@ -153,11 +153,11 @@ class Ground:
         found: list[Row] = []
         for row in stored.rows_after(self._connection, self._newest):
             if OperationId(row.tenant, row.task, row.key) not in self._ids:
-                found.append({"task": row.task, "key": row.key, **_said(row.message)})
+                found.append({"task": row.task, "key": row.key, **_content(row.message)})
         return found
 
     def others(self) -> dict[str, tuple[int, int]]:
-        """The state of every table that was not named, to see whether a run writes to it."""
+        """The state of every table that was not named, to find out whether a run writes to it."""
         parameters = {"schema": SCHEMA, "named": list(self.tables.values())}
         names: Sequence[str] = self._connection.execute(text(_TABLES), parameters).scalars().all()
         return {name: tuple(self._connection.exec_driver_sql(_state(name)).one()) for name in names}
@@ -171,7 +171,7 @@ def _name_of(table: object) -> str:
     raise ValueError(f"tables: names, mapped classes or SQLAlchemy tables, got {type(table).__name__}")
 
 
-def _said(message: str) -> Row:
+def _content(message: str) -> Row:
     body = json.loads(Message.from_text(message).body)
     match body:
         case [args, kwargs, dict()]:

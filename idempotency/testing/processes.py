@@ -1,6 +1,6 @@
-"""Deliveries in forked processes, each the life of a pool child: one message, and perhaps a violent end.
+"""Deliveries in forked processes, each like a child of Celery's pool: it handles one message and may be killed.
 
-A killed process cleans nothing up, so a process it is, and the signal is SIGKILL. Forked, because the task under
+Only a killed process cleans nothing up, so they are processes, killed by SIGKILL. They are forked because the task under
 test may be defined inside a test function.
 """
 
@@ -38,15 +38,15 @@ from ..store import ends, statements
 from ..store.statements import describe
 from ..wire.message import Message
 
-# How often a child's end is looked for; one attempt takes some 50 ms.
+# Seconds between two looks at whether a child has ended; one attempt takes about 50 ms.
 POLL = 0.003
-# The most attempts that one scenario takes away from a task.
+# The most attempts that one scenario uses up by its interruptions.
 INTERRUPTIONS = 2
-# The server itself ends the connection: raises as any lost one does, so that its user cannot tell what was done.
+# The server itself ends the connection: the error is that of any lost connection and does not say what was done.
 BREAK = "SELECT pg_terminate_backend(pg_backend_pid())"
 
 
-class Does(StrEnum):
+class Action(StrEnum):
     """What is done to a process at a point."""
 
     KILL = "kill"  # SIGKILL
@@ -57,16 +57,16 @@ class Does(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """`does`, at the `number`-th time that the point is reached."""
+    """What is done when the point is reached for the `number`-th time."""
 
-    does: Does
+    action: Action
     point: str
     number: int = 1
 
 
 @dataclass(slots=True)
 class Journal:
-    """What a process has told, as far as it came."""
+    """What a process has written down, as far as it came."""
 
     points: list[tuple[str, int]] = field(default_factory=list)
     sent: list[dict[str, Any]] = field(default_factory=list)
@@ -89,10 +89,10 @@ class Delivery:
     ) -> None:
         # unlinked at once; the child inherits it, and what it wrote survives its death
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
-        # so that what the child prints appears, and what the parent has printed appears once
+        # so that what the parent has printed is not printed again by the child
         _flush()
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork: ours is the recording server's, whose locks the child never takes
+            # Python 3.12 warns of forks with threads: ours is the recording server's, whose locks the child never takes
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
@@ -100,7 +100,7 @@ class Delivery:
         self.status: int | None = None
 
     def wait(self, timeout: float, *, stopped: bool = False) -> bool:
-        """Wait for its end, or with `stopped` for its stop too. False: neither within `timeout` seconds."""
+        """Wait until it ends, or with `stopped` until it ends or stops. False: not within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG | (os.WUNTRACED if stopped else 0))
@@ -115,7 +115,7 @@ class Delivery:
         return True
 
     def resume(self) -> None:
-        """Let it go on, if it was stopped."""
+        """Let it go on if it was stopped."""
         if self.status is None:
             os.kill(self.pid, signal.SIGCONT)
 
@@ -137,7 +137,7 @@ class Delivery:
         return journal
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """Kill the process if it still runs, and close its file."""
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)
             _, self.status = os.waitpid(self.pid, 0)
@@ -153,13 +153,13 @@ def _live(
     def write(**entry: Any) -> None:
         os.write(journal, (json.dumps(entry) + "\n").encode())
 
-    # a collection would touch, and so copy, every page of the parent
+    # a garbage collection would touch, and so copy, every page of the parent
     gc.freeze()
     try:
         _take_nothing_along()
         _record_messages(app, write)
         _install(app, interruption, write)
-        # interruptions use attempts up, which must not decide how the operation ends
+        # the attempts that interruptions use up must not decide how the operation ends
         task.max_attempts = (task.max_attempts or runtime_of(app).settings.max_attempts) + INTERRUPTIONS
         worker_process_init.send(sender=None)
         if barrier is not None:
@@ -170,7 +170,7 @@ def _live(
         write(broken=traceback.format_exc()[-4000:])
     finally:
         _flush()
-        # past pytest's own exit handlers, which are the parent's
+        # without pytest's exit handlers, which are the parent's
         os._exit(0)
 
 
@@ -181,7 +181,7 @@ def _flush() -> None:
 
 
 def _deliver(app: Celery, task: Any, message: Message) -> dict[str, str]:
-    """Hand the message to Celery's own tracer, as a pool child does."""
+    """Hand the message to Celery's own tracer, as a pool child does. Returns the entry for the journal."""
     args, kwargs, _ = loads(message.body)
     request = {
         **message.headers,
@@ -204,7 +204,7 @@ def _deliver(app: Celery, task: Any, message: Message) -> dict[str, str]:
 
 
 def _take_nothing_along() -> None:
-    """Connections of the parent's pools are not ours: whoever takes one gets a new one in its place."""
+    """Never use a connection of the parent's pools: a new one takes its place when it is checked out."""
 
     def connected(_: Any, record: Any) -> None:
         record.info["idempotency_testing_pid"] = os.getpid()
@@ -219,7 +219,7 @@ def _take_nothing_along() -> None:
 
 
 def _record_messages(app: Celery, write: Any) -> None:
-    """Messages published past the outbox are noted, and go to a broker that ends with this process."""
+    """Note messages that do not go through the outbox, and send them to a broker in this process's memory."""
     for name in ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL"):
         os.environ.pop(name, None)
     app.conf.update(
@@ -229,7 +229,7 @@ def _record_messages(app: Celery, write: Any) -> None:
         broker_use_ssl=None,
         broker_transport_options={},
         broker_failover_strategy="round-robin",
-        # what is sent in a test run eagerly is sent in production
+        # a test configuration may run calls eagerly; in production they are sent
         task_always_eager=False,
     )
     app._pool = None
@@ -251,14 +251,14 @@ def _install(app: Celery, interruption: Interruption | None, write: Any) -> None
         write(point=point, number=reached[point])
         if interruption is None or (point, reached[point]) != (interruption.point, interruption.number):
             return
-        match interruption.does:
-            case Does.KILL:
+        match interruption.action:
+            case Action.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
-            case Does.STOP:
+            case Action.STOP:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case _:
-                carried_out = interruption.does is Does.LOSE_ANSWER
-                # an attempt that never opens its session finishes without COMMIT, in one statement
+                carried_out = interruption.action is Action.LOSE_ANSWER
+                # an attempt that never opens its session finishes in one statement, without COMMIT
                 breaks = _break_statement if point == "body.entered" else _break_commit
                 breaks(runtime_of(app), carried_out=carried_out)
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 KEY_HEADER = "Idempotency-Key"
-# Reading changes nothing, and whoever is asked twice to put or delete the same thing has done it once (RFC 9110, 9.2).
+# Reading changes nothing, and putting or deleting the same thing twice does it once (RFC 9110, 9.2).
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 REPEATABLE = frozenset({"PUT", "DELETE"})
 
@@ -26,12 +26,12 @@ class Call:
     headers: Mapping[str, str]
 
     def json(self) -> Any:
-        """The body as JSON. Raises `ValueError` when it is none."""
+        """The body as JSON. Raises `ValueError` if it is not JSON."""
         return json.loads(self.body)
 
     @property
     def content(self) -> Any:
-        """The body as JSON where it is, so that white space and the order of members are no difference."""
+        """The body, parsed if it is JSON, so that white space and the order of members make no difference."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -57,7 +57,7 @@ class RecordingServer:
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        # shutdown() waits for the loop to look up
+        # seconds; shutdown() waits for the loop's next turn
         loop = {"poll_interval": 0.02}
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs=loop, daemon=True)
         self._thread.start()
@@ -94,7 +94,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that was killed has not waited for its answer: nothing to print."""
+        """Print nothing: a caller that was killed did not wait for its answer."""
 
 
 def _handler(server: RecordingServer) -> type[BaseHTTPRequestHandler]:

@@ -1,1 +1,1 @@
-"""Celery's side: the task, its calls, and what a worker does before and after an attempt."""
+"""Celery's side: the task, how it is called, and what a worker does before and after an attempt."""

@@ -1,4 +1,4 @@
-"""What a caller does with an idempotent task: enqueue it, send it, run it here, under a key."""
+"""How an idempotent task is called, under a key: enqueued, sent, or run here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
 
 
 class KeyedTask(Task):
-    """A Celery task that is called under a key. `IdempotentTask` is the one to use."""
+    """A Celery task that is called under a key. Use `IdempotentTask`."""
 
     abstract = True
 
@@ -55,7 +55,7 @@ class KeyedTask(Task):
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
         priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
         of its name.
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments` at once; then nothing was written.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
         """
         parameters = self.signature_of_run.parameters
         options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
@@ -64,7 +64,7 @@ class KeyedTask(Task):
         id, headers = self._checked(args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None))
         ordering_key = options.pop("ordering_key", None)
         _check_options(self.app, task_id=task_id, **options)
-        # what the decorator says about every message of this task holds here as in apply_async
+        # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
         message = Message.composed(
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
@@ -91,7 +91,10 @@ class KeyedTask(Task):
         tenant: str | None = None,
         **options: Any,
     ) -> Any:
-        """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for."""
+        """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for.
+
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`; then nothing was sent.
+        """
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         if (options.get("expires") or self.expires) is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
@@ -110,7 +113,7 @@ class KeyedTask(Task):
     ) -> Any:
         """Run the task here, eagerly, under its key; retries follow at once, and a `Defer` is raised.
 
-        Raises `CallRefused` inside an open transaction of this thread: the task commits on a connection of its own.
+        Raises `CallRefused` inside an open transaction of this thread, because the task commits on another connection.
         """
         eager.check_no_transaction(runtime_of(self.app))
         args, kwargs = tuple(args or ()), dict(kwargs or {})
@@ -126,7 +129,7 @@ class KeyedTask(Task):
         tenant: str | None,
         headers: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[OperationId, dict[str, Any]]:
-        """Everything that can be refused about a call is refused where it is made."""
+        """The operation that a call names, and the headers of its message. Raises `CallRefused`."""
         arguments = keys.bind(self.signature_of_run, args, kwargs)
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
@@ -180,7 +183,7 @@ def _delay(countdown: object, eta: object) -> tuple[float, datetime | None]:
 
 
 def _check_options(app: Celery, *, task_id: str, queue: object = None, priority: object = None) -> None:
-    """What would only fail in the relay, long after the caller's commit, is refused here."""
+    """Refuse here what would otherwise fail in the relay, long after the caller's commit."""
     if not 0 < len(task_id.encode()) <= 255:
         raise InvalidArguments(f"task_id: at most 255 bytes, got {len(task_id.encode())}")
     if queue is not None and queue not in app.amqp.queues:

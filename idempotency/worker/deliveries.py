@@ -1,4 +1,4 @@
-"""Deliveries as Celery brings them: what a request to a task asks for, and under which fingerprint it was accepted."""
+"""Celery's requests as deliveries: the operation that one names, and the fingerprint that it was accepted under."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def delivery_of(task: KeyedTask, request: Any) -> Delivery:
-    """The delivery that a request to this task is. Raises `CallRefused` for one that names no operation."""
+    """A request to this task as a delivery. Raises `CallRefused` if it names no operation."""
     headers = request.headers or {}
     args, kwargs = request.args or (), request.kwargs or {}
     named = task.named_by(args, kwargs, headers)
     message = Message.delivered(request)
     if request.is_eager:
-        # should this process die, a worker goes on with it
+        # if this process dies, a worker goes on with it
         message = message.routed(task.app, task.name, args, kwargs)
     # by the rule of the message, so that the record agrees with the outbox row it came from
     fingerprint, *also = keys.fingerprints(named.arguments, headers.get(FINGERPRINT_HEADER))
@@ -47,7 +47,7 @@ def delivery_of(task: KeyedTask, request: Any) -> Delivery:
 def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
     """The delivery under the fingerprint that it was accepted with, if a deploy has renamed parameters since.
 
-    The message's word alone proves nothing: what is stored under that fingerprint has to be this very message.
+    The message's header alone proves nothing: the same body must be stored under that fingerprint.
     """
     given = delivery.headers.get(FINGERPRINT_HEADER)
     computed = [delivery.fingerprint, *delivery.also]

@@ -1,7 +1,7 @@
 """Eager calls: never inside a transaction that the calling thread has open on the same database.
 
-An eager task commits on a connection of its own. Inside the caller's transaction it would not see the caller's rows,
-would wait for the caller's locks until its lock time-out, and would stay committed when the caller rolls back.
+An eager task commits on another connection. Inside the caller's transaction it would not see the caller's rows, would
+wait for the caller's locks until its lock time-out, and would stay committed if the caller rolls back.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..errors import CallRefused
 _in_use: WeakKeyDictionary[psycopg.Connection[Any], int] = WeakKeyDictionary()
 
 
-# By another name of the host, a socket or a second address it is the same server if that has this very session.
+# Under another host name, a socket or a second address it is the same server if that knows this session.
 _IS_HERE = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %(pid)s AND datname = current_database())"
 
 
 def check_no_transaction(runtime: Runtime) -> None:
     """Raise `CallRefused` when this thread has a transaction open on the library's database.
 
-    Sees the connections of SQLAlchemy's engines, whoever made them; not those opened past SQLAlchemy, nor one through
-    a pooler under another name than the library's.
+    Sees the connections of all SQLAlchemy engines; not those opened without SQLAlchemy, nor one through a pooler that
+    the library knows under another name.
     """
     url = runtime.engine.url
-    for reference in _in_use.keyrefs():  # a list, made in one go: other threads take and return connections meanwhile
+    for reference in _in_use.keyrefs():  # a copy: other threads take and return connections meanwhile
         connection = reference()
         if connection is None or connection.closed or _in_use.get(connection) != threading.get_ident():
             continue
@@ -63,15 +63,15 @@ def _returned(connection: Any, _record: Any) -> None:
 
 
 def watch_connections() -> None:
-    """Know from now on which thread uses which connection, of any engine. Any number of times.
+    """From now on, track which thread uses which connection, of any engine. Idempotent.
 
-    A connection that is in a transaction by now counts as this thread's: a first eager call is made inside one.
+    A connection that is in a transaction already counts as this thread's: a first eager call may be made inside one.
     """
     if event.contains(Pool, "checkout", _taken):
         return
     event.listen(Pool, "checkout", _taken)
     event.listen(Pool, "checkin", _returned)
     for each in gc.get_objects():
-        # by its type: a proxy would be asked for its class, and perhaps be evaluated
+        # by its type: isinstance would ask a lazy proxy for its class, and so evaluate it
         if issubclass(type(each), psycopg.Connection) and not each.closed:
             _taken(each, None, None)

@@ -1,4 +1,4 @@
-"""Deliveries whose time has not come, or that got no answer: they wait in the outbox, never in a worker's slot."""
+"""Deliveries that are early or got no answer wait in the outbox, not in a worker's slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kombu.utils.uuid import uuid
 from sqlalchemy import Connection
 
 from ..application import runtime_of
-from ..broker.publisher import Published, Publisher
+from ..broker.batch import Published
+from ..broker.publisher import Publisher
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import clock, outbox
@@ -18,9 +19,9 @@ from ..wire.delivery import Delivery
 from ..wire.message import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER, Message
 from .waiting import is_stopping
 
-# Seconds in the outbox for a delivery that got no answer though Postgres takes it there: somebody has to mend that.
+# Seconds in the outbox for a delivery that got no answer although Postgres accepts it there: a person must repair that.
 PUT_BACK = 60.0
-# Seconds for the confirm of a copy; the hard time limit may be near.
+# Seconds to wait for the confirm of a copy; the hard time limit may be near.
 CONFIRM_TIMEOUT = 5.0
 
 
@@ -33,7 +34,7 @@ def park_if_early(connection: Connection, delivery: Delivery) -> bool:
 
 
 def park_until_held_no_more(connection: Connection, delivery: Delivery, *, patience: float) -> None:
-    """Let a duplicate in flight come back for the result, after 0.5, 1, 2 … seconds, for about `patience` seconds."""
+    """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `patience` seconds in all."""
     waits = int(delivery.headers.get(WAITS_HEADER, 0))
     if 0.5 * (2**waits - 1) < patience:
         message = Message.from_text(delivery.message)
@@ -42,11 +43,11 @@ def park_until_held_no_more(connection: Connection, delivery: Delivery, *, patie
 
 
 def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:
-    """Keep the message of a delivery that has waited long enough for an answer. Returns what Celery is to be told.
+    """Keep the message of a delivery that has waited long enough for an answer. Returns what to raise to Celery.
 
-    The outbox keeps it, if Postgres takes that; otherwise the broker, as a confirmed copy at the end of its queue:
-    a message that is only handed back comes at once, and its delivery limit counts that. Only a worker that shuts
-    down, or has lost the broker, leaves it at that.
+    The outbox keeps it if Postgres accepts that; otherwise the broker does, as a confirmed copy at the end of its queue.
+    A message that is just requeued comes back at once, and its delivery limit counts that; only a worker that shuts
+    down, or has lost the broker, does so.
     """
     to, message = "queue", Message.from_text(delivery.message)
     if not is_stopping():

@@ -1,10 +1,10 @@
 """Celery's revoke, for operations: an accepted operation is never dropped, it ends as a dead letter.
 
-Celery acknowledges a revoked message without running it, which would leave a record open for ever, or none at all.
-So a revoked message is delivered with a mark, and its claim fails the operation as `revoked` instead of running the
-body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
-When a running attempt is terminated, its record is marked before the message is acknowledged; whoever claims it
-after its holder is gone ends it.
+Celery acknowledges a revoked message without running it, which would leave its record open forever, or leave none at
+all. So a revoked message is delivered with a mark, and its claim fails the operation as `revoked` instead of running
+the body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
+When a running attempt is terminated, its record is marked before the message is acknowledged; the first claim after
+its holder is gone ends it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Request(request.Request):
         try:
             self._task.revoke_terminated(self._context)
         except Exception:
-            # Not marked, so not acknowledged either: it comes back, and this worker remembers the revoke.
+            # Not marked, so not acknowledged: the message comes back, and this worker remembers the revoke.
             log.exception("revoke_failed", task=self.name, task_id=self.id)
             self.reject(requeue=True)
         super()._announce_revoked(reason, terminated, signum, expired)

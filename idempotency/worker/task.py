@@ -1,17 +1,17 @@
-"""IdempotentTask: its options, and what a Celery worker is told of each delivery.
+"""IdempotentTask: its options, and what Celery sees of each delivery.
 
     @app.task(base=IdempotentTask, bind=True, key="{payment_id}")
     def capture_payment(self, payment_id): ...
 
-Claim, run, commit is `attempt/run.py`. Nothing leaves the wrapper here unexplained, because whatever Celery sees
-decides whether the message is acknowledged:
+Claim, run, commit is `attempt/run.py`. What Celery sees decides whether the message is acknowledged, so this is all that
+ever leaves the wrapper here:
 
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, and the next delivery is committed: acknowledged
-    Ignore                                   a duplicate in flight, and one row was counted: acknowledged
-    Reject(requeue=False)                    a defect of the message, and what no rule foresees in a claimed operation:
-                                             the dead-letter queue stores it
-    Ignore, Reject(requeue=True)             no answer from Postgres: it is in the outbox or the queue again (`parking.py`)
+    Ignore                                   a duplicate in flight that was counted: acknowledged
+    Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
+                                             dead-letter queue
+    Ignore, Reject(requeue=True)             no answer from Postgres: it is back in the outbox or the queue (`parking.py`)
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
 
 from ..application import runtime_of
-from ..attempt import claim
+from ..attempt import claim, effects, steps
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed, Undo
-from ..attempt.effects import Reconcile
 from ..attempt.endings import MAX_DELAY, Ended, Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
@@ -67,21 +66,21 @@ from .deliveries import as_accepted, delivery_of
 from .waiting import Waiting
 
 T = TypeVar("T")
-# By name, as Celery names its parts: what it installs imports this module.
+# A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install"
 OnBusy = Literal["ack", "wait", "raise"]
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Celery is told a value."""
+    """Celery sees a value."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Celery is told an exception."""
+    """Celery sees an exception."""
 
     error: BaseException
 
@@ -89,14 +88,14 @@ class Raised:
 class IdempotentTask(KeyedTask):
     """A Celery task whose database effects, result and messages are committed together, once per key.
 
-    Use it as `base=`. The options stand in the decorator like Celery's own:
+    Use it as `base=`. The options go into the decorator, like Celery's own:
 
     key             a template (`"{customer_id}:{request_id}"`), a function of the arguments by name,
                     `content_hash(...)`, or None: then every call gives `idempotency_key=`
     on_failed       `on_failed(session, operation, error)`, run in the failing transaction
     permanent_errors exception types that end the operation at once
     provider        what the provider of its effects promises about idempotency keys (`idempotency.providers`)
-    effect_types    what its effects return, by name (any type pydantic checks): a person's word is held against it
+    effect_types    what its effects return, by name (any type pydantic checks): an operator's result is validated by it
     on_busy         what a duplicate does in a worker while the operation runs: "ack" (default; "raise" means the same)
                     or "wait"; an eager call raises `OperationBusy` whatever this says
     max_attempts, retention_completed, retention_failed   override the settings; retentions in seconds
@@ -105,15 +104,15 @@ class IdempotentTask(KeyedTask):
     abstract = True
     acks_late = True
     reject_on_worker_lost = True
-    # Celery would acknowledge a revoked message and leave its record open.
+    # Celery's own would acknowledge a revoked message and leave its record open.
     Request = "idempotency.worker.revocation:Request"
-    # Ends in an acknowledgement without a dead letter.
+    # True would end in an acknowledgement without a dead letter.
     retry_on_worker_lost = False
     # A hard limit that passes before the claim must not acknowledge.
     acks_on_timeout = False
     # An exception leaves the wrapper only after the record says failed.
     acks_on_failure = True
-    # Celery logs a result and shows it in Flower; a result may hold what neither should.
+    # Celery logs results and sends them to Flower; a result may hold what neither should show.
     resultrepr_maxsize = 1
 
     on_failed: ClassVar[OnFailed | None] = None
@@ -141,7 +140,7 @@ class IdempotentTask(KeyedTask):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.request.called_directly:
-            # A plain call is protected like any other: it runs here, under the same key.
+            # A plain call is protected like any other: it runs in this process, under its key.
             return self.apply(args, kwargs, throw=True).get()
         try:
             outcome = self._deliver(delivery_of(self, self.request))
@@ -159,7 +158,7 @@ class IdempotentTask(KeyedTask):
             if delivery.eta is not None and self._answer(delivery, lambda: self._parked_as_early(delivery)):
                 return Raised(Ignore())
             delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
-            return self._told(delivery, self._run(delivery))
+            return self._seen(delivery, self._run(delivery))
         except Unanswered as unanswered:
             if delivery.is_eager:
                 return Raised(unanswered.__cause__ or unanswered)
@@ -176,8 +175,8 @@ class IdempotentTask(KeyedTask):
             if not (isinstance(outcome, Release) and delivery.is_eager):
                 return outcome
             if outcome.give_back and outcome.cause is not None:
-                return Ended(outcome.cause)  # later means that the caller calls again
-            # else the next attempt is here and now, since no one delivers again
+                return Ended(outcome.cause)  # "later" means that the caller calls again
+            # else the next attempt follows here and now: there is no broker to deliver again
 
     def _body(self, attempt: Attempt) -> Any:
         request = self.request
@@ -188,11 +187,11 @@ class IdempotentTask(KeyedTask):
             delay = float(retry.when) if isinstance(retry.when, int | float) else None
             raise Again(delay, retry.exc or retry) from retry
         except (Ignore, Reject) as error:
-            word = type(error).__name__
-            raise UnsupportedControl(f"{word} from a body would acknowledge past the record") from None
+            control = type(error).__name__
+            raise UnsupportedControl(f"{control} from a body would acknowledge past the record") from None
 
-    def _told(self, delivery: Delivery, outcome: Outcome) -> Returned | Raised:
-        """What Celery is told of an outcome."""
+    def _seen(self, delivery: Delivery, outcome: Outcome) -> Returned | Raised:
+        """What Celery sees of an outcome."""
         match outcome:
             case Finished(result=result):
                 return Returned(result)
@@ -210,7 +209,7 @@ class IdempotentTask(KeyedTask):
                 return Raised(self._yield_to_holder(delivery))
 
     def _refuse(self, delivery: Delivery, generation: int) -> FingerprintMismatch:
-        """Another request under a used key: keep it as a dead letter, touch nothing else."""
+        """A request with other arguments under a used key: keep it as a dead letter, and change nothing else."""
         error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
 
         def store() -> None:
@@ -233,7 +232,7 @@ class IdempotentTask(KeyedTask):
         return error
 
     def _yield_to_holder(self, delivery: Delivery) -> Exception:
-        """Acknowledge a duplicate in flight, once it has been counted. With on_busy="wait" it comes back for the result."""
+        """Acknowledge a duplicate once it has been counted. With on_busy="wait" it comes back for the result."""
         if delivery.is_eager:
             return OperationBusy(f"{self.name}: another attempt holds this operation")
 
@@ -257,10 +256,10 @@ class IdempotentTask(KeyedTask):
         return Waiting(self.name, time_limit=limit, is_eager=delivery.is_eager).answer(ask)
 
     def revoke_terminated(self, request: Any) -> None:
-        """Mark the operation whose attempt Celery terminates, so that its next claim ends it. For `revocation.py`."""
+        """Mark the operation whose attempt Celery terminates, so that its next claim ends it. Called by `revocation.py`."""
         runtime, delivery = runtime_of(self.app), delivery_of(self, request)
         with runtime.engine.begin() as connection:
-            # the worker's main process serves every other task meanwhile
+            # this is the worker's main process, which serves every other task, too
             connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
             # The attempt may have been killed before its claim, with no record to be marked.
             answer = claim.ask(runtime, connection, delivery, secrets.token_hex(16))
@@ -272,28 +271,30 @@ class IdempotentTask(KeyedTask):
 
     @property
     def session(self) -> AttemptSession:
-        """The SQLAlchemy session of this attempt: opened on first use, committed with the result."""
+        """The SQLAlchemy session of this attempt: opened on first use, committed with the result. Raises `LeaseLost`."""
         return self._attempt.session
 
     def effect(
-        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Reconcile | None = None, **kwargs: Any
+        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: effects.Reconcile | None = None, **kwargs: Any
     ) -> Any:
-        """Call the outside world: `fn(*args, idempotency_key=..., **kwargs)`, its result recorded before it returns.
+        """Call the outside world: `fn(*args, idempotency_key=..., **kwargs)`. Returns its result, once that is recorded.
 
-        No transaction may be open. `reconcile(*args, doubt=..., **kwargs)` is asked first when an earlier call has
-        no recorded outcome. Raises `EffectUnknown`, `EffectMismatch`, `EffectNameReused`, `OpenTransaction`, `LeaseLost`.
+        No transaction may be open. If an earlier call has no recorded outcome, `reconcile(*args, doubt=..., **kwargs)` is
+        asked first. Raises what `fn` raises, `EffectUnknown`, `EffectMismatch`, `EffectNameReused`, `OpenTransaction`,
+        `InvalidArguments`, `InvalidResult`, `Defer` and `LeaseLost`.
         """
-        return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
+        return effects.effect(self._attempt, effects.Call(name, fn, args, kwargs, reconcile))
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
         """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once.
 
         If the operation ends without success, `undo(session, result)` takes the step back in the failing transaction,
-        the last step first, and a replay does the step again. It is a function that can be imported by its name. No
-        undo runs while an effect is unknown, nor over a later effect that has happened, unless it accepts
-        `effects` (their results by name) and answers for them. Raises as `effect` does.
+        the last step first, and a replay does the step again. It must be a function that can be imported by its name. No
+        undo runs while an effect is unknown, nor if a later effect has happened, unless it accepts `effects` (their
+        results by name) and takes care of them. Raises what `fn` raises, `EffectMismatch`, `EffectNameReused`,
+        `OpenTransaction`, `InvalidArguments`, `InvalidResult`, `OutcomeInDoubt` and `LeaseLost`.
         """
-        return self._attempt.step(name, fn, *args, undo=undo, **kwargs)
+        return steps.step(self._attempt, name, fn, args, kwargs, undo)
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` when another attempt may hold the operation; for long loops."""
@@ -317,14 +318,16 @@ class IdempotentTask(KeyedTask):
         max_retries: int | None = None,
         **options: Any,
     ) -> Retry:
-        """Let this attempt go and come back later, under the same key and task id; the delay is kept in Postgres.
+        """Let go and try again later, under the same key and task id; the delay is kept in Postgres.
 
-        Raises `Retry`, or `AttemptsExhausted` beyond `max_retries`. Other arguments would be another operation.
+        `countdown` in seconds, `eta` as an aware datetime. Raises `Retry`, or returns it with `throw=False`; an `exc`
+        that is a final error; `RetriesExhausted` beyond `max_retries`; `InvalidArguments` for a delay of more than ten
+        years; `UnsupportedControl` for other arguments, which would be another operation.
         """
         if args is not None or kwargs is not None:
             raise UnsupportedControl("retry: other arguments are another operation; enqueue it under its own key")
         if isinstance(exc, PermanentError | Defer | LeaseLost | OutcomeInDoubt):
-            raise exc  # autoretry_for must not turn a final word into another attempt
+            raise exc  # autoretry_for must not turn a final error into another attempt
         if max_retries is not None and self.request.retries >= max_retries:
             raise RetriesExhausted(f"no result after {max_retries} retries") from exc
         if eta is not None:

@@ -22,9 +22,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from idempotency.application import runtime_of
 from idempotency.attempt.effects import DidNotHappen, Happened
 from idempotency.errors import IdempotencyError, OperationNotFound
-from idempotency.operate import discards, operators
-from idempotency.operate.discards import Person
-from idempotency.operate.operators import Change
+from idempotency.operate import discard
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.people import Person
+from idempotency.operate.release import release
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.chaos import provider
@@ -107,14 +111,14 @@ class People:
         id = self._one(_STARTED)
         if id is not None:
             shown = self._shown(id)
-            self._give("release", lambda change: operators.release(self._app, shown, change))
+            self._give("release", lambda change: release(self._app, shown, change))
 
     def _cancel(self) -> None:
         id = self._one(_CANCELLABLE)
         if id is not None:
             shown = self._shown(id)
             anyway = self._chance.random() < 0.5
-            self._give("cancel", lambda change: operators.cancel(self._app, shown, change, may_have_happened=anyway))
+            self._give("cancel", lambda change: cancel(self._app, shown, change, may_have_happened=anyway))
 
     def _revoke(self) -> None:
         found = self._one(_ACCEPTED, lambda row: row)
@@ -127,7 +131,7 @@ class People:
     def _replay(self) -> None:
         letter = self._one(_OPEN, lambda row: row.id)
         if letter is not None:
-            self._give("replay", lambda change: operators.replay(self._app, letter, change))
+            self._give("replay", lambda change: replay(self._app, letter, change))
 
     def _resolve(self) -> None:
         found = self._one(_UNKNOWN, lambda row: row)
@@ -143,7 +147,7 @@ class People:
         end = self._chance.random() < 0.5 if ended == gone_on else ended < gone_on
         self._give(
             "resolve and end" if end else "resolve",
-            lambda change: operators.resolve_effect(self._app, shown, found.name, outcome, change, end=end),
+            lambda change: resolve_effect(self._app, shown, found.name, outcome, change, end=end),
         )
 
     def _discard(self) -> None:
@@ -151,13 +155,13 @@ class People:
         if letter is None:
             return
 
-        def discard(change: Change) -> None:
+        def ask_and_approve(change: Change) -> None:
             with runtime_of(self._app).engine.begin() as connection:
-                discards.request(connection, ANN, letter, change.reason)
+                discard.request(connection, ANN, letter, change.reason)
             with runtime_of(self._app).engine.begin() as connection:
-                discards.approve(connection, BOB, letter)
+                discard.approve(connection, BOB, letter)
 
-        self._give("discard", discard)
+        self._give("discard", ask_and_approve)
 
     # ------------------------------------------------------------ how
 
@@ -185,6 +189,6 @@ class People:
             rows = connection.exec_driver_sql(query).all()
         return read(self._chance.choice(rows)) if rows else None
 
-    def _shown(self, id: OperationId) -> operators.Shown:
+    def _shown(self, id: OperationId) -> Shown:
         with runtime_of(self._app).autocommit() as connection:
-            return operators.read(connection, id)
+            return read(connection, id)

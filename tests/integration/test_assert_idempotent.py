@@ -22,7 +22,7 @@ from idempotency import IdempotentTask, PermanentError, events, publish, subscri
 from idempotency.application import close_runtime
 from idempotency.store import ends
 from idempotency.testing import NotIdempotent
-from idempotency.testing.processes import Delivery, Does, Interruption
+from idempotency.testing.processes import Action, Delivery, Interruption
 from idempotency.wire.message import Message
 from tests.support.bank import deposit, failing, slow_deposit, transfer
 from tests.support.operations import Entries, Record
@@ -399,7 +399,7 @@ def test_a_plain_run_that_is_never_the_same_is_said(define: Callable[..., Any], 
 
     said = report(define(first_time_only), "a", ignore=["failures"])
     assert "Scenario:  run plainly a second time, on a fresh state" in said
-    assert "something that is not begun afresh" in said
+    assert "something that does not start afresh" in said
 
 
 # ---------------------------------------------------------------- the faults are real
@@ -430,7 +430,7 @@ def lives() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.parametrize(
-    ("does", "written", "claims"), [(Does.LOSE_ANSWER, 1, 2), (Does.LOSE_COMMIT, 2, 2), (Does.KILL, 1, 1)]
+    ("action", "written", "claims"), [(Action.LOSE_ANSWER, 1, 2), (Action.LOSE_COMMIT, 2, 2), (Action.KILL, 1, 1)]
 )
 def test_what_is_done_to_the_finishing_commit_is_done(
     bank: Celery,
@@ -438,34 +438,35 @@ def test_what_is_done_to_the_finishing_commit_is_done(
     lives: Callable[..., Any],
     entries: Entries,
     record: Record,
-    does: Any,
+    action: Any,
     written: int,
     claims: int,
 ) -> None:
-    journal = lives(deposit, message(deposit, "a", key="a"), Interruption(does, "finish.written"))
+    journal = lives(deposit, message(deposit, "a", key="a"), Interruption(action, "finish.written"))
 
     points = [point for point, _ in journal.points]
-    assert (points.count("finish.written"), points.count("claimed") + (does is Does.LOSE_ANSWER)) == (written, claims)
-    if does is Does.KILL:
+    claimed = points.count("claimed") + (action is Action.LOSE_ANSWER)
+    assert (points.count("finish.written"), claimed) == (written, claims)
+    if action is Action.KILL:
         assert (journal.outcome, record("a").status, entries("a")) == ("killed by SIGKILL", "started", 0)
     else:
         assert (journal.outcome, record("a").status, entries("a")) == ("SUCCESS", "completed", 1)
 
 
-@pytest.mark.parametrize(("does", "runs"), [(Does.LOSE_ANSWER, 1), (Does.LOSE_COMMIT, 2)])
+@pytest.mark.parametrize(("action", "runs"), [(Action.LOSE_ANSWER, 1), (Action.LOSE_COMMIT, 2)])
 def test_a_finish_without_a_session_is_broken_as_well(
     define: Callable[..., Any],
     message: Callable[..., Any],
     lives: Callable[..., Any],
     record: Record,
-    does: Any,
+    action: Any,
     runs: int,
 ) -> None:
     def nothing(self: Any, name: str) -> None:
         pass
 
     task = define(nothing)
-    journal = lives(task, message(task, "a", key="a"), Interruption(does, "body.entered"))
+    journal = lives(task, message(task, "a", key="a"), Interruption(action, "body.entered"))
 
     assert [point for point, _ in journal.points].count("body.entered") == runs
     assert (journal.outcome, record("a").status) == ("SUCCESS", "completed")

@@ -12,8 +12,11 @@ from typing_extensions import TypedDict
 
 from idempotency import DidNotHappen, EffectUnknown, Happened, OperationFailed, PermanentError
 from idempotency.errors import ChangeRefused, InvalidResult
-from idempotency.operate import operators
-from idempotency.operate.operators import Change
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change
+from idempotency.operate.release import release
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from idempotency.wire.message import REVOKED_HEADER
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -58,15 +61,15 @@ def test_a_persons_result_is_checked_before_it_is_stored(
     bank: Celery, connection: Connection, unknown: Any, record: Record
 ) -> None:
     with pytest.raises(InvalidResult, match="result of 'call': charge: Field required"):
-        operators.resolve_effect(bank, shown(connection, unknown), "call", Happened({"id": 1}), ANN)
+        resolve_effect(bank, shown(connection, unknown), "call", Happened({"id": 1}), ANN)
     assert record("k").effects["call"]["state"] == "begun"
-    operators.resolve_effect(bank, shown(connection, unknown), "call", Happened({"charge": "ch_2"}), ANN)
+    resolve_effect(bank, shown(connection, unknown), "call", Happened({"charge": "ch_2"}), ANN)
     assert record("k").effects["call"]["state"] == "done"
 
 
 def test_a_persons_word_can_be_corrected(bank: Celery, connection: Connection, unknown: Any, record: Record) -> None:
-    operators.resolve_effect(bank, shown(connection, unknown), "call", DidNotHappen(), ANN)
-    operators.resolve_effect(bank, shown(connection, unknown), "call", Happened({"charge": "ch_2"}), ANN)
+    resolve_effect(bank, shown(connection, unknown), "call", DidNotHappen(), ANN)
+    resolve_effect(bank, shown(connection, unknown), "call", Happened({"charge": "ch_2"}), ANN)
     assert record("k").effects["call"]["state"] == "done"
 
 
@@ -74,11 +77,11 @@ def test_a_persons_word_with_end_undoes_what_the_end_had_to_leave(
     bank: Celery, connection: Connection, unknown: Any, record: Record, entries: Entries
 ) -> None:
     assert entries("reserved") == 1
-    operators.resolve_effect(bank, shown(connection, unknown), "call", DidNotHappen(), ANN, end=True)
+    resolve_effect(bank, shown(connection, unknown), "call", DidNotHappen(), ANN, end=True)
     assert (code(record("k")), entries("reserved")) == (("gave_up", None), 0)
     assert told_codes() == ["effect_unknown", "gave_up"]
     # corrected afterwards: it has happened after all, so the plain end does not stand
-    operators.resolve_effect(bank, shown(connection, unknown), "call", Happened({"charge": "ch_2"}), ANN)
+    resolve_effect(bank, shown(connection, unknown), "call", Happened({"charge": "ch_2"}), ANN)
     assert code(record("k"))[0] == "unfinished"
 
 
@@ -96,7 +99,7 @@ def test_an_end_after_a_refused_repeat_is_told_as_the_refusal(
     make_due(engine, "k")
     deliveries.deliver(task, key="k")
     assert (code(record("k")), entries("reserved")) == (("effect_unknown", "key_revoked"), 1)
-    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert (code(record("k")), entries("reserved")) == (("key_revoked", None), 0)
     assert told_codes() == ["effect_unknown", "key_revoked"]
 
@@ -112,7 +115,7 @@ def test_an_end_of_what_was_only_unknown_is_a_persons_cancel(
 
     task = make_task(bank, body, on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert code(record("k")) == ("cancelled", None)
     assert json.loads(record("k").error)["message"] == ANN.reason
     assert told_codes() == ["effect_unknown", "cancelled"]
@@ -130,10 +133,10 @@ def test_a_word_is_not_corrected_once_an_undo_has_answered_for_it(
 
     task = make_task(bank, body, on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN, end=True)
+    resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN, end=True)
     assert (code(record("k")), entries("reversed ch_1")) == (("gave_up", None), 1)
     with pytest.raises(ChangeRefused, match="effect 'call' is compensated"):
-        operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
+        resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
     assert record("k").effects["call"]["state"] == "compensated"
 
 
@@ -141,9 +144,9 @@ def test_a_word_on_what_was_shown_before_another_word_is_refused(
     bank: Celery, connection: Connection, unknown: Any
 ) -> None:
     seen = shown(connection, unknown)
-    operators.resolve_effect(bank, seen, "call", DidNotHappen(), ANN)
+    resolve_effect(bank, seen, "call", DidNotHappen(), ANN)
     with pytest.raises(ChangeRefused, match="look again"):
-        operators.resolve_effect(bank, seen, "call", Happened({"charge": "ch_2"}), ANN)
+        resolve_effect(bank, seen, "call", Happened({"charge": "ch_2"}), ANN)
 
 
 def test_a_repeated_request_changes_nothing_twice(
@@ -152,17 +155,17 @@ def test_a_repeated_request_changes_nothing_twice(
     seen = shown(connection, unknown)
     request = Change("ann", "ticket 42", "request-1")
     for _ in range(2):
-        operators.resolve_effect(bank, seen, "call", DidNotHappen(), request)
+        resolve_effect(bank, seen, "call", DidNotHappen(), request)
     (letter,) = op.dead_letters(connection)
     again = Change("ann", "ticket 42", "request-2")
-    assert operators.replay(bank, letter.id, again) == operators.replay(bank, letter.id, again)
+    assert replay(bank, letter.id, again) == replay(bank, letter.id, again)
     assert (record("k").generation, len(op.outbox(connection))) == (2, 1)
     waiting = shown(connection, unknown)
     for _ in range(2):
-        operators.cancel(bank, waiting, Change("ann", "no", "request-3"))
+        cancel(bank, waiting, Change("ann", "no", "request-3"))
     assert len(connection.execute(text("SELECT FROM idempotency.audit")).all()) == 3
     with pytest.raises(ChangeRefused, match="--request-id: was used before, to cancel"):
-        operators.release(bank, waiting, Change("ann", "no", "request-3"))
+        release(bank, waiting, Change("ann", "no", "request-3"))
 
 
 def test_a_plain_end_is_told_to_duplicates_as_it_is(bank: Celery, deliveries: Deliveries, unknown: Any) -> None:
@@ -185,13 +188,13 @@ def test_a_word_about_a_compensated_effect_is_refused(
 
     task = make_task(bank, body, max_attempts=1, on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    operators.cancel(bank, shown(connection, task), ANN, may_have_happened=True)
-    operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_typo"}), ANN, end=True)
+    cancel(bank, shown(connection, task), ANN, may_have_happened=True)
+    resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_typo"}), ANN, end=True)
     assert (code(record("k"))[0], record("k").effects["call"]["state"]) == ("cancelled", "compensated")
     before = record("k")
     for word in (Happened({"charge": "ch_1"}), DidNotHappen()):
         with pytest.raises(ChangeRefused, match="is compensated"):
-            operators.resolve_effect(bank, shown(connection, task), "call", word, ANN)
+            resolve_effect(bank, shown(connection, task), "call", word, ANN)
     assert (record("k"), entries("reversed ch_typo")) == (before, 1)
 
 
@@ -220,10 +223,10 @@ def test_an_unknown_end_that_a_person_closes_is_cancelled_and_correctable(
     deliveries.deliver(task, key="k")
     expire_key(connection)
     assert isinstance(deliveries.deliver(task, key="k").value, EffectUnknown)
-    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert (entries("reserved"), code(record("k"))[0], told[-1][0]) == (0, "cancelled", "cancelled")
 
-    operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN)
+    resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN)
     assert (code(record("k")), record("k").effects["call"]["state"]) == (("unfinished", "cancelled"), "done")
     assert (told[-1][0], told[-1][1].effects["call"].state) == ("unfinished", "happened")
 
@@ -257,10 +260,10 @@ def test_a_request_id_is_refused_for_another_effect_or_another_word(
     deliveries.deliver(task, key="k")
     request = Change("ann", "ticket 42", "ticket-42")
     for _ in range(2):  # the very same request is carried out once
-        operators.resolve_effect(bank, shown(connection, task), "one", DidNotHappen(), request)
+        resolve_effect(bank, shown(connection, task), "one", DidNotHappen(), request)
     for name, word in (("two", DidNotHappen()), ("one", Happened({"charge": "ch_1"}))):
         with pytest.raises(ChangeRefused, match="--request-id: was used before"):
-            operators.resolve_effect(bank, shown(connection, task), name, word, request)
+            resolve_effect(bank, shown(connection, task), name, word, request)
     states = {name: entry["state"] for name, entry in record("k").effects.items()}
     assert states == {"one": "not_happened", "two": "begun"}
 
@@ -271,7 +274,7 @@ def test_a_repeated_cancel_returns_the_code_of_the_first(
     task = make_task(bank, lambda self: self.effect("call", Provider(lost())))
     deliveries.deliver(task, key="k")
     request, seen = Change("ann", "no", "request-1"), shown(connection, task)
-    ended = [operators.cancel(bank, seen, request, may_have_happened=True).code for _ in range(2)]
+    ended = [cancel(bank, seen, request, may_have_happened=True).code for _ in range(2)]
     assert ended == ["effect_unknown", "effect_unknown"]
 
 
@@ -287,7 +290,7 @@ def test_a_cancel_without_the_task_says_that_on_failed_was_skipped(
     deliveries.deliver(task, key="k")
     known = bank.tasks.pop(task.name)
     try:
-        operators.cancel(bank, shown(connection, task), ANN, without_task=True)
+        cancel(bank, shown(connection, task), ANN, without_task=True)
     finally:
         bank.tasks[task.name] = known
     (letter,) = op.dead_letters(connection)
@@ -314,7 +317,7 @@ def test_a_revoke_remembered_from_before_a_replay_does_not_end_it(
     assert code(record("k"))[0] == "refused"
     refuse.clear()
     (letter,) = op.dead_letters(connection)
-    operators.replay(bank, letter.id, ANN)
+    replay(bank, letter.id, ANN)
     row = op.outbox(connection)[-1]
     outcome = deliveries.deliver(task, key="k", task_id="t1", origin=row.origin, headers={REVOKED_HEADER: True})
     assert (outcome.value, record("k").status) == ("done", "completed")

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
-from idempotency.broker.publisher import Published, Refusal
+from idempotency.broker.batch import Published, Refusal
 from idempotency.letters import consumer as consuming
 from idempotency.letters import storing
 from idempotency.letters.consumer import DeadLetterConsumer

@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 from idempotency.application import runtime_of
 from idempotency.cli.main import cli
 from idempotency.errors import DiscardRefused, IdempotencyError, NotAllowed
-from idempotency.operate import discards
-from idempotency.operate.discards import Person
-from idempotency.operate.operators import Change
+from idempotency.operate import discard, people
+from idempotency.operate.change import Change
+from idempotency.operate.people import Person
 from idempotency.store import dead_letters as letters
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
@@ -50,9 +50,9 @@ def run(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setenv("COLUMNS", "160")
 
     def command(*arguments: object, token: str | None = None, status: int = 0) -> Result:
-        monkeypatch.delenv(discards.TOKEN_VARIABLE, raising=False)
+        monkeypatch.delenv(people.TOKEN_VARIABLE, raising=False)
         if token is not None:
-            monkeypatch.setenv(discards.TOKEN_VARIABLE, token)
+            monkeypatch.setenv(people.TOKEN_VARIABLE, token)
         result = CliRunner().invoke(cli, [*map(str, arguments), "-A", "tests.support.bank"])
         exit_code = 1 if isinstance(result.exception, IdempotencyError) else result.exit_code
         assert exit_code == status, (result.output, result.exception)
@@ -75,10 +75,10 @@ def test_a_letter_is_discarded_by_two_people_and_its_operation_can_be_purged(
     failed("a1")
     (letter,) = op.dead_letters(connection)
     connection.execute(text("UPDATE idempotency.records SET expires_at = clock_timestamp() - interval '1 s'"))
-    act(bank, discards.request, EVE, letter.id, "account closed")
+    act(bank, discard.request, EVE, letter.id, "account closed")
     assert op.dead_letters(connection) == [letter]
     assert maintenance.purge(bank) == 0
-    act(bank, discards.approve, ANN, letter.id)
+    act(bank, discard.approve, ANN, letter.id)
     assert [letter.status for letter in op.dead_letters(connection)] == ["discarded"]
     assert audits(connection) == [
         ("eve", "discard_requested", "a1", "account closed"),
@@ -92,12 +92,12 @@ def test_a_letter_is_discarded_by_two_people_and_its_operation_can_be_purged(
 @pytest.mark.parametrize(
     ("steps", "why"),
     [
-        ([(discards.approve, ANN)], "nobody has asked"),
-        ([(discards.request, ANN, "x"), (discards.approve, ANN)], "somebody else has to approve"),
-        ([(discards.request, EVE, "x"), (discards.approve, EVE)], "needs the role admin"),
-        ([(discards.request, EVE, "x"), (discards.request, ANN, "x")], "'eve' has asked already"),
-        ([(discards.request, EVE, "  ")], "--reason: 1 to 500 characters, got 0"),
-        ([(discards.request, EVE, "x"), (discards.approve, ANN), (discards.approve, BEN)], "already discarded"),
+        ([(discard.approve, ANN)], "no one has asked"),
+        ([(discard.request, ANN, "x"), (discard.approve, ANN)], "another admin has to approve"),
+        ([(discard.request, EVE, "x"), (discard.approve, EVE)], "needs the role admin"),
+        ([(discard.request, EVE, "x"), (discard.request, ANN, "x")], "'eve' has asked already"),
+        ([(discard.request, EVE, "  ")], "--reason: 1 to 500 characters, got 0"),
+        ([(discard.request, EVE, "x"), (discard.approve, ANN), (discard.approve, BEN)], "already discarded"),
     ],
 )
 def test_one_person_alone_cannot_discard(
@@ -119,10 +119,10 @@ def test_a_letter_replayed_meanwhile_is_not_discarded(
 ) -> None:
     failed("a1")
     (letter,) = op.dead_letters(connection)
-    act(bank, discards.request, EVE, letter.id, "x")
+    act(bank, discard.request, EVE, letter.id, "x")
     act(bank, letters.replay, letter.id)
     with pytest.raises(DiscardRefused, match="already replayed"):
-        act(bank, discards.approve, ANN, letter.id)
+        act(bank, discard.approve, ANN, letter.id)
     assert [letter.status for letter in op.dead_letters(connection)] == ["replayed"]
 
 
@@ -131,12 +131,12 @@ def test_of_approvals_and_replays_at_once_one_wins(
 ) -> None:
     failed(*map(str, range(5)))
     for letter in op.dead_letters(connection):
-        act(bank, discards.request, EVE, letter.id, "x")
+        act(bank, discard.request, EVE, letter.id, "x")
 
         def attempt(number: int, letter: int = letter.id) -> bool:
             try:
                 if number % 2:
-                    act(bank, discards.approve, (ANN, BEN)[number // 2], letter)
+                    act(bank, discard.approve, (ANN, BEN)[number // 2], letter)
                 else:
                     act(bank, letters.replay, letter)
             except IdempotencyError:
@@ -165,7 +165,7 @@ def test_the_database_itself_refuses_what_is_not_two_people(
     bank: Celery, failed: Callable[..., None], connection: Connection, statement: str
 ) -> None:
     failed("a1")
-    act(bank, discards.request, EVE, op.dead_letters(connection)[0].id, "x")
+    act(bank, discard.request, EVE, op.dead_letters(connection)[0].id, "x")
     with pytest.raises(IntegrityError):
         connection.execute(text(statement))
 
@@ -175,13 +175,13 @@ def test_the_database_itself_refuses_what_is_not_two_people(
 
 def test_only_a_valid_token_of_its_role_is_accepted_refusals_are_noted(bank: Celery, connection: Connection) -> None:
     runtime = runtime_of(bank)
-    tokens = {role: discards.add_operator(connection, SETUP, role, role, days=1) for role in ("operator", "admin")}
-    tokens["late"] = discards.add_operator(connection, SETUP, "late", "admin", days=1)
+    tokens = {role: people.add_operator(connection, SETUP, role, role, days=1) for role in ("operator", "admin")}
+    tokens["late"] = people.add_operator(connection, SETUP, "late", "admin", days=1)
     connection.execute(text("UPDATE idempotency.operators SET expires_at = clock_timestamp() WHERE name = 'late'"))
     connection.execute(text("SELECT pg_sleep(0.01)"))
-    assert discards.authenticate(runtime, tokens["operator"], role="operator", action="discard").name == "operator"
-    assert discards.authenticate(runtime, tokens["admin"], role="operator", action="discard").role == "admin"
-    assert discards.authenticate(runtime, tokens["admin"], role="admin", action="approve").role == "admin"
+    assert people.authenticate(runtime, tokens["operator"], role="operator", action="discard").name == "operator"
+    assert people.authenticate(runtime, tokens["admin"], role="operator", action="discard").role == "admin"
+    assert people.authenticate(runtime, tokens["admin"], role="admin", action="approve").role == "admin"
     noted = len(audits(connection))
     for token, why, who in [
         (None, "not set; `idempotency operators add` prints one", "unknown"),
@@ -190,7 +190,7 @@ def test_only_a_valid_token_of_its_role_is_accepted_refusals_are_noted(bank: Cel
         (tokens["operator"], "needs the role admin", "operator"),
     ]:
         with pytest.raises(NotAllowed, match=why):
-            discards.authenticate(runtime, token, role="admin", action="approve", letter=7)
+            people.authenticate(runtime, token, role="admin", action="approve", letter=7)
         assert audits(connection)[noted:][-1][:2] == (who, "refused")
     assert len(audits(connection)) == noted + 4
     stored = json.dumps([list(map(str, table)) for table in snapshot(connection)])

@@ -13,13 +13,14 @@ from sqlalchemy.orm import Session
 
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, StillUnknown
 from idempotency.application import runtime_of
-from idempotency.operate import operators
+from idempotency.operate.cancel import cancel
+from idempotency.operate.resolve import resolve_effect
 from idempotency.store import effects
 from idempotency.upkeep import maintenance
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Record, code, make_due
-from tests.support.operators import ANN, replay, shown
+from tests.support.operators import ANN, replay_and_deliver, shown
 from tests.support.tasks import Provider, lost, make_task, on_failed
 
 # ---------------------------------------------------------------- calls
@@ -71,8 +72,8 @@ def test_an_attempt_that_resumes_after_its_lease_calls_nothing(
         connection.execute(text("UPDATE idempotency.records SET revoked_generation = generation"))
         deliveries.deliver(task, key="k", origin="recover")
         assert (code(record("k"))[0], charged) == ("effect_unknown", [])
-        operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
-        assert replay(bank, connection, deliveries, task).value == "ch_1"
+        resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
+        assert replay_and_deliver(bank, connection, deliveries, task).value == "ch_1"
         return begun
 
     task = make_task(bank, lambda self: self.effect("call", charge), on_failed=on_failed)
@@ -105,10 +106,10 @@ def test_what_a_person_has_said_is_remembered_for_its_retention(
     provider = Provider(lost())
     task = make_task(bank, lambda self: self.effect("call", provider), max_attempts=1, on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    operators.cancel(bank, shown(connection, task), ANN, may_have_happened=True)
+    cancel(bank, shown(connection, task), ANN, may_have_happened=True)
     ago = "UPDATE idempotency.records SET expires_at = expires_at - :ago, completed_at = completed_at - :ago"
     connection.execute(text(ago), {"ago": timedelta(days=31)})
-    operators.resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN)
+    resolve_effect(bank, shown(connection, task), "call", Happened({"charge": "ch_1"}), ANN)
     connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()"))
     connection.execute(text("DELETE FROM idempotency.outbox"))
     assert maintenance.purge(bank) == 0

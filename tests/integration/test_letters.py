@@ -26,8 +26,12 @@ from idempotency.errors import DiscardRefused, ReplayRefused
 from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.storing import ON_FAILED_TRIES
-from idempotency.operate import discards, operators
-from idempotency.operate.discards import Person
+from idempotency.operate import discard
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import read
+from idempotency.operate.people import Person
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters, ends, sweeps
@@ -79,7 +83,7 @@ def test_a_replay_that_was_lost_is_sent_again_beside_an_open_letter(
     deliver_row(deliveries, b.failing, row)
     break_copy(bank, b.failing, row)
     failed, broken = op.dead_letters(connection, id)
-    operators.replay(bank, failed.id, ANN)
+    replay(bank, failed.id, ANN)
     lose(connection)
     assert (broken.outbox_id, sends(bank)) == (row.id, 1)
     replayed = op.outbox(connection, id)[-1]
@@ -89,9 +93,9 @@ def test_a_replay_that_was_lost_is_sent_again_beside_an_open_letter(
 ASKS, APPROVES = Person("ann", "operator"), Person("bob", "admin")
 
 
-def discard(app: Celery, letter: int) -> None:
-    act(app, discards.request, ASKS, letter, "a broken copy")
-    act(app, discards.approve, APPROVES, letter)
+def discard_letter(app: Celery, letter: int) -> None:
+    act(app, discard.request, ASKS, letter, "a broken copy")
+    act(app, discard.approve, APPROVES, letter)
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["the first", "the second"])
@@ -107,7 +111,7 @@ def test_a_letter_of_one_acceptance_loses_no_other(
     assert (letter.reason, letter.outbox_id) == ("undecodable", rows[broken].id)
 
     sent = sends(bank)
-    discard(bank, letter.id)
+    discard_letter(bank, letter.id)
     assert sent + sends(bank) == 1
     healthy = op.outbox(connection, id)[1 - broken]
     assert (healthy.id, healthy.status) == (rows[1 - broken].id, "pending")
@@ -140,7 +144,7 @@ def test_a_pass_that_began_before_a_discard_does_not_hide_what_it_gave_back(
     connection.exec_driver_sql("SELECT pg_advisory_lock(7)")
     passing = op.in_background(lambda: resend_lost(bank))
     op.wait_for_a_lock(connection)
-    discard(bank, letter.id)
+    discard_letter(bank, letter.id)
     connection.exec_driver_sql("SELECT pg_advisory_unlock(7)")
     assert passing.result(30).resent == 0
     monkeypatch.undo()
@@ -179,15 +183,15 @@ def test_the_last_way_on_of_an_operation_is_not_discarded_until_it_has_ended(
     deliveries.deliver(task, key="k")
     make_due(engine, "k")
     letter = unpublishable(bank, connection)
-    act(bank, discards.request, ASKS, letter.id, "too large")
+    act(bank, discard.request, ASKS, letter.id, "too large")
     before = snapshot(connection)
     with pytest.raises(DiscardRefused, match=r"has not ended and nothing else will deliver it; replay .* or cancel"):
-        act(bank, discards.approve, APPROVES, letter.id)
+        act(bank, discard.approve, APPROVES, letter.id)
     assert snapshot(connection) == before
 
-    operators.cancel(bank, operators.read(connection, OperationId("default", task.name, "k")), ANN)
+    cancel(bank, read(connection, OperationId("default", task.name, "k")), ANN)
     assert (record("k").status, entries("reserved")) == ("failed", 0)
-    act(bank, discards.approve, APPROVES, letter.id)
+    act(bank, discard.approve, APPROVES, letter.id)
     assert [each.status for each in op.dead_letters(connection)] == ["discarded", "open"]
 
 
@@ -196,11 +200,11 @@ def test_no_letter_of_a_running_operation_is_discarded(bank: Celery, engine: Eng
     (row,) = op.outbox(connection, id)
     letter = unpublishable(bank, connection)
     held = op.started(connection, id, fingerprint=row.fingerprint)
-    act(bank, discards.request, ASKS, letter.id, "too large")
+    act(bank, discard.request, ASKS, letter.id, "too large")
     with pytest.raises(DiscardRefused, match="is running"):
-        act(bank, discards.approve, APPROVES, letter.id)
+        act(bank, discard.approve, APPROVES, letter.id)
     ends.complete(connection, held, "1", retention=60.0, lease=60.0)
-    act(bank, discards.approve, APPROVES, letter.id)
+    act(bank, discard.approve, APPROVES, letter.id)
 
 
 def test_discarding_a_broken_copy_of_a_retry_sends_the_retry_again(
@@ -214,7 +218,7 @@ def test_discarding_a_broken_copy_of_a_retry_sends_the_retry_again(
     break_copy(bank, task, retry)
     assert sends(bank) == 0
     (letter,) = op.dead_letters(connection)
-    discard(bank, letter.id)
+    discard_letter(bank, letter.id)
     assert sends(bank) == 1
     assert deliver_row(deliveries, task, retry).state == "RETRY"
     assert record("k").attempts == 2
@@ -226,7 +230,7 @@ def test_the_letter_of_another_request_is_discarded_while_the_operation_runs(
     id = accept(engine, b.deposit, "a")
     letter = unpublishable(bank, connection)
     op.started(connection, id, fingerprint="v1:another request")
-    discard(bank, letter.id)
+    discard_letter(bank, letter.id)
 
 
 # ---------------------------------------------------------------- what a letter says and stops
@@ -247,7 +251,7 @@ def test_a_letter_follows_the_code_that_a_person_ends_its_operation_with(
     task = make_task(bank, body)
     deliveries.deliver(task, key="k")
     (unknown,) = dead_letters.select_ids(connection, Selection("open", reason="effect_unknown"), limit=10)
-    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert code(record("k")) == ("gave_up", None)
     assert dead_letters.select_ids(connection, Selection("open", reason="effect_unknown"), limit=10) == []
     assert dead_letters.select_ids(connection, Selection("open", reason="gave_up"), limit=10) == [unknown]
@@ -269,10 +273,10 @@ def test_a_key_function_that_raises_refuses_its_replay_and_stops_no_other(
     broken, good = (letter.id for letter in op.dead_letters(connection))
 
     with pytest.raises(ReplayRefused):
-        operators.replay(bank, broken, ANN)
+        replay(bank, broken, ANN)
 
     def work(letter: int) -> dict[str, Any]:
-        operators.replay(bank, letter, ANN)
+        replay(bank, letter, ANN)
         return {}
 
     with pytest.raises(typer.Exit):
@@ -371,8 +375,8 @@ def test_a_discarded_letter_settles_the_row_of_its_own_message_only(
     (letter,) = op.dead_letters(connection)
     assert letter.reason == "undecodable"
     with engine.begin() as transaction:
-        discards.request(transaction, Person("ann", "operator"), letter.id, "a broken copy")
-        discards.approve(transaction, Person("bob", "admin"), letter.id)
+        discard.request(transaction, Person("ann", "operator"), letter.id, "a broken copy")
+        discard.approve(transaction, Person("bob", "admin"), letter.id)
     assert [row.settled_at is not None for row in op.outbox(connection, id)] == [False, True]
     connection.execute(text("UPDATE idempotency.outbox SET published_at = clock_timestamp() - interval '1d'"))
     assert resend_lost(bank, lambda queue: 0).resent == 1
@@ -408,7 +412,7 @@ def test_the_letter_of_what_the_relay_could_not_handle_can_be_replayed(
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.task, letter.key) == ("unhandled", id.task, "stuck")
     before = len(op.outbox(connection))
-    operators.replay(bank, letter.id, ANN)
+    replay(bank, letter.id, ANN)
     (row,) = op.outbox(connection)[before:]
     assert deliver_row(deliveries, b.deposit, row).state == "SUCCESS"
 
@@ -484,10 +488,10 @@ def test_the_letter_of_an_unknown_effect_is_not_discarded(
     assert record("a1").error_code == "effect_unknown"
     (letter,) = op.dead_letters(connection)
     with runtime_of(bank).engine.begin() as own:
-        discards.request(own, discards.Person("ann", "admin"), letter.id, "old")
+        discard.request(own, Person("ann", "admin"), letter.id, "old")
     with (
         pytest.raises(DiscardRefused, match="its outcome is not known; resolve it first"),
         runtime_of(bank).engine.begin() as own,
     ):
-        discards.approve(own, discards.Person("ben", "admin"), letter.id)
+        discard.approve(own, Person("ben", "admin"), letter.id)
     assert [letter.status for letter in op.dead_letters(connection)] == ["open"]

@@ -20,8 +20,8 @@ from idempotency import Defer, FingerprintMismatch, IdempotentTask, publish
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.hints import Hint
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.operate import operators
-from idempotency.operate.operators import Change
+from idempotency.operate.change import Change
+from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.relay.resend import resend_lost
 from idempotency.store import effects, ends
@@ -205,7 +205,7 @@ def test_a_retry_that_old_code_cannot_bind_comes_back(
     connection.execute(text("UPDATE idempotency.records SET available_at = clock_timestamp() - interval '1 day'"))
     assert resend_lost(bank).resent == 0
     assert [(row.status, row.taken) for row in op.outbox(connection)] == [("published", True)]
-    operators.replay(bank, letter.id, Change("ann", "the deploy is over"))
+    replay(bank, letter.id, Change("ann", "the deploy is over"))
     assert [(row.status, row.origin) for row in op.outbox(connection)] == [
         ("published", "retry"),
         ("pending", "replay"),

@@ -17,13 +17,15 @@ from idempotency import AttemptsExhausted, DidNotHappen, EffectUnknown, Operatio
 from idempotency.attempt import attempt
 from idempotency.attempt.attempt import ON_FAILED_TRIES
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.operate import operators
+from idempotency.operate.cancel import cancel
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die, headers
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, deaths, make_due, recover_now
-from tests.support.operators import ANN, replay, shown
+from tests.support.operators import ANN, replay_and_deliver, shown
 from tests.support.processes import eventually
 from tests.support.tasks import Provider, lost, make_task, on_failed, pay, told, told_codes, unwrite, write
 
@@ -88,7 +90,7 @@ def test_an_on_failed_that_ends_its_transaction_ends_its_operation_without_it(
 
     task = make_task(bank, waiting, on_failed=handler)
     deliveries.deliver(task, key="k")
-    operators.cancel(bank, shown(connection, task), ANN)
+    cancel(bank, shown(connection, task), ANN)
     assert code(record("k"))[0] == "cancelled"
 
     task = make_task(bank, declined, on_failed=handler)
@@ -191,7 +193,7 @@ def test_a_person_can_cancel_over_an_on_failed_that_rolls_back_and_raises(
 
     task = make_task(bank, body, on_failed=roll_back_and_raise)
     deliveries.deliver(task, key="k")
-    assert operators.cancel(bank, shown(connection, task), ANN).code == "cancelled"
+    assert cancel(bank, shown(connection, task), ANN).code == "cancelled"
     assert (record("k").status, code(record("k"))[0]) == ("failed", "cancelled")
     assert [letter.reason for letter in op.dead_letters(connection)] == ["on_failed_error"]
 
@@ -229,7 +231,7 @@ def test_on_failed_is_told_one_type_for_each_code(
     deliveries.deliver(task, key="k")
     make_due(engine, "k")
     deliveries.deliver(task, key="k", origin="retry")
-    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
+    resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN, end=True)
     assert [(type(error), error.code) for error in heard] == [
         (EffectUnknown, "effect_unknown"),
         (AttemptsExhausted, "attempts_exhausted"),
@@ -257,7 +259,7 @@ def test_an_undo_is_not_committed_by_on_failed_and_a_replay_repeats_its_step(
     assert (entries("reserved"), entries("undone reserved")) == (0, 1)
     assert "on_failed_error" in [letter.reason for letter in op.dead_letters(connection)]
     declined.clear()
-    assert replay(bank, connection, deliveries, task).value == "paid"
+    assert replay_and_deliver(bank, connection, deliveries, task).value == "paid"
     assert (record("k").status, entries("paid"), entries("reserved")) == ("completed", 1, 1)
 
 
@@ -268,7 +270,7 @@ def test_an_accepted_operation_is_cancelled_although_on_failed_commits(
     task = make_task(bank, pay, on_failed=commit_in_sql)
     with Session(engine) as session, session.begin():
         task.enqueue(session, idempotency_key="k")
-    operators.cancel(bank, shown(connection, task), ANN)
+    cancel(bank, shown(connection, task), ANN)
     assert (code(record("k"))[0], told_codes()) == ("cancelled", ["cancelled"])
     assert connection.execute(text("SELECT count(*) FROM failures")).scalar_one() == 0
     assert connection.execute(text("SELECT action FROM idempotency.audit")).scalars().all() == ["cancel"]
@@ -342,4 +344,4 @@ def test_a_dead_message_ends_over_an_on_failed_that_cannot_commit(
     consumer.close()
     (letter,) = op.dead_letters(connection)
     assert (record("k").status, letter.status, letter.reason) == ("failed", "open", "on_failed_error")
-    assert operators.replay(bank, letter.id, ANN).key == "k"
+    assert replay(bank, letter.id, ANN).key == "k"

@@ -22,7 +22,10 @@ from idempotency import (
     Unfinished,
 )
 from idempotency.errors import ChangeRefused
-from idempotency.operate import operators
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import read
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from idempotency.store import effects, ends, undelivered
 from idempotency.store.ends import FailedEnd
 from idempotency.store.undelivered import GivenUp, UndeliveredMessage
@@ -31,7 +34,7 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, deaths, make_due
-from tests.support.operators import ANN, replay, shown
+from tests.support.operators import ANN, replay_and_deliver, shown
 from tests.support.outside import OutsideWorld
 from tests.support.tasks import (
     Provider,
@@ -205,11 +208,11 @@ def test_a_cancel_over_an_open_effect_has_to_say_it_may_have_happened(
 ) -> None:
     task = make_task(bank, lambda self: self.effect("call", Provider(lost())), on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    shown = operators.read(connection, OperationId("default", task.name, "k"))
+    shown = read(connection, OperationId("default", task.name, "k"))
     with pytest.raises(ChangeRefused, match="effect call has happened or may have"):
-        operators.cancel(bank, shown, ANN)
+        cancel(bank, shown, ANN)
     assert (record("k").status, told) == ("released", [])
-    assert isinstance(operators.cancel(bank, shown, ANN, may_have_happened=True), EffectUnknown)
+    assert isinstance(cancel(bank, shown, ANN, may_have_happened=True), EffectUnknown)
     assert code(record("k")) == ("effect_unknown", "cancelled")
     assert told_codes() == ["effect_unknown"]
 
@@ -301,7 +304,7 @@ def test_an_undo_that_accepts_effects_answers_for_them(
     # a replay does again what was undone: the step, and the effect under its next key
     broken.clear()
     (letter,) = op.dead_letters(connection)
-    operators.replay(bank, letter.id, ANN)
+    replay(bank, letter.id, ANN)
     assert deliver_row(deliveries, task, op.outbox(connection)[-1]).value == {"charge": "ch_1"}
     assert (entries("reserved"), len(set(provider.keys))) == (1, 2)
 
@@ -336,7 +339,7 @@ def test_an_effect_that_raises_effect_unknown_stays_open(
     assert (entries("reserved"), entries("undone reserved")) == (1, 0)
     assert (told[-1][0], told[-1][1].effects["call"].state) == ("effect_unknown", "unknown")
     if how == "gateway":
-        assert replay(bank, connection, deliveries, task).value == {"charge": "ch_1"}
+        assert replay_and_deliver(bank, connection, deliveries, task).value == {"charge": "ch_1"}
         assert len(set(provider.keys)) == 1  # repeated under the same key
 
 
@@ -389,8 +392,8 @@ def test_an_operation_does_not_complete_over_a_call_that_it_passed_over(
     assert deliveries.deliver(task, key="k", origin="retry").state == "FAILURE"
     assert code(record("k")) == ("effect_unknown", "attempts_exhausted" if used_up else None)
     assert (told_codes(), len(op.dead_letters(connection))) == (["effect_unknown"], 1)
-    operators.resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
-    assert replay(bank, connection, deliveries, task).value == {"status": "cancelled, nothing charged"}
+    resolve_effect(bank, shown(connection, task), "call", DidNotHappen(), ANN)
+    assert replay_and_deliver(bank, connection, deliveries, task).value == {"status": "cancelled, nothing charged"}
 
 
 # ---------------------------------------------------------------- effects that an attempt does not come to, or that were never called

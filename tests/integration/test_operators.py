@@ -15,9 +15,14 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId
 from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused, InvalidResult, OperationNotFound
-from idempotency.operate.operators import Change, Shown, audit, cancel, find, read, release, resolve_effect
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change, Shown, audit, find, read
+from idempotency.operate.forget import forget_process
+from idempotency.operate.release import release
+from idempotency.operate.resolve import resolve_effect
 from idempotency.store import dead_letters as letters
 from idempotency.store import ends
+from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.bank import failures
@@ -374,3 +379,19 @@ def test_details_that_are_no_text_to_postgres_are_audited(connection: Connection
     audit(connection, ANN, "cancel", None, None, details={"on_failed_error": "a\0b\ud800", "dead_letter": 1})
     details = connection.execute(text("SELECT details FROM idempotency.audit")).scalar_one()
     assert details == {"on_failed_error": "a\ufffdb?", "dead_letter": 1}
+
+
+# ---------------------------------------------------------------- forget
+
+
+def test_every_process_that_is_forgotten_has_its_audit_row(bank: Celery, connection: Connection) -> None:
+    for kind in ("worker", "beat"):
+        SignOfLife(bank, kind, "gone@host").sign()
+    change = Change("ann", "scaled down", "request-1")
+    with pytest.raises(ChangeRefused, match="no process of this name is silent"):
+        forget_process(bank, "gone@host", change)
+    assert audits(connection) == []
+    connection.execute(text("UPDATE idempotency.processes SET seen_at = seen_at - interval '2 min'"))
+    assert forget_process(bank, "gone@host", change) == 2
+    found = [(row.actor, row.action, row.reason, row.details["kind"]) for row in audits(connection)]
+    assert sorted(found) == [("ann", "forget", "scaled down", kind) for kind in ("beat", "worker")]

@@ -14,7 +14,8 @@ from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of, settings_of
 from idempotency.observe import crash_points
-from idempotency.operate import discards
+from idempotency.operate import discard
+from idempotency.operate.people import Person
 from idempotency.relay import relay as relay_module
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store import dead_letters, outbox, overview
@@ -292,8 +293,8 @@ def test_a_discarded_row_holds_back_its_key_no_longer(
 ) -> None:
     relay, letter = blocked
     with runtime_of(bank).engine.begin() as transaction:
-        discards.request(transaction, discards.Person("ann", "operator"), letter, "of no use")
-        discards.approve(transaction, discards.Person("bob", "admin"), letter)
+        discard.request(transaction, Person("ann", "operator"), letter, "of no use")
+        discard.approve(transaction, Person("bob", "admin"), letter)
     assert relay.run_once() == Relayed(2, 0)
     assert keys(drained(bank)) == ["a2", "a3"]
     assert states(connection) == ["failed", "published", "published"]
@@ -346,8 +347,8 @@ def test_the_purge_leaves_what_holds_back_a_key(
     assert purged() == 0
     assert lanes(connection) == {"a": True}
     with runtime_of(bank).engine.begin() as transaction:
-        discards.request(transaction, discards.Person("ann", "operator"), letter, "of no use")
-        discards.approve(transaction, discards.Person("bob", "admin"), letter)
+        discard.request(transaction, Person("ann", "operator"), letter, "of no use")
+        discard.approve(transaction, Person("bob", "admin"), letter)
     assert purged() == 1
     assert states(connection) == ["pending", "pending"]
     assert lanes(connection) == {"a": False}
@@ -387,8 +388,8 @@ def test_a_discard_and_a_relay_at_once_leave_the_key_open(
     write(connection, "a2", "a")
     letter = fail(connection, relay, message_id)
     with runtime_of(bank).engine.connect() as person:
-        discards.request(person, discards.Person("ann", "operator"), letter, "of no use")
-        discards.approve(person, discards.Person("bob", "admin"), letter)
+        discard.request(person, Person("ann", "operator"), letter, "of no use")
+        discard.approve(person, Person("bob", "admin"), letter)
         late = threading.Thread(target=refresh, args=(bank, (b.deposit.name, "a")))
         late.start()  # waits for the lane, and then looks
         late.join(0.3)

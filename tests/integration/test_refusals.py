@@ -15,7 +15,7 @@ from idempotency import EffectUnknown, Happened, PermanentError, StillUnknown, S
 from idempotency.attempt import attempt
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Record, code, make_due, recover_now
-from tests.support.operators import replay
+from tests.support.operators import replay_and_deliver
 from tests.support.tasks import Provider, lost, make_task, on_failed, told_codes
 
 # ---------------------------------------------------------------- refusals
@@ -261,5 +261,5 @@ def test_a_refusal_ends_its_generation_even_when_its_worker_died(
     recover_now(bank, connection)
     deliveries.deliver(task, key="k", origin="recover")
     assert (code(record("k"))[0], len(keys)) == ("card_declined", 1)
-    assert replay(bank, connection, deliveries, task).value == "ch_1"
+    assert replay_and_deliver(bank, connection, deliveries, task).value == "ch_1"
     assert len(set(keys)) == 2

@@ -9,11 +9,11 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency import PermanentError
-from idempotency.operate import operators
+from idempotency.operate.replay import replay
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code
-from tests.support.operators import ANN, replay
+from tests.support.operators import ANN, replay_and_deliver
 from tests.support.tasks import Provider, lost, make_task, on_failed, told, told_codes, unwrite, write
 
 # ---------------------------------------------------------------- undo
@@ -42,7 +42,7 @@ def test_undos_run_in_reverse_order_in_the_failing_transaction(
     # what the end has undone, a replay does again; what it has not, it skips
     refuse.clear()
     (letter,) = op.dead_letters(connection)
-    operators.replay(bank, letter.id, ANN)
+    replay(bank, letter.id, ANN)
     assert deliver_row(deliveries, task, op.outbox(connection)[-1]).value == "done"
     assert [entries(name) for name in ("zeta", "beta", "alpha", "kept")] == [1, 1, 1, 1]
 
@@ -114,7 +114,7 @@ def test_a_replay_repeats_an_undone_step_that_returns_something_new(
     task = make_task(bank, body, on_failed=on_failed)
     deliveries.deliver(task, key="k")
     assert (code(record("k"))[0], set(record("k").effects)) == ("card_declined", {"call"})  # undone, plainly
-    assert replay(bank, connection, deliveries, task).value == "ch_1"
+    assert replay_and_deliver(bank, connection, deliveries, task).value == "ch_1"
     (before, first), (after, second) = called
     assert before != after
     assert first != second
@@ -139,6 +139,6 @@ def test_a_refused_parameter_can_be_corrected_and_replayed(
     task = make_task(bank, lambda self: self.effect("call", charge, **row), on_failed=on_failed)
     deliveries.deliver(task, key="k")
     row["currency"] = "EUR"
-    assert replay(bank, connection, deliveries, task).value == "ch_1"
+    assert replay_and_deliver(bank, connection, deliveries, task).value == "ch_1"
     assert [currency for currency, _ in called] == ["XXX", "EUR"]
     assert called[0][1] != called[1][1]

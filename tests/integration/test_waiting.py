@@ -20,7 +20,7 @@ from sqlalchemy.exc import OperationalError
 from idempotency.application import close_runtime
 from idempotency.errors import Unanswered
 from idempotency.observe import metrics
-from idempotency.store import dead_letters, outbox, statements
+from idempotency.store import letters, outbox, statements
 from idempotency.wire.message import ETA_HEADER, ORIGIN_HEADER
 from idempotency.worker import waiting
 from idempotency.worker.waiting import Waiting
@@ -147,7 +147,7 @@ def test_a_refusal_whose_letter_meets_a_closed_connection_leaves_its_letter(
     deliveries: Deliveries, engine: Engine, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deliveries.deliver(app_module.deposit, "a", 1)
-    broken = broken_once(monkeypatch, dead_letters, "store_refusal")
+    broken = broken_once(monkeypatch, letters, "store_refusal")
     assert deliveries.deliver(app_module.deposit, "a", 2).state == "FAILURE"
     assert broken == [1]
     with engine.connect() as connection:

@@ -11,9 +11,12 @@ from hypothesis.stateful import precondition, rule
 
 from idempotency.attempt.effects import Happened
 from idempotency.errors import ChangeRefused, DiscardRefused, OperationNotFound, ReplayRefused
-from idempotency.operate import discards, operators
-from idempotency.operate.discards import Person
-from idempotency.operate.operators import Change, Shown
+from idempotency.operate import discard
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.people import Person
+from idempotency.operate.release import release
+from idempotency.operate.resolve import resolve_effect
 from idempotency.store import claims, dead_letters
 from idempotency.wire.keys import OperationId
 from tests.model.choices import fingerprint, nth, some_amount, some_id, which
@@ -27,7 +30,7 @@ class People(Claims):
     @rule(id=some_id)
     def look(self, id: OperationId) -> None:
         try:
-            shown = operators.read(self.connection, id)
+            shown = read(self.connection, id)
         except OperationNotFound:
             assert id not in self.records
             assert not any(row.id == id for row in self.rows.values())
@@ -59,7 +62,7 @@ class People(Claims):
             may = may and shown.status == "released"
             may = may and record is not None and not (record.outside("begun") or record.outside("done"))
         with refused(not may, ChangeRefused):
-            operators.cancel(self.app, shown, Change("ana", "no longer wanted"))
+            cancel(self.app, shown, Change("ana", "no longer wanted"))
         if may:
             if record is None:
                 record = self.records[shown.id] = Record("released", rows[0].fingerprint, attempts=0)
@@ -73,7 +76,7 @@ class People(Claims):
         may = record is not None and (record.status, record.fence) == (shown.status, shown.fence)
         may = may and shown.status == "started"
         with refused(not may, ChangeRefused):
-            operators.release(self.app, shown, Change("ana", "hangs"))
+            release(self.app, shown, Change("ana", "hangs"))
         if record is not None and may:
             record.release(due=True)
             self._supersede(shown.id, record.fingerprint)
@@ -88,7 +91,7 @@ class People(Claims):
             and (record.effects.get("charge") == "begun" or "charge" in record.resolved)
         )
         with refused(not may, ChangeRefused):
-            operators.resolve_effect(self.app, shown, "charge", Happened(1), Change("ana", "looked"))
+            resolve_effect(self.app, shown, "charge", Happened(1), Change("ana", "looked"))
         if record is not None and may:
             record.effects["charge"] = "done"
             record.resolved.add("charge")
@@ -158,7 +161,7 @@ class People(Claims):
         letter = self.letters[number]
         may = letter.status == "open" and letter.asked_by is None
         with refused(not may, DiscardRefused), self.transaction() as connection:
-            discards.request(connection, Person(person, "operator"), number, "not worth it")
+            discard.request(connection, Person(person, "operator"), number, "not worth it")
         if may:
             letter.asked_by = person
 
@@ -166,7 +169,7 @@ class People(Claims):
         letter = self.letters[number]
         may = letter.status == "open" and letter.asked_by not in (None, person) and not self._is_the_last_way_on(letter)
         with refused(not may, DiscardRefused), self.transaction() as connection:
-            discards.approve(connection, Person(person, "admin"), number)
+            discard.approve(connection, Person(person, "admin"), number)
         if not may:
             return
         letter.status = "discarded"

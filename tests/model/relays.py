@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
-from idempotency.broker.publisher import Published, Refusal
+from idempotency.broker.batch import Published, Refusal
 from idempotency.relay import relay as relaying
 from idempotency.relay.resend import resend_lost
 from idempotency.store import outbox

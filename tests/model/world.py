@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DataError
 
 from idempotency.application import runtime_of
-from idempotency.operate.operators import Shown
+from idempotency.operate.change import Shown
 from idempotency.relay.relay import Relay
 from idempotency.store.answers import Claimed
 from idempotency.wire.delivery import Delivery

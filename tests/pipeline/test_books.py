@@ -15,7 +15,10 @@ from sqlalchemy.pool import NullPool
 import services
 from idempotency import DidNotHappen, Happened, OperationId, PermanentError
 from idempotency.application import close_runtime
-from idempotency.operate import operators
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import read
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from sandbox import ledger
 from sandbox import process as sandbox_process
 from sandbox.process import Sandbox
@@ -96,17 +99,17 @@ class Shop:
     def replay(self, id: OperationId) -> Outcome:
         with self.engine.connect() as connection:
             (letter,) = [each for each in op.dead_letters(connection, id) if each.status == "open"]
-        operators.replay(self.app, letter.id, ANN)
+        replay(self.app, letter.id, ANN)
         return self.deliver(id)
 
     def cancel(self, id: OperationId) -> Any:
         """Wait no longer for what may have happened: one of many ways to effect_unknown."""
         with self.engine.connect() as connection:
-            return operators.cancel(self.app, operators.read(connection, id), ANN, may_have_happened=True)
+            return cancel(self.app, read(connection, id), ANN, may_have_happened=True)
 
     def resolve(self, id: OperationId, name: str, word: Any, **options: Any) -> None:
         with self.engine.connect() as connection:
-            operators.resolve_effect(self.app, operators.read(connection, id), name, word, ANN, **options)
+            resolve_effect(self.app, read(connection, id), name, word, ANN, **options)
 
     def row(self, table: str, id: str, column: str = "id") -> Any:
         with self.engine.connect() as connection:

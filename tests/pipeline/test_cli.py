@@ -15,7 +15,7 @@ from sqlalchemy import Engine, text
 
 from idempotency import OperationId, cli
 from idempotency.application import runtime_of
-from idempotency.cli.operator_commands import this_user
+from idempotency.cli.options import this_user
 from idempotency.store import overview
 from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b
@@ -234,7 +234,7 @@ def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: 
     people = run("show", "a").out
     assert "accepted: it has not begun" in people
     assert "refused 3 times since " in people
-    assert "+0000: no worker that got its message knows its task" in people
+    assert "+0000: no worker that received it knows its task" in people
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.outbox SET settled_at = clock_timestamp()"))
     assert "no record" in run("show", "a").out

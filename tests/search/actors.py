@@ -11,9 +11,12 @@ from sqlalchemy.exc import OperationalError
 
 from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused, DiscardRefused, OperationNotFound, ReplayRefused
-from idempotency.operate import discards, operators
-from idempotency.operate.discards import Person
-from idempotency.operate.operators import Change
+from idempotency.operate import discard
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change
+from idempotency.operate.people import Person
+from idempotency.operate.release import release
+from idempotency.operate.replay import replay
 from tests.search import application
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 from tests.search.world import REFUND, World
@@ -107,19 +110,19 @@ def _revoke(world: World) -> None:
 def _release(world: World) -> None:
     with _refusals():
         shown = world.shown()
-        _insisting(lambda change: operators.release(application.app, shown, change))
+        _insisting(lambda change: release(application.app, shown, change))
 
 
 def _cancel(world: World) -> None:
     with _refusals():
         shown = world.shown()
-        _insisting(lambda change: operators.cancel(application.app, shown, change))
+        _insisting(lambda change: cancel(application.app, shown, change))
 
 
 def _cancel_anyway(world: World) -> None:
     with _refusals():
         shown = world.shown()
-        _insisting(lambda change: operators.cancel(application.app, shown, change, may_have_happened=True))
+        _insisting(lambda change: cancel(application.app, shown, change, may_have_happened=True))
 
 
 def _resolve(world: World) -> None:
@@ -141,7 +144,7 @@ def _replay(world: World) -> None:
     stop_before("looks for a dead letter")
     with _refusals():
         for letter in world.letters()[:1]:
-            _insisting(lambda change, letter=letter: operators.replay(application.app, letter, change))
+            _insisting(lambda change, letter=letter: replay(application.app, letter, change))
 
 
 def _discard(world: World) -> None:
@@ -150,9 +153,9 @@ def _discard(world: World) -> None:
     with _refusals():
         for letter in world.letters()[:1]:
             with engine.begin() as connection:
-                discards.request(connection, Person("ann", "operator"), letter, "asked by the search")
+                discard.request(connection, Person("ann", "operator"), letter, "asked by the search")
             with engine.begin() as connection:
-                discards.approve(connection, Person("bob", "admin"), letter)
+                discard.approve(connection, Person("bob", "admin"), letter)
 
 
 def _insisting(command: Callable[[Change], object]) -> None:

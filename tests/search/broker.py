@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from idempotency.broker.publisher import Published, Refusal
+from idempotency.broker.batch import Published, Refusal
 from idempotency.wire.message import ORIGIN_HEADER, OUTBOX_HEADER, Message
 from tests.search import application
 from tests.search.scheduler import note, stop_before, touched

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
 
-from idempotency.operate import operators
+from idempotency.operate.replay import replay
 from tests.search import application
 from tests.search.actors import KINDS, RUNNERS
 from tests.search.checker import check
@@ -224,7 +224,7 @@ def _rest(world: World, done: Run) -> None:
     application.broken.clear()  # mended
     try:
         world.resolve(world.shown(), PERSON)
-        operators.replay(application.app, letters[0], PERSON)
+        replay(application.app, letters[0], PERSON)
     except Exception as error:
         done.trace.append(Event("a person", "resolves and replays", f"refused: {error}"))
         record = world.record()

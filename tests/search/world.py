@@ -36,8 +36,8 @@ from idempotency.attempt.effects import DidNotHappen, Happened
 from idempotency.attempt.runtime import Runtime
 from idempotency.letters import storing
 from idempotency.observe import crash_points
-from idempotency.operate import operators
-from idempotency.operate.operators import Change, Shown
+from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.resolve import resolve_effect
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.store import schema, undelivered
@@ -419,7 +419,7 @@ class World:
 
     def shown(self) -> Shown:
         with runtime_of(application.app).autocommit() as connection:
-            return operators.read(connection, self.id)
+            return read(connection, self.id)
 
     def letters(self) -> list[int]:
         touched("r:dead_letters")
@@ -436,7 +436,7 @@ class World:
         record = self.record()
         effect = {} if record is None else record.effects.get("refund", {})
         if effect.get("state") == "begun" or effect.get("resolved"):
-            operators.resolve_effect(application.app, shown, "refund", self.truth(effect), change, end=end)
+            resolve_effect(application.app, shown, "refund", self.truth(effect), change, end=end)
 
     def revoke(self) -> None:
         """What a worker's main process does when it has terminated an attempt."""

@@ -10,23 +10,23 @@ from sqlalchemy import Connection, text
 
 from idempotency import OperationId
 from idempotency.application import runtime_of
-from idempotency.operate import operators
-from idempotency.operate.operators import Change
+from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.replay import replay
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
 
 ANN = Change("ann", "ticket 42")
 
 
-def shown(connection: Connection, task: Any, key: str = "k") -> operators.Shown:
-    return operators.read(connection, OperationId("default", task.name, key))
+def shown(connection: Connection, task: Any, key: str = "k") -> Shown:
+    return read(connection, OperationId("default", task.name, key))
 
 
-def replay(app: Celery, connection: Connection, deliveries: Deliveries, task: Any) -> Outcome:
+def replay_and_deliver(app: Celery, connection: Connection, deliveries: Deliveries, task: Any) -> Outcome:
     """Replay the newest open letter of the operation and deliver it."""
     id = OperationId("default", task.name, "k")
     letter = [each for each in op.dead_letters(connection, id) if each.status == "open"][-1]
-    operators.replay(app, letter.id, ANN)
+    replay(app, letter.id, ANN)
     return deliver_row(deliveries, task, op.outbox(connection, id)[-1])
 
 

@@ -46,7 +46,8 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
 # From the ground up: each may import what stands before it, and nothing else of the library. Those of one row are
 # independent of each other.
 LAYERS = (
-    ("errors", "environment"),
+    ("text", "environment"),
+    ("errors",),
     ("observe",),
     ("wire",),
     ("settings", "queues", "providers"),

@@ -1,0 +1,61 @@
+"""What became of the messages of a batch: confirmed, refused, or open. No input or output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..store.outbox import Lane
+from ..wire.message import Message
+
+# Characters of an error that an outbox row keeps.
+ERROR_LIMIT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one message was not accepted. `own`: it never can be, and neither its queue nor the broker is to blame."""
+
+    error: str
+    own: bool
+    is_missing_exchange: bool = False
+
+    @classmethod
+    def by(cls, error: Exception, *, own: bool, is_missing_exchange: bool = False) -> Refusal:
+        return cls(f"{type(error).__name__}: {error}"[:ERROR_LIMIT], own, is_missing_exchange)
+
+
+@dataclass(slots=True)
+class Published:
+    """What became of a batch so far; a message that is neither confirmed nor refused is open."""
+
+    confirmed: list[str] = field(default_factory=list)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+    # of messages that have an order; nothing is sent behind the first refusal in a lane
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    stopped: set[Lane] = field(default_factory=set)
+
+    def refuse(self, id: str, refusal: Refusal) -> None:
+        self.refused[id] = refusal
+        if (lane := self.lanes.get(id)) is not None:
+            self.stopped.add(lane)
+
+    def waits(self, id: str) -> bool:
+        """Whether an earlier message of its lane was refused."""
+        return self.lanes.get(id) in self.stopped
+
+    def open(self, batch: Iterable[tuple[str, Message]]) -> list[tuple[str, Message]]:
+        answered = {*self.confirmed, *self.refused}
+        return [(id, message) for id, message in batch if id not in answered]
+
+    def keep_order(self) -> None:
+        """Forget what became of messages behind the first of their lane that was not confirmed: they are sent again."""
+        confirmed, behind = set(self.confirmed), set()
+        broken: set[Lane] = set()
+        for id, lane in self.lanes.items():
+            if lane in broken:
+                behind.add(id)
+            elif id not in confirmed:
+                broken.add(lane)
+        self.confirmed = [id for id in self.confirmed if id not in behind]
+        self.refused = {id: refusal for id, refusal in self.refused.items() if id not in behind}

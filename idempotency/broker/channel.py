@@ -1,0 +1,150 @@
+"""One connection and one channel to the broker, and what the broker says about its queues."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed
+from celery import Celery
+from kombu import Connection as BrokerConnection
+from kombu.exceptions import KombuError
+
+from ..errors import BrokerUnavailable
+from ..observe.logs import log
+from ..queues import dead_letter_queues
+
+BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)
+# Seconds that a worker may take to say what it holds: Celery's own patience.
+REPLY = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A queue as the broker sees it: messages ready, and consumers. Messages that consumers hold are not counted."""
+
+    ready: int
+    consumers: int
+
+
+class BrokerChannel:
+    """Opened on first use, and opened again after every error.
+
+    `timeout`: seconds after which a socket that takes or gives nothing counts as broken.
+    """
+
+    def __init__(self, app: Celery, *, timeout: float) -> None:
+        self._app = app
+        self._timeout = timeout
+        self._broker: BrokerConnection | None = None
+        self._channel: Any = None
+        self._confirms = False
+
+    def depth(self, queue: str) -> int:
+        """Messages ready in a queue; 0 if there is no such queue. Raises `BrokerUnavailable`."""
+        with self._asking() as channel:
+            try:
+                return int(channel.queue_declare(queue, passive=True).message_count)
+            except ChannelError:
+                return 0
+
+    def is_fifo(self) -> bool:
+        """Whether queues are first in, first out: over AMQP they are. Raises `BrokerUnavailable`."""
+        with self._closing_on_errors():
+            self._connect()
+            return self._confirms
+
+    def look(self, queue: str) -> Seen | None:
+        """What is in a queue now; None if the broker cannot say. Raises `BrokerUnavailable`."""
+        with self._asking() as channel:
+            try:
+                return _seen(channel, queue)
+            except NotFound:
+                return Seen(0, 0)
+            except ChannelError as error:
+                log.warning("queue_not_seen", queue=queue, error=type(error).__name__)
+                return None
+
+    def held(self, queue: str, consumers: int, task_ids: list[str]) -> set[str] | None:
+        """Which of these tasks the consumers of a queue hold, unacknowledged. None: not all of them have answered.
+
+        Takes `REPLY` seconds. Raises `BrokerUnavailable`.
+        """
+        with self._closing_on_errors():
+            self._connect()
+            everyone = self._app.control.inspect(connection=self._broker, timeout=REPLY)
+            queues = everyone.active_queues() or {}
+            workers = [name for name, served in queues.items() if queue in (each["name"] for each in served)]
+            if len(workers) != consumers:
+                return None
+            these = self._app.control.inspect(workers, connection=self._broker, timeout=REPLY, limit=len(workers))
+            answers = these.query_task(*task_ids) or {}
+            if not set(workers) <= set(answers):
+                return None
+            return {id for worker in workers for id in answers[worker]}
+
+    def close(self) -> None:
+        """Drop the channel and the connection without a handshake: a broker that hangs must not hang us."""
+        broker, self._broker, self._channel = self._broker, None, None
+        if broker is not None:
+            broker.collect()
+
+    @contextmanager
+    def _closing_on_errors(self) -> Iterator[None]:
+        """Close the connection after any error. Raises `BrokerUnavailable` for an error of the broker."""
+        try:
+            yield
+        except BROKER_ERRORS as error:
+            self.close()
+            raise BrokerUnavailable(type(error).__name__) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def _asking(self) -> Iterator[Any]:
+        """A second channel for one question: an answer of "no such queue" closes it."""
+        with self._closing_on_errors():
+            self._connect()
+            assert self._broker is not None
+            with self._broker.channel() as channel:
+                yield channel
+
+    def _connect(self) -> Any:
+        """The channel; if there is none, connect and declare the application's queues."""
+        if self._channel is not None:
+            return self._channel
+        options = {**self._app.conf.broker_transport_options}
+        self._broker = self._app.connection_for_write(connect_timeout=5, transport_options=options)
+        self._confirms = self._broker.transport.driver_type == "amqp"
+        if self._confirms:
+            # we count confirms ourselves; and a socket that takes nothing for this long belongs to a dead broker
+            options |= {"confirm_publish": False, "read_timeout": self._timeout, "write_timeout": self._timeout}
+            self._broker.transport_options = options
+        self._broker.connect()
+        channel = self._broker.channel()
+        queues = list(self._app.amqp.queues.values())
+        for queue in [*dead_letter_queues(queues), *queues]:
+            try:
+                queue(channel).declare()
+            except (PreconditionFailed, AccessRefused) as error:
+                # declared otherwise, or by others: it exists, which is all that a message needs
+                log.warning("queue_differs", queue=queue.name, error=type(error).__name__)
+                channel = self._broker.channel()
+        self._channel = channel
+        return channel
+
+
+def _seen(channel: Any, queue: str) -> Seen:
+    declared = channel.queue_declare(queue, passive=True)
+    if declared.message_count:
+        return Seen(declared.message_count, declared.consumer_count)
+    # "0 messages, 0 consumers" is also what RabbitMQ says about a quorum queue without a leader. A get goes to the
+    # leader, or fails.
+    if (message := channel.basic_get(queue, no_ack=False)) is not None:
+        channel.basic_reject(message.delivery_tag, requeue=True)
+        return Seen(1, declared.consumer_count)
+    return Seen(0, channel.queue_declare(queue, passive=True).consumer_count)

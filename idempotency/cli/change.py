@@ -1,0 +1,162 @@
+"""`idempotency release, cancel, forget, effects resolve`: what an operator changes.
+
+Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from ..application import runtime_of
+from ..attempt.effects import DidNotHappen, Happened
+from ..operate.cancel import cancel
+from ..operate.change import Change, Shown, find, read
+from ..operate.forget import forget_process
+from ..operate.release import release
+from ..operate.resolve import resolve_effect
+from ..store import dead_letters
+from .options import (
+    ActorOption,
+    AppOption,
+    JsonOption,
+    KeyArgument,
+    ReasonOption,
+    RequestOption,
+    TaskOption,
+    TenantOption,
+)
+from .terminal import application, console, plain, print_json
+
+commands = typer.Typer()
+effects = typer.Typer(no_args_is_help=True, help="Calls outside whose outcome only a person can find out.")
+commands.add_typer(effects, name="effects")
+
+FenceOption = Annotated[int | None, typer.Option(help="Only if the record still has the fence that `show` printed.")]
+WithoutTaskOption = Annotated[
+    bool, typer.Option("--without-task", help="Even if the application has no such task: no undo, no on_failed.")
+]
+
+
+@commands.command("release")
+def release_operation(
+    key: KeyArgument,
+    reason: ReasonOption,
+    actor: ActorOption,
+    app: AppOption = "tasks",
+    task: TaskOption = None,
+    tenant: TenantOption = None,
+    fence: FenceOption = None,
+    request_id: RequestOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a started operation from its holder, and deliver it again now."""
+    celery = application(app)
+    shown = _shown(app, key, task, tenant, fence)
+    release(celery, shown, Change(actor, reason, request_id))
+    _print_change("released", shown, as_json)
+
+
+@commands.command("cancel")
+def cancel_operation(
+    key: KeyArgument,
+    reason: ReasonOption,
+    actor: ActorOption,
+    app: AppOption = "tasks",
+    task: TaskOption = None,
+    tenant: TenantOption = None,
+    fence: FenceOption = None,
+    may_have_happened: Annotated[
+        bool, typer.Option("--may-have-happened", help="Even if an effect has happened or may have.")
+    ] = False,
+    without_task: WithoutTaskOption = False,
+    request_id: RequestOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End an operation that has not begun or waits for its next attempt: failed as cancelled, with a dead letter."""
+    celery = application(app)
+    shown = _shown(app, key, task, tenant, fence)
+    change = Change(actor, reason, request_id)
+    error = cancel(celery, shown, change, may_have_happened=may_have_happened, without_task=without_task)
+    _print_change("cancelled" if error.code == "cancelled" else "ended", shown, as_json, ended_as=error.code)
+
+
+@commands.command("forget")
+def forget(
+    name: Annotated[str, typer.Argument(help="The process's name, as `status` prints it.")],
+    reason: ReasonOption,
+    actor: ActorOption,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
+) -> None:
+    """Forget a worker, relay or beat that is silent and will not come back: its alarm ends."""
+    forgotten = forget_process(application(app), name, Change(actor, reason))
+    if as_json:
+        print_json({"change": "forgotten", "name": name, "processes": forgotten})
+    else:
+        console.print(plain(f"forgotten: {name}"), markup=False, highlight=False, soft_wrap=True)
+
+
+@effects.command("resolve")
+def resolve(
+    key: KeyArgument,
+    name: Annotated[str, typer.Argument(help="The effect's name, as `show` prints it.")],
+    reason: ReasonOption,
+    actor: ActorOption,
+    happened: Annotated[
+        str | None, typer.Option(metavar="RESULT_JSON", help="It happened, and this is what the call returns.")
+    ] = None,
+    not_happened: Annotated[
+        bool, typer.Option("--not-happened", help="It did not, and can no longer happen under its key.")
+    ] = False,
+    end: Annotated[
+        bool, typer.Option("--end", help="Do not go on: undo what the operation's end had to leave.")
+    ] = False,
+    app: AppOption = "tasks",
+    task: TaskOption = None,
+    tenant: TenantOption = None,
+    fence: FenceOption = None,
+    without_task: WithoutTaskOption = False,
+    request_id: RequestOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what became of an effect of unknown outcome, or correct it; then replay its dead letter, or --end it."""
+    if (happened is None) != not_happened:
+        raise typer.BadParameter("give one of --happened RESULT_JSON and --not-happened")
+    outcome: Happened | DidNotHappen = DidNotHappen()
+    if happened is not None:
+        try:
+            outcome = Happened(json.loads(happened))
+        except ValueError as error:
+            raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
+    celery = application(app)
+    shown = _shown(app, key, task, tenant, fence)
+    change = Change(actor, reason, request_id)
+    code = resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
+    with runtime_of(celery).autocommit() as connection:
+        letter = dead_letters.open_letter(connection, shown.id)
+    if as_json:
+        _print_change("resolved", shown, as_json, effect=name, ended_as=code, dead_letter=letter)
+        return
+    _print_change("resolved", shown, as_json, effect=f"{name}; the operation ended as {code}")
+    if letter is not None and not end:
+        console.print(f"to go on: idempotency dead-letters replay {letter}", highlight=False)
+
+
+def _shown(app: str, key: str, task: str | None, tenant: str | None, fence: int | None) -> Shown:
+    with runtime_of(application(app)).autocommit() as connection:
+        shown = read(connection, find(connection, key, task=task, tenant=tenant))
+    # compared in the change's own transaction, once it is known not to be a repetition
+    return shown if fence is None else replace(shown, fence=fence)
+
+
+def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:
+    if as_json:
+        id = shown.id
+        print_json({"change": what, "tenant": id.tenant, "task": id.task, "key": id.key} | more)
+    else:
+        text = " ".join([f"{what}:", shown.id.task, shown.id.key, *more.values()])
+        console.print(plain(text), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,204 @@
+"""`idempotency status, list, show`: what an operator looks at.
+
+Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.bar import Bar
+
+from ..application import runtime_of, settings_of
+from ..operate.change import find
+from ..store import operations
+from ..store import overview as stored
+from ..upkeep import overview
+from .options import AppOption, JsonOption, KeyArgument, TaskOption, TenantOption
+from .terminal import application, console, plain, print_json, print_table
+
+commands = typer.Typer()
+
+
+class Status(StrEnum):
+    ACCEPTED = "accepted"
+    STARTED = "started"
+    RELEASED = "released"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+@commands.command("status")
+def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+    """Queues, processes, operations by status, and what has waited longest."""
+    celery = application(app)
+    given = settings_of(celery)
+    with stored.monitoring_connection(given) as connection:
+        seen = overview.status(connection, celery, given)
+    if as_json:
+        print_json(seen)
+        return
+    print_table(
+        "queue", "accepted, not begun", "in the broker", "running", "released",
+        rows=[(name, *_queue_cells(queue)) for name, queue in seen["queues"].items()],
+    )  # fmt: skip
+    if not seen["broker_answered"]:
+        console.print("the broker does not answer: ready and consumers are unknown")
+    if seen["outbox"]["due"] and not seen["relay_is_running"]:
+        waiting = f"rows due: {seen['outbox']['due']:,}, for {_age(seen['outbox']['oldest_due_seconds'])}"
+        console.print(f"no relay is running; {waiting}; start `idempotency relay`", soft_wrap=True)
+    if seen["processes"]:
+        print_table(
+            "process", "name", "host", "last sign", "queues", "version",
+            rows=[
+                (row["kind"], row["name"], f"{row['host']} {row['pid']}",
+                 f"{_age(row['silent_seconds'])} ago{', silent' if row['is_silent'] else ''}",
+                 ", ".join(row["queues"]), row["version"])
+                for row in seen["processes"]
+            ],
+        )  # fmt: skip
+    most = max((n for by_status in seen["operations"].values() for n in by_status.values()), default=1)
+    about = "about " if seen["operations_are_estimated"] else ""
+    print_table(
+        "task", "status", "operations", "",
+        rows=[
+            (name, status, f"{about if status in ('completed', 'failed') else ''}{count}", Bar(most, 0, count, width=24))
+            for name, by_status in seen["operations"].items()
+            for status, count in by_status.items()
+        ],
+    )  # fmt: skip
+    oldest, outbox, letters = seen["oldest_seconds"], seen["outbox"], seen["dead_letters"]
+    print_table(
+        "what", "now",
+        rows=[
+            ("oldest started", _age(oldest["started"])),
+            ("oldest released", _age(oldest["released"])),
+            ("started, lease over", seen["lease_over"]),
+            ("effects unknown", seen["unknown_effects"]),
+            ("outbox pending", outbox["pending"]),
+            ("outbox oldest due", _age(outbox["oldest_due_seconds"])),
+            ("outbox failed", outbox["failed"]),
+            ("dead letters open", letters["open"]),
+            *((f"  {row['task'] or '-'} {row['reason']}", row["letters"]) for row in letters["by_reason"]),
+        ],
+    )  # fmt: skip
+
+
+@commands.command("list")
+def list_operations(
+    app: AppOption = "tasks",
+    task: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
+    status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, help="Only those accepted or first claimed more than this many seconds ago.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """The oldest operations, without arguments and results. The accepted ones have no record yet."""
+    with stored.monitoring_connection(settings_of(application(app))) as connection:
+        rows = stored.list_operations(
+            connection, task=task, status=status, tenant=tenant, older_than=older_than, limit=limit
+        )
+    if as_json:
+        print_json([row._asdict() | {"error": row.error and json.loads(row.error)} for row in rows])
+        return
+    print_table(
+        "task", "key", "status", "attempts", "created", "error",
+        rows=[
+            (row.task, row.key, row.status, row.attempts, row.created_at,
+             _refused(row.refusals, row.first_refused_at) or (row.error and json.loads(row.error)["code"]))
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+@commands.command("show")
+def show_operation(
+    key: KeyArgument,
+    app: AppOption = "tasks",
+    task: TaskOption = None,
+    tenant: TenantOption = None,
+    with_payload: Annotated[bool, typer.Option("--with-payload", help="Also arguments and results.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """One operation: its record, effects, deliveries, dead letters, and what people have changed."""
+    with runtime_of(application(app)).autocommit() as connection:
+        id = find(connection, key, task=task, tenant=tenant)
+        shown = operations.operation(connection, id, with_payload=with_payload)
+    if as_json:
+        print_json(shown)
+        return
+    console.print(f"{plain(id.task)} {plain(id.key)} (tenant {plain(id.tenant)})", markup=False, highlight=False)
+    record = shown["record"]
+    if record is None:
+        waiting = [row for row in shown["outbox"] if row["settled_at"] is None and row["status"] != "failed"]
+        refused = [row for row in waiting if row["refusals"]]
+        console.print("accepted: it has not begun" if waiting else "no record: it has not begun or has been purged")
+        if refused:
+            last = max(refused, key=lambda row: row["refusals"])
+            console.print(
+                f"{_refused(last['refusals'], last['first_refused_at'])}: no worker that received it knows its task or the "
+                "version of its message",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    else:
+        fields = [name for name, value in record.items() if value is not None and name not in shown]
+        print_table("record", "", rows=[(name, record[name]) for name in fields])
+    if shown["effects"]:
+        print_table(
+            "name", "kind", "state", "key number", "idempotency key", *(["result"] if with_payload else []),
+            rows=[
+                (name, effect["kind"], effect["state"], effect.get("number", ""), effect.get("key", ""),
+                 *([effect.get("result")] if with_payload else []))
+                for name, effect in shown["effects"].items()
+            ],
+        )  # fmt: skip
+    _print_rows(
+        "outbox", shown["outbox"],
+        "id", "origin", "status", "attempts", "refusals", "first_refused_at", "available_at", "message",
+    )  # fmt: skip
+    _print_rows("dead letters", shown["dead_letters"], "id", "generation", "reason", "status", "failed_at", "payload")
+    _print_rows("audit", shown["audit"], "at", "actor", "action", "fence_before", "fence_after", "reason", "details")
+
+
+def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
+    if rows:
+        columns = tuple(column for column in columns if column in rows[0])
+        print_table(*columns, rows=[[row[column] for column in columns] for row in rows], title=title)
+
+
+def _refused(refusals: int, since: Any) -> str:
+    return f"refused {refusals} times since {plain(since)}" if refusals else ""
+
+
+def _queue_cells(queue: dict[str, Any]) -> Iterator[str]:
+    def number(name: str) -> str:
+        return f"{queue[name]:,}{'+' if name in queue['at_least'] else ''}"
+
+    oldest, due = queue["oldest_accepted_seconds"], queue["next_due_seconds"]
+    yield "".join(
+        [
+            number("accepted"),
+            "" if oldest is None else f", oldest {_age(oldest)}",
+            f", {number('scheduled')} not due yet" if queue["scheduled"] else "",
+        ]
+    )
+    ready, consumers = ("?" if queue[name] is None else f"{queue[name]:,}" for name in ("ready", "consumers"))
+    yield f"{ready} ready, {consumers} consumers"
+    yield number("running") + (f", {number('lease_over')} lease over" if queue["lease_over"] else "")
+    when = "" if due is None else f", next due in {_age(due)}" if due > 0 else f", due for {_age(-due)}"
+    yield number("released") + when
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,33 @@
+"""The options that several commands have."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from typing import Annotated
+
+import typer
+
+
+def this_user() -> str:
+    """The name of the user at the keyboard, or the number if the system knows no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+AppOption = Annotated[
+    str, typer.Option("--app", "-A", envvar="CELERY_APP", help="The Celery application, as for celery -A.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+KeyArgument = Annotated[str, typer.Argument(help="The idempotency key.")]
+TaskOption = Annotated[
+    str | None, typer.Option(help="The task's name or its end after a dot, if several tasks have the key.")
+]
+TenantOption = Annotated[str | None, typer.Option(help="The tenant, if several have the key.")]
+ReasonOption = Annotated[str, typer.Option(help="Why; kept in the audit table.")]
+ActorOption = Annotated[str, typer.Option("--as", help="Who does it.", default_factory=this_user, show_default="you")]
+RequestOption = Annotated[
+    str | None, typer.Option(help="A name for this change: repeated under the same one, it is made once.")
+]

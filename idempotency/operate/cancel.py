@@ -1,0 +1,106 @@
+"""Cancel: end an operation that is not running."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from celery import Celery
+from sqlalchemy import Connection, Row
+
+from ..application import runtime_of
+from ..attempt import conclusions
+from ..attempt.runtime import Runtime
+from ..errors import ChangeRefused, PermanentError
+from ..observe import metrics
+from ..store import claims, ends, letters, operations
+from ..store.answers import Claimed
+from ..wire.delivery import Delivery
+from ..wire.keys import OperationId
+from .change import Change, Shown, audit, called, claim_of, locked, repeated
+from .ending import conclude, skipping_what_breaks, task_of
+
+
+def cancel(
+    app: Celery, shown: Shown, change: Change, *, may_have_happened: bool = False, without_task: bool = False
+) -> PermanentError:
+    """End an operation that has not begun or waits for its next attempt: it fails with the code `cancelled`.
+
+    The record, the dead letter, undos, the rows of the task's `on_failed` and the audit row are one commit; a delivery
+    that is still on its way finds the failure. Returns the error it has ended with. Raises `ChangeRefused`, also if an
+    effect has happened or may have, unless `may_have_happened`: then it ends as `effect_unknown` or `unfinished`; and
+    if the application has no such task, unless `without_task`: then neither undos nor `on_failed` run.
+    """
+    runtime = runtime_of(app)
+
+    def end(skip: str | None) -> PermanentError:
+        with runtime.engine.begin() as connection:
+            if (done := repeated(connection, change, "cancel", shown.id)) is not None:
+                return PermanentError(change.reason, done.details["ended_as"])
+            row = _locked(connection, runtime, shown)
+            _check_no_effect(shown.id, row, may_have_happened=may_have_happened)
+            policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)
+            error = PermanentError(change.reason, "cancelled")
+            concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
+            letters.store_failure(
+                connection,
+                shown.id,
+                _delivery(shown.id, row, arguments),
+                claim_of(shown.id, row),
+                reason=concluded.reason,
+                last_error=concluded.end.error,
+                service=runtime.settings.service,
+            )
+            fence = ends.cancel(connection, shown.id, concluded.end, fence=row.fence, retention=policy.retention_failed)
+            details = {"was": shown.status, "ended_as": concluded.error.code}
+            details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
+            audit(connection, change, "cancel", shown.id, row, fence=fence, details=details)
+        metrics.count_failed(shown.id.task, concluded.error.code)
+        return concluded.error
+
+    return skipping_what_breaks(end)
+
+
+def _locked(connection: Connection, runtime: Runtime, shown: Shown) -> Any:
+    """The record, locked; one that has not begun gets its record first."""
+    if shown.status != "accepted":
+        return locked(connection, shown, "cancel", "released", status=shown.status, fence=shown.fence)
+    _open_record(connection, runtime, shown.id)
+    return locked(connection, shown, "cancel", "released", status="released")
+
+
+def _open_record(connection: Connection, runtime: Runtime, id: OperationId) -> None:
+    """Give an operation that is only in the outbox its record, under the fingerprint of its deliveries."""
+    # Replayed operations and attempts given back count from 0 again, so the claim alone cannot tell them from new ones.
+    if operations.read_locked(connection, id) is not None:
+        raise ChangeRefused(f"{called(id)}: was accepted when shown and has begun since; look again")
+    sent = operations.accepted(connection, id)
+    if sent is None:
+        raise ChangeRefused(f"{called(id)}: has since been purged")
+    answer = claims.claim(
+        connection,
+        id,
+        token=secrets.token_hex(16),
+        fingerprint=sent.fingerprint,
+        message=sent.message,
+        holder=runtime.holder,
+        lease=runtime.settings.lease,
+        queue=sent.queue,
+    )
+    if not isinstance(answer, Claimed) or not answer.first_claim:
+        raise ChangeRefused(f"{called(id)}: was accepted when shown and has begun since; look again")
+    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
+
+
+def _check_no_effect(id: OperationId, row: Row[Any], *, may_have_happened: bool) -> None:
+    acted = sorted(name for name, entry in row.effects.items() if conclusions.has_acted({name: entry}))
+    if acted and not may_have_happened:
+        raise ChangeRefused(
+            f"{called(id)}: effect {', '.join(acted)} has happened or may have; let it finish, "
+            "or cancel it with --may-have-happened"
+        )
+
+
+def _delivery(id: OperationId, row: Row[Any], arguments: dict[str, Any]) -> Delivery:
+    headers = letters.headers_of(row.message)
+    return Delivery(id, row.fingerprint, arguments, str(headers.get("id", "")), row.message, headers, row.queue)

@@ -1,0 +1,164 @@
+"""What every change by a person shares: who changes what, that it is still what they were shown, and the audit row.
+
+A change is one transaction with its audit row. An operation is changed only while its record has the status and the
+fence that the person was shown; a dead letter is replayed only while it is open and its operation failed in that
+generation. Of two operators, or an operator and a worker, one makes the change and the other is refused. A refusal
+changes nothing and leaves no row; only a refused token does (`people.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from ..errors import ChangeRefused, OperationNotFound
+from ..observe.logs import log
+from ..store import audit as audits
+from ..store import operations
+from ..store.answers import Claimed
+from ..wire.keys import OperationId
+
+# Enough for a sentence and a ticket number.
+REASON_LIMIT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An operation as a person was shown it. It is changed only while it is still this."""
+
+    id: OperationId
+    status: str  # "accepted": in the outbox, without a record yet
+    fence: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Who changes something, and why. A change repeated under the same `request_id` is made once."""
+
+    actor: str
+    reason: str
+    request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.request_id is not None and not 0 < len(self.request_id) <= 255:
+            raise ChangeRefused(f"--request-id: 1 to 255 characters, got {len(self.request_id)}")
+        if not 0 < len(self.actor.strip()) <= 255:
+            raise ChangeRefused("--as: 1 to 255 characters")
+        if not 0 < len(self.reason.strip()) <= REASON_LIMIT:
+            raise ChangeRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {len(self.reason)}")
+
+
+# ---------------------------------------------------------------- what a person is shown
+
+
+def find(connection: Connection, key: str, *, task: str | None = None, tenant: str | None = None) -> OperationId:
+    """Find the one operation that has this key. `task` is the task's name, or its end after a dot.
+
+    Raises `OperationNotFound`, and `ChangeRefused` with the choices if there are several.
+    """
+    found = operations.find(connection, key, task=task, tenant=tenant)
+    found = [id for id in found if id.task == task] or found  # an exact name wins over the end of a longer one
+    if not found:
+        raise OperationNotFound(f"key {key!r}: no operation has it")
+    if len(found) > 1:
+        choices = "; ".join(f"--task {id.task} --tenant {id.tenant}" for id in found)
+        raise ChangeRefused(f"key {key!r}: {len(found)} operations have it, choose one: {choices}")
+    return found[0]
+
+
+def read(connection: Connection, id: OperationId) -> Shown:
+    """Read what a change will depend on. Raises `OperationNotFound`."""
+    row = operations.status_and_fence(connection, id)
+    if row is not None:
+        return Shown(id, row.status, row.fence)
+    if operations.accepted(connection, id) is None:
+        raise OperationNotFound(f"{called(id)}: has neither a record nor a message that waits")
+    return Shown(id, "accepted", None)
+
+
+def called(id: OperationId) -> str:
+    """What messages to people call an operation."""
+    return f"{id.task} {id.key}"
+
+
+# ---------------------------------------------------------------- what a change is made of
+
+
+def repeated(
+    connection: Connection,
+    change: Change,
+    action: str,
+    id: OperationId | None,
+    *,
+    said: Mapping[str, Any] = MappingProxyType({}),
+) -> Row[Any] | None:
+    """The audit row of this request, if it has been carried out before.
+
+    Raises `ChangeRefused` if its id was used for something else.
+    """
+    if change.request_id is None:
+        return None
+    row = audits.of_request(connection, change.request_id)
+    if row is None:
+        return None
+    same = id is None or (id.tenant, id.task, id.key) == (row.tenant, row.task, row.key)
+    if row.action != action or not same or any(row.details.get(name) != value for name, value in said.items()):
+        raise ChangeRefused(f"--request-id: was used before, to {row.action} {row.task} {row.key}, and not for this")
+    return row
+
+
+def locked(
+    connection: Connection,
+    shown: Shown,
+    verb: str,
+    wanted: str,
+    *,
+    status: str | None = None,
+    fence: int | None = None,
+) -> Any:
+    """The record, locked. Raises `ChangeRefused` unless it is still what was shown and has the status `wanted`."""
+    id, status = shown.id, status or shown.status
+    if status != wanted:
+        raise ChangeRefused(f"{called(id)}: is {status}; can only {verb} what is {wanted}")
+    row = operations.read_locked(connection, id)
+    if row is None:
+        raise ChangeRefused(f"{called(id)}: was {status} and has since been purged")
+    expected = shown.fence if fence is None else fence
+    if row.status != status or (expected is not None and row.fence != expected):
+        raise ChangeRefused(f"{called(id)}: was {shown.status} when shown and is {row.status} now; look again")
+    return row
+
+
+def claim_of(id: OperationId, row: Row[Any]) -> Claimed:
+    """The claim that a locked record is under."""
+    return Claimed(id, row.fence, row.token or "", row.attempts, row.generation, 0.0, row.effects, False)
+
+
+def audit(
+    connection: Connection,
+    change: Change,
+    action: str,
+    id: OperationId | None,
+    row: Row[Any] | None,
+    *,
+    fence: int | None = None,
+    details: dict[str, Any] | None = None,
+) -> None:
+    """Record who did what, and why, in the transaction of the change. `fence` is the new one if the change moved it."""
+    audits.add(
+        connection,
+        id,
+        actor=change.actor,
+        action=action,
+        generation=row and row.generation,
+        before=row and row.fence,
+        after=(row and row.fence) if fence is None else fence,
+        reason=change.reason,
+        details=details or {},
+        request_id=change.request_id,
+    )
+    log.info("operator_change", action=action, actor=change.actor, task=id and id.task, key=id and id.key)

@@ -1,0 +1,98 @@
+"""Discarding a dead letter: one operator asks, with a reason, and another one with the role admin approves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from ..attempt import conclusions
+from ..errors import DiscardRefused, NotAllowed
+from ..store import dead_letters, discards, operations
+from ..wire import keys
+from ..wire.keys import OperationId
+from .change import REASON_LIMIT, Change, audit
+from .people import Person
+
+
+def request(connection: Connection, person: Person, letter: int, reason: str) -> None:
+    """Ask for a dead letter to be discarded; it stays open until another person approves.
+
+    One transaction, which the caller commits. Raises `OperationNotFound` and `DiscardRefused`.
+    """
+    if not 0 < len(reason.strip()) <= REASON_LIMIT:
+        raise DiscardRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {len(reason.strip())}")
+    if not discards.request(connection, letter, by=person.name, reason=reason):
+        row = dead_letters.show(connection, letter)
+        if row.status != "open":
+            raise DiscardRefused(f"dead letter {letter}: already {row.status}")
+        asked = discards.requested(connection, letter)
+        assert asked is not None  # the letter is open, so only an earlier request was in the way
+        raise DiscardRefused(
+            f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
+        )
+    id, record = _operation(connection, dead_letters.show(connection, letter))
+    change = Change(person.name, reason)
+    audit(connection, change, "discard_requested", id, record, details={"dead_letter": letter})
+
+
+def approve(connection: Connection, person: Person, letter: int) -> None:
+    """Discard a dead letter that another person has asked to discard; its operation can be purged from now on.
+
+    One transaction, which the caller commits. Raises `OperationNotFound`, `NotAllowed`, and `DiscardRefused`, also
+    while the operation is running, and while only a replay would bring it to its end.
+    """
+    if person.role != "admin":
+        raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
+    reason = discards.approve(connection, letter, by=person.name)
+    if reason is None:
+        row = dead_letters.show(connection, letter)
+        asked = discards.requested(connection, letter)
+        if row.status != "open":
+            raise DiscardRefused(f"dead letter {letter}: already {row.status}")
+        if asked is None:
+            raise DiscardRefused(f"dead letter {letter}: no one has asked to discard it")
+        raise DiscardRefused(f"dead letter {letter}: {person.name!r} asked for it, so another admin has to approve")
+    _check_can_be_discarded(connection, letter)
+    discards.discard(connection, letter)
+    id, record = _operation(connection, dead_letters.show(connection, letter))
+    change = Change(person.name, reason)
+    audit(connection, change, "discard_approved", id, record, details={"dead_letter": letter})
+
+
+def _check_can_be_discarded(connection: Connection, letter: int) -> None:
+    """Lock the letter and its record. Raises `DiscardRefused` if its operation would then never end."""
+    row = discards.lock(connection, letter)
+    if row is None:
+        raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
+    id, record = _operation(connection, row)
+    if id is None or record is None or not _is_same_request(row, record):
+        return
+    if conclusions.is_open(record.effects):
+        raise DiscardRefused(
+            f"dead letter {letter}: an effect of its operation was begun and its outcome is not known; "
+            "resolve it first with `effects resolve`"
+        )
+    if record.status in ("completed", "failed"):
+        return
+    if record.status == "started":
+        raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
+    if not discards.will_be_delivered(connection, id, record.fingerprint):
+        raise DiscardRefused(
+            f"dead letter {letter}: the operation has not ended and nothing else will deliver it; replay the letter, "
+            "or cancel the operation first"
+        )
+
+
+def _is_same_request(letter: Row[Any], record: Any) -> bool:
+    """Whether letter and record may be of the same request. Fingerprints made by different rules cannot be compared."""
+    mine, its = letter.fingerprint, record.fingerprint
+    return mine in (None, its) or keys.fingerprint_version(mine) != keys.fingerprint_version(its)
+
+
+def _operation(connection: Connection, letter: Row[Any]) -> tuple[OperationId | None, Any]:
+    """The operation that a letter names, and its record, locked."""
+    if None in (letter.tenant, letter.task, letter.key):
+        return None, None
+    id = OperationId(letter.tenant, letter.task, letter.key)
+    return id, operations.read_locked(connection, id)

@@ -1,0 +1,99 @@
+"""Operators: adding and removing them, and what their tokens prove.
+
+A token is 256 random bits and is shown once; only its hash is kept. Each change leaves its audit row in its own
+transaction, and so does each refused token. Not promised: anyone who can write to these tables needs no token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import Connection
+
+from ..attempt.runtime import Runtime
+from ..errors import DiscardRefused, NotAllowed, OperationNotFound
+from ..store import people
+from .change import Change, audit
+
+Role = Literal["operator", "admin"]
+TOKEN_BYTES = 32
+# Where commands read the token: an argument would be in the shell's history and in the list of processes.
+TOKEN_VARIABLE = "IDEMPOTENCY_TOKEN"  # noqa: S105
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """An operator who has proved who they are."""
+
+    name: str
+    role: Role
+
+
+def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
+    """Add an operator; returns the token, which is stored nowhere. One transaction, which the caller commits.
+
+    Raises `DiscardRefused` if the name is taken.
+    """
+    if not 0 < len(name.strip()) <= 255:
+        raise DiscardRefused(f"name: 1 to 255 characters, got {len(name)}")
+    if not 0 < days <= 366:
+        raise DiscardRefused(f"days: a token is valid for 1 to 366 days, got {days}")
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    if not people.add(connection, name, role, token_hash=_hash(token), days=days):
+        raise DiscardRefused(f"operator {name!r}: exists already; remove it first")
+    audit(connection, change, "operator_added", None, None, details={"name": name, "role": role})
+    return token
+
+
+def remove_operator(connection: Connection, change: Change, name: str) -> None:
+    """Remove an operator; their token stops working. One transaction, which the caller commits.
+
+    Raises `OperationNotFound`.
+    """
+    if not people.remove(connection, name):
+        raise OperationNotFound(f"operator {name!r}: not found")
+    audit(connection, change, "operator_removed", None, None, details={"name": name})
+
+
+def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str, letter: int | None = None) -> Person:
+    """Check whose token this is, and that they may do this: an admin may do what an operator may.
+
+    Raises `NotAllowed`. The refusal's audit row is committed by itself, whatever becomes of the caller's transaction.
+    """
+    with runtime.autocommit() as connection:
+        row = people.who(connection, _hash(token or ""))
+        if row is None:
+            why = (
+                f"{TOKEN_VARIABLE}: not set; `idempotency operators add` prints one"
+                if not token
+                else f"{TOKEN_VARIABLE}: no operator has this token"
+            )
+        elif row.expired:
+            why = f"{TOKEN_VARIABLE}: the token of {row.name!r} has expired"
+        elif role == "admin" and row.role != "admin":
+            why = f"{action}: needs the role admin, {row.name!r} is {row.role}"
+        else:
+            return Person(row.name, row.role)
+        who = row.name if row is not None else "unknown"
+        details = {"attempted": action} | ({} if letter is None else {"dead_letter": letter})
+        audit(connection, Change(who, why), "refused", None, None, details=details)
+    raise NotAllowed(why)
+
+
+def authenticate_admin(runtime: Runtime, token: str | None, *, action: str, first: str) -> str:
+    """Who adds or removes operators: an admin or, while there is none, `first`: the user who sets up the database.
+
+    Raises `NotAllowed`, as `authenticate` does.
+    """
+    with runtime.autocommit() as connection:
+        if not people.has_admin(connection):
+            return first
+    return authenticate(runtime, token, role="admin", action=action).name
+
+
+def _hash(token: str) -> str:
+    # 256 random bits need no salt and no slow hash
+    return hashlib.sha256(token.encode()).hexdigest()

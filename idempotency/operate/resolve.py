@@ -1,0 +1,119 @@
+"""Resolve: say what became of an effect whose outcome was unknown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+from celery import Celery
+from pydantic import TypeAdapter, ValidationError
+from sqlalchemy import Row
+
+from ..application import runtime_of
+from ..attempt import conclusions
+from ..attempt.conclusions import Entry
+from ..attempt.effects import DidNotHappen, Happened
+from ..attempt.runtime import Runtime
+from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished, permanent_error
+from ..store import ends, letters
+from ..store.ends import FailedEnd
+from ..wire import results
+from ..wire.keys import OperationId
+from .change import Change, Shown, audit, called, locked, repeated
+from .ending import conclude, known_task, skipping_what_breaks, task_of
+
+
+def resolve_effect(
+    app: Celery,
+    shown: Shown,
+    name: str,
+    outcome: Happened | DidNotHappen,
+    change: Change,
+    *,
+    end: bool = False,
+    without_task: bool = False,
+) -> str:
+    """Record what a person found out about an effect whose outcome was unknown. Replay its dead letter to go on.
+
+    Happened: the next attempt gets the result and calls nothing. DidNotHappen: it calls, under the effect's next key.
+    With `end` the operation does not go on: what its end had to leave is undone, and `on_failed` is told the cause
+    (`cancelled` if nothing but the unknown effect had ended it). A person's answer can be corrected while the operation
+    is failed. The result is checked against the task's `effect_types`; an application without the task is refused,
+    unless `without_task`. Returns the code that the operation has ended with now. Raises `ChangeRefused` and
+    `InvalidResult`.
+    """
+    runtime = runtime_of(app)
+    said = {"effect": name, "outcome": _digest(outcome), "end": end}
+
+    def resolve(skip: str | None) -> str:
+        with runtime.engine.begin() as connection:
+            if (done := repeated(connection, change, "resolve", shown.id, said=said)) is not None:
+                return str(done.details["ended_as"])
+            row = locked(connection, shown, "resolve an effect of", "failed")
+            entry, details = _unresolved(shown.id, row, name), dict(said)
+            word: dict[str, Any] = {"state": "not_happened", "resolved": True}
+            if isinstance(outcome, Happened):
+                text = _checked_result(app, runtime, row, name, outcome.result, without_task=without_task)
+                word |= {"state": "done", "result": text}
+            resolved = {**entry, **word}
+            ended = FailedEnd(row.error_code, row.error, changed={name: resolved})
+            if end or row.error_code not in (EffectUnknown.default_code, Unfinished.default_code):
+                entries = {**row.effects, name: resolved}
+                if conclusions.is_open(entries):
+                    raise ChangeRefused(f"{called(shown.id)}: another effect is still open; resolve it first")
+                policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)
+                cause, skip = _cause(row, change), skip or broken
+                concluded = conclude(connection, shown.id, row, cause, policy, arguments, skip, entries=entries)
+                ended = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
+                letters.update_open_letter(connection, shown.id, row.generation, ended, reason=concluded.reason)
+                details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
+            fence = ends.conclude(connection, shown.id, ended, fence=row.fence)
+            details |= {"state": word["state"], "ended_as": ended.code}
+            audit(connection, change, "resolve", shown.id, row, fence=fence, details=details)
+        return ended.code
+
+    return skipping_what_breaks(resolve)
+
+
+def _digest(outcome: Happened | DidNotHappen) -> str:
+    """Tells one answer from another; the result itself must not be in the audit table."""
+    if isinstance(outcome, DidNotHappen):
+        return "not happened"
+    text = json.dumps(outcome.result, sort_keys=True, default=str)
+    return f"happened {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+
+
+def _unresolved(id: OperationId, row: Row[Any], name: str) -> Entry:
+    """The effect's entry. Raises `ChangeRefused` if there is none, or if its outcome is known other than from a person."""
+    entry: Entry | None = row.effects.get(name)
+    if entry is None or entry["kind"] != "effect":
+        known = ", ".join(sorted(n for n, e in row.effects.items() if e["kind"] == "effect")) or "none"
+        raise ChangeRefused(f"{called(id)}: has no effect {name!r}; it has: {known}")
+    # Once an undo has compensated it, its outcome stays: another would leave a refund without a payment, or two.
+    if entry["state"] == "compensated" or (entry["state"] != "begun" and not entry.get("resolved")):
+        raise ChangeRefused(f"{called(id)}: effect {name!r} is {entry['state']}, so its outcome is known")
+    return entry
+
+
+def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, result: Any, *, without_task: bool) -> str:
+    """The result as text. Raises `InvalidResult` if it is not what the task says that this effect returns."""
+    text = results.to_text(result, limit=runtime.settings.result_limit, what=f"result of {name!r}")
+    types = getattr(known_task(app, row.task, without_task=without_task), "effect_types", {})
+    if name in types:
+        try:
+            TypeAdapter(types[name]).validate_python(result)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(map(str, problem["loc"])) or "result"
+            raise InvalidResult(f"result of {name!r}: {where}: {problem['msg']}") from None
+    return text
+
+
+def _cause(row: Row[Any], change: Change) -> PermanentError:
+    """What had ended the operation beside the unknown effect; if nothing had, this person cancels it."""
+    fields = json.loads(row.error)
+    cause = fields.get("cause") or fields
+    error = permanent_error(cause["message"], cause["code"])
+    return PermanentError(change.reason, "cancelled") if error.code == EffectUnknown.default_code else error
