@@ -91,7 +91,7 @@ class PermanentError(IdempotencyError):
         self.code = code or self.default_code
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Both are stored, whatever they are made from.
+        # Both end up in Postgres.
         if name == "message":
             value = storable(str(value))
         elif name == "code":

@@ -39,7 +39,7 @@ def add(
     details: Mapping[str, Any],
     request_id: str | None,
 ) -> None:
-    """Write who did what, in the transaction of the change. `before` and `after`: the fence of the operation's record."""
+    """Record who did what, in the transaction of the change. `before` and `after` are fences of the operation's record."""
     stored = {name: storable(value) if isinstance(value, str) else value for name, value in details.items()}
     connection.exec_driver_sql(
         _AUDIT,

@@ -132,7 +132,7 @@ def where(error: BaseException) -> str | None:
 
 
 def treat_read_only_as_unavailable(engine: Engine) -> None:
-    """A refusal to write is an `OperationalError`; its connections are not used again, since the primary is elsewhere."""
+    """Turn a refusal to write into an `OperationalError` and drop the connections: the primary is elsewhere."""
 
     @event.listens_for(engine, "handle_error")
     def _(context: ExceptionContext) -> None:
