@@ -157,7 +157,7 @@ def test_a_process_that_waits_for_a_lock_may_be_killed_meanwhile(world: World) -
 def test_a_commit_whose_answer_is_lost_is_carried_out_and_claimed_again(world: World) -> None:
     done = carried_out(world, "plain/attempt+discard@5?a")  # of its step
 
-    assert actions(done, "a")[5:8] == ["COMMIT", "records.claim", "records.begin_effect"]
+    assert actions(done, "a")[5:8] == ["COMMIT", "claims.claim", "effects.begin_effect"]
     assert not done.violations
     assert not done.void
 
@@ -166,7 +166,7 @@ def test_an_actor_waiting_for_a_lock_is_seen_and_goes_on_once_it_is_free(world: 
     done = carried_out(world, "plain/attempt+release@5b")  # the attempt has written its record, not committed
 
     outcomes = [(event.action, event.outcome) for event in done.trace]
-    assert ("records.read", "waits for a lock, 1 row") in outcomes
+    assert ("operations.read_locked", "waits for a lock, 1 row") in outcomes
     assert actions(done, "b")[-1] == "COMMIT"
     assert not done.violations
 
@@ -177,7 +177,7 @@ def test_time_that_passes_ends_a_finishing_transaction_that_idles(world: World) 
     # nothing waited for the frozen holder, and its COMMIT failed: it claimed again
     assert not any("waits for a lock" in event.outcome for event in done.trace)
     after = actions(done, "a")[actions(done, "a").index("COMMIT") + 1 :]
-    assert after[0] == "records.claim"
+    assert after[0] == "claims.claim"
     assert not done.violations
 
 
