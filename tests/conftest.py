@@ -28,6 +28,12 @@ from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, Worker
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure when it happens: a run that is cut short has no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nfailed: {report.nodeid} ({report.when})", flush=True)
+
+
 @pytest.fixture(scope="session")
 def servers() -> Iterator[services.Services]:
     with services.running() as running:
