@@ -31,7 +31,7 @@ from tests.support.processes import Processes, Worker
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a failure when it happens: a run that is cut short has no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nfailed: {report.nodeid} ({report.when})", flush=True)
+        print(f"\nfailed: {report.nodeid} ({report.when})", flush=True)  # noqa: T201
 
 
 @pytest.fixture(scope="session")
