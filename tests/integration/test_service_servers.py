@@ -249,7 +249,7 @@ def test_without_rabbitmq_a_second_redis_is_the_broker(
         assert isinstance(s.servers["rabbitmq"], RedisBroker)
         with pytest.raises(services.ServiceError, match="rabbitmq was not started here"):
             s.rabbitmq.kill()
-    assert "a second Redis is the broker" in capsys.readouterr().err
+    assert "using a second Redis as the broker" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("paused", [False, True])
