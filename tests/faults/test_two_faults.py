@@ -118,10 +118,11 @@ def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(
 ) -> None:
     scene.worker()
     scene.bring_to(phase)
+    fence = scene.fence()
     scene.delete_queues()
     flush(scene.environment["REDIS_URL"])
     scene.cancelled(phase)
-    scene.sweep()
+    scene.sweep(up_to=fence)
     scene.completed()
     scene.sweep()
     assert all(row.settled_at for row in scene.outbox())
