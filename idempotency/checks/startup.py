@@ -17,7 +17,10 @@ from sqlalchemy.exc import DBAPIError
 
 from ..errors import SettingsError
 from ..worker.task import idempotent_tasks
-from . import configuration
+from .broker import require_broker_address
+from .findings import Finding, Level
+from .settings import check_pool_size, read_settings
+from .unreachable import reason
 
 
 def check_broker_address(instance: Any, **_: Any) -> None:
@@ -25,7 +28,7 @@ def check_broker_address(instance: Any, **_: Any) -> None:
     if not idempotent_tasks(instance.app):
         return
     try:
-        configuration.require_broker_address(instance.app)
+        require_broker_address(instance.app)
     except SettingsError as error:
         raise SystemExit(f"idempotency: refused to start: {error}; correct it") from None
 
@@ -43,10 +46,10 @@ def freeze_imported_objects(**_: Any) -> None:
 def warn_about_pool_size(instance: Any, **_: Any) -> None:
     """Warn if a worker's concurrency exceeds its connections, once its options are known."""
     if idempotent_tasks(instance.app):
-        settings, _findings = configuration.read_settings(instance.app)
+        settings, _findings = read_settings(instance.app)
         if settings is not None:
             pool = getattr(instance.pool_cls, "__module__", str(instance.pool_cls))
-            _warn(configuration.connections(pool, instance.concurrency, settings))
+            _warn(check_pool_size(pool, instance.concurrency, settings))
 
 
 def check_worker_start(sender: Any, **_: Any) -> None:
@@ -60,19 +63,19 @@ def require_safe_setup(app: Celery) -> str | None:
     # alembic logs its plugins while it is imported
     logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     # only these processes need them
-    from . import doctor
-    from .findings import Level
+    from .doctor import check_configuration
+    from .postgres import check_database
 
     if not idempotent_tasks(app):
         return None
     unanswered = None
-    settings, findings = configuration.read_settings(app)
-    findings += configuration.check(app, settings)
+    settings, findings = read_settings(app)
+    findings += check_configuration(app, settings)
     if settings is not None:
         try:
-            findings += doctor.check_database(settings)
+            findings += check_database(settings)
         except DBAPIError as error:
-            unanswered = doctor.reason(error)
+            unanswered = reason(error)
     if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:
         # Celery logs and ignores other exceptions of signal receivers.
         raise SystemExit("\n".join(f"idempotency: refused to start: {finding}" for finding in refusals))
@@ -80,6 +83,6 @@ def require_safe_setup(app: Celery) -> str | None:
     return unanswered
 
 
-def _warn(findings: Iterable[Any]) -> None:
+def _warn(findings: Iterable[Finding]) -> None:
     for finding in findings:
         print(f"idempotency: warning: {finding}", file=sys.stderr)  # noqa: T201

@@ -18,7 +18,7 @@ from rich.progress import track
 from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
-from ..checks import configuration
+from ..checks.broker import require_broker_address
 from ..errors import IdempotencyError
 from ..letters.consumer import DeadLetterConsumer, consume_once
 from ..operate import discard
@@ -204,7 +204,7 @@ def consume(
 ) -> None:
     """Store what the broker's dead-letter queues hold. The relay does so continuously."""
     celery = application(app)
-    configuration.require_broker_address(celery)
+    require_broker_address(celery)
     if not once:
         stop = threading.Event()
         for name in (signal.SIGTERM, signal.SIGINT):

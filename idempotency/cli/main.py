@@ -20,10 +20,11 @@ from rich.table import Column, Table
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from ..application import runtime_of, settings_of
-from ..checks import configuration
-from ..checks.doctor import WRONG_ADDRESS, Level, reason
+from ..checks.broker import require_broker_address
 from ..checks.doctor import doctor as diagnose
+from ..checks.findings import Level
 from ..checks.startup import require_safe_setup
+from ..checks.unreachable import WRONG_ADDRESS, reason
 from ..environment import environment
 from ..errors import IdempotencyError, SettingsError
 from ..letters.consumer import DeadLetterConsumer
@@ -84,7 +85,7 @@ def relay(app: AppOption = "tasks") -> None:
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
-    configuration.require_broker_address(celery)
+    require_broker_address(celery)
     _wait_for_postgres(celery, stop, unanswered)
     log.info("relay_started")
     run_relay(celery, stop)

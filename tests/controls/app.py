@@ -11,7 +11,7 @@ from pathlib import Path
 
 from celery import Celery
 
-from idempotency.checks import configuration
+from idempotency.checks import queues
 from idempotency.observe import crash_points
 from tests.chaos import ledgers
 from tests.controls.safeguards import remove
@@ -45,7 +45,7 @@ def kill_always(point: str) -> None:
 
 
 if "WITHOUT" in os.environ:
-    setattr(configuration, "DELIVERY_LIMIT", DELIVERY_LIMIT)  # noqa: B010 - a name that the module only imports
+    setattr(queues, "DELIVERY_LIMIT", DELIVERY_LIMIT)  # noqa: B010 - a name that the module only imports
     remove(name for name in os.environ["WITHOUT"].split(",") if name)
     configure(dict(os.environ))
     ledgers.sign_writers()

@@ -23,7 +23,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
-from idempotency.checks.doctor import Finding, Level, doctor
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Finding, Level
 from idempotency.queues import dead_letter_queues, quorum_queue
 from idempotency.store.statements import CheckedConnection
 from tests.support import bank as bank_module
@@ -273,7 +274,9 @@ def test_a_redis_that_forgets_or_refuses_hints_is_a_warning(configured: Celery, 
 
 
 def test_clocks_that_differ_are_a_warning_only(configured: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idempotency.checks.doctor.time", SimpleNamespace(time=lambda: time.time() + 100))
+    for server in ("postgres", "redis"):
+        fast = SimpleNamespace(time=lambda: time.time() + 100)
+        monkeypatch.setattr(f"idempotency.checks.{server}.time", fast)
     for subject in ("database clock", "redis clock"):
         (found,) = about(configured, subject)
         assert found.level is Level.WARNING

@@ -25,7 +25,7 @@ from sqlalchemy.exc import OperationalError
 import services
 from idempotency import lookup
 from idempotency.application import close_runtime
-from idempotency.checks import doctor as diagnosis
+from idempotency.checks.doctor import doctor
 from idempotency.checks.startup import check_worker_start
 from idempotency.relay.relay import Relay, Relayed
 from tests.integration.bad_inputs.cases import cases
@@ -135,9 +135,9 @@ def test_a_database_that_cannot_keep_the_promise_refuses_to_start(
 
 @pytest.mark.parametrize("oldest", cases({"29-redis-too-old": 99}))
 def test_a_redis_that_is_too_old_is_a_warning(oldest: int, configured: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not [found for found in diagnosis.doctor(configured) if found.subject == "redis" and found.level != "ok"]
-    monkeypatch.setattr(diagnosis, "OLDEST_REDIS", oldest)
-    (found,) = [found for found in diagnosis.doctor(configured) if found.subject == "redis"]
+    assert not [found for found in doctor(configured) if found.subject == "redis" and found.level != "ok"]
+    monkeypatch.setattr("idempotency.checks.redis.OLDEST_REDIS", oldest)
+    (found,) = [found for found in doctor(configured) if found.subject == "redis"]
     assert (found.level, found.found.endswith("need at least 99")) == ("warning", True)
 
 

@@ -1,0 +1,67 @@
+"""Checks of the broker: its address, publisher confirms, RabbitMQ's version."""
+
+from __future__ import annotations
+
+import re
+
+from celery import Celery
+
+from .. import settings
+from ..errors import SettingsError
+from .findings import Finding, ok, refusal, warning
+from .queues import check_real_queues
+from .unreachable import TIMEOUT
+
+# at-least-once dead-lettering of quorum queues
+OLDEST_RABBITMQ = (3, 10)
+
+
+def require_broker_address(app: Celery) -> None:
+    """Raise `SettingsError` for an invalid broker address: kombu's own error would show parts of it."""
+    try:
+        _speaks_amqp(app)
+    except ValueError:
+        raise SettingsError(f"broker_url: {settings.NOT_AN_ADDRESS}") from None
+
+
+def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
+    """Whether the broker is RabbitMQ, by its address, and what is wrong with its settings. Does not connect."""
+    try:
+        if not _speaks_amqp(app):
+            found = "not RabbitMQ: no delivery limit, no dead-letter queue and no confirms"
+            late = "a killed worker's messages come back only after the visibility time-out"
+            return False, [warning("broker", found, f"good enough for trying things out; {late}")]
+    except ValueError:
+        return False, [refusal("broker_url", settings.NOT_AN_ADDRESS, "correct it")]
+    if (app.conf.broker_transport_options or {}).get("confirm_publish"):
+        return True, []
+    advice = "a message that the broker does not accept would be lost silently"
+    return True, [refusal("broker_transport_options", "confirm_publish off, need True", advice)]
+
+
+def _speaks_amqp(app: Celery) -> bool:
+    """Whether the broker speaks AMQP. Does not connect; raises `ValueError` for an invalid address."""
+    return bool(app.connection_for_write().transport.driver_type == "amqp")
+
+
+def check_broker(app: Celery) -> list[Finding]:
+    """Check RabbitMQ's version and the queues it has. Raises the connection's errors if it does not answer."""
+    with app.connection_for_write(connect_timeout=TIMEOUT) as connection:
+        connection.ensure_connection(max_retries=1, interval_start=0, timeout=TIMEOUT)
+        if connection.transport.driver_type != "amqp":
+            return []
+        properties = connection.connection.server_properties
+        version = str(properties.get("version", ""))
+        product = f"{properties.get('product', 'AMQP')} {version}"
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+        findings = [ok("broker", product)]
+        if numbers < OLDEST_RABBITMQ:
+            needed = ".".join(map(str, OLDEST_RABBITMQ))
+            findings = [
+                warning(
+                    "broker",
+                    f"{product}, need at least {needed}",
+                    "messages may be lost on their way to the dead-letter queue",
+                )
+            ]
+        return [*findings, *check_real_queues(connection, app.amqp.queues.values())]

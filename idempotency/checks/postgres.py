@@ -1,0 +1,154 @@
+"""Checks of the database: Postgres' own settings, our tables and rights, our connections, its clock."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import NullPool
+
+from ..errors import SettingsError
+from ..settings import Settings
+from ..store import schema
+from ..store.connections import make_attempts_engine
+from .clock import check_clock
+from .findings import Finding, ok, refusal, warning
+from .unreachable import TIMEOUT
+
+# gen_random_uuid() without an extension
+OLDEST_POSTGRES = 13
+# A pooler that rotates its backends returns to the same one after a few connections.
+POOLER_TRIES = 5
+
+_DATABASE = text("""
+SELECT current_setting('server_version_num')::int / 10000 AS version,
+       current_setting('fsync') AS fsync,
+       current_setting('full_page_writes') AS full_page_writes,
+       current_setting('synchronous_commit') AS synchronous_commit,
+       current_setting('synchronous_standby_names') AS synchronous_standby_names,
+       current_setting('default_transaction_isolation') AS isolation,
+       current_setting('transaction_read_only') = 'on' OR pg_is_in_recovery() AS read_only,
+       (SELECT count(*) FROM pg_stat_replication) AS standbys,
+       extract(epoch FROM clock_timestamp())::float8 AS now
+""")
+
+_OURS = text("""
+SELECT pg_backend_pid() AS backend, current_setting('lock_timeout') AS lock_timeout,
+       current_setting('statement_timeout') AS statement_timeout
+""")
+
+
+def check_database(given: Settings) -> list[Finding]:
+    """Check the database's settings, tables and rights, and any pooler. Raises SQLAlchemy's errors if it does not answer."""
+    # No options on this connection: an application's sessions get the server's defaults.
+    engine = create_engine(
+        given.database_url.get_secret_value(),
+        poolclass=NullPool,
+        hide_parameters=True,
+        connect_args={"connect_timeout": TIMEOUT},
+    )
+    with engine.connect() as connection:
+        findings = [*_database(connection), *_tables(connection)]
+    if any(finding.subject == "database default_transaction_isolation" for finding in findings):
+        return findings  # our own connections would be refused
+    return [*findings, *_our_connections(given)]
+
+
+def _database(connection: Connection) -> list[Finding]:
+    asked = time.time()
+    row = connection.execute(_DATABASE).one()
+    findings = [ok("database", f"Postgres {row.version}")]
+    if row.version < OLDEST_POSTGRES:
+        findings = [refusal("database", f"Postgres {row.version}, need at least {OLDEST_POSTGRES}", "upgrade it")]
+    for name in ("fsync", "full_page_writes"):
+        if (value := getattr(row, name)) != "on":
+            findings.append(refusal(f"database {name}", f"{value}, need on", "a power cut can lose committed data"))
+    if row.synchronous_commit in ("off", "local"):
+        advice = "a server crash may lose what your own sessions enqueue; the library's connections set it to on"
+        findings.append(warning("database synchronous_commit", f"{row.synchronous_commit}, need on", advice))
+    if row.standbys and not row.synchronous_standby_names:
+        advice = "a failover can lose committed data; set synchronous_standby_names"
+        findings.append(warning("database", f"{row.standbys} standbys, none synchronous", advice))
+    if row.isolation != "read committed":
+        advice = "under a higher level, an attempt cannot finish after a duplicate was counted"
+        found = f"{row.isolation}, need read committed"
+        findings.append(refusal("database default_transaction_isolation", found, advice))
+    if row.read_only:
+        findings.append(
+            refusal("database", "read-only, need the writable primary", "check the address or the failover")
+        )
+    findings.append(check_clock("database clock", row.now - (asked + time.time()) / 2))
+    return findings
+
+
+def _tables(connection: Connection) -> list[Finding]:
+    """Whether the tables are of this version, and whether this role may use them."""
+    rights = [
+        warning(f"database rights on {row.name}", f"no {row.missing}", "only operators' commands need it")
+        if row.for_people
+        else refusal(
+            f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
+        )
+        for row in schema.missing_rights(connection)
+    ]
+    if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in rights):
+        return rights  # the version cannot be read
+    try:
+        schema.require_compatible(connection)
+    except SettingsError as error:
+        subject, _, found = str(error).partition(": ")
+        found, _, advice = found.partition("; ")
+        return [refusal(subject, found, advice), *rights]
+    return [ok("database schema", "compatible with this code"), *rights]
+
+
+def _our_connections(given: Settings) -> list[Finding]:
+    """Whether our connection options take effect, and whether a pooler is in transaction mode."""
+    engine = make_attempts_engine(given, poolclass=NullPool)
+    try:
+        first = engine.connect()
+    except OperationalError as error:
+        if "unsupported startup parameter" not in str(error.orig):
+            raise
+        advice = "for PgBouncer: ignore_startup_parameters = options"
+        return [refusal("database pooler", "refuses our connection options", advice)]
+    with first:
+        driver: Any = first.connection.driver_connection
+        shown = first.execute(_OURS).one()
+        first.rollback()  # a pooler may take the backend away between transactions
+        findings = [
+            warning(f"database {name}", "0 on our connections, although we set it", "a statement may wait forever")
+            for name in ("lock_timeout", "statement_timeout")
+            if getattr(shown, name) == "0"
+        ]
+        if not _tcp_user_timeout(driver.pgconn.socket):
+            findings.append(
+                warning("database TCP_USER_TIMEOUT", "0 on our connections", "a vanished server is noticed late")
+            )
+        if shown.backend == driver.info.backend_pid:
+            return findings
+        # The first connection is still open: if another one gets the same backend, the pooler shares it.
+        for _ in range(POOLER_TRIES):
+            with engine.connect() as other:
+                if other.execute(_OURS).one().backend == shown.backend:
+                    advice = (
+                        "slower: no prepared statements, and our time-outs have no effect; connect to Postgres directly"
+                    )
+                    return [
+                        *findings,
+                        warning("database pooler", "in transaction mode, better in session mode", advice),
+                    ]
+    return [*findings, ok("database pooler", "none in transaction mode detected")]
+
+
+def _tcp_user_timeout(descriptor: int) -> bool:
+    """Whether the kernel gives up a connection whose peer does not acknowledge; true for a Unix socket."""
+    with socket.socket(fileno=os.dup(descriptor)) as asked:
+        if asked.family == socket.AF_UNIX:
+            return True
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)
+        return option is not None and asked.getsockopt(socket.IPPROTO_TCP, option) > 0

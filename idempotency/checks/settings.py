@@ -1,0 +1,74 @@
+"""Checks of the settings, the library's and Celery's: their values, the content types, the schedule, the pool size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from celery import Celery
+
+from ..application import settings_of
+from ..errors import SettingsError
+from ..settings import Settings
+from ..worker.task import IdempotentTask
+from .findings import Finding, ok, refusal, warning
+
+_SETTING_RULES: tuple[tuple[str, Any, str], ...] = (
+    ("task_create_missing_queues", False, "a misspelt name would create a classic queue without consumers"),
+    ("worker_prefetch_multiplier", 1, "messages wait behind a long task while other processes are idle"),
+    ("worker_enable_prefetch_count_reduction", False, "it does nothing on a quorum queue"),
+    ("worker_deduplicate_successful_tasks", False, "it looks like protection and gives none"),
+)
+
+
+def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
+    """The settings, or findings that say why they are invalid."""
+    try:
+        return settings_of(app), []
+    except SettingsError as error:
+        lines = (line.partition(": ") for line in str(error).splitlines())
+        return None, [refusal(subject, found + _got(app, subject), "correct it") for subject, _, found in lines]
+
+
+def _got(app: Celery, setting: str) -> str:
+    # never an address, which has a password; if two settings conflict, the error already has both values
+    value = None if setting.endswith("_url") else app.conf.get(setting)
+    return "" if value is None else f", got {value!r}"
+
+
+def check_celery_settings(app: Celery) -> list[Finding]:
+    return [
+        warning(name, f"{app.conf[name]!r}, recommended {wanted!r}", reason)
+        for name, wanted, reason in _SETTING_RULES
+        if app.conf[name] != wanted
+    ]
+
+
+def check_content(app: Celery) -> list[Finding]:
+    accepted = sorted(app.conf.accept_content or ())
+    if other := [name for name in accepted if name not in ("json", "application/json")]:
+        return [
+            refusal("accept_content", f"{', '.join(other)} beside json, need json alone", "only JSON is safe to read")
+        ]
+    return [ok("accept_content", ", ".join(accepted))]
+
+
+def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
+    names = {task.name for task in tasks}
+    findings = []
+    for entry_name, entry in (app.conf.beat_schedule or {}).items():
+        fields = entry if isinstance(entry, Mapping) else vars(entry)
+        expires = (fields.get("options") or {}).get("expires")
+        if fields.get("task") in names and expires is not None:
+            found = f"expires={expires!r} for the idempotent task {fields['task']}, need none"
+            findings.append(refusal(f"beat_schedule {entry_name}", found, "each tick would be refused"))
+    return findings
+
+
+def check_pool_size(pool: str, concurrency: int | None, given: Settings) -> list[Finding]:
+    """Whether each attempt in a process can get a connection. A prefork process runs only one at a time."""
+    most = 2 * given.pool_size  # the pool may grow to twice its size
+    if not any(name in pool for name in ("thread", "gevent", "eventlet")) or (concurrency or 0) <= most:
+        return []
+    found = f"{given.pool_size}, enough for {most} attempts at once, and concurrency is {concurrency}"
+    return [warning("idempotency_pool_size", found, "the others would wait; raise it to half of the concurrency")]
