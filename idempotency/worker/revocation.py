@@ -9,12 +9,19 @@ its holder is gone ends it.
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from celery.worker import request
 
+from ..application import runtime_of
+from ..attempt import claim
 from ..observe.logs import log
+from ..store import claims, ends
+from ..store.answers import Claimed
 from ..wire.message import REVOKED_HEADER
+from .calls import KeyedTask
+from .deliveries import delivery_of
 
 
 class Request(request.Request):
@@ -29,9 +36,22 @@ class Request(request.Request):
             self._request_dict[REVOKED_HEADER] = True
             return
         try:
-            self._task.revoke_terminated(self._context)
+            revoke_terminated(self._task, self._context)
         except Exception:
             # Not marked, so not acknowledged: the message comes back, and this worker remembers the revoke.
             log.exception("revoke_failed", task=self.name, task_id=self.id)
             self.reject(requeue=True)
         super()._announce_revoked(reason, terminated, signum, expired)
+
+
+def revoke_terminated(task: KeyedTask, context: Any) -> None:
+    """Mark the operation whose attempt Celery terminates, so that its next claim ends it."""
+    runtime, delivery = runtime_of(task.app), delivery_of(task, context)
+    with runtime.engine.begin() as connection:
+        # this is the worker's main process, which serves every other task, too
+        connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
+        # The attempt may have been killed before its claim, with no record to be marked.
+        answer = claim.ask(runtime, connection, delivery, secrets.token_hex(16))
+        claims.revoke(connection, delivery.id, delivery.fingerprint, remembered=False, also=delivery.also)
+        if isinstance(answer, Claimed):
+            ends.release(connection, answer, delay=0.0, error=None, give_back=True)

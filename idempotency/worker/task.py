@@ -17,7 +17,6 @@ ever leaves the wrapper here:
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
 
 from ..application import runtime_of
-from ..attempt import claim, effects, steps
+from ..attempt import effects, steps
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed, Undo
 from ..attempt.endings import MAX_DELAY, Ended, Finished, Release
@@ -56,8 +55,8 @@ from ..errors import (
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
-from ..store import claims, ends, letters
-from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch, error_text
+from ..store import letters
+from ..store.answers import Busy, Completed, Failed, Mismatch, error_text
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from . import parking
@@ -254,18 +253,6 @@ class IdempotentTask(KeyedTask):
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""
         limit = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
         return Waiting(self.name, time_limit=limit, is_eager=delivery.is_eager).answer(ask)
-
-    def revoke_terminated(self, request: Any) -> None:
-        """Mark the operation whose attempt Celery terminates, so that its next claim ends it. Called by `revocation.py`."""
-        runtime, delivery = runtime_of(self.app), delivery_of(self, request)
-        with runtime.engine.begin() as connection:
-            # this is the worker's main process, which serves every other task, too
-            connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
-            # The attempt may have been killed before its claim, with no record to be marked.
-            answer = claim.ask(runtime, connection, delivery, secrets.token_hex(16))
-            claims.revoke(connection, delivery.id, delivery.fingerprint, remembered=False, also=delivery.also)
-            if isinstance(answer, Claimed):
-                ends.release(connection, answer, delay=0.0, error=None, give_back=True)
 
     # ------------------------------------------------------------ what a body uses
 

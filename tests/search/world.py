@@ -46,6 +46,7 @@ from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import KEY_HEADER, TENANT_HEADER, Message
 from idempotency.worker import waiting
+from idempotency.worker.revocation import revoke_terminated
 from tests.search import application, connections
 from tests.search.broker import Broker, Envelope
 from tests.search.connections import stopping
@@ -444,7 +445,7 @@ class World:
         args, kwargs, _ = json.loads(message.body)
         delivered = {"exchange": application.QUEUE, "routing_key": application.QUEUE}
         request = {**message.headers, "args": args, "kwargs": kwargs, "headers": dict(message.headers)}
-        self.task.revoke_terminated(Context(request, is_eager=False, delivery_info=delivered))
+        revoke_terminated(self.task, Context(request, is_eager=False, delivery_info=delivered))
 
     # ------------------------------------------------------------ a schedule's end
 
