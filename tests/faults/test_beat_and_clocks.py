@@ -10,6 +10,7 @@ import shelve
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Beats:
         self._environment = scene.environment | {"IDEMPOTENCY_SWEEP": "1"}
         self._directory = directory
         self._running: list[subprocess.Popen[bytes]] = []
+        self._logs: list[Path] = []
         self.worker = scene._processes.worker(
             "--queues", "maintenance", "--concurrency", "2", app="tasks", IDEMPOTENCY_SWEEP="1"
         )
@@ -74,11 +76,13 @@ class Beats:
             self._running.append(
                 subprocess.Popen(command, env=self._environment, stdout=file, stderr=subprocess.STDOUT)
             )
+        self._logs.append(log)
         return log
 
     def stop(self) -> None:
         """Stop all of them in order; they leave their schedule files."""
-        for beat in self._running:
+        for beat, log in zip(self._running, self._logs, strict=True):
+            self._wait_for_a_pause(log)
             beat.terminate()
         for beat in self._running:
             try:
@@ -87,6 +91,12 @@ class Beats:
                 beat.kill()
                 beat.wait(10)
         self._running.clear()
+        self._logs.clear()
+
+    @staticmethod
+    def _wait_for_a_pause(log: Path) -> None:
+        """Until beat is between two ticks: its signal handler closes the connection, which waits forever in a publish."""
+        eventually(lambda: time.time() - log.stat().st_mtime > 0.3, what="beat sends nothing")
 
     def ticks(self, task: str) -> int:
         """How often a maintenance task has been done."""
