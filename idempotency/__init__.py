@@ -142,7 +142,13 @@ __all__ = [
 ]
 
 
+# Modules that an application may use as `idempotency.queues`.
+_MODULES = ("errors", "events", "handle", "providers", "queues", "settings")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -16,6 +16,7 @@ from celery.signals import (
 
 from .checks import startup
 from .letters import guard
+from .observe import metrics
 from .upkeep import presence
 from .worker import eager, waiting
 
@@ -35,7 +36,11 @@ _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
 
 
 def install() -> None:
-    """Connect to the signals of Celery's workers and beat, and watch the pools of connections. Idempotent."""
+    """Connect to the signals of Celery's workers and beat, make the counters, and watch the pools. Idempotent.
+
+    Raises `OSError` if the counters cannot be made: a process that cannot count does not start.
+    """
+    metrics.prepare()
     eager.watch_connections()
     for signal, receiver in _RECEIVERS:
         signal.connect(receiver)  # connecting a receiver twice has no effect

@@ -69,8 +69,8 @@ def reserve(session: Session, refund_id: str) -> dict[str, Any]:
     }
 
 
-def unreserve(session: Session, reserved: dict[str, Any]) -> None:
-    """Undo `reserve`: the amount can be refunded again."""
+def free(session: Session, reserved: dict[str, Any]) -> None:
+    """Undo `reserve`: the amount can be refunded again. Records name it, so it cannot be renamed or moved."""
     session.get_one(Payment, reserved["payment_id"], with_for_update=True).refunded -= reserved["amount"]
     session.get_one(Refund, reserved["refund_id"]).status = "pending"
 
@@ -86,7 +86,7 @@ def unreserve(session: Session, reserved: dict[str, Any]) -> None:
 )
 def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
     """Refund the customer once."""
-    request = self.step("reserve", reserve, refund_id, undo=unreserve)
+    request = self.step("reserve", reserve, refund_id, undo=free)
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
 

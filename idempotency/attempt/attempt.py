@@ -218,7 +218,6 @@ class Attempt:
                 after_due=max(delay, self.runtime.settings.lease) if is_eager else 0.0,
                 error=described,
                 give_back=give_back,
-                deliver=bool(self.delivery.message),
             ),
             then="released",
         )
@@ -230,6 +229,6 @@ class Attempt:
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis and return the connection, however the attempt has ended."""
         self.runtime.heartbeat.drop(self._holding)
-        self.runtime.hints.drop(self.claim.id, self.claim.token, self.delivery.fingerprint)
+        self.runtime.hints.drop(self.claim.id, self.claim.token, self._holding.fingerprint)
         metrics.attempt_seconds.labels(self.claim.id.task).observe(time.monotonic() - self._holding.since)
         self.writes.close()

@@ -38,14 +38,16 @@ def claim(
     it, so this delivery may go.
     """
     hints, id = runtime.hints, delivery.id
-    hint = Hint.FREE if delivery.resent else hints.take(id, token, delivery.fingerprint)
+    # Without a message, this caller may be the only way on: then, too, Postgres decides.
+    skips_hint = delivery.resent or not delivery.message
+    hint = Hint.FREE if skips_hint else hints.take(id, token, delivery.fingerprint)
     if hint is Hint.COUNTED:
         metrics.busy.labels(id.task).inc()
         return Busy()  # a duplicate was counted before this one: the record will be finished without it
     crash_point("hint.left")
     answer = patiently(lambda: _answer(runtime, delivery, token, duplicate_first=hint is Hint.HELD))
     if isinstance(answer, Claimed):
-        if hint is Hint.HELD or delivery.resent:
+        if hint is Hint.HELD or skips_hint:
             hints.hold([(id, token, delivery.fingerprint)])
     elif hint is Hint.FREE:
         hints.drop(id, token, delivery.fingerprint)
@@ -87,7 +89,14 @@ def ask(
 
 
 def _counted(runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:
-    counted, holder = claims.count_duplicate(connection, delivery.id, delivery.fingerprint, delivery.also)
+    counted, holder = claims.count_duplicate(
+        connection,
+        delivery.id,
+        delivery.fingerprint,
+        delivery.also,
+        message=delivery.message,
+        queue=delivery.queue,
+    )
     if counted and holder is not None:
         runtime.hints.count(delivery.id, holder, delivery.fingerprint)
     return counted

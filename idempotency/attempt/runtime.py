@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
+from ..observe import metrics
 from ..settings import Settings
 from ..store import connections
 from ..store.answers import Claimed, Renewal
@@ -30,6 +31,7 @@ class Runtime:
     """The settings of one process and what it holds open under them. With Celery: `application.runtime_of(app)`."""
 
     def __init__(self, settings: Settings) -> None:
+        metrics.prepare()
         self.pid = os.getpid()
         self.settings = settings
         self.holder = process_identity()

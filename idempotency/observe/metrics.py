@@ -1,8 +1,8 @@
 """Prometheus counters, by task and never by key.
 
 Flower shows a task that ran twice as one success; these counters show both runs. Processes share them through
-`PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode). They are created on first use, because creating a
-counter opens its file.
+`PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode). Creating a counter opens its file, so they are not
+created by importing this module but by `prepare`, or on first use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from ..environment import environment
@@ -124,8 +124,20 @@ def _metrics() -> _Metrics:
     global _made
     with _lock:
         if _made is None:
-            _made = _Metrics(environment().prometheus_multiproc_dir)
+            making = _Metrics.__new__(_Metrics)
+            try:
+                making.__init__(environment().prometheus_multiproc_dir)  # type: ignore[misc]
+            except BaseException:
+                for made in vars(making).values():
+                    REGISTRY.unregister(made)  # so that the next try does not meet half of them
+                raise
+            _made = making
         return _made
+
+
+def prepare() -> None:
+    """Make the counters now, where a process can still refuse to start. Raises `OSError`."""
+    _metrics()
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,9 @@ WITH claimed AS (
         locked_by = excluded.locked_by,
         taken_over = r.status = 'started' AND r.token IS DISTINCT FROM excluded.token,
         available_at = NULL,
+        -- one that began without a message gets the first that comes
+        message = CASE WHEN r.message = '' THEN excluded.message ELSE r.message END,
+        queue = CASE WHEN r.message = '' THEN excluded.queue ELSE r.queue END,
         updated_at = clock_timestamp()
     WHERE r.fingerprint = ANY(%(fingerprints)s)
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
@@ -60,7 +63,10 @@ WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
 # proven.
 _COUNT_DUPLICATE = f"""
 UPDATE idempotency.records
-SET duplicates = duplicates + 1, updated_at = clock_timestamp()
+SET duplicates = duplicates + 1, updated_at = clock_timestamp(),
+    -- this message will be acknowledged: an operation that began without one keeps it for its next delivery
+    message = CASE WHEN message = '' THEN %(message)s ELSE message END,
+    queue = CASE WHEN message = '' THEN %(queue)s ELSE queue END
 WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s)
   AND (status = 'started' AND locked_until > clock_timestamp()
     OR status = 'released' AND available_at > clock_timestamp())
@@ -177,10 +183,20 @@ def claim(
 
 
 def count_duplicate(
-    connection: Connection, id: OperationId, fingerprint: str, also: Sequence[str] = ()
+    connection: Connection,
+    id: OperationId,
+    fingerprint: str,
+    also: Sequence[str] = (),
+    *,
+    message: str = "",
+    queue: str = "",
 ) -> tuple[bool, str | None]:
-    """Count a duplicate of an operation in flight. Returns whether it was counted, and the holder's token."""
-    row = execute(connection, _COUNT_DUPLICATE, named(id) | {"fingerprints": [fingerprint, *also]}).fetchone()
+    """Count a duplicate of an operation in flight. Returns whether it was counted, and the holder's token.
+
+    `message` is kept if the record has none yet.
+    """
+    fields = {"fingerprints": [fingerprint, *also], "message": message, "queue": queue}
+    row = execute(connection, _COUNT_DUPLICATE, named(id) | fields).fetchone()
     return (False, None) if row is None else (True, row.token)
 
 

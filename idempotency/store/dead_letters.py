@@ -84,7 +84,7 @@ SET status = 'released', generation = generation + 1, attempts = 0, spent_at = N
     revoked_generation = coalesce(revoked_generation, generation), opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
-RETURNING generation
+RETURNING generation, message
 """
 
 # A row that could not be published is sent again itself, so that it keeps its place in its lane.
@@ -225,7 +225,16 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
     if row.fingerprint is None:
         id, fingerprint = _operation_of(app, letter, row)
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
-    opened: int | None = connection.exec_driver_sql(_REOPEN, fields).scalar_one_or_none()
+    reopened = connection.exec_driver_sql(_REOPEN, fields).one_or_none()
+    opened = None if reopened is None else reopened.generation
+    if reopened is not None and not row.payload:
+        fields["payload"] = reopened.message
+        if not reopened.message:  # never asked for by a message: its caller asks again
+            return OperationId(fields["tenant"], fields["task"], fields["key"])
+    if opened is None and not row.payload:
+        raise ReplayRefused(
+            f"dead letter {letter}: its operation was not asked for by a message; ask again where it was"
+        )
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:

@@ -34,7 +34,8 @@ _FAIL = FINISH.format(
     condition=MINE,
 )
 
-# The next delivery is written by the release itself, so the operation does not depend on a message in the broker.
+# The next delivery is written by the release itself, so the operation does not depend on a message in the broker. An
+# operation that no message has asked for has none: its caller asks again.
 _RELEASE = f"""
 WITH released AS (
     UPDATE idempotency.records
@@ -50,12 +51,12 @@ WITH released AS (
         (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation)
     SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'retry',
            available_at + make_interval(secs => %(after_due)s), generation
-    FROM released WHERE %(deliver)s
+    FROM released WHERE message <> '' AND %(deliver)s
 ), superseded AS (
     -- replaced by the next delivery, so that an operation that defers for hours keeps one row, not thousands
     DELETE FROM idempotency.outbox o USING released r
     WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key AND o.fingerprint = r.fingerprint
-      AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND %(deliver)s
+      AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND r.message <> '' AND %(deliver)s
 )
 SELECT count(*) FROM released
 """

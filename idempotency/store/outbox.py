@@ -95,9 +95,11 @@ ORDER BY lane.task, lane.ordering_key, o.place, o.id
 # The broker's answer is about the row as it was sent. One that was put back, resent or replayed since then has to be
 # published once more: marked by a late answer, its next delivery would be nowhere.
 _AS_SENT = f"""
-FROM unnest(%(ids)s::text[], %(generations)s::int[], %(refusals)s::int[], %(resends)s::int[])
-    AS sent(id, generation, refusals, resends)
-WHERE o.message_id = sent.id AND (o.generation, o.refusals, o.resends) = (sent.generation, sent.refusals, sent.resends)
+FROM unnest(%(ids)s::text[], %(generations)s::int[], %(refusals)s::int[], %(resends)s::int[], %(attempts)s::int[])
+    AS sent(id, generation, refusals, resends, attempts)
+WHERE o.message_id = sent.id
+  AND (o.generation, o.refusals, o.resends, o.attempts)
+    = (sent.generation, sent.refusals, sent.resends, sent.attempts)
   AND o.{_STILL_PENDING}
 """
 
@@ -241,6 +243,7 @@ def as_sent(rows: Sequence[Row[Any]]) -> dict[str, Any]:
         "generations": [row.generation for row in rows],
         "refusals": [row.refusals for row in rows],
         "resends": [row.resends for row in rows],
+        "attempts": [row.attempts for row in rows],
     }
 
 

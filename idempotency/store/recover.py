@@ -56,7 +56,7 @@ RECOVER = Sweep(
 ), next_delivery AS (
     INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, generation)
     SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'recover', generation
-    FROM released
+    FROM released WHERE message <> ''
 )
 SELECT (SELECT count(*) FROM released)""",
 )

@@ -29,7 +29,8 @@ LOCK_TIMEOUT = 2.0
 LOCK_PAUSE = 1.0
 # Seconds to keep trying. A transaction that blocks the migration for longer needs a person.
 MIGRATION_TIMEOUT = 600.0
-LOCK_NOT_AVAILABLE = "55P03"
+# lock_not_available, and deadlock_detected: a migration may lock several tables.
+TRY_AGAIN = ("55P03", "40P01")
 
 # Used only by operators' commands; a worker's role does not need rights to these.
 FOR_PEOPLE = ("audit", "operators", "discards")
@@ -88,7 +89,7 @@ def migrate(engine: Engine, revision: str = "head") -> str:
                         require_compatible(connection)
                     return current_revision(connection) or ""
                 except OperationalError as error:
-                    if getattr(error.orig, "sqlstate", None) != LOCK_NOT_AVAILABLE or time.monotonic() > deadline:
+                    if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN or time.monotonic() > deadline:
                         raise
                     connection.rollback()
                     time.sleep(LOCK_PAUSE)

@@ -15,6 +15,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
+from sqlalchemy.pool.base import _ConnectionRecord
 
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused
@@ -65,7 +66,8 @@ def _returned(connection: Any, _record: Any) -> None:
 def watch_connections() -> None:
     """From now on, track which thread uses which connection, of any engine. Idempotent.
 
-    A connection that is in a transaction already counts as this thread's: a first eager call may be made inside one.
+    A pool's connection that is in use already counts as this thread's until it is returned: a first eager call may be
+    made inside its transaction.
     """
     if event.contains(Pool, "checkout", _taken):
         return
@@ -73,5 +75,5 @@ def watch_connections() -> None:
     event.listen(Pool, "checkin", _returned)
     for each in gc.get_objects():
         # by its type: isinstance would ask a lazy proxy for its class, and so evaluate it
-        if issubclass(type(each), psycopg.Connection) and not each.closed:
-            _taken(each, None, None)
+        if issubclass(type(each), _ConnectionRecord) and each.in_use:
+            _taken(each.dbapi_connection, None, None)

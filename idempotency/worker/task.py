@@ -131,9 +131,11 @@ class IdempotentTask(KeyedTask):
             raise SettingsError(f"on_busy: must be 'ack', 'wait' or 'raise', got {cls.on_busy!r}")
 
     @classmethod
-    def on_bound(cls, app: Celery) -> None:
-        super().on_bound(app)
+    def bind(cls, app: Celery) -> Celery:
+        # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
+        bound: Celery = super().bind(app)
+        return bound
 
     # ------------------------------------------------------------ one delivery
 
