@@ -118,7 +118,7 @@ _RETURN_ROWS = f"UPDATE idempotency.outbox o SET relayed_until = NULL {_AS_SENT}
 
 _NOTE_ERROR = f"""
 UPDATE idempotency.outbox o
-SET relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
+SET relayed_until = NULL, last_error = %(error)s, attempts = o.attempts + 1,
     available_at = clock_timestamp() + make_interval(secs => %(delay)s)
 {_AS_SENT}
 """
@@ -127,7 +127,7 @@ _UNPUBLISHABLE = insert_for_rows_sql("failed", reason="'unpublishable'", error="
 _GIVE_UP = f"""
 WITH failed AS (
     UPDATE idempotency.outbox o
-    SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = attempts + 1,
+    SET status = 'failed', relayed_until = NULL, last_error = %(error)s, attempts = o.attempts + 1,
         settled_at = clock_timestamp()
     {_AS_SENT}
     RETURNING o.*

@@ -309,3 +309,9 @@ def test_a_refund_of_a_payment_in_doubt_waits_for_the_fact(shop: Shop) -> None:
         connection.commit()
     assert shop.deliver(refund).state == "SUCCESS"
     assert [given.amount for given in shop.refunds_of("p-doubt")] == [400]
+
+
+def test_the_undo_that_records_name_is_still_there(shop: Shop) -> None:
+    """A record names its undo by module and function; what was reserved before a deploy says this one."""
+    undo = shop.refunds.free
+    assert (undo.__module__, undo.__qualname__) == ("tasks.refunds", "free")
