@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, text
@@ -120,3 +123,25 @@ def test_an_operation_runs_where_celery_was_never_imported(engine: Engine, datab
         assert [tuple(row) for row in letters] == [("d", "card_declined")]
         # nothing redelivers an operation that came without a message
         assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == 0
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "without-celery.md"
+
+
+@pytest.mark.usefixtures("bank")
+def test_the_example_of_the_documentation_runs_as_it_is(engine: Engine, database: str) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    celery = "import sys\nassert not {'celery', 'kombu'} & {name.partition('.')[0] for name in sys.modules}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", example + celery],
+        env=os.environ | {"DATABASE_URL": database},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT account, amount FROM entries")).all() == [("alice", 5)]
+        record = connection.execute(text("SELECT task, key, status, attempts FROM idempotency.records")).one()
+        assert tuple(record) == ("http.deposit", "request-1", "completed", 1)
