@@ -209,6 +209,7 @@ def consume(
         stop = threading.Event()
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, lambda *_: stop.set())
+        errors.print("consuming until stopped")
         DeadLetterConsumer(celery).run(stop)
         return
     consumed = consume_once(celery)

@@ -233,8 +233,7 @@ def main() -> None:
     except IdempotencyError as error:
         raise SystemExit(f"idempotency: {error}") from None
     except OperationalError as error:
-        # SQLAlchemy's own text would show the address
-        raise SystemExit(f"idempotency: the database did not answer: {describe(error)}") from None
+        raise SystemExit(f"idempotency: {_no_answer(error)}") from None
     except ProgrammingError as error:
         if getattr(error.orig, "sqlstate", None) not in NOT_MIGRATED:
             raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
@@ -243,6 +242,14 @@ def main() -> None:
         ) from None
     except DBAPIError as error:
         raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
+
+
+def _no_answer(error: OperationalError) -> str:
+    """Why the database did not do what was asked, without SQLAlchemy's own text, which would show the address."""
+    if getattr(error.orig, "sqlstate", None) is not None:  # it did answer: a lock timed out, say
+        return f"the database refused: {describe(error)}"
+    why = reason(error)
+    return f"idempotency_database_url: {why}" if why in WRONG_ADDRESS else f"the database did not answer: {why}"
 
 
 def _print_count(what: str, count: int, as_json: bool) -> None:

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Engine, text
+from psycopg.errors import LockNotAvailable
+from sqlalchemy import Engine, make_url, text
+from sqlalchemy.exc import OperationalError
 
 from idempotency import OperationId, cli
-from idempotency.application import runtime_of
+from idempotency.application import close_runtime, runtime_of
 from idempotency.cli.options import this_user
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.store import overview
+from idempotency.upkeep import maintenance
 from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b
 from tests.support import operations as op
@@ -454,6 +458,38 @@ def test_a_database_without_the_tables_is_one_line(run: Run, engine: Engine) -> 
     assert answer.error.endswith("; run `idempotency migrate`\n")
     assert run("migrate", "--json").document["revision"]
     assert run("status", "--json").status == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"password": "wrong"}, "idempotency_database_url: wrong password"),
+        ({"database": "missing"}, "idempotency_database_url: no such database or user"),
+        ({"port": 1}, "the database did not answer: connection refused"),
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "migrate", "list", "recover"])
+def test_a_wrong_address_is_one_line_that_says_why(
+    run: Run, bank: Celery, database: str, command: str, wrong: Any, why: str
+) -> None:
+    close_runtime(bank)
+    bank.conf.idempotency_database_url = make_url(database).set(**wrong).render_as_string(hide_password=False)
+    assert run(command) == Answer(1, "", f"idempotency: {why}\n")
+
+
+def test_a_lock_that_times_out_is_the_databases_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(*_: object, **__: object) -> None:
+        raise OperationalError("SELECT secret", None, LockNotAvailable("canceling statement due to lock timeout"))
+
+    monkeypatch.setattr(maintenance, "recover", waits)
+    refused = run("recover")
+    assert refused.error.startswith("idempotency: the database refused: LockNotAvailable")
+    assert "secret" not in refused.error
+
+
+def test_a_consumer_that_runs_on_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeadLetterConsumer, "run", lambda *_: None)
+    assert run("dead-letters", "consume") == Answer(0, "", "consuming until stopped\n")
 
 
 @pytest.mark.parametrize(("command", "field"), [("recover", "recovered"), ("purge", "purged")])
