@@ -123,7 +123,8 @@ def locked(
     """The record, locked. Raises `ChangeRefused` unless it is still what was shown and has the status `wanted`."""
     id, status = shown.id, status or shown.status
     if status != wanted:
-        raise ChangeRefused(f"{called(id)}: is {status}; can only {verb} what is {wanted}")
+        what = "has not begun or waits for its next attempt" if wanted == "released" else f"is {wanted}"
+        raise ChangeRefused(f"{called(id)}: is {status}; can only {verb} what {what}")
     row = operations.read_locked(connection, id)
     if row is None:
         raise ChangeRefused(f"{called(id)}: was {status} and has since been purged")

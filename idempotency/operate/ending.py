@@ -24,6 +24,9 @@ from ..wire.message import Message
 
 Answer = TypeVar("Answer")
 
+# Why nothing of the task runs with `without_task`: that is what the person asked for, so nothing has failed.
+NO_TASK = "no task of this name is known to this process"
+
 
 def skipping_what_breaks(end: Callable[[str | None], Answer]) -> Answer:
     """Call `end(None)`. If an undo or `on_failed` ends its transaction, call it again with the reason to skip them."""
@@ -60,7 +63,7 @@ def task_of(
             settings.retention_failed,
             settings.provider_key_retention,
         )
-        return unknown, {}, "no task of this name is known to this process"
+        return unknown, {}, NO_TASK
     policy = Policy.of(task, runtime.settings)
     try:
         args, kwargs, _ = encoding.loads(Message.from_text(row.message).body)
@@ -91,4 +94,6 @@ def conclude(
         on_failed=policy.on_failed,
         skip=skip,
     )
-    return concluded if skip is None else replace(concluded, reason="on_failed_error", broken=skip)
+    if skip is None:
+        return concluded
+    return replace(concluded, reason=concluded.reason if skip == NO_TASK else "on_failed_error", broken=skip)

@@ -295,7 +295,7 @@ def test_a_cancel_without_the_task_says_that_on_failed_was_skipped(
         bank.tasks[task.name] = known
     (letter,) = op.dead_letters(connection)
     assert (record("k").status, code(record("k"))[0], told) == ("failed", "cancelled", [])
-    assert letter.reason == "on_failed_error"
+    assert letter.reason == "cancelled"
     details = connection.execute(text("SELECT details FROM idempotency.audit")).scalar_one()
     assert "no task of this name is known" in details["on_failed_error"]
 

@@ -209,7 +209,7 @@ def test_an_accepted_operation_that_has_begun_meanwhile_is_not_cancelled(
 def test_what_has_begun_or_ended_is_not_cancelled(bank: Celery, connection: Connection, make: Any) -> None:
     held = make(connection, operation(b.deposit))
     before = snapshot(connection)
-    with pytest.raises(ChangeRefused, match="can only cancel what is released"):
+    with pytest.raises(ChangeRefused, match="can only cancel what has not begun or waits for its next attempt"):
         cancel(bank, read(connection, held.id), ANN)
     assert snapshot(connection) == before
 
