@@ -18,7 +18,8 @@ from .people import Person
 def request(connection: Connection, person: Person, letter: int, reason: str) -> None:
     """Ask for a dead letter to be discarded; it stays open until another person approves.
 
-    One transaction, which the caller commits. Raises `OperationNotFound` and `DiscardRefused`.
+    One transaction, which the caller commits. Raises `OperationNotFound` and `DiscardRefused`, also while an effect of
+    the operation has an unknown outcome.
     """
     if not 0 < len(reason.strip()) <= REASON_LIMIT:
         raise DiscardRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {len(reason.strip())}")
@@ -31,7 +32,9 @@ def request(connection: Connection, person: Person, letter: int, reason: str) ->
         raise DiscardRefused(
             f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
         )
-    id, record = _operation(connection, dead_letters.show(connection, letter))
+    row = dead_letters.show(connection, letter)
+    id, record = _operation(connection, row)
+    _check_no_open_effect(row, record)
     change = Change(person.name, reason)
     audit(connection, change, "discard_requested", id, record, details={"dead_letter": letter})
 
@@ -66,13 +69,9 @@ def _check_can_be_discarded(connection: Connection, letter: int) -> None:
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
     id, record = _operation(connection, row)
+    _check_no_open_effect(row, record)
     if id is None or record is None or not _is_same_request(row, record):
         return
-    if conclusions.is_open(record.effects):
-        raise DiscardRefused(
-            f"dead letter {letter}: an effect of its operation was begun and its outcome is not known; "
-            "resolve it first with `effects resolve`"
-        )
     if record.status in ("completed", "failed"):
         return
     if record.status == "started":
@@ -81,6 +80,15 @@ def _check_can_be_discarded(connection: Connection, letter: int) -> None:
         raise DiscardRefused(
             f"dead letter {letter}: the operation has not ended and nothing else will deliver it; replay the letter, "
             "or cancel the operation first"
+        )
+
+
+def _check_no_open_effect(letter: Row[Any], record: Any) -> None:
+    """Raise `DiscardRefused` if an effect of the letter's operation has an unknown outcome."""
+    if record is not None and _is_same_request(letter, record) and conclusions.is_open(record.effects):
+        raise DiscardRefused(
+            f"dead letter {letter.id}: an effect of its operation was begun and its outcome is not known; "
+            "resolve it first with `effects resolve`"
         )
 
 

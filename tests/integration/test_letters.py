@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 from typer.testing import CliRunner
 
 from idempotency import DidNotHappen, OperationId, PermanentError
-from idempotency.application import runtime_of
 from idempotency.cli.dead_letter_commands import _each
 from idempotency.cli.main import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
@@ -34,7 +33,7 @@ from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
-from idempotency.store import dead_letters, ends, sweeps
+from idempotency.store import dead_letters, discards, ends, sweeps
 from idempotency.store import lost as losing
 from idempotency.store.dead_letters import Selection
 from idempotency.wire import keys
@@ -487,11 +486,11 @@ def test_the_letter_of_an_unknown_effect_is_not_discarded(
             op.age(connection, id, available_at=-1)
     assert record("a1").error_code == "effect_unknown"
     (letter,) = op.dead_letters(connection)
-    with runtime_of(bank).engine.begin() as own:
-        discard.request(own, Person("ann", "admin"), letter.id, "old")
-    with (
-        pytest.raises(DiscardRefused, match="its outcome is not known; resolve it first"),
-        runtime_of(bank).engine.begin() as own,
-    ):
-        discard.approve(own, Person("ben", "admin"), letter.id)
+    before = snapshot(connection)
+    with pytest.raises(DiscardRefused, match="its outcome is not known; resolve it first"):
+        act(bank, discard.request, Person("ann", "admin"), letter.id, "old")
+    assert snapshot(connection) == before
+    discards.request(connection, letter.id, by="ann", reason="asked before the effect was begun")
+    with pytest.raises(DiscardRefused, match="its outcome is not known; resolve it first"):
+        act(bank, discard.approve, Person("ben", "admin"), letter.id)
     assert [letter.status for letter in op.dead_letters(connection)] == ["open"]

@@ -159,7 +159,7 @@ class People(Claims):
 
     def _ask_to_discard(self, number: int, person: str) -> None:
         letter = self.letters[number]
-        may = letter.status == "open" and letter.asked_by is None
+        may = letter.status == "open" and letter.asked_by is None and not self._is_open(letter)
         with refused(not may, DiscardRefused), self.transaction() as connection:
             discard.request(connection, Person(person, "operator"), number, "not worth it")
         if may:
@@ -183,16 +183,24 @@ class People(Claims):
 
     def _is_the_last_way_on(self, letter: Letter) -> bool:
         """Whether its request has an effect of unknown outcome, is running, or has no row that will deliver it."""
-        record = None if letter.id is None else self.records.get(letter.id)
-        if record is None or letter.fingerprint not in (None, record.fingerprint):
-            return False
-        if record.outside("begun"):
+        if self._is_open(letter):
             return True
-        if record.has_ended:
+        record = self._record_of(letter)
+        if record is None or record.has_ended:
             return False
         request = (letter.id, record.fingerprint)
         waiting = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
         return record.status == "started" or request not in [(row.id, row.fingerprint) for row in waiting]
+
+    def _is_open(self, letter: Letter) -> bool:
+        """Whether its request has an effect of unknown outcome."""
+        record = self._record_of(letter)
+        return record is not None and record.outside("begun")
+
+    def _record_of(self, letter: Letter) -> Record | None:
+        """The record of its request."""
+        record = None if letter.id is None else self.records.get(letter.id)
+        return None if record is None or letter.fingerprint not in (None, record.fingerprint) else record
 
 
 @contextlib.contextmanager
