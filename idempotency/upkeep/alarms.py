@@ -67,7 +67,8 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
             late = f"the oldest accepted operation has waited for {age:.0f} s; {_number(queue, 'accepted')} accepted"
             alarms.append(Alarm(f"accepted/{name}", f"queue {name}", late, "check its workers and the relay"))
     if found.unknown_effects:
-        waiting = f"{found.unknown_effects} operations ended as effect_unknown, for a person to resolve"
+        operations = "1 operation" if found.unknown_effects == 1 else f"{found.unknown_effects} operations"
+        waiting = f"{operations} ended as effect_unknown: idempotency dead-letters list --error effect_unknown"
         alarms.append(Alarm("unknown_effects", "effects", waiting, "idempotency effects resolve, then replay"))
     return alarms
 

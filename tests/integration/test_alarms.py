@@ -224,16 +224,19 @@ def test_a_process_that_falls_silent_is_an_alarm_until_it_signs(
     assert sent[1].startswith(f"bank: over: silent/{kind}/some@host")
 
 
+@pytest.mark.parametrize(("letters", "operations"), [(1, "1 operation"), (3, "3 operations")])
 def test_unknown_effects_are_an_alarm_until_their_letters_are_closed(
-    bank: Celery, connection: Connection, sent: list[str]
+    bank: Celery, connection: Connection, sent: list[str], letters: int, operations: str
 ) -> None:
     letter = """INSERT INTO idempotency.dead_letters (source, task, reason, payload)
                 VALUES ('operation', 'o', '{}', '')"""
     connection.execute(text(letter.format("no_account")))
     assert look(bank, connection) == 0
-    connection.execute(text(letter.format("effect_unknown")))
+    for _ in range(letters):
+        connection.execute(text(letter.format("effect_unknown")))
     assert look(bank, connection) == 1
-    assert sent == ["bank: effects: 1 operations ended as effect_unknown, for a person to resolve"]
+    listed = "ended as effect_unknown: idempotency dead-letters list --error effect_unknown"
+    assert sent == [f"bank: effects: {operations} {listed}"]
     close = "UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()"
     connection.execute(text(close))
     assert look(bank, connection) == 1
