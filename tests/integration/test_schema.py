@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Iterator
@@ -529,3 +530,13 @@ def test_arguments_and_results_are_kept_to_the_byte(connection: Connection, valu
     connection.execute(text("UPDATE idempotency.records SET result = :value, message = :value"), {"value": value})
     row = connection.execute(text("SELECT result, message FROM idempotency.records")).one()
     assert tuple(row) == (value, value)
+
+
+def test_asking_for_the_revision_leaves_the_applications_log_alone(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), engine.connect() as connection:
+        schema.require_compatible(connection)
+        connection.execute(text("DROP SCHEMA idempotency CASCADE"))
+        assert schema.current_revision(connection) is None
+    assert caplog.records == []
