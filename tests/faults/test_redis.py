@@ -146,6 +146,7 @@ def test_a_redis_clock_an_hour_back_holds_up_a_delivery_until_recovery(
     clock.shift(-3600)
     # Its holder dies, and its lease in Postgres ends: only Redis still has a hint about it.
     os.kill(scene.held("P1"), signal.SIGKILL)
+    eventually(lambda: scene.record().duplicates == 2, what="the redelivery was counted")
     scene.age()
     seen = len(scene.trace("hint.left"))
     ignored = scene.logged(" ignored")
