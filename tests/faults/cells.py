@@ -196,7 +196,7 @@ ALSO = {
     ),
     **dict.fromkeys((("F19", "P1"), ("F19", "P2")), ("R,S", "its holder was dead: it is another attempt")),
     ("F19", "P3"): ("G,S", "its holder was dead, and the gateway had been called"),
-    ("F8+F9", ""): ("R", "a worker without its broker ends its attempts: they go back to the outbox by themselves"),
+    ("F8+F9", ""): ("R or R+,S", "a worker without its broker ends its attempts, as in F8"),
     ("F3@P4+F12", ""): ("R+", "the frozen attempt still exists, and finds out when it goes on"),
 }
 
