@@ -167,7 +167,7 @@ _WORDS = {
     "both honour the fence": ("R+", "R", "G", "U", "D"),
 }
 
-# Outcomes beyond the matrix' words that are as good or better, several apart by "or", each with the reason.
+# Outcomes beyond the matrix' words that are as good or better, each with the reason.
 ALSO = {
     ("F1", "P4"): ("R,S", "the dead holder's lease still runs, as in P1–P3"),
     ("F2", "P4"): ("R,S", "the dead holder's lease still runs, as in P1–P3"),
@@ -179,10 +179,9 @@ ALSO = {
     **{
         ("F8", phase): (
             letter,
-            "a worker without its broker ends its attempts: they go back to the outbox by themselves; the sweep, which "
-            "lets every lease be over, may find the next attempt at work",
+            "a worker without its broker ends its attempts: they go back to the outbox by themselves",
         )
-        for phase, letter in (("P1", "R or R+,S"), ("P2", "R or R+,S"), ("P3", "G"), ("P4", "R or R+,S"))
+        for phase, letter in (("P1", "R"), ("P2", "R"), ("P3", "G"), ("P4", "R"))
     },
     **dict.fromkeys(
         (("F12", "P7"), ("F14", "P7")), ("K", "the relay has its rows and publishes them; what waits is its mark")
@@ -196,7 +195,7 @@ ALSO = {
     ),
     **dict.fromkeys((("F19", "P1"), ("F19", "P2")), ("R,S", "its holder was dead: it is another attempt")),
     ("F19", "P3"): ("G,S", "its holder was dead, and the gateway had been called"),
-    ("F8+F9", ""): ("R or R+,S", "a worker without its broker ends its attempts, as in F8"),
+    ("F8+F9", ""): ("R", "a worker without its broker ends its attempts: they go back to the outbox by themselves"),
     ("F3@P4+F12", ""): ("R+", "the frozen attempt still exists, and finds out when it goes on"),
 }
 
@@ -209,7 +208,7 @@ def _outcomes(fault: str, phase: str, expected: str) -> frozenset[str]:
         # the stale attempt may run beside it; where it is ended at once, it does not
         letters.add("R")
     if (fault, phase) in ALSO:
-        letters.update(ALSO[fault, phase][0].split(" or "))
+        letters.add(ALSO[fault, phase][0])
     return frozenset(letters)
 
 

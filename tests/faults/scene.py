@@ -187,18 +187,22 @@ class Scene:
         """Send the same request once more, past the outbox."""
         bank.transfer.delay(self.account, self.outside.url)
 
-    def sweep(self) -> None:
-        """What beat does once a lease and the patience for lost messages are over, without waiting for either."""
-        self.age()
+    def sweep(self, up_to: int | None = None) -> None:
+        """What beat does once a lease and the patience for lost messages are over, without waiting for either.
+
+        `up_to`: only leases up to this fence are over; a later attempt is alive, and keeps its own.
+        """
+        self.age(up_to=up_to)
         maintenance.recover(self.app)
         reconcile(self.app)
 
-    def age(self, hours: int = 2) -> None:
+    def age(self, hours: int = 2, *, up_to: int | None = None) -> None:
         """Let time pass: leases are over, and what was published long ago is overdue."""
         self.execute(
             "UPDATE idempotency.records SET locked_until = locked_until - make_interval(hours => :hours) "
-            "WHERE status = 'started'",
+            "WHERE status = 'started' AND fence <= coalesce(:up_to, fence)",
             hours=hours,
+            up_to=up_to,
         )
         self.execute(
             "UPDATE idempotency.outbox SET published_at = published_at - make_interval(hours => :hours) "
@@ -226,6 +230,11 @@ class Scene:
 
     def record(self) -> Row[Any]:
         return self.rows("SELECT * FROM idempotency.records WHERE key = :key")[0]
+
+    def fence(self) -> int:
+        """The record's fence; 0 before the first claim."""
+        rows = self.rows("SELECT fence FROM idempotency.records WHERE key = :key")
+        return int(rows[0].fence) if rows else 0
 
     def status(self) -> str | None:
         rows = self.rows("SELECT status FROM idempotency.records WHERE key = :key")

@@ -113,10 +113,11 @@ def test_a_broker_and_a_relay_killed_before_the_confirm_was_read_leave_a_second_
 def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(phase, scene, cell):
     scene.worker()
     scene.bring_to(phase)
+    fence = scene.fence()
     scene.delete_queues()
     flush(scene.environment["REDIS_URL"])
     scene.cancelled(phase)
-    scene.sweep()
+    scene.sweep(up_to=fence)
     scene.completed()
     scene.sweep()
     assert all(row.settled_at for row in scene.outbox())
