@@ -43,6 +43,9 @@
     ├── BrokerUnavailable
     └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
 
+    AssertionError
+    └── NotIdempotent               of a test with `assert_idempotent`
+
 Celery serialises an exception as ``(type, args)``, so ``args`` always holds exactly what the constructor takes.
 """
 
@@ -293,6 +296,13 @@ class BrokerUnavailable(Exception):
 
 class NotConnected(sqlalchemy.exc.OperationalError):
     """Postgres could not be reached or had no connection left; no statement was sent."""
+
+
+# ---------------------------------------------------------------- of an application's tests
+
+
+class NotIdempotent(AssertionError):
+    """The task left something other than its plain run did; the message says where, and what usually causes it."""
 
 
 # ----------------------------------------------------------------

@@ -29,7 +29,7 @@ _NOT_ENCODED = (LookupError, ValueError, TypeError, ArithmeticError, RecursionEr
 
 
 class Publisher(BrokerChannel):
-    """Publishes with confirms, over a channel of its own. `confirm_timeout`: seconds to wait for those of a batch."""
+    """Publishes with confirms over a separate channel. `confirm_timeout`: seconds to wait for those of a batch."""
 
     def __init__(self, app: Celery, *, confirm_timeout: float) -> None:
         super().__init__(app, timeout=confirm_timeout)

@@ -5,8 +5,8 @@ by another attempt, and left without an answer to its COMMIT. In the end, the da
 seen what they saw of the plain run.
 """
 
+from ..errors import NotIdempotent
 from .check import AssertIdempotent, Checked
-from .differences import NotIdempotent
 from .recording import Call, RecordingServer
 
 __all__ = ["AssertIdempotent", "Call", "Checked", "NotIdempotent", "RecordingServer"]

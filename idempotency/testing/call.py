@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
+from ..errors import NotIdempotent
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from ..worker.task import IdempotentTask
-from .differences import KEY_HINT, Difference, NotIdempotent
+from .differences import KEY_HINT, Difference
 from .ground import Ground
 from .processes import Delivery, Interruption, Journal
 from .report import report
@@ -18,7 +19,7 @@ MORE_DELIVERIES = 10
 
 
 class CallUnderTest:
-    """A task with its arguments, delivered in processes of its own. `timeout`: seconds for each delivery."""
+    """A task with its arguments, delivered in separate processes. `timeout`: seconds for each delivery."""
 
     def __init__(
         self,

@@ -74,10 +74,6 @@ KEY_HINT = (
 )
 
 
-class NotIdempotent(AssertionError):
-    """The task left something other than its plain run did; the message says where, and what usually causes it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first place where a scenario and the plain run differ."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .differences import Difference, Left, Masked, NotIdempotent, first_difference
+from ..errors import NotIdempotent
+from .differences import Difference, Left, Masked, first_difference
 
 
 class Comparison:
