@@ -33,7 +33,7 @@ class People(Claims):
             shown = read(self.connection, id)
         except OperationNotFound:
             assert id not in self.records
-            assert not any(row.id == id for row in self.rows.values())
+            assert not any(row.id == id and not row.settled and row.status != "failed" for row in self.rows.values())
         else:
             record = self.records.get(id)
             assert shown.status == ("accepted" if record is None else record.status)

@@ -62,7 +62,7 @@ class Relays(Ageing):
             self._mark(batch, answers)
 
     def _mark(self, batch: Sequence[Any], answers: list[str]) -> None:
-        result = Published()
+        result, waiting = Published(), []
         for index, reserved in enumerate(batch):
             answer = answers[index % len(answers)]
             row = self.rows.get(reserved.id)
@@ -73,7 +73,11 @@ class Relays(Ageing):
                 result.refused[reserved.message_id] = Refusal(answer, own)
             if row is None or row.status != "pending":
                 continue
-            if (row.generation, row.resends) != (reserved.generation, reserved.resends):
+            if (row.generation, row.resends, row.attempts) != (
+                reserved.generation,
+                reserved.resends,
+                reserved.attempts,
+            ):
                 continue  # about an earlier publication
             row.reserved = False
             if answer == "confirmed":
@@ -83,12 +87,13 @@ class Relays(Ageing):
                 self._store(Letter(row.id, row.fingerprint, "unpublishable", "relay", None, row=reserved.id))
             elif answer != "none":
                 row.attempts, row.available = row.attempts + 1, False
+                waiting.append(reserved.message_id)
         self.relay._mark(self.runtime, list(batch), result)
         # its back-off is a second, which may or may not have passed by the next step
         self.connection.exec_driver_sql(
             "UPDATE idempotency.outbox SET available_at = clock_timestamp() + interval '10 min' "
             "WHERE status = 'pending' AND message_id = ANY(%(ids)s)",
-            {"ids": list(result.refused)},
+            {"ids": waiting},
         )
 
     @rule(empty=st.sampled_from([True, True, False]), late=st.booleans())
