@@ -46,6 +46,13 @@ KNOWN: Sequence[Known] = (
         "Celery: what a child of the pool had sent could not be unpickled, and children are killed while they write; "
         "nothing was acknowledged for it, and the broker hands out again what the worker held",
     ),
+    Known(
+        "worker",
+        r"celery/concurrency/asynpool\.py\", line \d+, in _track_child_process",
+        # `_untrack_child_process` leaves None in a child that has ended; a reconnect before the pool is mended meets it
+        "Celery: a child of the pool had just ended when its worker registered the pool with its event loop again; "
+        "nothing was acknowledged for it, and the broker hands out again what the worker held",
+    ),
 )
 
 
