@@ -34,6 +34,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nfailed: {report.nodeid} ({report.when})", flush=True)  # noqa: T201
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The random programs take minutes: begun last, they would be all that runs at the end."""
+    items.sort(key=lambda item: "/model/" not in item.nodeid)  # stable
+
+
 @pytest.fixture(scope="session")
 def servers() -> Iterator[services.Services]:
     with services.running() as running:

@@ -254,7 +254,8 @@ def test_events_for_a_missing_exchange_cost_the_relay_few_connections(
         b.deposit.enqueue(own, "a1")
     relay = Relay(bank)
     assert relay.run_once() == Relayed(published=0, failed=200)
-    assert relay.run_once() == Relayed(published=1, failed=0)
+    # the events are due again after a second, which the first pass may have taken
+    assert relay.run_once().published == 1
     relay.close()
     assert len(connected) < 10
     (payment,) = [row for row in op.outbox(connection) if row.task == b.deposit.name]
