@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed
+from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed, ResourceLocked
 from celery import Celery
 from kombu import Connection as BrokerConnection
+from kombu import Queue
 from kombu.exceptions import KombuError
 
 from ..errors import BrokerUnavailable
@@ -125,17 +126,22 @@ class BrokerChannel:
             options |= {"confirm_publish": False, "read_timeout": self._timeout, "write_timeout": self._timeout}
             self._broker.transport_options = options
         self._broker.connect()
-        channel = self._broker.channel()
         queues = list(self._app.amqp.queues.values())
-        for queue in [*dead_letter_queues(queues), *queues]:
-            try:
-                queue(channel).declare()
-            except (PreconditionFailed, AccessRefused) as error:
-                # declared otherwise, or by others: it exists, which is all that a message needs
-                log.warning("queue_differs", queue=queue.name, error=type(error).__name__)
-                channel = self._broker.channel()
-        self._channel = channel
-        return channel
+        self._channel = declare_queues(self._broker, [*dead_letter_queues(queues), *queues])
+        return self._channel
+
+
+def declare_queues(connection: BrokerConnection, queues: Iterable[Queue]) -> Any:
+    """Declare queues on a new channel, which is returned. One that others have declared, or otherwise, stays as it is."""
+    channel = connection.channel()
+    for queue in queues:
+        try:
+            queue(channel).declare()
+        except (PreconditionFailed, AccessRefused, ResourceLocked) as error:
+            # it exists, which is all that publishing and consuming need
+            log.warning("queue_differs", queue=queue.name, error=type(error).__name__)
+            channel = connection.channel()
+    return channel
 
 
 def _seen(channel: Any, queue: str) -> Seen:

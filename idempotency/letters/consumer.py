@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from amqp.exceptions import AccessRefused, AMQPError, PreconditionFailed
+from amqp.exceptions import AMQPError
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu import Message as BrokerMessage
@@ -29,6 +29,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..application import runtime_of
+from ..broker.channel import declare_queues
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -188,15 +189,7 @@ class DeadLetterConsumer:
         if self._channel is None:
             self._broker = self._app.connection_for_read(connect_timeout=5)
             self._broker.connect()
-            channel = self._broker.channel()
-            for queue in dead_letter_queues(self._app.amqp.queues.values()):
-                try:
-                    queue(channel).declare()
-                except (PreconditionFailed, AccessRefused) as error:
-                    # declared with other arguments, so it exists: a consumer needs no more
-                    log.warning("dead_letter_queue_differs", queue=queue.name, error=type(error).__name__)
-                    channel = self._broker.channel()
-            self._channel = channel
+            self._channel = declare_queues(self._broker, dead_letter_queues(self._app.amqp.queues.values()))
         return self._channel
 
 

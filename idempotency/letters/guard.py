@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
+from ..broker.channel import declare_queues
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers
@@ -59,13 +60,7 @@ class Guard(bootsteps.StartStopStep):
         """Declare the dead-letter queues: until they exist, and for minutes after, the broker keeps dead letters back."""
         if not self._broker_keeps:
             return
-        try:
-            with consumer.connection.channel() as channel:
-                for queue in dead_letter_queues(self._app.amqp.queues.values()):
-                    queue(channel).declare()
-        except consumer.channel_errors as error:
-            # declared with other arguments, so it exists: a worker needs no more
-            log.warning("dead_letter_queue_differs", error=type(error).__name__)
+        declare_queues(consumer.connection, dead_letter_queues(self._app.amqp.queues.values())).close()
 
     def _examined(self, handle: Handler) -> Handler:
         def on_message(message: Message) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,85 +54,82 @@ class _Metrics:
     def __init__(self, directory: Path | None) -> None:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)  # prometheus-client does not create it
-        self.claims = Counter(
+        # Registered once all are made, so that a failure leaves nothing for the next try to collide with.
+        counter, histogram = partial(Counter, registry=None), partial(Histogram, registry=None)
+        self.claims = counter(
             "idempotency_claims", "Claims granted; an attempt whose commit is in doubt claims again", ["task"]
         )
-        self.takeovers = Counter(
+        self.takeovers = counter(
             "idempotency_takeovers",
             "Claims of a started operation whose lease had run out. Operations that recovery released first count as "
             "idempotency_recovered instead",
             ["task"],
         )
-        self.completed = Counter("idempotency_completed", "Operations completed", ["task"])
-        self.failed = Counter("idempotency_failed", "Operations failed", ["task", "code"])
-        self.retries = Counter("idempotency_retries", "Attempts that ended with a retry", ["task"])
-        self.deferrals = Counter(
+        self.completed = counter("idempotency_completed", "Operations completed", ["task"])
+        self.failed = counter("idempotency_failed", "Operations failed", ["task", "code"])
+        self.retries = counter("idempotency_retries", "Attempts that ended with a retry", ["task"])
+        self.deferrals = counter(
             "idempotency_deferrals", "Attempts released without being used up: deferrals and shutdowns", ["task"]
         )
-        self.duplicates = Counter("idempotency_duplicates", "Deliveries answered with the stored outcome", ["task"])
-        self.busy = Counter("idempotency_busy", "Duplicates acknowledged while the operation was in flight", ["task"])
-        self.waiting = Counter(
+        self.duplicates = counter("idempotency_duplicates", "Deliveries answered with the stored outcome", ["task"])
+        self.busy = counter("idempotency_busy", "Duplicates acknowledged while the operation was in flight", ["task"])
+        self.waiting = counter(
             "idempotency_claims_waiting", "Deliveries that had to wait for Postgres", ["task", "error"]
         )
-        self.put_back = Counter(
+        self.put_back = counter(
             "idempotency_put_back",
             "Deliveries put back because Postgres did not answer in time, by where they wait",
             ["task", "to"],
         )
-        self.mismatches = Counter(
+        self.mismatches = counter(
             "idempotency_mismatches", "Deliveries refused because their key was used with other arguments", ["task"]
         )
-        self.fenced = Counter(
+        self.fenced = counter(
             "idempotency_fenced_writes", "Writes refused because the attempt was no longer the holder", ["task"]
         )
-        self.in_doubt = Counter("idempotency_commits_in_doubt", "Commits whose reply was lost", ["task"])
-        self.leases_lost = Counter("idempotency_leases_lost", "Leases lost while the body ran", ["task"])
-        self.unknown_effects = Counter(
+        self.in_doubt = counter("idempotency_commits_in_doubt", "Commits whose reply was lost", ["task"])
+        self.leases_lost = counter("idempotency_leases_lost", "Leases lost while the body ran", ["task"])
+        self.unknown_effects = counter(
             "idempotency_unknown_effects", "Operations that failed as effect_unknown", ["task"]
         )
-        self.recovered = Counter(
+        self.recovered = counter(
             "idempotency_recovered",
             "Orphaned operations that recovery released, or failed because their attempts were used up",
             ["cause"],
         )
-        self.set_aside = Counter(
+        self.set_aside = counter(
             "idempotency_set_aside", "Rows that a sweep could not handle and will try again later", ["sweep"]
         )
-        self.purged = Counter("idempotency_purged", "Operations deleted after their retention")
-        self.published = Counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
-        self.publish_errors = Counter(
+        self.purged = counter("idempotency_purged", "Operations deleted after their retention")
+        self.published = counter("idempotency_outbox_published", "Outbox rows confirmed by the broker")
+        self.publish_errors = counter(
             "idempotency_outbox_errors", "Failed attempts to publish an outbox row", ["error"]
         )
-        self.stuck = Counter("idempotency_outbox_stuck", "Failed attempts to publish an outbox row, from its fifth on")
-        self.resent = Counter(
+        self.stuck = counter("idempotency_outbox_stuck", "Failed attempts to publish an outbox row, from its fifth on")
+        self.resent = counter(
             "idempotency_outbox_resent", "Operations resent because the broker had lost their message"
         )
-        self.alerts = Counter("idempotency_alerts", "Alerts and alarms raised", ["service", "reason"])
-        self.alerts_unsent = Counter("idempotency_alerts_unsent", "Alerts and alarms that the webhook did not accept")
-        self.redis_unavailable = Counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
-        self.attempt_seconds = Histogram(
+        self.alerts = counter("idempotency_alerts", "Alerts and alarms raised", ["service", "reason"])
+        self.alerts_unsent = counter("idempotency_alerts_unsent", "Alerts and alarms that the webhook did not accept")
+        self.redis_unavailable = counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
+        self.attempt_seconds = histogram(
             "idempotency_attempt_seconds", "Time from the claim to the end of the attempt", ["task"]
         )
-        self.phase_seconds = Histogram(
+        self.phase_seconds = histogram(
             "idempotency_phase_seconds",
             "Time per phase of a delivery: claim, body, commit",
             ["task", "phase"],
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0),
         )
+        for each in vars(self).values():
+            REGISTRY.register(each)
 
 
 def _metrics() -> _Metrics:
     global _made
     with _lock:
         if _made is None:
-            making = _Metrics.__new__(_Metrics)
-            try:
-                making.__init__(environment().prometheus_multiproc_dir)  # type: ignore[misc]
-            except BaseException:
-                for made in vars(making).values():
-                    REGISTRY.unregister(made)  # so that the next try does not meet half of them
-                raise
-            _made = making
+            _made = _Metrics(environment().prometheus_multiproc_dir)
         return _made
 
 

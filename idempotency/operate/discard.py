@@ -56,24 +56,21 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
         if asked is None:
             raise DiscardRefused(f"dead letter {letter}: no one has asked to discard it")
         raise DiscardRefused(f"dead letter {letter}: {person.name!r} asked for it, so another admin has to approve")
-    _check_can_be_discarded(connection, letter)
+    id, record = _operation_to_discard(connection, letter)
     discards.discard(connection, letter)
-    id, record = _operation(connection, dead_letters.show(connection, letter))
     change = Change(person.name, reason)
     audit(connection, change, "discard_approved", id, record, details={"dead_letter": letter})
 
 
-def _check_can_be_discarded(connection: Connection, letter: int) -> None:
-    """Lock the letter and its record. Raises `DiscardRefused` if its operation would then never end."""
+def _operation_to_discard(connection: Connection, letter: int) -> tuple[OperationId | None, Any]:
+    """The letter's operation and its record, both locked. Raises `DiscardRefused` if it would then never end."""
     row = discards.lock(connection, letter)
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
-    if id is None or record is None or not _is_same_request(row, record):
-        return
-    if record.status in ("completed", "failed"):
-        return
+    if id is None or record is None or not _is_same_request(row, record) or record.status in ("completed", "failed"):
+        return id, record
     if record.status == "started":
         raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
     if not discards.will_be_delivered(connection, id, record.fingerprint):
@@ -81,6 +78,7 @@ def _check_can_be_discarded(connection: Connection, letter: int) -> None:
             f"dead letter {letter}: the operation has not ended and nothing else will deliver it; replay the letter, "
             "or cancel the operation first"
         )
+    return id, record
 
 
 def _check_no_open_effect(letter: Row[Any], record: Any) -> None:

@@ -227,14 +227,11 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
     reopened = connection.exec_driver_sql(_REOPEN, fields).one_or_none()
     opened = None if reopened is None else reopened.generation
-    if reopened is not None and not row.payload:
-        fields["payload"] = reopened.message
-        if not reopened.message:  # never asked for by a message: its caller asks again
-            return OperationId(fields["tenant"], fields["task"], fields["key"])
-    if opened is None and not row.payload:
-        raise ReplayRefused(
-            f"dead letter {letter}: its operation was not asked for by a message; ask again where it was"
-        )
+    fields["payload"] = row.payload or ("" if reopened is None else reopened.message)
+    if not fields["payload"]:  # no message has asked for it: once it is open, its caller asks again
+        if opened is None:
+            raise ReplayRefused(f"dead letter {letter}: no message has asked for its operation; its caller can")
+        return OperationId(fields["tenant"], fields["task"], fields["key"])
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import event
-from sqlalchemy.pool import Pool
-from sqlalchemy.pool.base import _ConnectionRecord
+from sqlalchemy.pool import ConnectionPoolEntry, Pool
 
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused
@@ -75,5 +74,5 @@ def watch_connections() -> None:
     event.listen(Pool, "checkin", _returned)
     for each in gc.get_objects():
         # by its type: isinstance would ask a lazy proxy for its class, and so evaluate it
-        if issubclass(type(each), _ConnectionRecord) and each.in_use:
+        if issubclass(type(each), ConnectionPoolEntry) and each.in_use:
             _taken(each.dbapi_connection, None, None)

@@ -1,4 +1,4 @@
-"""F12–F14: Postgres is killed, its connections break on a reply, its disk is full or it takes no writes."""
+"""F12–F14: Postgres is killed, its connections break on a reply, its disk is full or it refuses writes."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ from idempotency.letters import consumer as consuming
 from idempotency.letters import storing
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import crash_points
+from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
-from idempotency.store import dead_letters
+from idempotency.store import dead_letters, outbox
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, VERSION_HEADER, Message
@@ -29,7 +30,9 @@ from tests.support import operations as op
 from tests.support.bank import enqueue_deposit
 from tests.support.dead_messages import die, headers, publish
 from tests.support.deliveries import Deliveries
+from tests.support.operators import ANN
 from tests.support.processes import Processes, eventually
+from tests.support.relaying import make_due
 
 ID = OperationId("default", b.deposit.name, "a1")
 FINGERPRINT = keys.fingerprint({"account": "a1"})
@@ -421,6 +424,29 @@ def test_a_late_answer_says_nothing_about_a_row_that_was_sent_again_since(
     (row,) = op.outbox(connection, ID)
     assert (row.status, row.resends, row.attempts, row.last_error) == ("pending", 1, 0, None)
     slow.close(), quick.close()
+
+
+@pytest.mark.parametrize("answer", ["refused", "confirmed"])
+def test_a_late_answer_says_nothing_about_a_row_that_was_replayed_since(
+    bank: Celery, connection: Connection, answer: str
+) -> None:
+    b.enqueue_deposit()
+    connection.execute(text("UPDATE idempotency.outbox SET attempts = 4"))
+    (sent,) = outbox.reserve_rows(connection, batch=10, seconds=30)  # a relay that is paused from here on
+    make_due(connection)
+    (again,) = outbox.reserve_rows(connection, batch=10, seconds=30)
+    outbox.give_up(connection, again, "too long", service="bank")  # another one gives up
+    (letter,) = op.dead_letters(connection)
+    replay(bank, letter.id, ANN)  # a person has repaired the cause
+    (row,) = op.outbox(connection)
+    assert (row.status, row.origin) == ("pending", "replay")
+    if answer == "refused":  # the paused relay goes on
+        outbox.give_up(connection, sent, "too long", service="bank")
+    else:
+        outbox.mark_published(connection, [sent])
+    (row,) = op.outbox(connection)
+    assert (row.status, row.origin) == ("pending", "replay")
+    assert [each.status for each in op.dead_letters(connection)] == ["replayed"]
 
 
 # ---------------------------------------------------------------- real workers

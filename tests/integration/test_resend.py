@@ -206,19 +206,25 @@ def age(engine: Engine, seconds: Any) -> None:
         )
 
 
+def copy_rows(connection: Connection, number: int) -> None:
+    """Add so many rows like the one that is there, each of another operation."""
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, "
+            "status, published_at) SELECT 'e' || n, tenant, task, 'k' || n, fingerprint, message, queue, "
+            "origin, status, published_at FROM idempotency.outbox, generate_series(1, :number) n"
+        ),
+        {"number": number},
+    )
+
+
 def test_a_backlog_of_sixty_thousand_is_not_sent_again_and_is_after_a_wipe(
     bank: Celery, sent: Sent, engine: Engine
 ) -> None:
     """The rows are made by SQL: what is shown is how many are sent, not how fast."""
     sent("model")
     with engine.connect() as connection:
-        connection.execute(
-            text(
-                "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, "
-                "status, published_at) SELECT 'e' || n, tenant, task, 'k' || n, fingerprint, message, queue, "
-                "origin, status, published_at FROM idempotency.outbox, generate_series(1, 60000) n"
-            )
-        )
+        copy_rows(connection, 60000)
     # slow workers: 45,000 wait in the queue, 15,001 more are prefetched or were answered and not yet settled
     assert resend_lost(bank, lambda queue: 60_001).resent == 0
     assert resend_lost(bank, lambda queue: 45_000).resent == 15_001
@@ -373,13 +379,7 @@ def test_a_row_that_has_begun_is_looked_at_once(bank: Celery, sent: Sent, engine
 def test_no_statement_of_a_pass_reads_what_waits(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("model")
     with engine.connect() as connection:
-        connection.execute(
-            text(
-                "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, "
-                "status, published_at) SELECT 'e' || n, tenant, task, 'k' || n, fingerprint, message, queue, "
-                "origin, status, published_at FROM idempotency.outbox, generate_series(1, 5000) n"
-            )
-        )
+        copy_rows(connection, 5000)
         connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
         published = connection.execute(text("SELECT min(published_at) FROM idempotency.outbox")).scalar_one()
     queue = {"queue": bank.conf.task_default_queue}

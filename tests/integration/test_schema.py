@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -211,6 +212,29 @@ def test_a_lock_that_is_never_free_ends_the_migration_with_its_error(
     with empty.connect() as connection:
         assert schema.current_revision(connection) == "0008"
     schema.migrate(empty)
+
+
+def test_a_migration_that_deadlocks_with_a_transaction_is_tried_again(empty_database: str) -> None:
+    """0011 takes exclusive locks on six tables in one transaction."""
+    engine = create_engine(empty_database)
+    schema.migrate(engine, "0010")
+    with engine.connect() as application:
+        # an application that is still accepting work: a row in the outbox, and then a look at a record
+        application.execute(text("LOCK TABLE idempotency.outbox IN ROW EXCLUSIVE MODE"))
+        migrated = in_background(lambda: schema.migrate(engine))
+        with create_engine(empty_database).connect() as watching:
+            eventually(
+                lambda: watching.execute(
+                    text(
+                        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'idempotency.outbox'::regclass"
+                    )
+                ).scalar_one()
+            )
+        with contextlib.suppress(OperationalError):  # one of the two is chosen to fail
+            application.execute(text("SELECT operation FROM idempotency.records"))
+        application.rollback()
+        assert migrated.result(60) == schema._known()[0]
+    engine.dispose()
 
 
 def test_an_index_is_built_while_a_transaction_that_uses_its_table_is_open(

@@ -1,4 +1,4 @@
-"""What the model holds: records, outbox rows, dead letters, and who believes that they hold an operation."""
+"""What the model holds: records, outbox rows, dead letters, and the attempts that think they hold an operation."""
 
 from __future__ import annotations
 
