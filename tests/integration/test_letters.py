@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from typer.testing import CliRunner
 
 from idempotency import DidNotHappen, OperationId, PermanentError
+from idempotency.broker.channel import declare_queues
 from idempotency.cli.dead_letter_commands import _each
 from idempotency.cli.main import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
@@ -445,6 +446,18 @@ def test_a_dead_letter_queue_declared_otherwise_is_consumed(
     assert consumer.run_once() == 2
     assert len(op.dead_letters(connection)) == 2
     assert waiting(bank) == 0
+
+
+def test_a_queue_declared_otherwise_keeps_no_other_from_being_declared(bank: Celery) -> None:
+    """A worker declares its dead-letter queues before it consumes: until they exist, the broker keeps letters back."""
+    names = [f"{bank.conf.task_default_queue}-{each}" for each in ("first-dead", "second-dead")]
+    with bank.connection_for_write() as broker:
+        Queue(names[0], routing_key=names[0], durable=True)(broker.channel()).declare()
+        declare_queues(
+            broker, [Queue(name, routing_key=name, queue_arguments={"x-queue-type": "quorum"}) for name in names]
+        )
+        found = [broker.channel().queue_declare(name, passive=True).queue for name in names]
+    assert found == names
 
 
 def test_one_record_that_is_refused_stops_no_bulk_replay(

@@ -35,15 +35,20 @@ class Echo(socketserver.ThreadingTCPServer):
             def handle(self) -> None:
                 index = len(echo.heard)
                 echo.heard.append(b"")
-                try:
-                    while data := self.request.recv(65536):
+                ending, open_ = "FIN", True
+                while open_:
+                    data = b""
+                    try:
+                        data = self.request.recv(65536)
                         echo.heard[index] += data
-                        self.request.sendall(data)
-                    echo.endings.append("FIN")
-                except ConnectionResetError:
-                    echo.endings.append("RST")
-                except OSError:
-                    echo.endings.append("broken")
+                        if ending == "FIN":
+                            self.request.sendall(data)
+                    except ConnectionResetError:
+                        ending = "RST"
+                    except OSError:
+                        ending = "broken"
+                    open_ = bool(data)  # after a send that failed, what had arrived before the reset is still there
+                echo.endings.append(ending)
 
         super().__init__(("127.0.0.1", 0), Handler)
         self.port = self.server_address[1]
