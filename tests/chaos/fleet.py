@@ -179,6 +179,8 @@ class Fleet:
         self.members.append(Member(name, kind, place, list(arguments)))
 
     def _start(self, member: Member) -> None:
+        # before it is there: from then on a fault may tell it to stop
+        member.due = member.overdue = None
         member.log_start = member.log.stat().st_size if member.log.exists() else 0
         # its own directory: a beat's schedule file is its own
         member.pid = process.launch(
@@ -191,7 +193,6 @@ class Fleet:
         member.starts += 1
         if member.kind == CALLER:
             self.callers.add(f"pid {member.pid}")
-        member.due = member.overdue = None
 
     def _watch(self) -> None:
         while not self._stop.wait(WATCH):

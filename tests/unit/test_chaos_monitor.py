@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from services import process
 from tests.chaos import monitor
+from tests.chaos.fleet import WORKER, Fleet
 from tests.chaos.many import Run, figures, verdict
 from tests.chaos.monitor import Ended, Known, explanation, unexplained
 
@@ -27,6 +31,22 @@ def test_an_end_with_a_known_reason_is_explained_and_no_violation(monkeypatch: p
     monkeypatch.setattr(monitor, "KNOWN", (known,))
     assert explanation(ENDED) == "a relay of yesterday"
     assert unexplained([ENDED]) == []
+
+
+def test_a_process_that_is_told_to_stop_while_it_starts_has_not_ended_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path, {}, workers=1, concurrency=1, relays=1, beats=0, callers=0)
+    (worker,) = fleet.of(WORKER)
+    with subprocess.Popen(["sleep", "60"]) as child:
+
+        def launch(*_: Any, **__: Any) -> int:
+            fleet.terminate(worker, psutil.Process(child.pid))
+            return child.pid
+
+        monkeypatch.setattr(process, "launch", launch)
+        fleet._start(worker)
+    assert worker.overdue is not None
 
 
 @pytest.mark.parametrize("known", [Known("worker", "did not answer", "-"), Known("relay", "out of memory", "-")])
