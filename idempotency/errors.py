@@ -168,7 +168,10 @@ class SessionNotYours(PermanentError):
 
 
 class UnsupportedControl(PermanentError):
-    """A body used `Ignore`, `Reject` or `replace()`, which would acknowledge the message while the record says otherwise."""
+    """A body raised `Ignore` or `Reject`, which would acknowledge the message while the record says otherwise.
+
+    Also from `retry` with other arguments, and from `replace` after a thousand replacements in a row.
+    """
 
     default_code = "unsupported_control"
 

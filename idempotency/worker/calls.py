@@ -58,6 +58,7 @@ class KeyedTask(Task):
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
         """
         parameters = self.signature_of_run.parameters
+        args, kwargs = self._as_sent(args, kwargs)
         options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
@@ -66,6 +67,7 @@ class KeyedTask(Task):
         _check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
+        options["ignore_result"] = self.ignore_result
         message = Message.composed(
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
         )
@@ -95,7 +97,7 @@ class KeyedTask(Task):
 
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`; then nothing was sent.
         """
-        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        args, kwargs = self._as_sent(args, kwargs)
         if (options.get("expires") or self.expires) is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
         given = options.pop("headers", None) or {}
@@ -116,7 +118,7 @@ class KeyedTask(Task):
         Raises `CallRefused` inside an open transaction of this thread, because the task commits on another connection.
         """
         eager.check_no_transaction(runtime_of(self.app))
-        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        args, kwargs = self._as_sent(args, kwargs)
         given = options.pop("headers", None) or {}
         _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
@@ -130,7 +132,7 @@ class KeyedTask(Task):
         headers: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[OperationId, dict[str, Any]]:
         """The operation that a call names, and the headers of its message. Raises `CallRefused`."""
-        arguments = keys.bind(self.signature_of_run, args, kwargs)
+        arguments = self._bound(args, kwargs)
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
         id = self._operation(arguments, key, tenant)
@@ -147,8 +149,26 @@ class KeyedTask(Task):
 
     def named_by(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
         """The operation that a message names, by its headers or by its arguments. Raises `CallRefused`."""
-        arguments = keys.bind(self.signature_of_run, args, kwargs)
+        arguments = self._bound(args, kwargs)
         return Named(self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments)
+
+    def _as_sent(
+        self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they travel: of a task with `pydantic=True`, models as the JSON that Celery makes of them."""
+        sent: tuple[Sequence[Any], Mapping[str, Any]] = tuple(args or ()), dict(kwargs or {})
+        if (dump := getattr(self, "_dump_pydantic_arguments", None)) is not None:  # not before Celery 5.7
+            sent = dump(*sent)
+        return tuple(sent[0]), dict(sent[1])
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by parameter name. With `typing=False`, those that do not fit are left to the body."""
+        try:
+            return keys.bind(self.signature_of_run, args, kwargs)
+        except InvalidArguments:
+            if self.typing:
+                raise
+            return {"*": list(args), "**": dict(kwargs)}  # no parameter has such a name
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
         if key is None and self._key_function is not None:

@@ -21,33 +21,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from celery import Celery
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
+from celery.result import ResultBase
 from celery.utils.imports import symbol_by_name
-from celery.utils.time import maybe_make_aware
 
 from ..application import runtime_of
 from ..attempt import effects, steps
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed, Undo
-from ..attempt.endings import MAX_DELAY, Ended, Finished, Release
+from ..attempt.endings import Ended, Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..attempt.session import AttemptSession
 from ..errors import (
     Again,
-    Defer,
     FingerprintMismatch,
     IdempotencyError,
-    InvalidArguments,
-    LeaseLost,
     OperationBusy,
     OperationFailed,
-    OutcomeInDoubt,
-    PermanentError,
-    RetriesExhausted,
     SettingsError,
     Unanswered,
     UnsupportedControl,
@@ -58,9 +53,10 @@ from ..providers import ProviderContract
 from ..store import letters
 from ..store.answers import Busy, Completed, Failed, Mismatch, error_text
 from ..store.statements import describe
+from ..wire import keys
 from ..wire.delivery import Delivery
 from . import parking
-from .calls import KeyedTask
+from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of
 from .waiting import Waiting
 
@@ -84,7 +80,7 @@ class Raised:
     error: BaseException
 
 
-class IdempotentTask(KeyedTask):
+class IdempotentTask(ControlledTask):
     """A Celery task whose database effects, result and messages are committed together, once per key.
 
     Use it as `base=`. The options go into the decorator, like Celery's own:
@@ -97,7 +93,8 @@ class IdempotentTask(KeyedTask):
     effect_types    what its effects return, by name (any type pydantic checks): an operator's result is validated by it
     on_busy         what a duplicate does in a worker while the operation runs: "ack" (default; "raise" means the same)
                     or "wait"; an eager call raises `OperationBusy` whatever this says
-    max_attempts, retention_completed, retention_failed   override the settings; retentions in seconds
+    max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
+    retention_completed, retention_failed   override the settings, in seconds
     """
 
     abstract = True
@@ -119,7 +116,6 @@ class IdempotentTask(KeyedTask):
     provider: ClassVar[ProviderContract | None] = None
     effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
-    max_attempts: ClassVar[int | None] = None
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
 
@@ -140,9 +136,11 @@ class IdempotentTask(KeyedTask):
     # ------------------------------------------------------------ one delivery
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.request.called_directly:
-            # A plain call is protected like any other: it runs in this process, under its key.
-            return self.apply(args, kwargs, throw=True).get()
+        if self.request.called_directly or self._is_running:
+            # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
+            if args and isinstance(args[0], Context):
+                return self._run_as_errback(args, kwargs)
+            return self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False)
         try:
             outcome = self._deliver(delivery_of(self, self.request))
         except Exception as error:
@@ -183,11 +181,15 @@ class IdempotentTask(KeyedTask):
         request = self.request
         request.retries, request.attempt = max(attempt.claim.attempts - 1, 0), attempt
         try:
-            return self.run(*request.args, **request.kwargs)
+            result = self.run(*request.args, **request.kwargs)
+            # as Celery stores it
+            return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
             delay = float(retry.when) if isinstance(retry.when, int | float) else None
             raise Again(delay, retry.exc or retry) from retry
         except (Ignore, Reject) as error:
+            if (replacement := self._replacement()) is not None:
+                return replacement
             control = type(error).__name__
             raise UnsupportedControl(f"{control} from a body would acknowledge past the record") from None
 
@@ -195,9 +197,9 @@ class IdempotentTask(KeyedTask):
         """What Celery sees of an outcome."""
         match outcome:
             case Finished(result=result):
-                return Returned(result)
+                return self._returned(result)
             case Completed():
-                return Returned(outcome.value())
+                return self._returned(outcome.value())
             case Ended(error):
                 return Raised(error)
             case Release(cause=cause, delay=delay):
@@ -208,6 +210,32 @@ class IdempotentTask(KeyedTask):
                 return Raised(self._refuse(delivery, generation))
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
+
+    def _returned(self, result: Any) -> Returned | Raised:
+        if not is_replacement(result):
+            return Returned(result)
+        try:
+            return Returned(self._hand_over(result))
+        except (Ignore, UnsupportedControl) as replaced:
+            return Raised(replaced)
+
+    def _run_as_errback(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run here as an errback of the new style, once for each failed task id.
+
+        What Celery passes (request, exception, traceback) cannot travel in a message: if this process dies, the failed
+        task's message comes back, and Celery calls the errback again.
+        """
+        failed, arguments = args[0], {"task_id": args[0].id, "args": list(args[3:]), "kwargs": dict(kwargs)}
+        id = self._operation(arguments, keys.content_hash(*arguments)(arguments), None)
+        delivery = Delivery(id, keys.fingerprint(arguments), arguments, task_id=failed.id, is_eager=True)
+        self.push_request(id=failed.id, args=args, kwargs=kwargs, is_eager=True, called_directly=False)
+        try:
+            outcome = self._deliver(delivery)
+        finally:
+            self.pop_request()
+        if isinstance(outcome, Raised):
+            raise outcome.error
+        return outcome.value
 
     def _refuse(self, delivery: Delivery, generation: int) -> FingerprintMismatch:
         """A request with other arguments under a used key: keep it as a dead letter, and change nothing else."""
@@ -290,46 +318,15 @@ class IdempotentTask(KeyedTask):
         self._attempt.check_lease()
 
     @property
+    def _is_running(self) -> bool:
+        return getattr(self.request, "attempt", None) is not None
+
+    @property
     def _attempt(self) -> Attempt:
         attempt: Attempt | None = getattr(self.request, "attempt", None)
         if attempt is None:
             raise IdempotencyError(f"{self.name}: session, effect and step exist only while the task runs")
         return attempt
-
-    def retry(
-        self,
-        args: Any = None,
-        kwargs: Any = None,
-        exc: BaseException | None = None,
-        throw: bool = True,
-        eta: Any = None,
-        countdown: float | None = None,
-        max_retries: int | None = None,
-        **options: Any,
-    ) -> Retry:
-        """Let go and try again later, under the same key and task id; the delay is kept in Postgres.
-
-        `countdown` in seconds, `eta` as an aware datetime. Raises `Retry`, or returns it with `throw=False`; an `exc`
-        that is a final error; `RetriesExhausted` beyond `max_retries`; `InvalidArguments` for a delay of more than ten
-        years; `UnsupportedControl` for other arguments, which would be another operation.
-        """
-        if args is not None or kwargs is not None:
-            raise UnsupportedControl("retry: other arguments are another operation; enqueue it under its own key")
-        if isinstance(exc, PermanentError | Defer | LeaseLost | OutcomeInDoubt):
-            raise exc  # autoretry_for must not turn a final error into another attempt
-        if max_retries is not None and self.request.retries >= max_retries:
-            raise RetriesExhausted(f"no result after {max_retries} retries") from exc
-        if eta is not None:
-            countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
-        if countdown is not None and countdown > MAX_DELAY:
-            raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown:g}")
-        retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
-        if throw:
-            raise retry
-        return retry
-
-    def replace(self, sig: Any) -> NoReturn:
-        raise UnsupportedControl("replace: the record would never end; enqueue the other task instead")
 
 
 def idempotent_tasks(app: Celery) -> list[IdempotentTask]:

@@ -1,0 +1,196 @@
+"""What a body may say to Celery about its own task: retry it, or replace it. And what it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+
+from celery import Celery, Signature, signature
+from celery.exceptions import Ignore, Reject, Retry
+from celery.result import allow_join_result
+from celery.utils.time import maybe_make_aware
+
+from ..application import runtime_of
+from ..attempt.endings import MAX_DELAY
+from ..attempt.policy import Policy
+from ..errors import (
+    Defer,
+    InvalidArguments,
+    LeaseLost,
+    OutcomeInDoubt,
+    PermanentError,
+    RetriesExhausted,
+    SettingsError,
+    Unanswered,
+    UnsupportedControl,
+)
+from ..wire import keys, results
+from .calls import KeyedTask
+
+# The result of an operation that was replaced: its only member, with the signature of the replacement as JSON.
+REPLACED = "idempotency-replaced-by"
+# Operations that replace each other in a circle would send each other forever.
+LONGEST_REPLACEMENT = 1_000
+
+
+class ControlledTask(KeyedTask):
+    """Celery's retry and replace, for a task whose record decides. Use `IdempotentTask`."""
+
+    abstract = True
+
+    # what `retry` raises when there is none left, for bodies that catch it
+    MaxRetriesExceededError = RetriesExhausted
+
+    max_attempts: ClassVar[int | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._read_max_retries()
+
+    @classmethod
+    def bind(cls, app: Celery) -> Celery:
+        bound: Celery = super().bind(app)
+        cls._read_max_retries()  # from task_annotations
+        return bound
+
+    @classmethod
+    def _read_max_retries(cls) -> None:
+        """Celery's `max_retries` is the same limit as `max_attempts`, which counts the first attempt, too."""
+        given = cls.__dict__.get("max_retries")
+        if "max_retries" not in cls.__dict__ or isinstance(given, property):
+            return
+        if type(given) is not int or given < 0:
+            raise SettingsError(
+                f"max_retries of {cls.__name__}: must be 0 or more, got {given!r}; every operation ends"
+            )
+        if (attempts := cls.__dict__.get("max_attempts")) not in (None, given + 1):
+            raise SettingsError(f"max_retries={given} and max_attempts={attempts} of {cls.__name__}: give one of them")
+        cls.max_attempts = given + 1
+        del cls.max_retries
+
+    @property
+    def max_retries(self) -> int:
+        """How often this task is tried again: one less than its `max_attempts`."""
+        return Policy.of(self, runtime_of(self.app).settings).max_attempts - 1
+
+    @max_retries.setter
+    def max_retries(self, retries: int) -> None:
+        self.__dict__["max_attempts"] = retries + 1
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: BaseException | None = None,
+        throw: bool = True,
+        eta: Any = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        **options: Any,
+    ) -> Retry:
+        """Let go and try again later, under the same key and task id; the delay is kept in Postgres.
+
+        `countdown` in seconds, `eta` as an aware datetime. Raises `Retry`, or returns it with `throw=False`; an `exc`
+        that is a final error; `RetriesExhausted` beyond `max_retries`, and without an `exc` beyond the task's own;
+        `InvalidArguments` for a delay of more than ten years; `UnsupportedControl` for other arguments, which would be
+        another operation.
+        """
+        if not self._is_this_call(args, kwargs):
+            raise UnsupportedControl("retry: other arguments are another operation; enqueue it under its own key")
+        if isinstance(exc, PermanentError | Defer | LeaseLost | OutcomeInDoubt | Ignore | Reject):
+            raise exc  # autoretry_for must not turn a final error into another attempt
+        if max_retries is None and exc is None:
+            max_retries = self.max_retries
+        if max_retries is not None and self.request.retries >= max_retries:
+            raise RetriesExhausted(f"no result after {max_retries} retries") from exc
+        if eta is not None:
+            countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
+        if countdown is not None and countdown > MAX_DELAY:
+            raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown:g}")
+        retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
+        if throw:
+            raise retry
+        return retry
+
+    def _is_this_call(self, args: Any, kwargs: Any) -> bool:
+        """Whether arguments given to `retry` are those of this attempt; what is not given stays."""
+        if args is None and kwargs is None:
+            return True
+        mine = self._bound(self.request.args, self.request.kwargs)
+        positional, named = self._as_sent(args, kwargs)
+        try:
+            given = dict(self.signature_of_run.bind_partial(*positional, **named).arguments)
+            if args is None or kwargs is None:
+                given = {**mine, **given}
+            return keys.canonical_json(given) == keys.canonical_json(mine)
+        except (TypeError, InvalidArguments):
+            return False
+
+    def replace(self, sig: Any) -> NoReturn:
+        """End this operation here, and leave its result, chain and callbacks to another signature.
+
+        The operation completes with this attempt's writes. Then `sig` is sent under its task id, and again for each
+        duplicate of this operation, so its tasks should be idempotent, too. Sent like the next task of a chain: not part
+        of the commit. Raises `CallRefused` for a signature that could not be sent, `UnsupportedControl` for the
+        thousandth replacement in a row.
+        """
+        if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
+            raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
+        limit = runtime_of(self.app).settings.result_limit
+        plain = results.from_text(results.to_text(sig, limit=limit, what="replacement"))
+        replacement: Signature = signature(plain, app=self.app)
+        if "chord" in replacement.options:
+            raise InvalidArguments("replace: the signature must not be part of a chord")
+        for first in _first_of(replacement):
+            if isinstance(task := self.app.tasks.get(first.task), KeyedTask):
+                options = first.options
+                task._checked(
+                    *task._as_sent(first.args, first.kwargs),
+                    options.get("idempotency_key"),
+                    options.get("tenant"),
+                    options.get("headers") or {},
+                )
+        self.request.replacement = {REPLACED: plain}
+        raise Ignore("replaced")
+
+    def _replacement(self) -> Any:
+        """The result of this attempt if its body has called `replace`, as the JSON that a duplicate reads."""
+        replacement, self.request.replacement = getattr(self.request, "replacement", None), None
+        return replacement
+
+    def _hand_over(self, result: Mapping[str, Any]) -> Any:
+        """Send the replacement of an operation that is committed. Raises `Ignore`; returns its result if it is eager.
+
+        Raises `Unanswered` if it could not be sent: it is owed, so the message has to come back.
+        """
+        if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
+            raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
+        try:
+            return super().replace(signature(result[REPLACED], app=self.app))
+        except Ignore:
+            raise
+        except Exception as error:
+            raise Unanswered(f"{self.name}: its replacement could not be sent") from error
+
+    def on_replace(self, sig: Signature) -> Any:
+        if self.request.is_eager:
+            with allow_join_result():  # nothing waits: each result is there when it is asked for
+                return sig.apply().get()
+        return super().on_replace(sig)
+
+
+def is_replacement(result: Any) -> bool:
+    """Whether this is the stored result of an operation that was replaced."""
+    return isinstance(result, dict) and result.keys() == {REPLACED}
+
+
+def _first_of(sig: Signature) -> list[Signature]:
+    """The signatures that are sent first: their arguments are known."""
+    match sig.subtask_type:
+        case "group" | "chord":
+            return [first for each in sig.tasks for first in _first_of(each)]
+        case "chain" if sig.tasks:
+            return _first_of(sig.tasks[0])
+        case "chain":
+            raise InvalidArguments("replace: the chain is empty")
+    return [sig]
