@@ -12,6 +12,7 @@ import redis
 from celery import Celery, chain, group
 from celery.backends.redis import RedisBackend
 
+from idempotency import PermanentError
 from idempotency.relay.relay import Relay
 from tests.support import bank as app_module
 from tests.support import crashing
@@ -32,8 +33,8 @@ def backend(bank: Celery, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def storing(backend: Any, processes: Processes, relay: Relay, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker that stores results there."""
-    for task in (app_module.deposit, app_module.returning, app_module.waited_deposit):
-        monkeypatch.setattr(task, "ignore_result", False)
+    for name in ("deposit", "returning", "waited_deposit", "replaced", "failing"):
+        monkeypatch.setattr(getattr(app_module, name), "ignore_result", False)
     return processes.worker("--concurrency", "2", "--", "task.ignore_result=false", CELERY_RESULT_BACKEND=redis_url)
 
 
@@ -52,6 +53,33 @@ def test_groups_and_chains_give_their_results_and_again_when_repeated(
         assert one_by_one.parent.get(timeout=20) == {"account": "first", "amount": 1}
     accounts = [f"g{number}" for number in range(5)] + ["first", "returning", "third"]
     assert [entries(account) for account in accounts] == [1] * len(accounts)
+
+
+def test_a_replaced_task_gives_the_result_of_its_replacement_to_its_chain(
+    bank: Celery, storing: Any, entries: Entries, record: Record
+) -> None:
+    for _ in range(2):
+        chained = chain(
+            app_module.replaced.s("a"),
+            app_module.returning.s().set(idempotency_key="tail"),
+        ).apply_async()
+        assert chained.get(timeout=20) == {"account": "a", "amount": 1}
+        assert chained.parent.get(timeout=20) == {"account": "a", "amount": 1}
+    grouped = group(app_module.replaced.s("b"), app_module.deposit.s("c")).apply_async()
+    assert [each["account"] for each in grouped.get(timeout=20)] == ["b", "c"]
+    assert [entries(account) for account in ("a/replaced", "a", "returning", "b/replaced", "b", "c")] == [1] * 6
+
+
+def test_an_errback_of_one_argument_is_a_message_under_its_own_key(
+    bank: Celery, storing: Any, entries: Entries, record: Record
+) -> None:
+    failed = app_module.failing.apply_async(
+        ("a", "permanent"), task_id="failed", link_error=app_module.deposit.s().set(idempotency_key="back")
+    )
+    with pytest.raises(PermanentError, match="no such account"):
+        failed.get(timeout=20)
+    eventually(lambda: (row := record("back")) and row.status == "completed")
+    assert (entries("failed"), entries("a")) == (1, 0)
 
 
 def test_countdown_and_eta_are_kept_and_a_duplicate_runs_nothing(

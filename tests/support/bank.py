@@ -156,6 +156,13 @@ def returning(self: IdempotentTask, value: Any = None) -> Any:
     return value
 
 
+@app.task(base=IdempotentTask, bind=True, key="{account}")
+def replaced(self: IdempotentTask, account: str) -> None:
+    """Writes its row, and leaves the rest to a deposit."""
+    self.session.execute(INSERT, {"account": f"{account}/replaced", "amount": 1})
+    self.replace(deposit.s(account))
+
+
 @app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure)
 def lonely_deposit(self: IdempotentTask, account: str, seconds: float, busy: bool = False) -> str:
     """Writes its row, lets the others run (or, when busy, does not), and finds its own session and claim again."""
