@@ -14,7 +14,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo test faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo test ecosystem faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,11 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 
 test: .venv/ready ## run all tests against real servers
 	@$(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
+
+ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them
+	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--constraint constraints.txt --editable '.[ecosystem]'
+	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
 
 chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
