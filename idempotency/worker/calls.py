@@ -120,7 +120,8 @@ class KeyedTask(Task):
         eager.check_no_transaction(runtime_of(self.app))
         args, kwargs = self._as_sent(args, kwargs)
         given = options.pop("headers", None) or {}
-        _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
+        id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
+        eager.check_may_begin(self.app, id)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
 
     def _checked(

@@ -1,4 +1,4 @@
-"""Eager calls: never inside a transaction that the calling thread has open on the same database.
+"""Eager calls: never inside a transaction that the calling thread has open on the same database, nor in a last look.
 
 An eager task commits on another connection. Inside the caller's transaction it would not see the caller's rows, would
 wait for the caller's locks until its lock time-out, and would stay committed if the caller rolls back.
@@ -12,12 +12,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import psycopg
+from celery import Celery, current_task
 from psycopg.pq import TransactionStatus
 from sqlalchemy import event
 from sqlalchemy.pool import ConnectionPoolEntry, Pool
 
+from ..attempt.attempt import Attempt
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused
+from ..handle import Handle
+from ..wire.keys import OperationId
 
 # Connections in use, of any engine, and the thread that took them.
 _in_use: WeakKeyDictionary[psycopg.Connection[Any], int] = WeakKeyDictionary()
@@ -45,6 +49,16 @@ def check_no_transaction(runtime: Runtime) -> None:
             raise CallRefused(
                 "eager call: this thread has a transaction open on the same database; commit it first, or use enqueue()"
             )
+
+
+def check_may_begin(app: Celery, id: OperationId) -> None:
+    """Raise what the calling body's operation ends with, if this is its last look: that begins no other operation."""
+    caller: Attempt | None = getattr(current_task.request, "attempt", None) if current_task else None
+    if caller is None or caller.ends_as is None:
+        return
+    stored = Handle(app, id).lookup()
+    if stored is None or stored.status not in ("completed", "failed"):
+        caller.check_may_begin()
 
 
 def _is_here(runtime: Runtime, pid: int) -> bool:

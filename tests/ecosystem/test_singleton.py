@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ecosystem
 def test_a_singleton_is_queued_once_and_runs_once(
     bank: Celery, deliveries: Deliveries, redis_url: str, entries: Entries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class SingletonTask(celery_singleton.Singleton, IdempotentTask):  # type: ignore[name-defined,misc]
+    class SingletonTask(celery_singleton.Singleton, IdempotentTask):  # type: ignore[name-defined]
         abstract = True
 
     def body(self: Any, account: str) -> str:

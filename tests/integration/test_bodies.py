@@ -22,7 +22,7 @@ from tests.support import operations
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record
 from tests.support.processes import Worker, eventually
-from tests.support.tasks import ROW, accept, make_task
+from tests.support.tasks import ROW, Provider, accept, make_task
 
 
 class Order(BaseModel):
@@ -104,6 +104,29 @@ def test_a_call_in_a_plain_body_runs_under_its_key(bank: Celery, entries: Entrie
     assert result.state == "SUCCESS"
     assert result.result == [{"account": "a", "amount": 1}] * 2
     assert entries("a") == 1
+
+
+@pytest.mark.parametrize("was_called_before", [True, False])
+def test_a_call_in_a_last_look_begins_no_other_operation(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine, was_called_before: bool
+) -> None:
+    def body(self: Any) -> Any:
+        self.effect("call", Provider())
+        if self.request.retries == 0 and not was_called_before:
+            raise ValueError("before the call")
+        called = app_module.deposit("a")
+        if self.request.retries == 0:
+            raise ValueError("after the call")
+        return called
+
+    task = make_task(bank, body, max_attempts=1)
+    assert deliveries.deliver(task, key="outer").state == "RETRY"
+    operations.make_due(engine, "outer")
+    looked = deliveries.deliver(task, key="outer")
+    if was_called_before:
+        assert (looked.value, record("outer").status) == ({"account": "a", "amount": 1}, "completed")
+    else:
+        assert (code(record("outer")), record("a")) == ("unfinished", None)
 
 
 # ---------------------------------------------------------------- retry, Ignore and Reject

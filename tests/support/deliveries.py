@@ -80,7 +80,7 @@ class _Calling:
     """The task, except that its call is seen by the test."""
 
     # Celery looks here for the hooks that a task defines
-    __class__ = property(lambda self: self._task.__class__)  # type: ignore[assignment]
+    __class__ = property(lambda self: self._task.__class__)
 
     def __init__(self, task: Any, call: Any) -> None:
         self.__dict__["_task"] = task
