@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import NullPool, StaticPool
 
 from ..observe import metrics
 from ..settings import Settings
@@ -25,6 +26,9 @@ from .heartbeat import Heartbeat
 from .hints import Hints
 from .liveness import process_identity
 from .session import refuse_others_commits
+
+# Threads that read records for an event loop; a read takes about a millisecond.
+READERS = 4
 
 
 class Runtime:
@@ -45,7 +49,7 @@ class Runtime:
             self.settings,
             # Our statements find rows by key; planning them for each value costs more than running them. A cached plan
             # made while the tables were empty would scan them once they have grown, so sequential scans are off.
-            server_options="-c plan_cache_mode=force_generic_plan -c enable_seqscan=off",
+            session={"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off"},
             # A claim may wait for a lock for a lease; apart from that, none of our statements takes a minute.
             patience=self.settings.lease + 60.0,
             isolation_level="AUTOCOMMIT",
@@ -62,12 +66,15 @@ class Runtime:
         # renewal costs more than the renewals. A connection that does not answer is replaced before the lease is over.
         self._heartbeat_engine = connections.make_engine(
             self.settings,
-            server_options=f"-c statement_timeout={math.ceil(self.settings.heartbeat * 1000)}",
+            session={"statement_timeout": math.ceil(self.settings.heartbeat * 1000)},
             patience=self.settings.heartbeat,
             isolation_level="AUTOCOMMIT",
             poolclass=StaticPool,
             pool_reset_on_return=None,
         )
+        # For handles that are awaited. Not asyncio's own threads, which also resolve names: a Postgres that does not
+        # answer must not use them up.
+        self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="idempotency-reader")
         self.heartbeat = Heartbeat(
             self._renew,
             self.hints,
@@ -80,6 +87,7 @@ class Runtime:
         """Close everything; it is not used again."""
         self.heartbeat.stop()
         self.hints.flush()
+        self.readers.shutdown(wait=False, cancel_futures=True)
         for engine in self._engines:
             engine.dispose()
 
@@ -105,12 +113,18 @@ class Runtime:
                 connection.invalidate()
                 raise
 
-    def listen(self, channel: str) -> psycopg.Connection[Any]:
-        """A new connection that receives the NOTIFYs of a channel. The caller closes it."""
-        url = self.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
-        connection = psycopg.connect(url, autocommit=True, connect_timeout=5)
-        connection.execute(f"LISTEN {channel}")
-        return connection
+    def listen(self, channel: str) -> psycopg.Connection[Any] | None:
+        """A new connection that receives the NOTIFYs of a channel, which the caller closes; None behind a pooler."""
+        engine = connections.make_engine(self.settings, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        connection = engine.raw_connection()
+        driver: Any = connection.driver_connection
+        if driver.is_pooled:  # it would pass the NOTIFYs to whichever client has the backend
+            connection.close()
+            return None
+        connection.detach()
+        driver.execute(f"LISTEN {channel}")
+        listener: psycopg.Connection[Any] = driver
+        return listener
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
         with self._heartbeat_engine.connect() as connection:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from sqlalchemy import Connection, create_engine, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from ..errors import SettingsError
@@ -21,8 +21,8 @@ from .unreachable import TIMEOUT
 
 # gen_random_uuid() without an extension
 OLDEST_POSTGRES = 13
-# A pooler that rotates its backends returns to the same one after a few connections.
-POOLER_TRIES = 5
+# PgBouncer's answer to BEGIN in its mode for single statements.
+STATEMENT_MODE = "statement pooling mode"
 
 _DATABASE = text("""
 SELECT current_setting('server_version_num')::int / 10000 AS version,
@@ -37,13 +37,22 @@ SELECT current_setting('server_version_num')::int / 10000 AS version,
 """)
 
 _OURS = text("""
-SELECT pg_backend_pid() AS backend, current_setting('lock_timeout') AS lock_timeout,
-       current_setting('statement_timeout') AS statement_timeout
+SELECT current_setting('lock_timeout') AS lock_timeout, current_setting('statement_timeout') AS statement_timeout
 """)
 
 
 def check_database(given: Settings) -> list[Finding]:
     """Check the database's settings, tables and rights, and any pooler. Raises SQLAlchemy's errors if it does not answer."""
+    try:
+        return _check_database(given)
+    except DBAPIError as error:
+        if STATEMENT_MODE not in str(error.orig):
+            raise
+        advice = "for PgBouncer: pool_mode = transaction, or session"
+        return [refusal("database pooler", "allows no transactions (statement mode)", advice)]
+
+
+def _check_database(given: Settings) -> list[Finding]:
     # No options on this connection: an application's sessions get the server's defaults.
     engine = create_engine(
         given.database_url.get_secret_value(),
@@ -107,19 +116,10 @@ def _tables(connection: Connection) -> list[Finding]:
 
 
 def _our_connections(given: Settings) -> list[Finding]:
-    """Whether our connection options take effect, and whether a pooler is in transaction mode."""
-    engine = make_attempts_engine(given, poolclass=NullPool)
-    try:
-        first = engine.connect()
-    except OperationalError as error:
-        if "unsupported startup parameter" not in str(error.orig):
-            raise
-        advice = "for PgBouncer: ignore_startup_parameters = options"
-        return [refusal("database pooler", "refuses our connection options", advice)]
-    with first:
-        driver: Any = first.connection.driver_connection
-        shown = first.execute(_OURS).one()
-        first.rollback()  # a pooler may take the backend away between transactions
+    """Whether our settings take effect on our connections, and whether a pooler is in between."""
+    with make_attempts_engine(given, poolclass=NullPool).connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        shown = connection.execute(_OURS).one()
         findings = [
             warning(f"database {name}", "0 on our connections, although we set it", "a statement may wait forever")
             for name in ("lock_timeout", "statement_timeout")
@@ -129,20 +129,11 @@ def _our_connections(given: Settings) -> list[Finding]:
             findings.append(
                 warning("database TCP_USER_TIMEOUT", "0 on our connections", "a vanished server is noticed late")
             )
-        if shown.backend == driver.info.backend_pid:
-            return findings
-        # The first connection is still open: if another one gets the same backend, the pooler shares it.
-        for _ in range(POOLER_TRIES):
-            with engine.connect() as other:
-                if other.execute(_OURS).one().backend == shown.backend:
-                    advice = (
-                        "slower: no prepared statements, and our time-outs have no effect; connect to Postgres directly"
-                    )
-                    return [
-                        *findings,
-                        warning("database pooler", "in transaction mode, better in session mode", advice),
-                    ]
-    return [*findings, ok("database pooler", "none in transaction mode detected")]
+        if driver.is_pooled:
+            pooler = "in between: our settings go with each transaction, nothing is prepared, and the relay polls"
+        else:
+            pooler = "none in between"
+    return [*findings, ok("database pooler", pooler)]
 
 
 def _tcp_user_timeout(descriptor: int) -> bool:

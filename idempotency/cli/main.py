@@ -33,7 +33,7 @@ from ..observe.logs import log
 from ..relay.relay import AWAY_PAUSE, Relay
 from ..relay.resend import resend_lost
 from ..store import schema
-from ..store.connections import make_engine
+from ..store.connections import make_migrations_engine
 from ..store.statements import describe
 from ..upkeep import alarms, alerts, maintenance
 from ..upkeep.backlog import Backlog
@@ -67,8 +67,7 @@ NOT_MIGRATED = ("42P01", "42703", "3F000")
 @cli.command()
 def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     """Bring the database's tables to this version."""
-    # without the timeouts of attempts: building an index may take long
-    revision = schema.migrate(make_engine(settings_of(_app(app))))
+    revision = schema.migrate(make_migrations_engine(settings_of(_app(app))))
     if as_json:
         print_json({"revision": revision})
     else:

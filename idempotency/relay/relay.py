@@ -67,6 +67,7 @@ class Relay:
         self._batch = batch
         self.publisher = Publisher(app, confirm_timeout=confirm_timeout)
         self._listener: psycopg.Connection[Any] | None = None
+        self._is_deaf = False  # behind a pooler there are no NOTIFYs
 
     def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
         """Relay until `stop` is set. `periodic` is called between passes, whether or not the broker is available."""
@@ -174,8 +175,12 @@ class Relay:
     def _wait_for_rows(self, stop: threading.Event) -> None:
         """Wait for a NOTIFY or the poll interval. Writers notify only while a relay is marked as sleeping."""
         runtime = runtime_of(self._app)
-        if self._listener is None or self._listener.closed:
+        if not self._is_deaf and (self._listener is None or self._listener.closed):
             self._listener = runtime.listen("idempotency_outbox")
+            self._is_deaf = self._listener is None
+        if self._listener is None:
+            stop.wait(POLL)
+            return
         with runtime.autocommit() as connection:
             outbox.sleep(connection, poll=POLL)
         # Rows committed before that mark sent no NOTIFY: check again before waiting.
@@ -185,7 +190,7 @@ class Relay:
             pass
 
     def _stop_listening(self) -> None:
-        listener, self._listener = self._listener, None
+        listener, self._listener, self._is_deaf = self._listener, None, False
         if listener is not None:
             listener.close()
 

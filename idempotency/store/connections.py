@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import psycopg
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.pool import PoolResetState
 
 from ..errors import SettingsError
 from ..settings import Settings
-from .statements import treat_read_only_as_unavailable, use_checked_connections
+from .statements import CheckedConnection, TransactionCursor, treat_read_only_as_unavailable, use_checked_connections
 
 
 def make_engine(
-    settings: Settings, *, server_options: str = "", patience: float | None = None, **options: Any
+    settings: Settings,
+    *,
+    session: Mapping[str, object] | None = None,
+    connect: Mapping[str, object] | None = None,
+    patience: float | None = None,
+    **options: Any,
 ) -> Engine:
     """An engine for the library's database, whose connections are checked and have the required settings.
 
+    `session`: settings of Postgres for its sessions; `connect`: arguments of libpq; both in addition to ours.
     `patience`: seconds until an answer counts as lost; only for engines that run nothing but our own statements.
     """
     if "poolclass" not in options:
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
-    # Wait no longer than a lease: a frozen holder has been evicted by then.
-    lock_ms = max(int(settings.lease * 1000), 1)
+    in_session = {
+        "synchronous_commit": "on",
+        # Wait no longer than a lease: a frozen holder has been evicted by then.
+        "lock_timeout": max(int(settings.lease * 1000), 1),
+        **(session or {}),
+    }
     engine = create_engine(
         settings.database_url.get_secret_value(),
         hide_parameters=True,  # errors and logs must not show arguments
         connect_args={
-            "options": f"-c synchronous_commit=on -c lock_timeout={lock_ms} {server_options}",
+            "options": " ".join(f"-c {name}={value}" for name, value in in_session.items()),
             # a heartbeat has to reconnect within its lease; libpq's minimum is two seconds
             "connect_timeout": max(min(math.ceil(settings.lease / 4), 5), 2),
             # Notices a vanished peer within a lease, not after the kernel's two hours.
@@ -38,11 +49,16 @@ def make_engine(
             "keepalives_count": 3,
             # The same while sent data is unacknowledged, during which no keepalives are sent.
             "tcp_user_timeout": max(int(settings.lease * 1000 / 2), 1),
+            **(connect or {}),
         },
         **options,
     )
-    use_checked_connections(engine, patience=patience)
+    set_local = ", ".join(f"set_config('{name}', '{value}', true)" for name, value in in_session.items())
+    use_checked_connections(engine, patience=patience, set_local=f"SELECT {set_local}")
     event.listen(engine, "connect", _check)
+    event.listen(engine, "begin", _begin)
+    if options.get("isolation_level") == "AUTOCOMMIT":
+        event.listen(engine, "connect", _wrap_statements)
     treat_read_only_as_unavailable(engine)
     return engine
 
@@ -50,36 +66,57 @@ def make_engine(
 def make_attempts_engine(settings: Settings, **options: Any) -> Engine:
     """The engine for the bodies' sessions."""
     longest_ms = math.ceil(settings.longest_run * 1000)
-    return make_engine(
-        settings,
-        # A body that hangs in a transaction or a statement cannot be the holder for longer, and should hold no locks.
-        server_options=f"-c idle_in_transaction_session_timeout={longest_ms} -c statement_timeout={longest_ms}",
-        **options,
-    )
+    # A body that hangs in a transaction or a statement cannot be the holder for longer, and should hold no locks.
+    limits = {"idle_in_transaction_session_timeout": longest_ms, "statement_timeout": longest_ms}
+    return make_engine(settings, session=limits, **options)
 
 
-def _check(driver: Any, _: Any) -> None:
+def make_migrations_engine(settings: Settings) -> Engine:
+    """The engine for migrations: without the time-outs of attempts, because building an index may take long."""
+    return make_engine(settings, session={"lock_timeout": 0})
+
+
+def _check(driver: CheckedConnection, _: Any) -> None:
     """Check a new connection. Raises `SettingsError` for the wrong isolation level."""
     with driver.cursor() as cursor:
-        level, backend = cursor.execute(_PROPERTIES).fetchone()
+        level, backend = cursor.execute(_PROPERTIES).fetchone()  # type: ignore[misc]
     driver.rollback()
     if level != "read committed":
         # At a higher level, any renewal or counted duplicate would make the finish fail with 40001.
         raise SettingsError(f"default_transaction_isolation: need 'read committed', got {level!r}")
     if backend != driver.info.backend_pid:
-        # A pooler is in between, and the next statement may reach another backend, with no prepared statements.
-        driver.prepare_threshold = None
+        driver.is_pooled = True
+    if driver.is_pooled:
+        driver.prepare_threshold = None  # the next transaction may reach another backend
 
 
 _PROPERTIES = "SELECT current_setting('default_transaction_isolation'), pg_backend_pid()"
 
 
-def reset(driver: Any, record: Any, state: PoolResetState) -> None:
-    """Reset what a body has SET when its connection returns to the pool; the connection options stay."""
+def _begin(connection: Connection) -> None:
+    """Behind a pooler, give a transaction the settings that another connection has from its start."""
+    driver: Any = connection.connection.driver_connection
+    if driver.is_pooled and not driver.autocommit:
+        connection.exec_driver_sql(driver.set_local)
+
+
+def _wrap_statements(driver: CheckedConnection, _: Any) -> None:
+    if driver.is_pooled:
+        driver.cursor_factory = TransactionCursor
+
+
+def reset(driver: CheckedConnection, record: Any, state: PoolResetState) -> None:
+    """Reset what a body has SET when its connection returns to the pool; the connection options stay.
+
+    Not behind a pooler, where the next statement may reach another backend: what a body has SET there without LOCAL
+    stays, and its backend serves other clients with it.
+    """
     if state.terminate_only or driver.closed:
         return
     try:
         driver.rollback()
+        if driver.is_pooled:
+            return
         driver.autocommit = True  # one round trip instead of three
         driver.execute(_RESET)
         driver.autocommit = False

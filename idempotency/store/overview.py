@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, create_engine
+from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
 from . import processes
+from .connections import make_engine
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
 # as "50,000+".
@@ -28,7 +29,7 @@ TIMEOUT = 2.0
 
 # Always index scans and nested loops: a hash join would read a whole table however small the window. JIT compilation
 # would take longer than the query.
-_BY_INDEX = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off -c jit=off"
+_BY_INDEX = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off", "jit": "off"}
 
 # As in the index outbox_waiting. Of any origin, since rows that were put back or replayed may have no record yet either.
 _WAITING = "o.settled_at IS NULL"
@@ -237,15 +238,12 @@ class Look:
 @contextmanager
 def monitoring_connection(settings: Settings) -> Iterator[Connection]:
     """A connection for these queries, with index scans only and `TIMEOUT` seconds to connect and per statement."""
-    engine = create_engine(
-        settings.database_url.get_secret_value(),
+    engine = make_engine(
+        settings,
+        session={"statement_timeout": int(TIMEOUT * 1000), **_BY_INDEX},
+        connect={"connect_timeout": int(TIMEOUT)},
         poolclass=NullPool,
         isolation_level="AUTOCOMMIT",
-        hide_parameters=True,
-        connect_args={
-            "connect_timeout": int(TIMEOUT),
-            "options": f"-c statement_timeout={int(TIMEOUT * 1000)} {_BY_INDEX}",
-        },
     )
     with engine.connect() as connection:
         yield connection

@@ -10,7 +10,7 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy import Connection, Engine, Row, event, text
 from sqlalchemy.exc import OperationalError
 
 from ..errors import SettingsError
@@ -66,43 +66,45 @@ def migrate(engine: Engine, revision: str = "head") -> str:
     cannot run on it.
     """
     deadline = time.monotonic() + MIGRATION_TIMEOUT
-    with engine.connect() as connection:
-        try:
-            while not _try_migration_lock(connection):
-                if time.monotonic() > deadline:
-                    raise SettingsError(
-                        f"database schema: another migration has been running for {MIGRATION_TIMEOUT:g} s"
-                    )
-                time.sleep(LOCK_PAUSE)
-            while True:
-                try:
-                    connection.execute(text(f"SET lock_timeout = '{int(LOCK_TIMEOUT * 1000)}ms'"))
-                    connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"))
+    with engine.connect() as guard, engine.connect() as connection:
+        while not _try_migration_lock(guard):
+            if time.monotonic() > deadline:
+                raise SettingsError(f"database schema: another migration has been running for {MIGRATION_TIMEOUT:g} s")
+            time.sleep(LOCK_PAUSE)
+        event.listen(connection, "begin", _limit_locks)
+        while True:
+            try:
+                connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"))
+                connection.commit()
+                config = _config()
+                config.attributes["connection"] = connection
+                if _is_known(current_revision(connection)):
                     connection.commit()
-                    config = _config()
-                    config.attributes["connection"] = connection
-                    if _is_known(current_revision(connection)):
-                        connection.commit()
-                        command.upgrade(config, revision)
-                    else:  # migrated by newer code
-                        require_compatible(connection)
-                    return current_revision(connection) or ""
-                except OperationalError as error:
-                    if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN or time.monotonic() > deadline:
-                        raise
-                    connection.rollback()
-                    time.sleep(LOCK_PAUSE)
-        finally:
-            connection.invalidate()  # releases its lock and settings
+                    command.upgrade(config, revision)
+                else:  # migrated by newer code
+                    require_compatible(connection)
+                return current_revision(connection) or ""
+            except OperationalError as error:
+                if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN or time.monotonic() > deadline:
+                    raise
+                connection.rollback()
+                time.sleep(LOCK_PAUSE)
 
 
-def _try_migration_lock(connection: Connection) -> bool:
-    # Not by waiting for the lock: CREATE INDEX CONCURRENTLY waits for all open transactions, including a waiting one.
-    granted: bool = connection.execute(
-        text("SELECT pg_try_advisory_lock(:lock)"), {"lock": MIGRATION_LOCK}
-    ).scalar_one()
-    connection.commit()
+def _try_migration_lock(guard: Connection) -> bool:
+    """Take the lock until the end of this connection's transaction, which is never the session's behind a pooler."""
+    # CREATE INDEX CONCURRENTLY waits for all transactions with a snapshot. One that waits for a lock has one, so this
+    # does not wait; nor has it parameters, with which the statement's snapshot would stay until the next one.
+    guard.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+    granted: bool = guard.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({MIGRATION_LOCK})").scalar_one()
+    if not granted:
+        guard.rollback()
     return granted
+
+
+def _limit_locks(connection: Connection) -> None:
+    # By this function, since SET LOCAL warns where there is no transaction: while an index is built.
+    connection.exec_driver_sql(f"SELECT set_config('lock_timeout', '{int(LOCK_TIMEOUT * 1000)}', true)")
 
 
 def current_revision(connection: Connection) -> str | None:

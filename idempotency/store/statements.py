@@ -11,9 +11,10 @@ import time
 import traceback
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psycopg
+from psycopg.pq import TransactionStatus
 from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -23,6 +24,8 @@ from ..errors import NotConnected
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
 READ_ONLY = "25006"
+# PgBouncer's answer to options, unless its ignore_startup_parameters names them.
+REFUSED_OPTIONS = "unsupported startup parameter"
 # The key in a connection's `info` for the cursor of our statements.
 _CURSOR = "idempotency.cursor"
 # Frames: enough to reach the application's code below those of a client library.
@@ -39,6 +42,10 @@ class CheckedConnection(psycopg.Connection[Any]):
 
     # Seconds until an answer counts as lost; None for bodies, whose statements may take as long as they need.
     patience: float | None = None
+    # Whether a pooler is in between. Each transaction then begins with `set_local`: a session's settings would be lost,
+    # or left on a backend that serves others.
+    is_pooled = False
+    set_local = ""
     _warned = False
 
     def note_warning(self, notice: psycopg.errors.Diagnostic) -> None:
@@ -51,7 +58,7 @@ class CheckedConnection(psycopg.Connection[Any]):
     def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
         self._warned = False
         answer = super().wait(gen if self.patience is None else self._with_deadline(gen), *args, **options)
-        if self._warned and self.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+        if self._warned and self.pgconn.transaction_status == TransactionStatus.IDLE:
             self._fail("committed, but not confirmed by a synchronous standby")
         return answer
 
@@ -74,14 +81,43 @@ class CheckedConnection(psycopg.Connection[Any]):
         raise psycopg.OperationalError(why)
 
 
-def use_checked_connections(engine: Engine, *, patience: float | None = None) -> None:
+class TransactionCursor(psycopg.Cursor[Any]):
+    """Runs each statement in a transaction with our settings, for a connection in AUTOCOMMIT mode behind a pooler.
+
+    This takes four round trips instead of one.
+    """
+
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
+        connection = self.connection
+        assert isinstance(connection, CheckedConnection)
+        if connection.pgconn.transaction_status != TransactionStatus.IDLE:
+            return super().execute(query, params, **options)
+        with connection.transaction():
+            psycopg.Cursor(connection).execute(connection.set_local)
+            return super().execute(query, params, **options)
+
+
+def use_checked_connections(engine: Engine, *, patience: float | None, set_local: str) -> None:
     """Make the engine open `CheckedConnection`s."""
 
     @event.listens_for(engine, "do_connect")
     def _(dialect: Any, record: Any, args: Any, parameters: Any) -> CheckedConnection:
-        connection = CheckedConnection.connect(*args, **parameters)
+        connection = _connect(args, parameters)
         connection.patience = patience
+        connection.set_local = set_local
         connection.add_notice_handler(connection.note_warning)
+        return connection
+
+
+def _connect(args: Any, parameters: dict[str, Any]) -> CheckedConnection:
+    """Connect with options or, if a pooler refuses those, without."""
+    try:
+        return CheckedConnection.connect(*args, **parameters)
+    except psycopg.OperationalError as error:
+        if REFUSED_OPTIONS not in str(error):
+            raise
+        connection = CheckedConnection.connect(*args, **{**parameters, "options": ""})
+        connection.is_pooled = True
         return connection
 
 

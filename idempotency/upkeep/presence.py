@@ -20,7 +20,7 @@ from typing import Any
 
 from celery import Celery, bootsteps
 from celery.platforms import EX_FAILURE
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -28,6 +28,7 @@ from ..application import settings_of
 from ..attempt.heartbeat import native
 from ..observe.logs import log
 from ..store import processes
+from ..store.connections import make_engine
 from ..worker.task import idempotent_tasks
 
 # Seconds to connect, and for each statement. Removing the row delays the end of a process by a few times this at most.
@@ -55,16 +56,12 @@ class SignOfLife:
             "version": _version(),
             "retention": given.retention_processes,
         }
-        self._engine = create_engine(
-            given.database_url.get_secret_value(),
+        self._engine = make_engine(
+            given,
+            session={"statement_timeout": TIMEOUT * 1000, "lock_timeout": TIMEOUT * 1000},
+            connect={"connect_timeout": TIMEOUT, "tcp_user_timeout": TIMEOUT * 1000},
             poolclass=NullPool,
             isolation_level="AUTOCOMMIT",
-            hide_parameters=True,
-            connect_args={
-                "connect_timeout": TIMEOUT,
-                "tcp_user_timeout": TIMEOUT * 1000,
-                "options": f"-c statement_timeout={TIMEOUT * 1000} -c lock_timeout={TIMEOUT * 1000}",
-            },
         )
         self._began = time.monotonic()
         self._expected_until: dict[str, float] = {}

@@ -1,10 +1,9 @@
-"""The library's connections to Postgres: lost answers, what a body leaves on them, outages, and a pooler in between."""
+"""The library's connections to Postgres: lost answers, what a body leaves on them, and outages."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +23,6 @@ from services.postgres import Postgres, create_database
 from tests.support import bank as app_module
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
-from tests.support.pooler import Pooler
 from tests.support.processes import eventually
 from tests.support.proxy import Proxy
 from tests.support.tasks import ROW, make_task
@@ -269,29 +267,6 @@ def test_a_claim_whose_answer_never_arrives_counts_as_lost(bank: Celery, proxied
         with pytest.raises(OperationalError, match=r"no answer within 0\.2 s"):
             op.started(connection)
         assert driver.closed
-
-
-# ---------------------------------------------------------------- a pooler in transaction mode
-
-
-@pytest.fixture
-def pooled(database: str, bank: Celery, environment: dict[str, str]) -> Iterator[Celery]:
-    with Pooler(database) as pooler:
-        app_module.configure(environment | {"DATABASE_URL": pooler.url})
-        yield bank
-        close_runtime(bank)
-
-
-def test_attempts_behind_a_pooler_in_transaction_mode_prepare_nothing(
-    pooled: Celery, deliveries: Deliveries, entries: Callable[[str], int]
-) -> None:
-    def some(worker: int) -> list[str]:
-        return [deliveries.deliver(app_module.deposit, f"{worker}/{number}").state for number in range(12)]
-
-    with ThreadPoolExecutor(4) as threads:
-        states = [state for each in threads.map(some, range(4)) for state in each]
-    assert states == ["SUCCESS"] * 48
-    assert sum(entries(f"{worker}/{number}") for worker in range(4) for number in range(12)) == 48
 
 
 def test_attempts_without_a_pooler_prepare_their_statements(bank: Celery, deliveries: Deliveries) -> None:

@@ -183,10 +183,10 @@ def test_a_right_that_is_missing_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("mode", "ignores_options", "level", "line"),
     [
-        ("transaction", True, Level.WARNING, "database pooler: in transaction mode, better in session mode"),
-        ("session", True, Level.OK, "database pooler: none in transaction mode detected"),
-        ("session", True, Level.WARNING, "database statement_timeout: 0 on our connections, although we set it"),
-        ("transaction", False, Level.REFUSAL, "database pooler: refuses our connection options"),
+        ("transaction", True, Level.OK, "database pooler: in between: our settings go with each transaction"),
+        ("transaction", False, Level.OK, "database pooler: in between: our settings go with each transaction"),
+        ("session", True, Level.OK, "database pooler: in between: our settings go with each transaction"),
+        ("statement", True, Level.REFUSAL, "database pooler: allows no transactions (statement mode)"),
     ],
 )
 def test_a_pooler_is_named_with_its_mode(
@@ -196,6 +196,8 @@ def test_a_pooler_is_named_with_its_mode(
         configured.conf.idempotency_database_url = pooler.url
         found = doctor(configured)
     assert [str(finding) for finding in found if finding.level is level and str(finding).startswith(line)], found
+    about_database = [str(each) for each in found if each.level is not Level.OK and each.subject.startswith("database")]
+    assert about_database == ([] if level is Level.OK else [str(found[0])])
 
 
 def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(

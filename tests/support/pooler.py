@@ -25,7 +25,9 @@ class Pooler:
     `ignores_options`: whether it drops the options we connect with, or refuses the connection for them, its default.
     """
 
-    def __init__(self, database: str, *, mode: str = "transaction", ignores_options: bool = True) -> None:
+    def __init__(
+        self, database: str, *, mode: str = "transaction", ignores_options: bool = True, backends: int = 3
+    ) -> None:
         if shutil.which(PROGRAM) is None:
             if not packages.can_install():
                 pytest.skip(f"needs {PROGRAM}, and only root can install it")
@@ -43,7 +45,8 @@ class Pooler:
             "auth_type": "plain",
             "auth_file": self._directory / "users",
             "pool_mode": mode,
-            "default_pool_size": 3,
+            "default_pool_size": backends,
+            "max_client_conn": 1000,
             "ignore_startup_parameters": "extra_float_digits" + ",options" * ignores_options,
         }
         lines = [f"{name} = {value}" for name, value in settings.items()]

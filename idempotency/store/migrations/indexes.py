@@ -6,8 +6,6 @@ import re
 
 from alembic import op
 
-from idempotency.store.schema import LOCK_TIMEOUT
-
 _NAME = re.compile(r"CREATE (?:UNIQUE )?INDEX CONCURRENTLY (\w+) ON idempotency\.\w+ ")
 
 
@@ -21,8 +19,7 @@ def create_index(statement: str) -> None:
     if found is None:
         raise ValueError(f"need CREATE INDEX CONCURRENTLY name ON idempotency.table, got {statement[:60]!r}")
     with op.get_context().autocommit_block():
-        # Blocks neither readers nor writers, but has to wait for all open transactions, so without a time-out.
-        op.execute("SET lock_timeout = 0")
+        # Blocks neither readers nor writers, but has to wait for all open transactions, so without a time-out: that of
+        # a migration's transactions does not apply here.
         op.execute(f"DROP INDEX CONCURRENTLY IF EXISTS idempotency.{found.group(1)}")
         op.execute(statement)
-        op.execute(f"SET lock_timeout = '{int(LOCK_TIMEOUT * 1000)}ms'")
