@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         Unfinished,
         UnsupportedControl,
     )
-    from .events import publish, subscribe
+    from .events import apublish, publish, subscribe
     from .handle import Handle, StoredOperation, lookup
     from .wire.delivery import EffectOutcome, Operation
     from .wire.keys import OperationId, content_hash
@@ -79,6 +79,7 @@ _HOME = {
         "UnsupportedControl",
     ),
     "events": (
+        "apublish",
         "publish",
         "subscribe",
     ),
@@ -135,6 +136,7 @@ __all__ = [
     "StoredRefusal",
     "Unfinished",
     "UnsupportedControl",
+    "apublish",
     "content_hash",
     "lookup",
     "publish",

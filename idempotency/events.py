@@ -17,12 +17,11 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
 from celery import Celery, current_app
-from sqlalchemy import Connection
-from sqlalchemy.orm import Session
 
 from .application import runtime_of
 from .errors import InvalidArguments, SettingsError
 from .store import outbox
+from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from .wire import keys
 from .wire.keys import OperationId
 from .wire.message import Message
@@ -86,7 +85,7 @@ def subscribe(
 
 
 def publish(
-    session: Session | Connection,
+    session: Caller,
     event_type: str,
     payload: Any,
     *,
@@ -131,5 +130,14 @@ def publish(
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
         id = OperationId(tenant or settings.tenant, EXTERNAL, event_id)
-        outbox.insert(session, id, keys.fingerprint({"data": data}), message, ordering_key=ordering_key, settled=True)
+        fingerprint = keys.fingerprint({"data": data})
+        outbox.insert(in_transaction_of(session), id, fingerprint, message, ordering_key=ordering_key, settled=True)
+    return event_id
+
+
+async def apublish(session: AsyncCaller, event_type: str, payload: Any, **options: Any) -> str:
+    """Publish an event when an async caller commits: as `publish`, for the sessions that `aenqueue` accepts."""
+    pending = Pending()
+    event_id = publish(pending, event_type, payload, **options)
+    await pending.send(session)
     return event_id

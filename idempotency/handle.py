@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,11 @@ class StoredOperation:
     duplicates: int
     result_text: str | None
     error: dict[str, str] | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is completed or failed."""
+        return self.status in ("completed", "failed")
 
     @property
     def result(self) -> Any:
@@ -68,25 +75,53 @@ class Handle:
         Reads the record after longer and longer pauses, up to a second, and holds no connection in between.
         """
         deadline = time.monotonic() + timeout
-        pause = FIRST_PAUSE
-        while True:
+        for pause in _pauses():
             operation = self.lookup()
-            if operation is not None and operation.status in ("completed", "failed"):
+            if operation is not None and operation.has_ended:
                 return operation
             if (left := deadline - time.monotonic()) <= 0:
-                raise OperationBusy(f"{self.id.task}: not finished within {timeout} s")
+                break
             time.sleep(min(pause, left))
-            pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        raise OperationBusy(f"{self.id.task}: not finished within {timeout} s")
 
     def result(self, timeout: float = 0.0) -> Any:
         """The result, waiting for it for up to `timeout` seconds.
 
         Raises `OperationFailed` with the stored error, `OperationBusy` if the operation has not ended by then.
         """
-        operation = self.wait(timeout)
-        if operation.error is not None and operation.status == "failed":
-            raise OperationFailed(operation.error["message"], operation.error["code"])
-        return operation.result
+        return _result_of(self.wait(timeout))
+
+    async def alookup(self) -> StoredOperation | None:
+        """The stored operation, as `lookup()` returns it, read in a thread: the event loop is not blocked."""
+        readers = runtime_of(self.app).readers
+        return await asyncio.get_running_loop().run_in_executor(readers, self.lookup)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.
+
+        Waits for as long as it takes: `async with asyncio.timeout(5): await handle` limits that. Several may await the
+        same handle, and each time anew.
+        """
+        return self._aresult().__await__()
+
+    async def _aresult(self) -> Any:
+        pauses = _pauses()
+        while (operation := await self.alookup()) is None or not operation.has_ended:
+            await asyncio.sleep(next(pauses))
+        return _result_of(operation)
+
+
+def _pauses() -> Iterator[float]:
+    pause = FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
+
+
+def _result_of(operation: StoredOperation) -> Any:
+    if operation.error is not None and operation.status == "failed":
+        raise OperationFailed(operation.error["message"], operation.error["code"])
+    return operation.result
 
 
 def lookup(app: Celery, task: str, key: str, *, tenant: str | None = None) -> StoredOperation:

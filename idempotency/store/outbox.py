@@ -15,11 +15,10 @@ from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import Connection, Row
-from sqlalchemy.orm import Session
 
-from ..errors import InvalidArguments
 from ..wire.keys import OperationId
 from ..wire.message import Message
+from .callers import Executes
 from .letters import insert_for_rows_sql
 
 # A row that the broker has refused this many times raises an alert; it is still retried. The index outbox_stuck contains
@@ -144,7 +143,7 @@ Lane = tuple[str, str]
 
 
 def insert(
-    session: Session | Connection,
+    connection: Executes,
     id: OperationId,
     fingerprint: str,
     message: Message,
@@ -157,16 +156,12 @@ def insert(
     settled: bool = False,
     generation: int = 1,
 ) -> str:
-    """Write a row in the caller's transaction; it is published after the commit. Returns its message_id.
+    """Write a row in the connection's transaction; it is published after the commit. Returns its message_id.
 
     Due at `eta`, but not before `countdown` seconds. Rows with the same task and `ordering_key` are published in commit
     order: the database assigns each its place during the commit. `settled=True`: no operation to wait for; done once
-    published. Raises `InvalidArguments` if `session` is neither a Session nor a Connection.
+    published.
     """
-    if not hasattr(session, "connection"):
-        got = type(session).__name__  # often a sessionmaker
-        raise InvalidArguments(f"session: must be a SQLAlchemy Session or Connection, got {got}")
-    connection = session if isinstance(session, Connection) else session.connection()
     message_id = str(uuid4())
     connection.exec_driver_sql(
         _INSERT,

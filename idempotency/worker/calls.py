@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 
 from celery import Celery, Task
 from kombu.utils.uuid import uuid
-from sqlalchemy import Connection
-from sqlalchemy.orm import Session
 
 from ..application import runtime_of
 from ..attempt.endings import MAX_DELAY
 from ..errors import InvalidArguments, MissingKey, SettingsError
 from ..handle import Handle
 from ..store import outbox
+from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
@@ -49,9 +48,10 @@ class KeyedTask(Task):
                 if field not in parameters:
                     raise SettingsError(f"key of {cls.__name__}: the task has no argument {field!r}")
 
-    def enqueue(self, session: Session | Connection, /, *args: Any, **kwargs: Any) -> Handle:
+    def enqueue(self, session: Caller, /, *args: Any, **kwargs: Any) -> Handle:
         """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
 
+        `session` is a Session or Connection of SQLAlchemy, or a connection of psycopg or psycopg 2, with a transaction.
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
         priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
         of its name.
@@ -72,7 +72,7 @@ class KeyedTask(Task):
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
         )
         outbox.insert(
-            session,
+            in_transaction_of(session),
             id,
             headers[FINGERPRINT_HEADER],
             message,
@@ -82,6 +82,17 @@ class KeyedTask(Task):
             ordering_key=ordering_key,
         )
         return Handle(self.app, id, task_id)
+
+    async def aenqueue(self, session: AsyncCaller, /, *args: Any, **kwargs: Any) -> Handle:
+        """Send this task with an async caller's commit: `await capture_payment.aenqueue(session, payment_id=...)`.
+
+        `session` is an AsyncSession or AsyncConnection of SQLAlchemy, with psycopg or asyncpg, or an AsyncConnection of
+        psycopg. Everything else is as in `enqueue`.
+        """
+        pending = Pending()
+        handle = self.enqueue(pending, *args, **kwargs)
+        await pending.send(session)
+        return handle
 
     def apply_async(
         self,

@@ -25,6 +25,7 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die
 from tests.support.processes import Processes, eventually
+from tests.support.tasks import enqueued
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def enqueue(
     connection: Connection, number: int, *, seconds_ago: float = 0.0, is_published: bool = True, **options: Any
 ) -> None:
     for each in range(number):
-        b.deposit.enqueue(connection, f"account {each}", **options)
+        enqueued(connection, b.deposit, f"account {each}", **options)
     if is_published:
         connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     change = "UPDATE idempotency.outbox SET {0} = {0} - make_interval(secs => :ago)"

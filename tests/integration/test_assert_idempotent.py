@@ -26,6 +26,7 @@ from idempotency.testing.processes import Action, Delivery, Interruption
 from idempotency.wire.message import Message
 from tests.support.bank import deposit, failing, slow_deposit, transfer
 from tests.support.operations import Entries, Record
+from tests.support.tasks import transactional
 
 ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
 
@@ -115,7 +116,7 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
         deposit.enqueue(self.session, f"{name}/next")
         publish(self.session, "order.paid", {"order": name}, app=bank)
 
-    with engine.begin() as connection:
+    with transactional(engine).begin() as connection:
         deposit.enqueue(connection, "another one's")
     heard = subscribe("order.*", consumer="tests", app=bank)(hear)
     try:

@@ -32,7 +32,7 @@ from tests.support.deliveries import Deliveries
 from tests.support.hints import leave_hint
 from tests.support.operations import Entries, Record, make_due
 from tests.support.processes import eventually
-from tests.support.tasks import ROW, make_task
+from tests.support.tasks import ROW, make_task, transactional
 
 # ---------------------------------------------------------------- duplicates
 
@@ -475,7 +475,7 @@ def test_a_bad_call_is_refused_where_it_is_made(bank: Celery, options: Any, erro
 
 
 def test_a_message_shows_its_key_and_never_its_arguments(bank: Celery, engine: Engine) -> None:
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         bank_task("deposit").enqueue(session, "a-key", 987654)
     with engine.connect() as connection:
         headers = json.loads(connection.execute(text("SELECT message FROM idempotency.outbox")).scalar_one())["headers"]

@@ -21,7 +21,7 @@ from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Record, code, make_due
 from tests.support.operators import ANN, replay_and_deliver, shown
-from tests.support.tasks import Provider, lost, make_task, on_failed
+from tests.support.tasks import Provider, lost, make_task, on_failed, transactional
 
 # ---------------------------------------------------------------- calls
 
@@ -124,7 +124,7 @@ def test_a_renamed_parameter_does_not_strand_what_is_between_attempts(
         raise ValueError("again")
 
     task = make_task(bank, old)
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, "a", idempotency_key="k")
     assert deliver_row(deliveries, task, op.outbox(connection)[0]).state == "RETRY"
     make_due(engine, "k")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +12,17 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, event
+from sqlalchemy.engine import make_url
 
-from idempotency import Handle
+from idempotency import Handle, OperationFailed, OperationId
 from idempotency.application import close_runtime, runtime_of
+from idempotency.attempt.runtime import READERS
 from idempotency.errors import OperationBusy
 from idempotency.store import ends
+from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.support.proxy import Proxy
 
 WAITERS = 100
 
@@ -98,3 +104,92 @@ def test_waiting_no_time_looks_once(bank: Celery, connection: Connection) -> Non
     with pytest.raises(OperationBusy):
         Handle(bank, holder.id).wait(0)
     assert watched.taken == 1
+
+
+# ---------------------------------------------------------------- from an event loop
+
+
+def test_a_handle_is_awaited_for_its_result(bank: Celery, deliveries: Deliveries) -> None:
+    async def main() -> object:
+        handle = Handle(bank, op.new_id())
+        waiting = asyncio.create_task(result_of(handle))
+        assert await handle.alookup() is None
+        await asyncio.to_thread(deliveries.deliver, b.deposit, "a1", key=handle.id.key)
+        return await waiting, await handle, (await handle.alookup()).status  # type: ignore[union-attr]
+
+    result = {"account": "a1", "amount": 1}
+    assert asyncio.run(main()) == (result, result, "completed")
+
+
+async def result_of(handle: Handle) -> object:
+    return await handle
+
+
+def test_awaiting_a_failed_operation_raises_its_stored_error(bank: Celery, deliveries: Deliveries) -> None:
+    deliveries.deliver(b.failing, "a1", "permanent")
+
+    async def main() -> None:
+        await Handle(bank, OperationId("default", b.failing.name, "a1"))
+
+    with pytest.raises(OperationFailed, match="no such account") as failed:
+        asyncio.run(main())
+    assert failed.value.code == "no_account"
+
+
+def test_a_timeout_of_asyncio_ends_the_waiting_and_not_the_operation(bank: Celery, connection: Connection) -> None:
+    holder = op.started(connection)
+
+    async def main() -> object:
+        handle = Handle(bank, holder.id)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await handle
+        ends.complete(connection, holder, "17", retention=3600, lease=60)
+        return await handle
+
+    assert asyncio.run(main()) == 17
+
+
+def test_a_hundred_awaited_handles_share_a_few_threads_and_connections(bank: Celery, connection: Connection) -> None:
+    watched = Watched(runtime_of(bank)._autocommit_engine)
+    holders = [op.started(connection) for _ in range(WAITERS)]
+
+    async def main() -> list[object]:
+        waiting = [asyncio.create_task(result_of(Handle(bank, holder.id))) for holder in holders]
+        await Handle(bank, holders[0].id).alookup()
+        for number, holder in enumerate(holders):
+            ends.complete(connection, holder, str(number), retention=3600, lease=60)
+        return await asyncio.gather(*waiting)
+
+    assert asyncio.run(main()) == list(range(WAITERS))
+    assert 0 < watched.most <= READERS
+    readers = [thread for thread in threading.enumerate() if thread.name.startswith("idempotency-reader")]
+    assert 0 < len(readers) <= READERS
+
+
+def test_the_event_loop_goes_on_while_postgres_does_not_answer(
+    bank: Celery, environment: dict[str, str], database: str
+) -> None:
+    url = make_url(database)
+    proxy = Proxy(str(url.host), url.port or 5432)
+    through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+    b.configure(environment | {"DATABASE_URL": through})
+    handle = Handle(bank, op.new_id())
+
+    async def main() -> None:
+        assert await handle.alookup() is None
+        proxy.black_hole("replies")
+        waiting = [asyncio.create_task(result_of(handle)) for _ in range(2 * READERS)]
+        while proxy.swallowed == 0:
+            await asyncio.sleep(0.01)
+        # neither the loop nor the threads of asyncio itself, which resolve names, are used up
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "answered"), 5) == "answered"
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    try:
+        asyncio.run(main())
+    finally:
+        proxy.close()
+        close_runtime(bank)

@@ -47,7 +47,7 @@ from tests.support.operations import Entries, Record, code, make_due
 from tests.support.operators import ANN, act, shown, snapshot
 from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
-from tests.support.tasks import Provider, accept, lost, make_task, unwrite, write
+from tests.support.tasks import Provider, accept, lost, make_task, transactional, unwrite, write
 
 
 def lose(connection: Connection) -> None:
@@ -344,7 +344,7 @@ def test_a_dead_message_ends_nothing_that_an_older_row_will_deliver(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record, entries: Entries
 ) -> None:
     """Accepted twice: for later, still in the outbox, and for now; the message of the second one dies."""
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         b.deposit.enqueue(session, "a", countdown=3600)
         b.deposit.enqueue(session, "a")
     id = OperationId("default", b.deposit.name, "a")
@@ -362,7 +362,7 @@ def test_a_discarded_letter_settles_the_row_of_its_own_message_only(
     bank: Celery, engine: Engine, connection: Connection, record: Record
 ) -> None:
     """Accepted twice; one message cannot be decoded. The other one comes back after the broker is wiped."""
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         b.deposit.enqueue(session, "a")
         b.deposit.enqueue(session, "a")
     id = OperationId("default", b.deposit.name, "a")

@@ -21,7 +21,7 @@ from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record
 from tests.support.outside import OutsideWorld
 from tests.support.queues import drained
-from tests.support.tasks import ROW, make_task
+from tests.support.tasks import ROW, make_task, transactional
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(
 def test_a_mark_undone_by_a_crash_is_made_again_and_the_work_done_once(
     postgres: Postgres, bank: Celery, engine: Engine, deliveries: Deliveries, entries: Entries
 ) -> None:
-    with engine.begin() as connection:
+    with transactional(engine).begin() as connection:
         handle = deposit.enqueue(connection, account="a1", amount=5)
     relay = Relay(bank)
     assert relay.run_once().published == 1

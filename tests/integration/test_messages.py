@@ -37,7 +37,7 @@ from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, make_due
 from tests.support.processes import Worker, eventually
 from tests.support.purging import SETTLED, a_retention_later, deliver_again, past_its_time
-from tests.support.tasks import accept, make_task
+from tests.support.tasks import accept, make_task, transactional
 
 
 def test_a_message_with_other_arguments_gets_no_strangers_result(
@@ -87,7 +87,7 @@ def test_a_parameter_renamed_before_the_first_attempt_makes_no_letter(
         return account_id
 
     task = make_task(bank, old)
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, "a", idempotency_key="k")
     op.sent(connection, OperationId("default", task.name, "k"))
     del bank.tasks[task.name]
@@ -248,7 +248,7 @@ def test_events_for_a_missing_exchange_cost_the_relay_few_connections(
     connected: list[object] = []
     connect = BrokerConnection.connect
     monkeypatch.setattr(BrokerConnection, "connect", lambda self: (connected.append(self), connect(self))[1])
-    with engine.begin() as own:
+    with transactional(engine).begin() as own:
         for number in range(200):
             publish(own, "order.paid", {"order": number}, exchange="misspelt", app=bank)
         b.deposit.enqueue(own, "a1")

@@ -26,6 +26,7 @@ from tests.support import operations as op
 from tests.support.deliveries import Deliveries
 from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, eventually
+from tests.support.tasks import enqueued
 
 COMMAND = [sys.executable, "-m", "idempotency.cli", "metrics", "--port"]
 
@@ -122,7 +123,7 @@ def test_the_endpoint_shows_what_waits_in_the_database(
         queue = bank.conf.task_default_queue
         assert gauges(url) == nothing_waits(queue)
         for account, countdown in (("a", 0), ("b", 0), ("c", 0), ("later", 600)):
-            bank_module.deposit.enqueue(connection, account=account, countdown=countdown)
+            enqueued(connection, bank_module.deposit, account=account, countdown=countdown)
         change = "UPDATE idempotency.outbox SET {} WHERE key = '{}'"
         connection.execute(text(change.format("available_at = clock_timestamp() - interval '100 s'", "b")))
         # a row that cannot be published waits for its next try, and has waited since the beginning

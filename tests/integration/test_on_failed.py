@@ -27,7 +27,18 @@ from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, deaths, make_due, recover_now
 from tests.support.operators import ANN, replay_and_deliver, shown
 from tests.support.processes import eventually
-from tests.support.tasks import Provider, lost, make_task, on_failed, pay, told, told_codes, unwrite, write
+from tests.support.tasks import (
+    Provider,
+    lost,
+    make_task,
+    on_failed,
+    pay,
+    told,
+    told_codes,
+    transactional,
+    unwrite,
+    write,
+)
 
 # The constraint of `cases` is checked when its transaction commits.
 DEFERRED = """
@@ -268,7 +279,7 @@ def test_an_accepted_operation_is_cancelled_although_on_failed_commits(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, record: Record, entries: Entries
 ) -> None:
     task = make_task(bank, pay, on_failed=commit_in_sql)
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, idempotency_key="k")
     cancel(bank, shown(connection, task), ANN)
     assert (code(record("k"))[0], told_codes()) == ("cancelled", ["cancelled"])

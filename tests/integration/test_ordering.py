@@ -38,7 +38,8 @@ def write(connection: Connection | Session, key: str, lane: str | None, **option
     composed = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers={KEY_HEADER: key})
     message = Message(composed.headers, composed.body, options.pop("route", composed.route), composed.properties)
     id = OperationId("default", b.deposit.name, key)
-    return outbox.insert(connection, id, "v1:f", message, ordering_key=lane, **options)
+    executes = connection.connection() if isinstance(connection, Session) else connection
+    return outbox.insert(executes, id, "v1:f", message, ordering_key=lane, **options)
 
 
 def lanes(connection: Connection) -> dict[str, bool]:

@@ -28,6 +28,7 @@ from tests.support.operations import at_once
 from tests.support.plans import rows_read
 from tests.support.queues import drained, keys
 from tests.support.relaying import cut, make_due, states
+from tests.support.tasks import enqueued
 
 IDLE = Relayed(0, 0)
 
@@ -61,7 +62,7 @@ def write(connection: Connection, key: str, *, route: dict[str, Any] | None = No
 def test_a_committed_row_is_published_once_and_marked(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
-    b.deposit.enqueue(connection, account="a1", amount=5, task_id="t-1")
+    enqueued(connection, b.deposit, account="a1", amount=5, task_id="t-1")
     relay = relays()
     assert relay.run_once() == Relayed(1, 0)
     assert relay.run_once() == IDLE
@@ -81,7 +82,7 @@ def test_a_committed_row_is_published_once_and_marked(
 def test_a_later_delivery_is_marked_with_its_origin(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
-    b.deposit.enqueue(connection, account="a1")
+    enqueued(connection, b.deposit, account="a1")
     connection.execute(text("UPDATE idempotency.outbox SET origin = 'recover'"))
     relays().run_once()
     (message,) = drained(bank)
@@ -114,7 +115,7 @@ def test_a_row_committed_late_with_a_small_id_is_not_skipped(
     relay = relays()
     with runtime_of(bank).engine.connect() as slow:
         b.deposit.enqueue(slow, account="early id")
-        b.deposit.enqueue(connection, account="late id")
+        enqueued(connection, b.deposit, account="late id")
         assert relay.run_once() == Relayed(1, 0)
         assert keys(drained(bank)) == ["late id"]
         slow.commit()
@@ -128,8 +129,8 @@ def test_a_row_is_published_when_it_is_due_and_not_before(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:
     relay = relays()
-    b.deposit.enqueue(connection, account="later", countdown=600)
-    b.deposit.enqueue(connection, account="now")
+    enqueued(connection, b.deposit, account="later", countdown=600)
+    enqueued(connection, b.deposit, account="now")
     assert relay.run_once() == Relayed(1, 0)
     assert relay.run_once() == IDLE
     assert keys(drained(bank)) == ["now"]

@@ -33,7 +33,7 @@ from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operators import ANN
 from tests.support.relaying import make_due
-from tests.support.tasks import make_task
+from tests.support.tasks import make_task, transactional
 
 POLICY = Policy(max_attempts=3, retention_completed=3600, retention_failed=3600, provider_key_retention=3600)
 
@@ -139,7 +139,7 @@ def test_a_workers_retry_is_delivered_though_the_first_attempt_had_no_message(
     asked = Delivery(id, fingerprint({"name": "w"}), {"name": "w"})
     assert isinstance(run(runtime_of(bank), asked, POLICY, fails), Release)
     op.make_due(engine, "w")
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, "w")
     relay = relays()
     relay.run_once()

@@ -27,6 +27,7 @@ from tests.support import operations as op
 from tests.support.deliveries import Deliveries
 from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
+from tests.support.tasks import enqueued
 
 AMOUNT = 9876543210123
 
@@ -78,7 +79,7 @@ def test_status_counts_what_is_where(run: Run, bank: Celery, deliveries: Deliver
     deliveries.deliver(b.failing, "c", "flaky")
     started(engine, "d")
     with runtime_of(bank).engine.begin() as connection:
-        b.deposit.enqueue(connection, "e")
+        enqueued(connection, b.deposit, "e")
 
     status = run("status", "--json").document
     assert status["operations"] == {
@@ -97,8 +98,8 @@ def test_status_says_what_waits_in_which_queue_and_who_works(run: Run, bank: Cel
     queue = bank.conf.task_default_queue
     with runtime_of(bank).engine.begin() as connection:
         for key in ("a", "b", "begun"):
-            b.deposit.enqueue(connection, key)
-        b.deposit.enqueue(connection, "tomorrow", countdown=86400)
+            enqueued(connection, b.deposit, key)
+        enqueued(connection, b.deposit, "tomorrow", countdown=86400)
         connection.execute(text("UPDATE idempotency.outbox SET available_at = available_at - interval '90 s'"))
     started(engine, "begun", queue=queue)
     with engine.connect() as connection:
@@ -138,7 +139,7 @@ def test_counts_stop_and_say_so(run: Run, bank: Celery, engine: Engine, monkeypa
     monkeypatch.setattr(overview, "BOUND", 10)
     with runtime_of(bank).engine.begin() as connection:
         for number in range(12):
-            b.deposit.enqueue(connection, f"a{number}")
+            enqueued(connection, b.deposit, f"a{number}")
         connection.execute(text("UPDATE idempotency.outbox SET queue = 'another' WHERE key IN ('a10', 'a11')"))
     queues = run("status", "--json").document["queues"]
     crowded, other = queues[bank.conf.task_default_queue], queues["another"]
@@ -201,8 +202,8 @@ def test_list_answers_by_status_task_tenant_and_age(run: Run, deliveries: Delive
 def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, deliveries: Deliveries) -> None:
     with runtime_of(bank).engine.begin() as connection:
         for key in ("a", "begun", "c", "c", "refused"):  # c was enqueued twice
-            b.deposit.enqueue(connection, key)
-        b.deposit.enqueue(connection, "d", tenant="other")
+            enqueued(connection, b.deposit, key)
+        enqueued(connection, b.deposit, "d", tenant="other")
         letter = """INSERT INTO idempotency.dead_letters (source, tenant, task, key, reason, payload)
                     VALUES ('broker', 'default', :task, 'refused', 'unknown_task', '')"""
         connection.execute(text(letter), {"task": b.deposit.name})
@@ -223,7 +224,7 @@ def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, d
 
 def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: Engine) -> None:
     with runtime_of(bank).engine.begin() as connection:
-        b.deposit.enqueue(connection, "a")
+        enqueued(connection, b.deposit, "a")
         put_back = """UPDATE idempotency.outbox SET origin = 'retry', refusals = 3, published_at = clock_timestamp(),
                       first_refused_at = clock_timestamp() - interval '90 s'"""
         connection.execute(text(put_back))
@@ -246,7 +247,7 @@ def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: 
 
 def test_status_warns_of_due_rows_without_a_relay(run: Run, bank: Celery) -> None:
     with runtime_of(bank).engine.begin() as connection:
-        b.deposit.enqueue(connection, "a")
+        enqueued(connection, b.deposit, "a")
         connection.execute(text("UPDATE idempotency.outbox SET available_at = available_at - interval '90 s'"))
     assert "no relay is running; rows due: 1, for 1 min 3" in run("status").out
     document = run("status", "--json").document
@@ -272,7 +273,7 @@ def test_show_has_everything_but_arguments_and_results_unless_asked(
     run: Run, bank: Celery, deliveries: Deliveries, outside: OutsideWorld
 ) -> None:
     with runtime_of(bank).engine.begin() as connection:
-        b.transfer.enqueue(connection, "a", outside.url)
+        enqueued(connection, b.transfer, "a", outside.url)
     outside.script = ["fail before"]
     deliveries.deliver(b.transfer, "a", outside.url)
     refused = run("cancel", "a", "--reason", "wrong card", "--as", "ann")
@@ -306,7 +307,7 @@ def test_show_has_everything_but_arguments_and_results_unless_asked(
 
 def test_amounts_are_shown_to_who_asks_for_them(run: Run, bank: Celery, deliveries: Deliveries) -> None:
     with runtime_of(bank).engine.begin() as connection:
-        b.deposit.enqueue(connection, "a", AMOUNT)
+        enqueued(connection, b.deposit, "a", AMOUNT)
     deliveries.deliver(b.deposit, "a", AMOUNT)
     for options in ((), ("--json",)):
         assert str(AMOUNT) not in run("show", "a", *options).out

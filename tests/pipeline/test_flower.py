@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from idempotency.relay.relay import Relay
 from tests.support import bank as bank_module
 from tests.support.processes import Processes, eventually
+from tests.support.tasks import transactional
 
 pytest.importorskip("flower")
 
@@ -80,7 +81,7 @@ def test_flower_shows_workers_tasks_and_keys_but_no_arguments_or_results(
         direct, secret = uuid4().hex, uuid4().hex
         bank_module.returning.apply_async((secret,), idempotency_key=direct)
         stored = uuid4().hex
-        with Session(engine) as session, session.begin():
+        with Session(transactional(engine)) as session, session.begin():
             bank_module.returning.enqueue(session, secret, idempotency_key=stored)
         for key in (direct, stored):
             task = eventually(finished(client, key), what="a finished task with its key")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, Operation, OperationId, PermanentError
+from idempotency import Handle, IdempotentTask, Operation, OperationId, PermanentError
 from tests.support.bank import INSERT
 
 ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
@@ -27,9 +27,21 @@ def make_task(app: Celery, body: Callable[..., Any], **options: Any) -> Any:
 
 def accept(engine: Engine, task: Any, *arguments: Any) -> OperationId:
     """Accept an operation of key `a`, as an application does."""
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, *arguments)
     return OperationId("default", task.name, "a")
+
+
+def transactional(engine: Engine) -> Engine:
+    """The tests' own engine, whose connections commit each statement, with transactions."""
+    return engine.execution_options(isolation_level="READ COMMITTED")
+
+
+def enqueued(connection: Connection, task: Any, *arguments: Any, **options: Any) -> Handle:
+    """Enqueue in a transaction that is committed at once."""
+    with transactional(connection.engine).begin() as own:
+        handle: Handle = task.enqueue(own, *arguments, **options)
+    return handle
 
 
 def on_failed(session: Session, operation: Operation, error: PermanentError) -> None:

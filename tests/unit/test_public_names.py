@@ -44,6 +44,7 @@ def test_the_public_names_are_these() -> None:
         "StoredRefusal",
         "Unfinished",
         "UnsupportedControl",
+        "apublish",
         "content_hash",
         "lookup",
         "publish",

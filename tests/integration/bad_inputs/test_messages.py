@@ -35,6 +35,7 @@ from tests.support.deliveries import Deliveries
 from tests.support.processes import Worker, eventually
 from tests.support.refused_messages import REFUSED, SECRET
 from tests.support.relaying import make_due
+from tests.support.tasks import enqueued
 
 # ---------------------------------------------------------------- messages
 
@@ -169,7 +170,7 @@ def test_what_the_broker_does_not_accept_fails_and_the_others_flow(
     size: int, small_messages_only: None, relay_of: Relay, connection: Connection, bank: Celery
 ) -> None:
     for key, value in (("before", "x"), ("too large", SECRET * (size // len(SECRET))), ("after", "x")):
-        b.returning.enqueue(connection, value, idempotency_key=key)
+        enqueued(connection, b.returning, value, idempotency_key=key)
     flowed = relay_of.run_once()
     assert (flowed.published, flowed.failed, flowed.broker_unavailable) == (2, 1, False)
     for _ in range(3):
@@ -186,7 +187,7 @@ def test_what_the_broker_does_not_accept_fails_and_the_others_flow(
         r"PRECONDITION_FAILED - message size \d+ is larger than configured max size 1024", letter.last_error
     )
     assert SECRET not in letter.last_error
-    b.returning.enqueue(connection, "x", idempotency_key="later")
+    enqueued(connection, b.returning, "x", idempotency_key="later")
     assert relay_of.run_once() == Relayed(1, 0)
 
 

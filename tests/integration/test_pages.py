@@ -1,0 +1,90 @@
+"""The examples of the pages on drivers and frameworks, run as they are printed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from celery import Celery
+from sqlalchemy import Engine, text
+from sqlalchemy.engine import make_url
+
+from idempotency import IdempotentTask, PermanentError
+from tests.support.deliveries import Deliveries
+from tests.support.tasks import make_task
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def example(page: str) -> str:
+    """The one example of a page."""
+    (found,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.fixture
+def payments(bank: Celery, engine: Engine, database: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The reader's own module: an application, a task and its table."""
+
+    def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, str]:
+        found = self.session.execute(text("SELECT id FROM payments WHERE id = :id"), {"id": payment_id}).scalar_one()
+        if found == "declined":
+            raise PermanentError("declined by the bank", "card_declined")
+        return {"charge": f"charge of {found}"}
+
+    with engine.connect() as connection:
+        connection.execute(text("CREATE TABLE payments (id text PRIMARY KEY)"))
+    module: Any = ModuleType("payments")
+    module.app, module.capture_payment = bank, make_task(bank, capture_payment, key="{payment_id}")
+    monkeypatch.setitem(sys.modules, "payments", module)
+    url = make_url(database)
+    monkeypatch.setenv("POSTGRES_URL", url.set(drivername="postgresql").render_as_string(hide_password=False))
+    monkeypatch.setenv(
+        "ASYNC_DATABASE_URL", url.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+    )
+    return module
+
+
+def test_the_page_on_psycopg_runs_as_it_is(payments: Any, engine: Engine, deliveries: Deliveries) -> None:
+    names: dict[str, Any] = {}
+    exec(example("psycopg.md"), names)
+    assert names["handle"].status() == "waiting"
+    deliveries.deliver(payments.capture_payment, payment_id="p1")
+    assert names["handle"].result() == {"charge": "charge of p1"}
+
+
+def test_the_page_on_fastapi_runs_as_it_is(payments: Any, engine: Engine, deliveries: Deliveries) -> None:
+    # a module of its own, where FastAPI finds the names of the annotations
+    shop: Any = ModuleType("shop")
+    exec(example("fastapi.md"), shop.__dict__)
+
+    async def main() -> list[tuple[int, Any]]:
+        transport = httpx.ASGITransport(app=shop.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            answers = []
+            for key in ("p1", "p1", "declined"):
+                answers.append(await client.post("/payments", headers={"Idempotency-Key": key}))
+            waiting = asyncio.create_task(client.get("/payments/p1"))
+            await asyncio.to_thread(deliveries.deliver, payments.capture_payment, payment_id="p1")
+            await asyncio.to_thread(deliveries.deliver, payments.capture_payment, payment_id="declined")
+            answers += [await waiting, await client.get("/payments/declined")]
+        await shop.engine.dispose()
+        return [(answer.status_code, answer.json()) for answer in answers]
+
+    accepted = (202, {"payment": "p1"})
+    assert asyncio.run(main()) == [
+        accepted,
+        accepted,
+        (202, {"payment": "declined"}),
+        (200, {"charge": "charge of p1"}),
+        (422, {"detail": "card_declined"}),
+    ]
+    with engine.connect() as connection:
+        sent = connection.execute(text("SELECT key FROM idempotency.outbox ORDER BY key")).scalars().all()
+    assert sent == ["declined", "p1", "p1"]
