@@ -2,6 +2,7 @@
 #   PYTHON=python3.12         the interpreter for .venv
 #   ARGS='-k outbox -x'       passed to the tool behind the target
 #   WORKERS=3                 test processes, each with its own servers
+#   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
 #   PURCHASES= REFUNDS= COPIES=  options of the demo
 
 STARTED := $(shell date +%s)
@@ -38,7 +39,7 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
-	@$(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
+	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
 
 ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \

@@ -25,6 +25,7 @@ from idempotency.upkeep.maintenance import recover
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record
 from tests.support.outside import OutsideWorld
+from tests.support.pooler import Pooler
 from tests.support.processes import Processes, Worker
 
 
@@ -35,8 +36,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The random programs take minutes: begun last, they would be all that runs at the end."""
+    # The random programs take minutes: begun last, they would be all that runs at the end.
     items.sort(key=lambda item: "/model/" not in item.nodeid)  # stable
+    if "POOLER" in os.environ:
+        for item in items:
+            if item.get_closest_marker("direct"):
+                item.add_marker(pytest.mark.skip(reason="about a connection without a pooler"))
 
 
 @pytest.fixture(scope="session")
@@ -108,13 +113,32 @@ def redis_url(servers: services.Services) -> str:
     return servers.redis_url
 
 
+@pytest.fixture(scope="session")
+def shared_pooler(servers: services.Services) -> Iterator[Pooler | None]:
+    """With `make test POOLER=1`, what the application under test finds Postgres behind; the tests go past it."""
+    if "POOLER" not in os.environ:
+        yield None
+        return
+    with Pooler(servers.database_url, backends=20, ignores_options=False) as pooler:
+        yield pooler
+
+
 @pytest.fixture
-def environment(servers: services.Services, database: str, redis_url: str) -> Iterator[dict[str, str]]:
+def application_database(database: str, shared_pooler: Pooler | None) -> str:
+    """The address of the test's database that the application is given."""
+    if shared_pooler is None:
+        return database
+    name = make_url(database).database
+    return make_url(shared_pooler.url).set(database=name).render_as_string(hide_password=False)
+
+
+@pytest.fixture
+def environment(servers: services.Services, application_database: str, redis_url: str) -> Iterator[dict[str, str]]:
     """What a worker process of this test is started with."""
     crash_directory = Path(tempfile.mkdtemp(prefix="crash-"))
     yield {
         **os.environ,
-        "DATABASE_URL": database,
+        "DATABASE_URL": application_database,
         "REDIS_URL": redis_url,
         "BROKER_URL": servers.broker_url,
         "BANK_QUEUE": f"bank-{uuid4().hex[:8]}",
