@@ -10,9 +10,19 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Self
 
 import redis
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ImportString,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
+from sqlalchemy.orm import Session, sessionmaker
 
 from .errors import CallRefused, SettingsError
 from .wire.keys import check_key
@@ -39,6 +49,18 @@ def _database_address(value: SecretStr) -> SecretStr:
     return value
 
 
+def _engine(value: Any) -> Any:
+    if not callable(value):
+        raise ValueError("must be a function that is called like SQLAlchemy's create_engine, or its name")
+    return value
+
+
+def _session(value: Any) -> Any:
+    if not isinstance(value, sessionmaker) and not (isinstance(value, type) and issubclass(value, Session)):
+        raise ValueError("must be a subclass of SQLAlchemy's Session, a sessionmaker, or the name of one")
+    return value
+
+
 def _redis_address(value: SecretStr) -> SecretStr:
     try:
         redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
@@ -61,6 +83,12 @@ class Settings(BaseModel):
 
     # A SQLAlchemy URL. The library's tables and the application's must be in one database to share transactions.
     database_url: Annotated[SecretStr, AfterValidator(_database_address)]
+    # Called instead of SQLAlchemy's create_engine, with the same arguments, and returns the Engine: for passwords that
+    # expire, connect arguments, or listeners of your own. Or its name, "yourapp.db:engine".
+    engine: Annotated[ImportString[Any], AfterValidator(_engine)] | None = None
+    # The class of `self.session`: a subclass of Session, or a sessionmaker, whose class and options are used and whose
+    # bind is not. Or its name.
+    session: Annotated[ImportString[Any], AfterValidator(_session)] = Session
     # Redis only saves work; without it, every claim and duplicate goes to Postgres.
     redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] | None = None
     # The tenant of calls that name none; keys are unique per tenant.

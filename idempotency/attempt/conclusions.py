@@ -33,7 +33,7 @@ from ..store.statements import ERROR_LIMIT, describe
 from ..wire import results
 from ..wire.delivery import EffectOutcome, Operation
 from ..wire.keys import OperationId
-from .session import AttemptSession
+from .session import sessions_of
 
 OnFailed = Callable[[Session, Operation, PermanentError], object]
 Undo = Callable[..., object]
@@ -196,7 +196,7 @@ def _undo_all(session: Session, undos: list[_Undo]) -> None:
 def _run(connection: Connection, part: Callable[[Session], object]) -> str | None:
     """Run the application's part behind a savepoint. Returns what went wrong in it, in one line."""
     transaction = connection.exec_driver_sql(_BEGIN_PART).scalar_one()
-    session = AttemptSession.within(connection)
+    session = sessions_of(connection).within(connection)
     try:
         part(session)
         session.flush()

@@ -25,7 +25,7 @@ from ..store.claims import renew
 from .heartbeat import Heartbeat
 from .hints import Hints
 from .liveness import process_identity
-from .session import refuse_others_commits
+from .session import refuse_others_commits, use_sessions
 
 # Threads that read records for an event loop; a read takes about a millisecond.
 READERS = 4
@@ -41,6 +41,7 @@ class Runtime:
         self.holder = process_identity()
         self.engine = connections.make_attempts_engine(self.settings, pool_reset_on_return=None)
         refuse_others_commits(self.engine)
+        use_sessions(self.engine, self.settings.session)
         # Undo what a body has SET: the next attempt on the connection starts as if it had just connected.
         event.listen(self.engine, "reset", connections.reset)
         # Claims and effects are statements that commit by themselves. With their own pool, no attempt pays the round

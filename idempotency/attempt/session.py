@@ -6,7 +6,7 @@ import re
 from typing import Any, NoReturn
 
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 from ..errors import SessionNotYours
 
@@ -18,11 +18,6 @@ class AttemptSession(Session):
 
     _may_commit = False
     _owned: Connection | None = None
-
-    @classmethod
-    def within(cls, connection: Connection) -> AttemptSession:
-        """A session inside a connection's transaction, behind a savepoint: a rollback undoes only the session's work."""
-        return cls(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
 
     def commit(self) -> NoReturn:
         raise SessionNotYours(_REFUSAL)
@@ -48,14 +43,46 @@ class AttemptSession(Session):
         """Commit, for the session's owner."""
         self._may_commit = True
         try:
-            Session.commit(self)
+            super().commit()
         finally:
             self._may_commit = False
 
     def end(self) -> None:
         """Close, for the session's owner."""
-        Session.close(self)
+        super().close()
 
+
+class SessionMaker:
+    """Makes attempts' sessions of an application's own class, or with its sessionmaker's options."""
+
+    def __init__(self, chosen: type[Session] | sessionmaker[Any]) -> None:
+        own, options = (chosen.class_, chosen.kw) if isinstance(chosen, sessionmaker) else (chosen, {})
+        self._class: type[AttemptSession] = (
+            AttemptSession if own is Session else type(own.__name__, (AttemptSession, own), {})
+        )
+        self._options = {"expire_on_commit": False, **options}
+
+    def of(self, engine: Engine) -> AttemptSession:
+        """A session with a transaction of its own."""
+        return self._class(**{**self._options, "bind": engine})
+
+    def within(self, connection: Connection) -> AttemptSession:
+        """A session inside a connection's transaction, behind a savepoint: a rollback undoes only the session's work."""
+        return self._class(**{**self._options, "bind": connection, "join_transaction_mode": "create_savepoint"})
+
+
+def use_sessions(engine: Engine, chosen: type[Session] | sessionmaker[Any]) -> None:
+    """Let the attempts on this engine have sessions of this class or maker."""
+    engine.update_execution_options(**{_SESSIONS: SessionMaker(chosen)})
+
+
+def sessions_of(bind: Engine | Connection) -> SessionMaker:
+    """What makes the sessions on this engine or on a connection of it."""
+    maker: SessionMaker = bind.get_execution_options()[_SESSIONS]
+    return maker
+
+
+_SESSIONS = "idempotency_sessions"
 
 # A statement that would end the transaction past SQLAlchemy; ROLLBACK TO SAVEPOINT does not.
 _ENDS_TRANSACTION = re.compile(

@@ -24,7 +24,7 @@ from ..observe.logs import log
 from ..store.answers import Claimed
 from .heartbeat import Holding
 from .runtime import Runtime
-from .session import AttemptSession
+from .session import AttemptSession, sessions_of
 
 T = TypeVar("T")
 # A finishing statement divides by zero (SQLSTATE 22012) when the attempt is not the holder.
@@ -46,7 +46,7 @@ class FencedWrites:
     def session(self) -> AttemptSession:
         """The attempt's session, opened on first use."""
         if self._session is None:
-            self._session = AttemptSession(self._runtime.engine, expire_on_commit=False)
+            self._session = sessions_of(self._runtime.engine).of(self._runtime.engine)
         return self._session
 
     @property

@@ -54,7 +54,7 @@ def check_database(given: Settings) -> list[Finding]:
 
 def _check_database(given: Settings) -> list[Finding]:
     # No options on this connection: an application's sessions get the server's defaults.
-    engine = create_engine(
+    engine = (given.engine or create_engine)(
         given.database_url.get_secret_value(),
         poolclass=NullPool,
         hide_parameters=True,

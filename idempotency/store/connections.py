@@ -36,7 +36,8 @@ def make_engine(
         "lock_timeout": max(int(settings.lease * 1000), 1),
         **(session or {}),
     }
-    engine = create_engine(
+    create = settings.engine or create_engine
+    engine = create(
         settings.database_url.get_secret_value(),
         hide_parameters=True,  # errors and logs must not show arguments
         connect_args={
@@ -53,6 +54,8 @@ def make_engine(
         },
         **options,
     )
+    if not isinstance(engine, Engine) or engine.driver != "psycopg":
+        raise SettingsError(f"idempotency_engine: must return an Engine with the driver psycopg, got {engine!r:.100}")
     set_local = ", ".join(f"set_config('{name}', '{value}', true)" for name, value in in_session.items())
     use_checked_connections(engine, patience=patience, set_local=f"SELECT {set_local}")
     event.listen(engine, "connect", _check)
@@ -77,7 +80,11 @@ def make_migrations_engine(settings: Settings) -> Engine:
 
 
 def _check(driver: CheckedConnection, _: Any) -> None:
-    """Check a new connection. Raises `SettingsError` for the wrong isolation level."""
+    """Check a new connection. Raises `SettingsError` for the wrong isolation level, and for one that is not ours."""
+    if not isinstance(driver, CheckedConnection):
+        raise SettingsError(
+            "idempotency_engine: a listener of do_connect has connected itself; change the parameters and return None"
+        )
     with driver.cursor() as cursor:
         level, backend = cursor.execute(_PROPERTIES).fetchone()  # type: ignore[misc]
     driver.rollback()

@@ -45,6 +45,9 @@ WITH needed(oid, name, privilege) AS (
     FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind = 'S'
       AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
     UNION ALL
+    SELECT p.oid, 'function ' || p.proname, 'EXECUTE'
+    FROM pg_proc p WHERE p.pronamespace = to_regnamespace(:schema) AND p.prorettype <> 'trigger'::regtype
+    UNION ALL
     SELECT n.oid, 'schema ' || n.nspname, 'USAGE' FROM pg_namespace n WHERE n.nspname = :schema
 )
 SELECT name, string_agg(privilege, ', ') AS missing, split_part(name, ' ', 2) = ANY (:for_people) AS for_people
@@ -52,6 +55,7 @@ FROM needed
 WHERE NOT CASE split_part(name, ' ', 1)
     WHEN 'table' THEN has_table_privilege(oid, privilege)
     WHEN 'sequence' THEN has_sequence_privilege(oid, privilege)
+    WHEN 'function' THEN has_function_privilege(oid, privilege)
     ELSE has_schema_privilege(oid, privilege) END
 GROUP BY name ORDER BY name
 """)
@@ -139,7 +143,7 @@ def require_compatible(connection: Connection) -> None:
 
 
 def missing_rights(connection: Connection) -> Sequence[Row[Any]]:
-    """The rights this role lacks on our schema, tables and sequences; `for_people`: only operators' commands need them."""
+    """The rights this role lacks on our schema, tables, sequences and functions; `for_people`: only operators' commands need them."""
     names = {"schema": SCHEMA, "version": VERSION_TABLE, "for_people": list(FOR_PEOPLE)}
     return connection.execute(_RIGHTS, names).all()
 

@@ -26,9 +26,7 @@ from idempotency.testing.processes import Action, Delivery, Interruption
 from idempotency.wire.message import Message
 from tests.support.bank import deposit, failing, slow_deposit, transfer
 from tests.support.operations import Entries, Record
-from tests.support.tasks import transactional
-
-ROW = text("INSERT INTO entries (account, amount) VALUES ('row', 1)")
+from tests.support.tasks import ROW, transactional
 
 
 @pytest.fixture

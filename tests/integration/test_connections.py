@@ -66,6 +66,7 @@ def test_no_end_takes_over_what_the_body_has_set(
         assert connection.execute(text("SELECT account FROM failures")).scalars().all() == ["on"]
 
 
+@pytest.mark.direct
 def test_an_attempt_finds_nothing_that_an_earlier_one_has_set(bank: Celery, deliveries: Deliveries) -> None:
     shown = text("""
         SELECT pg_backend_pid(), current_user, current_setting('synchronous_commit'), current_setting('search_path'),
@@ -269,6 +270,7 @@ def test_a_claim_whose_answer_never_arrives_counts_as_lost(bank: Celery, proxied
         assert driver.closed
 
 
+@pytest.mark.direct
 def test_attempts_without_a_pooler_prepare_their_statements(bank: Celery, deliveries: Deliveries) -> None:
     for number in range(12):
         deliveries.deliver(app_module.deposit, str(number))

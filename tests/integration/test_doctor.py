@@ -148,39 +148,6 @@ def test_a_database_that_weakens_the_promise_is_found(
 
 
 @pytest.mark.parametrize(
-    ("grant", "line"),
-    [
-        ("REVOKE INSERT, UPDATE ON idempotency.records", "database rights on table records: no INSERT, UPDATE;"),
-        ("REVOKE USAGE ON SEQUENCE idempotency.fence", "database rights on sequence fence: no USAGE;"),
-        ("REVOKE USAGE ON SCHEMA idempotency", "database rights on schema idempotency: no USAGE;"),
-        ("REVOKE ALL ON idempotency.schema_version", "database rights on table schema_version: no SELECT;"),
-    ],
-)
-def test_a_right_that_is_missing_is_refused_by_its_name(
-    configured: Celery, database: str, grant: str, line: str
-) -> None:
-    role = f"poor_{uuid4().hex[:8]}"
-    engine = create_engine(database, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'p'"))
-        try:
-            connection.execute(text(f"GRANT USAGE ON SCHEMA idempotency TO {role}"))
-            connection.execute(
-                text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA idempotency TO {role}")
-            )
-            connection.execute(text(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA idempotency TO {role}"))
-            url = make_url(database).set(username=role, password="p").render_as_string(hide_password=False)
-            configured.conf.idempotency_database_url = url
-            assert refusals(configured) == []
-            connection.execute(text(f"{grant} FROM {role}"))
-            assert any(refused.startswith(line) for refused in refusals(configured))
-        finally:
-            connection.execute(text(f"DROP OWNED BY {role}"))
-            connection.execute(text(f"DROP ROLE {role}"))
-    engine.dispose()
-
-
-@pytest.mark.parametrize(
     ("mode", "ignores_options", "level", "line"),
     [
         ("transaction", True, Level.OK, "database pooler: in between: our settings go with each transaction"),

@@ -16,6 +16,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.engine import make_url
 
 from idempotency import IdempotentTask, PermanentError
+from idempotency.application import close_runtime
 from tests.support.deliveries import Deliveries
 from tests.support.tasks import make_task
 
@@ -88,3 +89,21 @@ def test_the_page_on_fastapi_runs_as_it_is(payments: Any, engine: Engine, delive
     with engine.connect() as connection:
         sent = connection.execute(text("SELECT key FROM idempotency.outbox ORDER BY key")).scalars().all()
     assert sent == ["declined", "p1", "p1"]
+
+
+def test_the_page_on_engines_runs_as_it_is(
+    configured: Celery, database: str, deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop: Any = ModuleType("shop")
+    exec(example("engines.md"), shop.__dict__)
+    monkeypatch.setitem(sys.modules, "shop", shop)
+    monkeypatch.setenv("TOKEN", str(make_url(database).password))
+    outdated = make_url(database).set(password="outdated").render_as_string(hide_password=False)
+    configured.conf.update(idempotency_engine="shop:engine", idempotency_database_url=outdated)
+    close_runtime(configured)
+
+    def body(self: IdempotentTask) -> str:
+        return str(self.session.execute(text("SELECT current_setting('shop.reader')")).scalar_one())
+
+    assert deliveries.deliver(make_task(configured, body), key="k").value == "worker"
+    close_runtime(configured)

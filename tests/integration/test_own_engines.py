@@ -1,0 +1,191 @@
+"""Engines and sessions of the application's own: `idempotency_engine` and `idempotency_session`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlmodel
+from celery import Celery
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.orm import Session, sessionmaker
+
+from idempotency import IdempotentTask, PermanentError, SessionNotYours, SettingsError
+from idempotency.application import close_runtime, runtime_of, settings_of
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Level
+from idempotency.relay.relay import Relay
+from idempotency.store import overview
+from idempotency.upkeep.presence import SignOfLife
+from tests.support import bank as b
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries, Record
+from tests.support.tasks import ROW, make_task
+
+
+@pytest.fixture
+def changed(configured: Celery) -> Iterator[Celery]:
+    close_runtime(configured)
+    yield configured
+    close_runtime(configured)
+
+
+# ---------------------------------------------------------------- engines
+
+
+def test_a_password_that_an_engine_of_the_application_gives_reaches_every_connection(
+    changed: Celery, database: str, deliveries: Deliveries, entries: Entries
+) -> None:
+    """As with the tokens of a cloud provider: the address has no password, and each connection is given a new one."""
+    url, given = make_url(database), []
+
+    def engine(address: str, **options: Any) -> Engine:
+        made = create_engine(address, **options)
+
+        @event.listens_for(made, "do_connect")
+        def _(dialect: Any, record: Any, args: Any, parameters: dict[str, Any]) -> None:
+            given.append(parameters.get("options"))
+            parameters["password"] = url.password
+
+        return made
+
+    # under a role whose password is asked for
+    without = url.set(password="outdated").render_as_string(hide_password=False)
+    changed.conf.idempotency_database_url = without
+    assert any("database" in str(each) for each in doctor(changed) if each.level is Level.REFUSAL)
+    changed.conf.idempotency_engine = engine
+    close_runtime(changed)
+    assert deliveries.deliver(b.deposit, "a1").state == "SUCCESS"
+    runtime_of(changed).heartbeat._renew([])
+    assert SignOfLife(changed, "relay", "r1").sign()
+    with overview.monitoring_connection(settings_of(changed)) as connection:
+        assert overview.count(connection).processes
+    relay = Relay(changed)
+    listener = runtime_of(changed).listen("idempotency_outbox")
+    assert listener is not None
+    listener.close(), relay.close()
+    assert [
+        each for each in doctor(changed) if each.subject.startswith("database") and each.level is not Level.OK
+    ] == []
+    assert entries("a1") == 1
+    assert all("synchronous_commit=on" in options for options in given if options)
+
+
+def test_our_requirements_hold_on_an_engine_of_the_application(changed: Celery, deliveries: Deliveries) -> None:
+    changed.conf.idempotency_engine = create_engine
+    shown = "SELECT current_setting('lock_timeout'), current_setting('idle_in_transaction_session_timeout')"
+    task = make_task(changed, lambda self: list(self.session.execute(text(shown)).one()))
+    assert deliveries.deliver(task, key="k").value == ["1min", "10min"]
+
+
+def connects_itself(address: str, **options: Any) -> Engine:
+    made = create_engine(address, **options)
+
+    @event.listens_for(made, "do_connect")
+    def _(dialect: Any, record: Any, args: Any, parameters: Any) -> Any:
+        return dialect.connect(*args, **parameters)
+
+    return made
+
+
+def uses_another_driver(address: str, **options: Any) -> Engine:
+    return create_engine(make_url(address).set(drivername="postgresql+psycopg2"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "refused"),
+    [
+        (connects_itself, r"^idempotency_engine: a listener of do_connect has connected itself; change the"),
+        (uses_another_driver, r"^idempotency_engine: must return an Engine with the driver psycopg, got Engine\("),
+        (lambda *_, **__: None, r"^idempotency_engine: must return an Engine with the driver psycopg, got None$"),
+    ],
+)
+def test_an_engine_that_cannot_keep_the_promise_is_refused(changed: Celery, engine: Any, refused: str) -> None:
+    changed.conf.idempotency_engine = engine
+    with pytest.raises(SettingsError, match=refused), runtime_of(changed).engine.connect():
+        pass
+
+
+# ---------------------------------------------------------------- sessions
+
+
+class Audited(Session):
+    """An application's session, with a method and an attribute of its own."""
+
+    def __init__(self, *args: Any, author: str = "nobody", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.author = author
+
+    def write(self, account: str) -> None:
+        self.execute(b.INSERT, {"account": f"{account} by {self.author}", "amount": 1})
+
+
+def test_a_body_works_in_a_session_of_the_application_s_own_class(
+    changed: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    def body(self: IdempotentTask) -> None:
+        session: Any = self.session
+        assert isinstance(session, Audited)
+        self.step("first", lambda own: own.write("step"))
+        session.write("body")
+
+    changed.conf.idempotency_session = sessionmaker(class_=Audited, author="alice", autoflush=False)
+    assert deliveries.deliver(make_task(changed, body), key="k").state == "SUCCESS"
+    assert (entries("step by alice"), entries("body by alice")) == (1, 1)
+
+
+def test_on_failed_is_told_in_a_session_of_the_application_s_own_class(
+    changed: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    def body(self: IdempotentTask) -> None:
+        raise PermanentError("no", "no")
+
+    changed.conf.idempotency_session = Audited
+    task = make_task(changed, body, on_failed=lambda session, operation, error: session.write("failure"))
+    deliveries.deliver(task, key="k")
+    assert entries("failure by nobody") == 1
+
+
+@pytest.mark.parametrize("end", ["commit", "close", "begin"])
+def test_the_attempt_alone_commits_a_session_of_any_class(
+    changed: Celery, deliveries: Deliveries, record: Record, entries: Entries, end: str
+) -> None:
+    def body(self: IdempotentTask) -> None:
+        self.session.execute(ROW)
+        getattr(self.session, end)()
+
+    changed.conf.idempotency_session = Audited
+    assert isinstance(deliveries.deliver(make_task(changed, body), key="k").value, SessionNotYours)
+    assert (record("k").error_code, entries("row")) == ("session_not_yours", 0)
+
+
+def test_a_connection_committed_past_a_session_of_any_class_is_refused(
+    changed: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    def body(self: IdempotentTask) -> None:
+        self.session.execute(ROW)
+        self.session.connection().commit()
+
+    changed.conf.idempotency_session = Audited
+    assert isinstance(deliveries.deliver(make_task(changed, body), key="k").value, SessionNotYours)
+    assert entries("row") == 0
+
+
+def test_a_body_may_use_sqlmodel(changed: Celery, deliveries: Deliveries, entries: Entries) -> None:
+    def body(self: IdempotentTask) -> int:
+        session: Any = self.session
+        session.exec(ROW)
+        return int(session.exec(sqlmodel.text("SELECT count(*) FROM entries")).scalar_one())
+
+    changed.conf.idempotency_session = "sqlmodel:Session"
+    assert deliveries.deliver(make_task(changed, body), key="k").value == 1
+    assert entries("row") == 1
+
+
+@pytest.mark.parametrize("chosen", [object, "sqlmodel:NoSuchName", "sqlmodel:Field"])
+def test_what_makes_no_session_is_refused_by_the_setting_s_name(changed: Celery, chosen: object) -> None:
+    changed.conf.idempotency_session = chosen
+    with pytest.raises(SettingsError, match=r"^idempotency_session: "):
+        settings_of(changed)
