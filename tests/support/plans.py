@@ -21,11 +21,10 @@ def explain(connection: Connection, statement: str) -> str:
 
 def rows_read(app: Celery, statement: str, **parameters: Any) -> int:
     """The most rows that one node of a statement's plan read or threw away, without its changes."""
-    with runtime_of(app).autocommit() as connection, connection.begin() as transaction:
-        connection.exec_driver_sql("BEGIN")
-        plan = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()
-        connection.exec_driver_sql("ROLLBACK")
-        transaction.rollback()
+    with runtime_of(app).autocommit() as connection:
+        driver: Any = connection.connection.driver_connection
+        with driver.transaction(force_rollback=True):
+            plan = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()
 
     def most(node: dict[str, Any]) -> int:
         own = (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
