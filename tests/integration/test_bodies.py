@@ -22,7 +22,7 @@ from tests.support import operations
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record
 from tests.support.processes import Worker, eventually
-from tests.support.tasks import ROW, Provider, accept, make_task
+from tests.support.tasks import ROW, Provider, accept, make_task, transactional
 
 
 class Order(BaseModel):
@@ -216,7 +216,7 @@ def test_without_typing_arguments_that_do_not_fit_are_left_to_the_body(
     with pytest.raises(InvalidArguments, match="too many positional arguments"):
         accept(engine, make_task(bank, body), "a", "b")
     task = make_task(bank, body, typing=False, max_attempts=1)
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, "a", "b", idempotency_key="a")
     outcome = deliveries.deliver(task, "a", "b", key="a")
     assert isinstance(outcome.value, TypeError)
@@ -237,7 +237,7 @@ def test_pydantic_arguments_are_one_call_as_models_and_as_json(
 
     task = make_task(bank, body, pydantic=True, key=lambda arguments: arguments["order"]["number"])
     order = Order(number="a", amount=3)
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, order)
         task.enqueue(session, order={"number": "a", "amount": 3})
         task.apply_async((order,))
