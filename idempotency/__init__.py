@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .handle import Handle, StoredOperation, lookup
     from .wire.delivery import EffectOutcome, Operation
     from .wire.keys import OperationId, content_hash
+    from .worker.decorator import idempotent_task
     from .worker.task import IdempotentTask
 
 _HOME = {
@@ -95,6 +96,7 @@ _HOME = {
         "OperationId",
         "content_hash",
     ),
+    "worker.decorator": ("idempotent_task",),
     "worker.task": ("IdempotentTask",),
 }
 _HOME_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -136,6 +138,7 @@ __all__ = [
     "Unfinished",
     "UnsupportedControl",
     "content_hash",
+    "idempotent_task",
     "lookup",
     "publish",
     "subscribe",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, cast
 
 from celery import Celery
+from typing_extensions import TypeVar
 
 from .application import runtime_of
 from .errors import OperationBusy, OperationFailed, OperationNotFound
@@ -21,9 +22,12 @@ FIRST_PAUSE = 0.05
 PAUSE_GROWTH = 1.5
 LONGEST_PAUSE = 1.0
 
+# What a task's function returns. The value has been through JSON: a tuple comes back as a list.
+R_co = TypeVar("R_co", covariant=True, default=Any)
+
 
 @dataclass(frozen=True, slots=True)
-class StoredOperation:
+class StoredOperation(Generic[R_co]):
     """An operation as it is recorded. `status`: "started", "released", "completed" or "failed"."""
 
     id: OperationId
@@ -35,20 +39,20 @@ class StoredOperation:
     error: dict[str, str] | None
 
     @property
-    def result(self) -> Any:
+    def result(self) -> R_co | None:
         """The stored result; None also when there is none, so look at `status` first."""
-        return None if self.result_text is None else results.from_text(self.result_text)
+        return None if self.result_text is None else cast(R_co, results.from_text(self.result_text))
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(Generic[R_co]):
     """Returned by `enqueue`; also made from an app and a key alone. Reads Postgres, never a result backend."""
 
     app: Celery
     id: OperationId
     task_id: str | None = None
 
-    def lookup(self) -> StoredOperation | None:
+    def lookup(self) -> StoredOperation[R_co] | None:
         """The stored operation; None before its first attempt."""
         with runtime_of(self.app).autocommit() as connection:
             row = operations.lookup(connection, self.id)
@@ -62,7 +66,7 @@ class Handle:
         operation = self.lookup()
         return "waiting" if operation is None else operation.status
 
-    def wait(self, timeout: float) -> StoredOperation:
+    def wait(self, timeout: float) -> StoredOperation[R_co]:
         """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds.
 
         Reads the record after longer and longer pauses, up to a second, and holds no connection in between.
@@ -78,7 +82,7 @@ class Handle:
             time.sleep(min(pause, left))
             pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
 
-    def result(self, timeout: float = 0.0) -> Any:
+    def result(self, timeout: float = 0.0) -> R_co:
         """The result, waiting for it for up to `timeout` seconds.
 
         Raises `OperationFailed` with the stored error, `OperationBusy` if the operation has not ended by then.
@@ -86,7 +90,7 @@ class Handle:
         operation = self.wait(timeout)
         if operation.error is not None and operation.status == "failed":
             raise OperationFailed(operation.error["message"], operation.error["code"])
-        return operation.result
+        return cast(R_co, operation.result)
 
 
 def lookup(app: Celery, task: str, key: str, *, tenant: str | None = None) -> StoredOperation:

@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, TypeVar, Unpack
 
 from celery import Celery, Task
 from kombu.utils.uuid import uuid
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
+from typing_extensions import ParamSpec
 
 from ..application import runtime_of
 from ..attempt.endings import MAX_DELAY
 from ..errors import InvalidArguments, MissingKey, SettingsError
-from ..handle import Handle
+from ..handle import Handle, R_co
 from ..store import outbox
 from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
 from ..wire.message import FINGERPRINT_HEADER, KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER, Message
 from . import eager
+from .using import CallOptions, Using
+
+if TYPE_CHECKING:
+    from celery.result import AsyncResult
+
+# The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
+P = ParamSpec("P", default=...)
+Q = ParamSpec("Q")
+T = TypeVar("T")
+TaskT = TypeVar("TaskT", bound="KeyedTask")
 
 # The options of enqueue() that are not arguments of the task.
-ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
+ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 # Those of them, and of the task's own options, that shape its message.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
 
 
-class KeyedTask(Task):
+def _needs_session(enqueue: Callable[Concatenate[TaskT, Q], T]) -> Callable[Concatenate[TaskT, Q], T]:
+    """Say what is missing in `task.enqueue(payment_id=...)`; Python would name a parameter that no one gives by name."""
+
+    @wraps(enqueue)
+    def checked(task: TaskT, /, *args: Q.args, **kwargs: Q.kwargs) -> T:
+        if not args:
+            raise InvalidArguments(
+                f"{task.name}.{enqueue.__name__}: the first argument is the session whose commit sends the message, as in "
+                f"{enqueue.__name__}(session, ...); delay() needs none"
+            )
+        return enqueue(task, *args, **kwargs)
+
+    return checked
+
+
+class KeyedTask(Task[P, R_co], Generic[P, R_co]):
     """A Celery task that is called under a key. Use `IdempotentTask`."""
 
     abstract = True
@@ -49,16 +76,37 @@ class KeyedTask(Task):
                 if field not in parameters:
                     raise SettingsError(f"key of {cls.__name__}: the task has no argument {field!r}")
 
-    def enqueue(self, session: Session | Connection, /, *args: Any, **kwargs: Any) -> Handle:
+    @_needs_session
+    def enqueue(self, session: Session | Connection, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
         """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
 
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
         priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
-        of its name.
+        of its name. A type checker knows the arguments only: to it, give the options with `using`.
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
         """
         parameters = self.signature_of_run.parameters
-        options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
+        named = [name for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters]
+        arguments = {name: value for name, value in kwargs.items() if name not in named}
+        return self._enqueue(session, args, arguments, {name: kwargs[name] for name in named})
+
+    def using(self, **options: Unpack[CallOptions]) -> Using[P, R_co]:
+        """The task with options for its next call: `capture_payment.using(countdown=60).enqueue(session, payment_id=...)`.
+
+        The options are those of `enqueue`. Raises `InvalidArguments` for any other.
+        """
+        if unknown := sorted(options.keys() - set(ENQUEUE_OPTIONS)):
+            raise InvalidArguments(f"using: no option {unknown[0]!r}; there are {', '.join(ENQUEUE_OPTIONS)}")
+        return Using(self, options)
+
+    def _enqueue(
+        self,
+        session: Session | Connection,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Mapping[str, Any],
+    ) -> Handle[R_co]:
+        options = dict(given)
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
         id, headers = self._checked(args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None))
@@ -81,6 +129,10 @@ class KeyedTask(Task):
         )
         return Handle(self.app, id, task_id)
 
+    def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R_co]:
+        """Send the task now, like `apply_async`, with its arguments alone."""
+        return self.apply_async(args, kwargs)
+
     def apply_async(
         self,
         args: Sequence[Any] | None = None,
@@ -90,7 +142,7 @@ class KeyedTask(Task):
         idempotency_key: object = None,
         tenant: str | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> AsyncResult[R_co]:
         """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for.
 
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`; then nothing was sent.

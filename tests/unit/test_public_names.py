@@ -45,6 +45,7 @@ def test_the_public_names_are_these() -> None:
         "Unfinished",
         "UnsupportedControl",
         "content_hash",
+        "idempotent_task",
         "lookup",
         "publish",
         "subscribe",

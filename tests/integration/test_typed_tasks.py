@@ -1,0 +1,84 @@
+"""`idempotent_task` and `using`: what a type checker can follow, at run time. The types themselves: tests/typing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask, InvalidArguments, idempotent_task
+from tests.support.operations import Entries, Record
+
+
+class OwnTask(IdempotentTask):
+    """A base of the application's own."""
+
+    bonus = 2
+
+
+@pytest.fixture
+def credit(bank: Celery) -> Iterator[Any]:
+    """A task with a base of its own, whose argument has the name of an option."""
+
+    @idempotent_task(bank, base=OwnTask, name="tests.credit", key="{account}", shared=False)
+    def credit(self: OwnTask, account: str, priority: int = 1) -> dict[str, int]:
+        row = {"account": account, "amount": priority + self.bonus}
+        self.session.execute(text("INSERT INTO entries (account, amount) VALUES (:account, :amount)"), row)
+        return {"credited": priority + self.bonus}
+
+    yield credit
+    bank.tasks.pop("tests.credit")
+
+
+def outbox(connection: Connection) -> Any:
+    query = "SELECT *, available_at > clock_timestamp() AS waits FROM idempotency.outbox"
+    return connection.execute(text(query)).one()
+
+
+def test_a_typed_task_is_the_one_that_the_decorator_of_celery_makes(
+    bank: Celery, credit: Any, entries: Entries, record: Record
+) -> None:
+    assert credit("a", priority=5) == {"credited": 7}
+    assert credit("a", priority=5) == {"credited": 7}
+    assert isinstance(bank.tasks["tests.credit"], OwnTask)
+    assert (entries("a"), record("a").status) == (1, "completed")
+
+
+def test_the_options_of_one_call_do_not_mix_with_its_arguments(credit: Any, connection: Connection) -> None:
+    call = credit.using(priority=9, countdown=60, idempotency_key="k", tenant="t", task_id="id")
+    with Session(connection) as session:
+        handle = call.enqueue(session, "a", priority=3)
+
+    row = outbox(connection)
+    message = json.loads(row.message)
+    assert (row.tenant, row.key, row.waits, handle.task_id) == ("t", "k", True, "id")
+    assert message["properties"]["priority"] == 9
+    assert json.loads(message["body"])[:2] == [["a"], {"priority": 3}]
+
+
+def test_the_options_of_a_call_that_is_sent_at_once(credit: Any, configured: Celery) -> None:
+    configured.conf.task_always_eager = True
+    assert credit.using(idempotency_key="k").delay("a", priority=3).get() == {"credited": 5}
+    assert credit.using(idempotency_key="k").delay("a", priority=3).get() == {"credited": 5}
+    with pytest.raises(InvalidArguments, match="ordering_key: only messages that are enqueued have an order"):
+        credit.using(ordering_key="k").delay("a")
+
+
+def test_an_option_that_does_not_exist_is_refused_and_the_others_are_named(credit: Any) -> None:
+    with pytest.raises(
+        InvalidArguments, match=r"using: no option 'countdwn'; there are countdown, eta, priority, queue"
+    ):
+        credit.using(countdwn=60)
+
+
+def test_enqueue_without_a_session_says_what_is_missing(credit: Any) -> None:
+    with pytest.raises(
+        InvalidArguments,
+        match=r"tests\.credit\.enqueue: the first argument is the session .* enqueue\(session, \.\.\.\)",
+    ):
+        credit.enqueue(account="a")
