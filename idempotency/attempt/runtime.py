@@ -30,6 +30,9 @@ from .session import refuse_others_commits
 class Runtime:
     """The settings of one process and what it holds open under them. With Celery: `application.runtime_of(app)`."""
 
+    # Whether tasks run inside the caller's own transaction, as in the tests of an application.
+    joins_transaction = False
+
     def __init__(self, settings: Settings) -> None:
         metrics.prepare()
         self.pid = os.getpid()

@@ -45,6 +45,8 @@ class RunningTask(KeyedTask[P, R_co], Generic[P, R_co]):
 
     # one signature cannot have a function's parameters and an option (PEP 612)
     @overload
+    def step(self, name: str, fn: Callable[[AttemptSession], T], *, undo: Undo | None = None) -> T: ...
+    @overload
     def step(
         self, name: str, fn: Callable[Concatenate[AttemptSession, ...], T], *args: Any, undo: Undo, **kwargs: Any
     ) -> T: ...

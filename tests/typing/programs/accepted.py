@@ -42,6 +42,7 @@ def mark_failed(session: Session, operation: Operation, error: PermanentError) -
 def capture(self: IdempotentTask, payment_id: str, amount: int = 1) -> dict[str, str]:
     assert_type(self.step("reserve", reserve, payment_id, amount=amount), int)
     assert_type(self.step("again", reserve, payment_id, amount, undo=release), int)
+    assert_type(self.step("count", lambda session: len(session.new)), int)
     charged = self.effect("charge", charge, {"payment": payment_id}, reconcile=find_charge)
     assert_type(charged, Charge)
     assert_type(self.effect("charge in pounds", charge, {"payment": payment_id}, currency="gbp"), Charge)

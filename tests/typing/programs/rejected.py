@@ -20,7 +20,7 @@ def charge(payment_id: str, *, idempotency_key: str) -> str:
 
 @idempotent_task(app, key="{payment_id}")
 def capture(self: IdempotentTask, payment_id: str, amount: int = 1) -> dict[str, str]:
-    self.step("reserve", reserve)  # E: call-overload reportCallIssue
+    self.step("reserve", reserve)  # E: arg-type reportCallIssue
     self.step("reserve", reserve, 17)  # E: call-overload reportArgumentType
     amount = self.step("reserve", reserve, "p1", payment="p1")  # E: call-arg reportCallIssue
     text: str = self.step("reserve", reserve, payment_id)  # E: assignment reportAssignmentType

@@ -1,0 +1,20 @@
+"""The Python examples of the documentation, for the tests that run them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[str]:
+    """Every page of the documentation, by its path from the root."""
+    found = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("tests/*.md")]
+    return sorted(str(path.relative_to(ROOT)) for path in [*found, *ROOT.glob("[A-Z]*.md")] if path.is_file())
+
+
+def python_blocks(page: str) -> list[str]:
+    """The Python examples of a page, in order."""
+    return _BLOCK.findall((ROOT / page).read_text())
