@@ -203,8 +203,8 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         return Named(self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments)
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
-        if key is None and self._key_function is not None:
-            key = type(self)._key_function(arguments)  # type: ignore[misc]
+        if key is None and (function := type(self)._key_function) is not None:
+            key = keys.made_by(function, arguments, task=self.name)
         if key is None:
             raise MissingKey(f"{self.name}: give idempotency_key=, or the task a key template")
         if tenant is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from celery import Celery
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, InvalidArguments, idempotent_task
+from idempotency import IdempotentTask, InvalidArguments, MissingKey, idempotent_task
 from tests.support.operations import Entries, Record
+from tests.support.tasks import make_task
 
 
 class OwnTask(IdempotentTask):
@@ -82,3 +83,17 @@ def test_enqueue_without_a_session_says_what_is_missing(credit: Any) -> None:
         match=r"tests\.credit\.enqueue: the first argument is the session .* enqueue\(session, \.\.\.\)",
     ):
         credit.enqueue(account="a")
+
+
+def test_a_key_function_that_asks_for_a_default_names_task_and_argument(bank: Celery, connection: Connection) -> None:
+    def pay(self: IdempotentTask, payment: str, currency: str = "eur") -> None: ...
+
+    task = make_task(bank, pay, key=lambda arguments: f"{arguments['payment']}:{arguments['currency']}")
+    calls: dict[str, Callable[[], Any]] = {
+        "enqueue": lambda: task.enqueue(connection, "p1"),
+        "delay": lambda: task.delay("p1"),
+        "a direct call": lambda: task("p1"),
+    }
+    for call in calls.values():
+        with pytest.raises(MissingKey, match=rf"{task.name}: its key function asks for the argument 'currency'"):
+            call()
