@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = r"^```{}\n(.*?)^```$"
 
 
 def pages() -> list[str]:
@@ -17,4 +17,9 @@ def pages() -> list[str]:
 
 def python_blocks(page: str) -> list[str]:
     """The Python examples of a page, in order."""
-    return _BLOCK.findall((ROOT / page).read_text())
+    return blocks(page, "python")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The examples of a page in a language, in order."""
+    return re.findall(_BLOCK.format(language), (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)

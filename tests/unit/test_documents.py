@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+
 import pytest
 
-from tests.support.documents import ROOT, pages, python_blocks
+from tests.support.documents import ROOT, blocks, pages, python_blocks
 
 # The test that runs the Python examples of a page, and how many it runs.
 RUN_BY = {
@@ -24,6 +26,14 @@ def test_every_python_example_of_the_documentation_is_run() -> None:
 def test_the_test_that_runs_a_page_reads_it(page: str) -> None:
     test, _ = RUN_BY[page]
     assert f'"{page}"' in (ROOT / test).read_text()
+
+
+def test_the_changes_of_an_existing_application_are_those_of_its_example() -> None:
+    before, after = ((ROOT / "examples" / "adopt" / form / "shop.py").read_text() for form in ("before", "after"))
+    changed = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]
+    shown = [line for block in blocks("docs/existing-celery.md", "diff") for line in block.splitlines()]
+    assert len(shown) > 10
+    assert [line for line in shown if f"{line[0]} {line[1:]}" not in changed] == []
 
 
 def test_the_readme_names_what_a_newcomer_looks_for() -> None:
