@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +36,24 @@ def credit(bank: Celery) -> Iterator[Any]:
 
     yield credit
     bank.tasks.pop("tests.credit")
+
+
+SHARED = """
+from celery import Celery
+from idempotency import IdempotentTask, idempotent_task
+
+@idempotent_task(name="shared.pay", key="{payment}")
+def pay(self, payment): ...
+
+for name in ("one", "two"):
+    task = Celery(name, set_as_current=False).tasks["shared.pay"]
+    assert isinstance(task, IdempotentTask) and task.app.main == name, task
+"""
+
+
+def test_without_an_application_it_is_a_task_of_every_one() -> None:
+    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def outbox(connection: Connection) -> Any:

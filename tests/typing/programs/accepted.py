@@ -60,6 +60,11 @@ def ship(self: ShopTask, payment_id: str) -> str:
     return self.warehouse
 
 
+@idempotent_task(key="{payment_id}")
+def shared(self: IdempotentTask, payment_id: str) -> int:
+    return 1
+
+
 @app.task(base=IdempotentTask, bind=True, key="{payment_id}")
 def untyped(self: IdempotentTask, payment_id: str) -> None: ...
 
@@ -75,6 +80,7 @@ def call(session: Session, connection: Connection) -> None:
     assert_type(capture.using(countdown=60, queue="slow").enqueue(connection, "p1"), Handle[dict[str, str]])
     assert_type(capture("p1", amount=5), dict[str, str])
     assert_type(ship.enqueue(session, "p1").result(5), str)
+    assert_type(shared.enqueue(session, "p1").result(5), int)
     capture.apply_async(("p1",), {"amount": 5}, countdown=60, idempotency_key="p1")
     capture.using(eta=datetime.now(UTC), idempotency_key="p1").delay("p1", amount=5)
 
