@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, TypeVar, Unpack
+from uuid import UUID
 
 from celery import Celery, Task
 from kombu.utils.uuid import uuid
@@ -42,15 +43,23 @@ ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
 
 
+# What is an argument of the task in the session's place.
+_NO_SESSION = (type(None), str, int, float, list, tuple, dict, UUID)
+
+
 def _needs_session(enqueue: Callable[Concatenate[TaskT, Q], T]) -> Callable[Concatenate[TaskT, Q], T]:
-    """Say what is missing in `task.enqueue(payment_id=...)`; Python would name a parameter that no one gives by name."""
+    """Say that the session is missing in `task.enqueue("p1")` and `task.enqueue(payment_id="p1")`, before anything else.
+
+    Whether the session can be used is `store.outbox`'s to say.
+    """
 
     @wraps(enqueue)
     def checked(task: TaskT, /, *args: Q.args, **kwargs: Q.kwargs) -> T:
-        if not args:
+        if not args or isinstance(args[0], _NO_SESSION):
+            got = f"; got {type(args[0]).__name__}" if args else ""
             raise InvalidArguments(
                 f"{task.name}.{enqueue.__name__}: the first argument is the session whose commit sends the message, as in "
-                f"{enqueue.__name__}(session, ...); delay() needs none"
+                f"{enqueue.__name__}(session, ...){got}"
             )
         return enqueue(task, *args, **kwargs)
 

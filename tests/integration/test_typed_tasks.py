@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import UUID
 
 import pytest
 from celery import Celery
@@ -97,12 +98,24 @@ def test_an_option_that_does_not_exist_is_refused_and_the_others_are_named(credi
         credit.using(countdwn=60)
 
 
-def test_enqueue_without_a_session_says_what_is_missing(credit: Any) -> None:
-    with pytest.raises(
-        InvalidArguments,
-        match=r"tests\.credit\.enqueue: the first argument is the session .* enqueue\(session, \.\.\.\)",
-    ):
-        credit.enqueue(account="a")
+@pytest.mark.parametrize(
+    ("args", "kwargs", "got"),
+    [
+        ((), {"account": "a"}, ""),
+        (("a",), {}, "; got str"),
+        ((None, "a"), {}, "; got NoneType"),
+        ((UUID(int=1),), {}, "; got UUID"),
+    ],
+)
+def test_enqueue_without_a_session_says_what_is_missing(
+    credit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], got: str
+) -> None:
+    with pytest.raises(InvalidArguments) as raised:
+        credit.enqueue(*args, **kwargs)
+    assert str(raised.value) == (
+        "tests.credit.enqueue: the first argument is the session whose commit sends the message, as in "
+        f"enqueue(session, ...){got}"
+    )
 
 
 def test_a_key_function_that_asks_for_a_default_names_task_and_argument(bank: Celery, connection: Connection) -> None:
