@@ -83,11 +83,6 @@ def issue_voucher(self, order):
     self.session.add(Voucher(customer=self.session.get(Order, order).customer))
 
 
-def insert_order():
-    with Session.begin() as session:
-        session.merge(Order(id="o3", customer="carl", cents=12_000))
-
-
 def create_tables():
     Base.metadata.create_all(engine)
     engine.dispose()
@@ -118,7 +113,7 @@ def test_the_examples_of_the_page_about_testing_run_as_they_are(test_database: s
         timeout=120,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-    assert "3 passed" in done.stdout
+    assert "2 passed" in done.stdout
 
 
 def test_without_an_application_the_fixtures_say_which_one_to_define(tmp_path: Path) -> None:

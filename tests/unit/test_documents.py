@@ -11,7 +11,7 @@ from tests.support.documents import ROOT, blocks, pages, python_blocks
 # The test that runs the Python examples of a page, and how many it runs.
 RUN_BY = {
     "README.md": ("tests/integration/test_readme.py", 8),
-    "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 4),
+    "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 3),
     "docs/types.md": ("tests/integration/test_readme.py", 1),
     "docs/without-celery.md": ("tests/integration/test_without_celery.py", 1),
 }
