@@ -1,4 +1,4 @@
-"""The pytest plugin: two fixtures for testing an application's own tasks.
+"""The pytest plugin: fixtures for testing an application's own tasks (docs/testing.md).
 
 Outside the package, so that pytest does not import the library, Celery and SQLAlchemy unless a fixture is used: a
 conftest may have to configure or patch them first.
@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from idempotency.testing import AssertIdempotent, RecordingServer
+    from celery import Celery
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
+
+    from idempotency.testing import AssertIdempotent, Outbox, RecordingServer
 
 
 @pytest.fixture
@@ -34,3 +38,53 @@ def assert_idempotent(recording_server: RecordingServer) -> AssertIdempotent:
     from idempotency.testing import AssertIdempotent
 
     return AssertIdempotent(recording_server)
+
+
+@pytest.fixture(scope="session")
+def idempotency_app() -> Celery:
+    """Your Celery application: define this fixture in your conftest.py. The others use its test database."""
+    raise pytest.UsageError("define a fixture idempotency_app, of scope session, that returns your Celery application")
+
+
+@pytest.fixture(scope="session")
+def idempotency_database(idempotency_app: Celery) -> Iterator[None]:
+    """The library's tables in the application's test database, migrated to this version."""
+    from idempotency.application import close_runtime
+    from idempotency.testing import prepare
+
+    prepare(idempotency_app)
+    yield
+    close_runtime(idempotency_app)
+
+
+@pytest.fixture
+def idempotency_connection(idempotency_app: Celery, idempotency_database: None) -> Iterator[Connection]:
+    """A connection whose transaction is rolled back at the end; the application's tasks run in it, too."""
+    from idempotency.testing import rolled_back
+
+    with rolled_back(idempotency_app) as connection:
+        yield connection
+
+
+@pytest.fixture
+def idempotency_session(idempotency_connection: Connection) -> Iterator[Session]:
+    """A session in that transaction. `commit()` ends a savepoint, and nothing else."""
+    from sqlalchemy.orm import Session
+
+    with Session(idempotency_connection, join_transaction_mode="create_savepoint") as session:
+        yield session
+
+
+@pytest.fixture
+def idempotency_outbox(
+    request: pytest.FixtureRequest, idempotency_app: Celery, idempotency_database: None
+) -> Iterator[Outbox]:
+    """The outbox, empty, with every key new: `run()` runs here what the test has enqueued."""
+    from idempotency.testing import Outbox
+
+    if "idempotency_connection" in request.fixturenames:
+        request.getfixturevalue("idempotency_connection")  # first, so that the rollback brings back what is emptied
+    outbox = Outbox(idempotency_app)
+    outbox.reset()
+    yield outbox
+    outbox.reset()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .handle import Handle, StoredOperation, lookup
     from .wire.delivery import EffectOutcome, Operation
     from .wire.keys import OperationId, content_hash
+    from .worker.decorator import idempotent_task
     from .worker.task import IdempotentTask
 
 _HOME = {
@@ -96,6 +97,7 @@ _HOME = {
         "OperationId",
         "content_hash",
     ),
+    "worker.decorator": ("idempotent_task",),
     "worker.task": ("IdempotentTask",),
 }
 _HOME_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -138,6 +140,7 @@ __all__ = [
     "UnsupportedControl",
     "apublish",
     "content_hash",
+    "idempotent_task",
     "lookup",
     "publish",
     "subscribe",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -44,6 +46,22 @@ def _opened(app: Celery) -> Runtime:
             inherited.abandon()
         runtime = _open[app] = Runtime(settings_of(app))
         return runtime
+
+
+@contextmanager
+def runtime_replaced(app: Celery, runtime: Runtime) -> Iterator[None]:
+    """Until the block ends, use this runtime for the application in this process; then close it."""
+    with _lock:
+        before, _open[app] = _open.get(app), runtime
+    try:
+        yield
+    finally:
+        with _lock:
+            if before is None:
+                _open.pop(app, None)
+            else:
+                _open[app] = before
+        runtime.close()
 
 
 def close_runtime(app: Celery) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, cast
 
 from celery import Celery
+from typing_extensions import TypeVar
 
 from .application import runtime_of
 from .errors import OperationBusy, OperationFailed, OperationNotFound
@@ -23,9 +24,12 @@ FIRST_PAUSE = 0.05
 PAUSE_GROWTH = 1.5
 LONGEST_PAUSE = 1.0
 
+# What a task's function returns. The value has been through JSON: a tuple comes back as a list.
+R_co = TypeVar("R_co", covariant=True, default=Any)
+
 
 @dataclass(frozen=True, slots=True)
-class StoredOperation:
+class StoredOperation(Generic[R_co]):
     """An operation as it is recorded. `status`: "started", "released", "completed" or "failed"."""
 
     id: OperationId
@@ -42,20 +46,20 @@ class StoredOperation:
         return self.status in ("completed", "failed")
 
     @property
-    def result(self) -> Any:
+    def result(self) -> R_co | None:
         """The stored result; None also when there is none, so look at `status` first."""
-        return None if self.result_text is None else results.from_text(self.result_text)
+        return None if self.result_text is None else cast(R_co, results.from_text(self.result_text))
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(Generic[R_co]):
     """Returned by `enqueue`; also made from an app and a key alone. Reads Postgres, never a result backend."""
 
     app: Celery
     id: OperationId
     task_id: str | None = None
 
-    def lookup(self) -> StoredOperation | None:
+    def lookup(self) -> StoredOperation[R_co] | None:
         """The stored operation; None before its first attempt."""
         with runtime_of(self.app).autocommit() as connection:
             row = operations.lookup(connection, self.id)
@@ -69,7 +73,7 @@ class Handle:
         operation = self.lookup()
         return "waiting" if operation is None else operation.status
 
-    def wait(self, timeout: float) -> StoredOperation:
+    def wait(self, timeout: float) -> StoredOperation[R_co]:
         """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds.
 
         Reads the record after longer and longer pauses, up to a second, and holds no connection in between.
@@ -84,19 +88,19 @@ class Handle:
             time.sleep(min(pause, left))
         raise OperationBusy(f"{self.id.task}: not finished within {timeout} s")
 
-    def result(self, timeout: float = 0.0) -> Any:
+    def result(self, timeout: float = 0.0) -> R_co:
         """The result, waiting for it for up to `timeout` seconds.
 
         Raises `OperationFailed` with the stored error, `OperationBusy` if the operation has not ended by then.
         """
         return _result_of(self.wait(timeout))
 
-    async def alookup(self) -> StoredOperation | None:
+    async def alookup(self) -> StoredOperation[R_co] | None:
         """The stored operation, as `lookup()` returns it, read in a thread: the event loop is not blocked."""
         readers = runtime_of(self.app).readers
         return await asyncio.get_running_loop().run_in_executor(readers, self.lookup)
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R_co]:
         """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.
 
         Waits for as long as it takes: `async with asyncio.timeout(5): await handle` limits that. Several may await the
@@ -104,7 +108,7 @@ class Handle:
         """
         return self._aresult().__await__()
 
-    async def _aresult(self) -> Any:
+    async def _aresult(self) -> R_co:
         pauses = _pauses()
         while (operation := await self.alookup()) is None or not operation.has_ended:
             await asyncio.sleep(next(pauses))
@@ -118,10 +122,10 @@ def _pauses() -> Iterator[float]:
         pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
 
 
-def _result_of(operation: StoredOperation) -> Any:
+def _result_of(operation: StoredOperation[R_co]) -> R_co:
     if operation.error is not None and operation.status == "failed":
         raise OperationFailed(operation.error["message"], operation.error["code"])
-    return operation.result
+    return cast(R_co, operation.result)
 
 
 def lookup(app: Celery, task: str, key: str, *, tenant: str | None = None) -> StoredOperation:

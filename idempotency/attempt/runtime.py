@@ -34,6 +34,9 @@ READERS = 4
 class Runtime:
     """The settings of one process and what it holds open under them. With Celery: `application.runtime_of(app)`."""
 
+    # Whether tasks run inside the caller's own transaction, as in the tests of an application.
+    joins_transaction = False
+
     def __init__(self, settings: Settings) -> None:
         metrics.prepare()
         self.pid = os.getpid()

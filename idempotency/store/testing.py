@@ -1,4 +1,4 @@
-"""Statements of `assert_idempotent`, for a test database only."""
+"""Statements for the tests of an application, for a test database only."""
 
 from __future__ import annotations
 
@@ -38,6 +38,35 @@ def rows_after(connection: Connection, newest: int) -> Sequence[Row[Any]]:
     """The operations and messages of outbox rows newer than that one."""
     query = "SELECT tenant, task, key, message FROM idempotency.outbox WHERE id > %(newest)s ORDER BY id"
     return connection.exec_driver_sql(query, {"newest": newest}).all()
+
+
+# By id: the order in which rows were enqueued. Delays are not waited for.
+_WAITING = "status = 'pending' ORDER BY id"
+
+_TAKE = f"""
+UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL
+WHERE id = (SELECT id FROM idempotency.outbox WHERE {_WAITING} LIMIT 1)
+RETURNING message_id, tenant, task, key, message, origin, generation
+"""
+
+
+def pending_rows(connection: Connection) -> Sequence[Row[Any]]:
+    """The outbox rows that wait to be published, in the order in which they were enqueued."""
+    query = f"SELECT task, key, message FROM idempotency.outbox WHERE {_WAITING}"
+    return connection.exec_driver_sql(query).all()
+
+
+def take_row(connection: Connection) -> Row[Any] | None:
+    """Mark the first of these rows as published, and return it."""
+    return connection.exec_driver_sql(_TAKE).one_or_none()
+
+
+def forget_all(connection: Connection) -> list[OperationId]:
+    """Delete all operations, outbox rows and dead letters. Returns the operations."""
+    for table in ("outbox", "lanes", "dead_letters"):
+        connection.exec_driver_sql(f"DELETE FROM idempotency.{table}")
+    rows = connection.exec_driver_sql("DELETE FROM idempotency.records RETURNING tenant, task, key")
+    return [OperationId(*row) for row in rows]
 
 
 def ripen(connection: Connection, id: OperationId) -> None:

@@ -23,6 +23,7 @@ from ..store.schema import SCHEMA
 from ..store.statements import describe
 from ..wire.keys import OperationId
 from ..wire.message import Message
+from .database import require_test_database
 from .differences import HEADINGS, Masked, Row
 
 # Nothing else should use this database: a lock held for this long will not be released.
@@ -48,21 +49,13 @@ class Ground:
         self._connection = self._engine.connect()
         try:
             self._connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
-            self._allow(allow_database)
+            require_test_database(self._connection, allowed=allow_database)
             self.tables = {name: self._quoted(name) for name in map(_name_of, tables)}
             # outbox rows up to here are not from this check
             self._newest = stored.newest_row(self._connection)
         except BaseException:
             self.close()
             raise
-
-    def _allow(self, allowed: str | None) -> None:
-        name = self._connection.exec_driver_sql("SELECT current_database()").scalar_one()
-        if name != allowed and "test" not in name.lower():
-            raise ValueError(
-                f"assert_idempotent empties tables, and the name of the database {name!r} does not say that it is one "
-                f"for tests; allow_database={name!r} does"
-            )
 
     def _quoted(self, name: str) -> str:
         quote = self._engine.dialect.identifier_preparer.quote

@@ -23,10 +23,8 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 from celery import Celery
-from celery.app.trace import build_tracer
-from celery.exceptions import Reject
 from celery.signals import before_task_publish, worker_process_init
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import dumps
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import Pool
@@ -37,6 +35,7 @@ from ..observe import crash_points
 from ..store import ends, statements
 from ..store.statements import describe
 from ..wire.message import Message
+from .tracing import trace
 
 # Seconds between two looks at whether a child has ended; one attempt takes about 50 ms.
 POLL = 0.003
@@ -181,26 +180,12 @@ def _flush() -> None:
 
 
 def _deliver(app: Celery, task: Any, message: Message) -> dict[str, str]:
-    """Hand the message to Celery's own tracer, as a pool child does. Returns the entry for the journal."""
-    args, kwargs, _ = loads(message.body)
-    request = {
-        **message.headers,
-        **message.properties,
-        "args": args,
-        "kwargs": kwargs,
-        "is_eager": False,
-        "ignore_result": True,
-        "delivery_info": {"exchange": "", "routing_key": message.queue(app), "priority": None},
-    }
-    try:
-        _, info, _, _ = build_tracer(task.name, task, app=app)(message.headers["id"], args, kwargs, request)
-    except Reject as error:
-        return {"outcome": "REJECTED", "error": str(error)}
-    if info is None:
-        return {"outcome": "SUCCESS", "error": ""}
-    raised = info.retval
-    cause = getattr(raised, "exc", None) or raised
-    return {"outcome": info.state, "error": describe(cause) if isinstance(cause, BaseException) else repr(cause)}
+    """Deliver the message. Returns the entry for the journal."""
+    seen = trace(app, task, message)
+    if seen.state in ("SUCCESS", "REJECTED"):
+        return {"outcome": seen.state, "error": str(seen.value) if seen.state == "REJECTED" else ""}
+    cause = getattr(seen.value, "exc", None) or seen.value
+    return {"outcome": seen.state, "error": describe(cause) if isinstance(cause, BaseException) else repr(cause)}
 
 
 def _take_nothing_along() -> None:

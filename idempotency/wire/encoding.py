@@ -15,6 +15,10 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
+# How deep `first_defect` looks, and the longest name of a member that it shows.
+DEEPEST_PATH = 20
+LONGEST_NAME = 40
+
 # By type, subclasses first: marker, encoder, decoder.
 _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     datetime: ("datetime", datetime.isoformat, datetime.fromisoformat),
@@ -38,6 +42,40 @@ def dumps(value: Any, *, allow_nan: bool = True) -> str:
 def loads(text: str) -> Any:
     """Decode what `dumps` returned. Raises `ValueError` for an unknown type."""
     return json.loads(text, object_hook=_decoded)
+
+
+def first_defect(value: Any, path: str = "", depth: int = 0) -> str | None:
+    """Where in a value something is not JSON, and what: `order.lines[2].price: Money`. None: nothing can be named.
+
+    Names members that could be names of fields; others may be data, and are shown as `[*]`. Never shows a value.
+    """
+    if depth > DEEPEST_PATH:
+        return None
+    if isinstance(value, dict):
+        wrong = next((key for key in value if not isinstance(key, str | int | float | None)), None)
+        if wrong is not None:
+            return f"{path}: a {type(wrong).__name__} as the name of a member".removeprefix(": ")
+        inner = ((each, f"{path}{_member(name)}".removeprefix(".")) for name, each in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((each, f"{path}[{position}]") for position, each in enumerate(value))
+    else:
+        return _defect_of(value, path)
+    return next((found for each, where in inner if (found := first_defect(each, where, depth + 1)) is not None), None)
+
+
+def _defect_of(value: Any, path: str) -> str | None:
+    try:
+        dumps(value, allow_nan=False)
+    except ValueError:
+        return f"{path}: NaN or infinity" if isinstance(value, float) else f"{path}: {type(value).__name__}"
+    except TypeError:
+        return f"{path}: {type(value).__name__}"
+    return None
+
+
+def _member(name: object) -> str:
+    is_name = isinstance(name, str) and name.isidentifier() and len(name) <= LONGEST_NAME
+    return f".{name}" if is_name else "[*]"
 
 
 def _encoded(value: Any) -> Any:

@@ -27,6 +27,8 @@ MAX_DEPTH = 100
 # What quote() does not encode. A separator must not be one of these: "a-b" + "c" and "a" + "b-c" would be one key.
 UNRESERVED = frozenset(string.ascii_letters + string.digits + "-_.~")
 
+_WAYS_OUT = "pass an id, text or a number instead, or register the type with kombu.utils.json.register_type"
+
 KeyFunction = Callable[[Mapping[str, Any]], str]
 
 
@@ -139,11 +141,38 @@ def canonical_json(value: Any) -> str:
     except RecursionError:
         raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep") from None
     except (TypeError, ValueError) as error:
-        raise InvalidArguments(f"arguments: not JSON: {type(error).__name__}") from None
+        where = encoding.first_defect(value) or type(error).__name__
+        raise InvalidArguments(f"arguments: not JSON: {where}; {_WAYS_OUT}") from None
     # cheap check first: few brackets cannot be nested deeply
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(plain) > MAX_DEPTH:
         raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep")
     return text
+
+
+def made_by(function: KeyFunction, arguments: Mapping[str, Any], *, task: str) -> str:
+    """The key that a key function makes. Raises `MissingKey` if it asks for an argument that the call does not give."""
+    given = _Given(arguments)
+    try:
+        return function(given)
+    except KeyError as error:
+        if not given.missed.intersection(error.args):
+            raise  # of the function's own making
+        raise MissingKey(
+            f"{task}: its key function asks for the argument {error.args[0]!r}, which this call does not give "
+            "(defaults are not filled in)"
+        ) from None
+
+
+class _Given(dict[str, Any]):
+    """Arguments by name, for a key function; `missed`: those that it asked for in vain."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.missed: set[object] = set()
+
+    def __missing__(self, name: str) -> Any:
+        self.missed.add(name)
+        raise KeyError(name)
 
 
 def content_hash(*fields: str) -> KeyFunction:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, TypeVar, Unpack
+from uuid import UUID
 
 from celery import Celery, Task
 from kombu.utils.uuid import uuid
+from typing_extensions import ParamSpec
 
 from ..application import runtime_of
 from ..attempt.endings import MAX_DELAY
 from ..errors import InvalidArguments, MissingKey, SettingsError
-from ..handle import Handle
+from ..handle import Handle, R_co
 from ..store import outbox
 from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from ..wire import keys
@@ -22,14 +25,47 @@ from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
 from ..wire.message import FINGERPRINT_HEADER, KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER, Message
 from . import eager
+from .using import CallOptions, Using
+
+if TYPE_CHECKING:
+    from celery.result import AsyncResult
+
+# The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
+P = ParamSpec("P", default=...)
+Q = ParamSpec("Q")
+T = TypeVar("T")
+TaskT = TypeVar("TaskT", bound="KeyedTask")
 
 # The options of enqueue() that are not arguments of the task.
-ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
+ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 # Those of them, and of the task's own options, that shape its message.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
 
 
-class KeyedTask(Task):
+# What is an argument of the task in the session's place.
+_NO_SESSION = (type(None), str, int, float, list, tuple, dict, UUID)
+
+
+def _needs_session(enqueue: Callable[Concatenate[TaskT, Q], T]) -> Callable[Concatenate[TaskT, Q], T]:
+    """Say that the session is missing in `task.enqueue("p1")` and `task.enqueue(payment_id="p1")`, before anything else.
+
+    Whether the session can be used is `store.callers`' to say.
+    """
+
+    @wraps(enqueue)
+    def checked(task: TaskT, /, *args: Q.args, **kwargs: Q.kwargs) -> T:
+        if not args or isinstance(args[0], _NO_SESSION):
+            got = f"; got {type(args[0]).__name__}" if args else ""
+            raise InvalidArguments(
+                f"{task.name}.{enqueue.__name__}: the first argument is the session whose commit sends the message, as in "
+                f"{enqueue.__name__}(session, ...){got}"
+            )
+        return enqueue(task, *args, **kwargs)
+
+    return checked
+
+
+class KeyedTask(Task[P, R_co], Generic[P, R_co]):
     """A Celery task that is called under a key. Use `IdempotentTask`."""
 
     abstract = True
@@ -48,18 +84,39 @@ class KeyedTask(Task):
                 if field not in parameters:
                     raise SettingsError(f"key of {cls.__name__}: the task has no argument {field!r}")
 
-    def enqueue(self, session: Caller, /, *args: Any, **kwargs: Any) -> Handle:
+    @_needs_session
+    def enqueue(self, session: Caller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
         """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
 
         `session` is a Session or Connection of SQLAlchemy, or a connection of psycopg or psycopg 2, with a transaction.
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
         priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
-        of its name.
+        of its name. A type checker knows the arguments only: to it, give the options with `using`.
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
         """
         parameters = self.signature_of_run.parameters
+        named = [name for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters]
+        arguments = {name: value for name, value in kwargs.items() if name not in named}
+        return self._enqueue(session, args, arguments, {name: kwargs[name] for name in named})
+
+    def using(self, **options: Unpack[CallOptions]) -> Using[P, R_co]:
+        """The task with options for its next call: `capture_payment.using(countdown=60).enqueue(session, payment_id=...)`.
+
+        The options are those of `enqueue`. Raises `InvalidArguments` for any other.
+        """
+        if unknown := sorted(options.keys() - set(ENQUEUE_OPTIONS)):
+            raise InvalidArguments(f"using: no option {unknown[0]!r}; there are {', '.join(ENQUEUE_OPTIONS)}")
+        return Using(self, options)
+
+    def _enqueue(
+        self,
+        session: Caller,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Mapping[str, Any],
+    ) -> Handle[R_co]:
         args, kwargs = self._as_sent(args, kwargs)
-        options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
+        options = dict(given)
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
         id, headers = self._checked(args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None))
@@ -83,7 +140,8 @@ class KeyedTask(Task):
         )
         return Handle(self.app, id, task_id)
 
-    async def aenqueue(self, session: AsyncCaller, /, *args: Any, **kwargs: Any) -> Handle:
+    @_needs_session
+    async def aenqueue(self, session: AsyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
         """Send this task with an async caller's commit: `await capture_payment.aenqueue(session, payment_id=...)`.
 
         `session` is an AsyncSession or AsyncConnection of SQLAlchemy, with psycopg or asyncpg, or an AsyncConnection of
@@ -94,6 +152,10 @@ class KeyedTask(Task):
         await pending.send(session)
         return handle
 
+    def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R_co]:
+        """Send the task now, like `apply_async`, with its arguments alone."""
+        return self.apply_async(args, kwargs)
+
     def apply_async(
         self,
         args: Sequence[Any] | None = None,
@@ -103,7 +165,7 @@ class KeyedTask(Task):
         idempotency_key: object = None,
         tenant: str | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> AsyncResult[R_co]:
         """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for.
 
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`; then nothing was sent.
@@ -183,8 +245,8 @@ class KeyedTask(Task):
             return {"*": list(args), "**": dict(kwargs)}  # no parameter has such a name
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
-        if key is None and self._key_function is not None:
-            key = type(self)._key_function(arguments)  # type: ignore[misc]
+        if key is None and (function := type(self)._key_function) is not None:
+            key = keys.made_by(function, arguments, task=self.name)
         if key is None:
             raise MissingKey(f"{self.name}: give idempotency_key=, or the task a key template")
         if tenant is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Generic, NoReturn
 
 from celery import Celery, Signature, signature
 from celery.exceptions import Ignore, Reject, Retry
@@ -24,8 +24,10 @@ from ..errors import (
     Unanswered,
     UnsupportedControl,
 )
+from ..handle import R_co
 from ..wire import keys, results
-from .calls import KeyedTask
+from .body import RunningTask
+from .calls import KeyedTask, P
 
 # The result of an operation that was replaced: its only member, with the signature of the replacement as JSON.
 REPLACED = "idempotency-replaced-by"
@@ -33,7 +35,7 @@ REPLACED = "idempotency-replaced-by"
 LONGEST_REPLACEMENT = 1_000
 
 
-class ControlledTask(KeyedTask):
+class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
     """Celery's retry and replace, for a task whose record decides. Use `IdempotentTask`."""
 
     abstract = True

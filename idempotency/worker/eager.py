@@ -37,6 +37,8 @@ def check_no_transaction(runtime: Runtime) -> None:
     Sees the connections of all SQLAlchemy engines; not those opened without SQLAlchemy, nor one through a pooler that
     the library knows under another name.
     """
+    if runtime.joins_transaction:
+        return
     url = runtime.engine.url
     for reference in _in_use.keyrefs():  # a copy: other threads take and return connections meanwhile
         connection = reference()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from celery import Celery
 from celery.app.task import Context
@@ -30,23 +30,21 @@ from celery.result import ResultBase
 from celery.utils.imports import symbol_by_name
 
 from ..application import runtime_of
-from ..attempt import effects, steps
 from ..attempt.attempt import Attempt
-from ..attempt.conclusions import OnFailed, Undo
+from ..attempt.conclusions import OnFailed
 from ..attempt.endings import Ended, Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
-from ..attempt.session import AttemptSession
 from ..errors import (
     Again,
     FingerprintMismatch,
-    IdempotencyError,
     OperationBusy,
     OperationFailed,
     SettingsError,
     Unanswered,
     UnsupportedControl,
 )
+from ..handle import R_co
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
@@ -56,6 +54,7 @@ from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
 from . import parking
+from .calls import P
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of
 from .waiting import Waiting
@@ -80,7 +79,7 @@ class Raised:
     error: BaseException
 
 
-class IdempotentTask(ControlledTask):
+class IdempotentTask(ControlledTask[P, R_co]):
     """A Celery task whose database effects, result and messages are committed together, once per key.
 
     Use it as `base=`. The options go into the decorator, like Celery's own:
@@ -135,12 +134,12 @@ class IdempotentTask(ControlledTask):
 
     # ------------------------------------------------------------ one delivery
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         if self.request.called_directly or self._is_running:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):
-                return self._run_as_errback(args, kwargs)
-            return self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False)
+                return cast(R_co, self._run_as_errback(args, kwargs))
+            return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             outcome = self._deliver(delivery_of(self, self.request))
         except Exception as error:
@@ -150,7 +149,7 @@ class IdempotentTask(ControlledTask):
             raise Reject(describe(error), requeue=False) from error
         if isinstance(outcome, Raised):
             raise outcome.error
-        return outcome.value
+        return cast(R_co, outcome.value)
 
     def _deliver(self, delivery: Delivery) -> Returned | Raised:
         try:
@@ -283,50 +282,6 @@ class IdempotentTask(ControlledTask):
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""
         limit = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
         return Waiting(self.name, time_limit=limit, is_eager=delivery.is_eager).answer(ask)
-
-    # ------------------------------------------------------------ what a body uses
-
-    @property
-    def session(self) -> AttemptSession:
-        """The SQLAlchemy session of this attempt: opened on first use, committed with the result. Raises `LeaseLost`."""
-        return self._attempt.session
-
-    def effect(
-        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: effects.Reconcile | None = None, **kwargs: Any
-    ) -> Any:
-        """Call the outside world: `fn(*args, idempotency_key=..., **kwargs)`. Returns its result, once that is recorded.
-
-        No transaction may be open. If an earlier call has no recorded outcome, `reconcile(*args, doubt=..., **kwargs)` is
-        asked first. Raises what `fn` raises, `EffectUnknown`, `EffectMismatch`, `EffectNameReused`, `OpenTransaction`,
-        `InvalidArguments`, `InvalidResult`, `Defer` and `LeaseLost`.
-        """
-        return effects.effect(self._attempt, effects.Call(name, fn, args, kwargs, reconcile))
-
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
-        """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once.
-
-        If the operation ends without success, `undo(session, result)` takes the step back in the failing transaction,
-        the last step first, and a replay does the step again. It must be a function that can be imported by its name. No
-        undo runs while an effect is unknown, nor if a later effect has happened, unless it accepts `effects` (their
-        results by name) and takes care of them. Raises what `fn` raises, `EffectMismatch`, `EffectNameReused`,
-        `OpenTransaction`, `InvalidArguments`, `InvalidResult`, `OutcomeInDoubt` and `LeaseLost`.
-        """
-        return steps.step(self._attempt, name, fn, args, kwargs, undo)
-
-    def check_lease(self) -> None:
-        """Raise `LeaseLost` when another attempt may hold the operation; for long loops."""
-        self._attempt.check_lease()
-
-    @property
-    def _is_running(self) -> bool:
-        return getattr(self.request, "attempt", None) is not None
-
-    @property
-    def _attempt(self) -> Attempt:
-        attempt: Attempt | None = getattr(self.request, "attempt", None)
-        if attempt is None:
-            raise IdempotencyError(f"{self.name}: session, effect and step exist only while the task runs")
-        return attempt
 
 
 def idempotent_tasks(app: Celery) -> list[IdempotentTask]:

@@ -122,13 +122,17 @@ class Audited(Session):
         self.execute(b.INSERT, {"account": f"{account} by {self.author}", "amount": 1})
 
 
+def write_step(session: Any) -> None:
+    session.write("step")
+
+
 def test_a_body_works_in_a_session_of_the_application_s_own_class(
     changed: Celery, deliveries: Deliveries, entries: Entries
 ) -> None:
     def body(self: IdempotentTask) -> None:
         session: Any = self.session
         assert isinstance(session, Audited)
-        self.step("first", lambda own: own.write("step"))
+        self.step("first", write_step)
         session.write("body")
 
     changed.conf.idempotency_session = sessionmaker(class_=Audited, author="alice", autoflush=False)

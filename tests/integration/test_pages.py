@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +16,14 @@ from sqlalchemy.engine import make_url
 from idempotency import IdempotentTask, PermanentError
 from idempotency.application import close_runtime
 from tests.support.deliveries import Deliveries
+from tests.support.documents import python_blocks
 from tests.support.tasks import make_task
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def example(page: str) -> str:
     """The one example of a page."""
-    (found,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    return str(found)
+    (found,) = python_blocks(page)
+    return found
 
 
 @pytest.fixture
@@ -54,7 +51,7 @@ def payments(bank: Celery, engine: Engine, database: str, monkeypatch: pytest.Mo
 
 def test_the_page_on_psycopg_runs_as_it_is(payments: Any, engine: Engine, deliveries: Deliveries) -> None:
     names: dict[str, Any] = {}
-    exec(example("psycopg.md"), names)
+    exec(example("docs/psycopg.md"), names)
     assert names["handle"].status() == "waiting"
     deliveries.deliver(payments.capture_payment, payment_id="p1")
     assert names["handle"].result() == {"charge": "charge of p1"}
@@ -63,7 +60,7 @@ def test_the_page_on_psycopg_runs_as_it_is(payments: Any, engine: Engine, delive
 def test_the_page_on_fastapi_runs_as_it_is(payments: Any, engine: Engine, deliveries: Deliveries) -> None:
     # a module of its own, where FastAPI finds the names of the annotations
     shop: Any = ModuleType("shop")
-    exec(example("fastapi.md"), shop.__dict__)
+    exec(example("docs/fastapi.md"), shop.__dict__)
 
     async def main() -> list[tuple[int, Any]]:
         transport = httpx.ASGITransport(app=shop.app)
@@ -95,7 +92,7 @@ def test_the_page_on_engines_runs_as_it_is(
     configured: Celery, database: str, deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop: Any = ModuleType("shop")
-    exec(example("engines.md"), shop.__dict__)
+    exec(example("docs/engines.md"), shop.__dict__)
     monkeypatch.setitem(sys.modules, "shop", shop)
     monkeypatch.setenv("TOKEN", str(make_url(database).password))
     outdated = make_url(database).set(password="outdated").render_as_string(hide_password=False)

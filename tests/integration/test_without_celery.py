@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, text
+
+from tests.support.documents import python_blocks
 
 SCRIPT = """
 import json, sys, time
@@ -125,12 +125,9 @@ def test_an_operation_runs_where_celery_was_never_imported(engine: Engine, datab
         assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == 0
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "without-celery.md"
-
-
 @pytest.mark.usefixtures("bank")
 def test_the_example_of_the_documentation_runs_as_it_is(engine: Engine, database: str) -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (example,) = python_blocks("docs/without-celery.md")
     celery = "import sys\nassert not {'celery', 'kombu'} & {name.partition('.')[0] for name in sys.modules}\n"
     done = subprocess.run(
         [sys.executable, "-c", example + celery],

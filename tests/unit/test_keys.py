@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
@@ -23,6 +24,7 @@ from idempotency.wire.keys import (
     check_key,
     content_hash,
     fingerprint,
+    made_by,
 )
 from idempotency.wire.keys import template as key_template
 
@@ -385,13 +387,52 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [float("nan"), float("inf"), float("-inf"), [1, float("nan")], object(), {(1, 2): 3}, json],
-    ids=["nan", "inf", "-inf", "nan inside", "object", "tuple as a member name", "module"],
+    ("value", "where"),
+    [
+        (float("nan"), "a: NaN or infinity"),
+        (float("-inf"), "a: NaN or infinity"),
+        ([1, float("nan")], "a[1]: NaN or infinity"),
+        (object(), "a: object"),
+        ({(1, 2): 3}, "a: a tuple as the name of a member"),
+        (json, "a: module"),
+        ({"lines": [{}, {"price": 1}, {"price": {1, 2}}]}, "a.lines[2].price: set"),
+        # the name of a member may be data
+        ({"4242 4242 4242 4242": [object()]}, "a[*][0]: object"),
+    ],
 )
-def test_what_is_not_json_has_no_fingerprint(value: object) -> None:
-    with pytest.raises(InvalidArguments, match=r"^arguments: not JSON: \w+$"):
+def test_what_is_not_json_has_no_fingerprint_and_says_where_it_is(value: object, where: str) -> None:
+    with pytest.raises(InvalidArguments) as raised:
         fingerprint({"a": value})
+    assert str(raised.value) == (
+        f"arguments: not JSON: {where}; "
+        "pass an id, text or a number instead, or register the type with kombu.utils.json.register_type"
+    )
+
+
+def test_arguments_that_contain_themselves_are_not_json() -> None:
+    around: list[Any] = []
+    around.append(around)
+    with pytest.raises(InvalidArguments, match="arguments: not JSON: ValueError; "):
+        fingerprint({"a": around})
+
+
+def test_a_key_function_that_asks_for_what_is_not_given_says_so() -> None:
+    with pytest.raises(
+        MissingKey, match=r"shop\.pay: its key function asks for the argument 'currency', which this call"
+    ):
+        made_by(lambda arguments: arguments["currency"], {"payment": 1}, task="shop.pay")
+
+
+def test_a_key_function_may_handle_what_is_not_given_and_keeps_its_own_errors() -> None:
+    def handled(arguments: Mapping[str, Any]) -> str:
+        try:
+            return str(arguments["currency"])
+        except KeyError:
+            return str(arguments.get("payment"))
+
+    assert made_by(handled, {"payment": "p"}, task="shop.pay") == "p"
+    with pytest.raises(KeyError, match="gold"):
+        made_by(lambda arguments: {"silver": "s"}[arguments["plan"]], {"plan": "gold"}, task="shop.pay")
 
 
 @pytest.mark.parametrize("depth", [100, 1_000, 100_000])

@@ -46,6 +46,7 @@ def test_the_public_names_are_these() -> None:
         "UnsupportedControl",
         "apublish",
         "content_hash",
+        "idempotent_task",
         "lookup",
         "publish",
         "subscribe",

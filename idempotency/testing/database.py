@@ -1,0 +1,37 @@
+"""The test database: recognised by its name, migrated, and emptied of what tests have left in the library's tables."""
+
+from __future__ import annotations
+
+from celery import Celery
+from sqlalchemy import Connection
+from sqlalchemy.pool import NullPool
+
+from ..application import settings_of
+from ..store.connections import make_engine
+
+# In the name of a database for tests.
+MARK = "test"
+
+
+def require_test_database(connection: Connection, *, allowed: str | None = None) -> None:
+    """Raise `ValueError` unless the database has "test" in its name, or the name `allowed`."""
+    name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+    if name != allowed and MARK not in name.lower():
+        raise ValueError(
+            f"a test empties tables, and the name of the database {name!r} does not say that it is one for tests; "
+            f"allow_database={name!r} does"
+        )
+
+
+def prepare(app: Celery, *, allow_database: str | None = None) -> None:
+    """Bring the library's tables in the application's test database to this version.
+
+    The database has to exist; the application's own tables are its own business. `allow_database`: its name, if that does
+    not contain "test". Raises `ValueError` for any other database.
+    """
+    from ..store import schema  # with alembic, which only a migration needs
+
+    engine = make_engine(settings_of(app), poolclass=NullPool)
+    with engine.connect() as connection:
+        require_test_database(connection, allowed=allow_database)
+    schema.migrate(engine)

@@ -1,0 +1,134 @@
+"""The outbox of a test, run here and now: what was enqueued, then what that enqueued, until nothing is left."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from celery import Celery
+from sqlalchemy import Row
+
+from ..application import runtime_of
+from ..attempt.hints import hint_name
+from ..events import EXTERNAL
+from ..store import testing as stored
+from ..wire import results
+from ..wire.keys import OperationId
+from ..wire.message import Message
+from ..worker.eager import check_no_transaction
+from .database import require_test_database
+from .tracing import trace
+
+# Deliveries in one run: a task that enqueues itself for ever would not end the test.
+LIMIT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """A message that waits in the outbox."""
+
+    task: str
+    key: str
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One delivery, and the operation after it.
+
+    `status`: "completed", "failed", or "released" if another attempt follows. `error`: what the body raised.
+    """
+
+    task: str
+    key: str
+    status: str
+    result: Any
+    error: BaseException | None
+
+
+class Outbox:
+    """The outbox of an application's test database. Messages run in this process: no relay, broker or worker is needed.
+
+    One process at a time: it runs whatever waits in the database. Raises `ValueError` for a database whose name does not
+    contain "test", unless it is `allow_database`.
+    """
+
+    def __init__(self, app: Celery, *, allow_database: str | None = None) -> None:
+        app.loader.import_default_modules()
+        app.finalize()
+        self._app = app
+        with runtime_of(app).autocommit() as connection:
+            require_test_database(connection, allowed=allow_database)
+
+    @property
+    def waiting(self) -> list[Enqueued]:
+        """The messages that `run` would begin with, in this order."""
+        with runtime_of(self._app).autocommit() as connection:
+            return [_enqueued(row) for row in stored.pending_rows(connection)]
+
+    def run(self, *, may_fail: bool = False, limit: int = LIMIT) -> list[Ran]:
+        """Run what waits, in the order in which it was enqueued, and what is enqueued meanwhile. Returns every delivery.
+
+        Each is a delivery as in a worker: claimed, run, committed. Delays pass at once: countdown, eta, the pause before
+        the next attempt. Events for consumers outside the application are taken off, and not sent.
+
+        Raises the exception with which an operation has failed, unless `may_fail`; `CallRefused` while this thread has a
+        transaction open on the database; `AssertionError` after `limit` deliveries, or for a task that the application
+        does not have.
+        """
+        check_no_transaction(runtime_of(self._app))
+        ran: list[Ran] = []
+        while (row := self._next()) is not None:
+            if row.task == EXTERNAL:
+                continue
+            assert len(ran) < limit, f"the outbox is not empty after {limit} deliveries; next: {row.task} {row.key}"
+            ran.append(self._deliver(row))
+            if ran[-1].status == "failed" and ran[-1].error is not None and not may_fail:
+                raise ran[-1].error
+        return ran
+
+    def reset(self) -> None:
+        """Delete all operations, their messages and their dead letters, so that every key is new."""
+        runtime = runtime_of(self._app)
+        with runtime.autocommit() as connection:
+            ids = stored.forget_all(connection)
+        if runtime.settings.redis_url is not None and ids:
+            with redis.Redis.from_url(runtime.settings.redis_url.get_secret_value(), socket_timeout=5) as client:
+                client.delete(*(hint_name(id, runtime.settings.database_name) for id in ids))
+
+    def _next(self) -> Row[Any] | None:
+        with runtime_of(self._app).autocommit() as connection:
+            return stored.take_row(connection)
+
+    def _deliver(self, row: Row[Any]) -> Ran:
+        task = self._app.tasks.get(row.task)
+        assert task is not None, f"{row.task}: the application has no such task; is its module in `include`?"
+        id = OperationId(row.tenant, row.task, row.key)
+        message = Message.from_text(row.message)
+        with runtime_of(self._app).autocommit() as connection:
+            stored.ripen(connection, id)
+        seen = trace(
+            self._app,
+            task,
+            message.marked(origin=row.origin, outbox_id=row.message_id, generation=row.generation),
+        )
+        assert seen.state != "REJECTED", f"{row.task} {row.key}: the message was rejected: {seen.value}"
+        with runtime_of(self._app).autocommit() as connection:
+            record = stored.outcome(connection, id)
+        error = seen.value if isinstance(seen.value, BaseException) else None
+        return Ran(
+            row.task,
+            row.key,
+            "" if record is None else record.status,
+            None if record is None or record.result is None else results.from_text(record.result),
+            getattr(error, "exc", None) or error,
+        )
+
+
+def _enqueued(row: Row[Any]) -> Enqueued:
+    body = json.loads(Message.from_text(row.message).body)
+    args, kwargs = body[:2] if isinstance(body, list) else ([body], {})
+    return Enqueued(row.task, row.key, args, kwargs)

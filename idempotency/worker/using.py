@@ -1,0 +1,62 @@
+"""A task with the options of one call, so that its arguments stay the function's own, to a type checker as well.
+
+Python's types cannot add options to the parameters of a function (PEP 612), hence not `enqueue(session, …, countdown=60)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Generic, TypedDict
+from uuid import UUID
+
+from typing_extensions import ParamSpec
+
+from ..errors import InvalidArguments
+from ..handle import Handle, R_co
+from ..store.callers import AsyncCaller, Caller, Pending
+
+if TYPE_CHECKING:
+    from celery.result import AsyncResult
+
+    from .calls import KeyedTask
+
+P = ParamSpec("P", default=...)
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of one call: countdown in seconds, eta as an aware datetime. The last one only for `enqueue`."""
+
+    countdown: float
+    eta: datetime
+    priority: int
+    queue: str
+    task_id: str
+    idempotency_key: str | UUID
+    tenant: str
+    ordering_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Using(Generic[P, R_co]):
+    """Returned by `task.using(...)`."""
+
+    _task: KeyedTask[P, R_co]
+    _options: CallOptions
+
+    def enqueue(self, session: Caller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
+        """Send the task with the caller's commit, as `task.enqueue` does."""
+        return self._task._enqueue(session, args, kwargs, self._options)
+
+    async def aenqueue(self, session: AsyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
+        """Send the task with an async caller's commit, as `task.aenqueue` does."""
+        pending = Pending()
+        handle = self.enqueue(pending, *args, **kwargs)
+        await pending.send(session)
+        return handle
+
+    def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R_co]:
+        """Send the task now, as `task.apply_async` does. Raises `InvalidArguments` for an `ordering_key`."""
+        if "ordering_key" in self._options:
+            raise InvalidArguments("ordering_key: only messages that are enqueued have an order")
+        return self._task.apply_async(args, kwargs, **self._options)

@@ -1,0 +1,45 @@
+"""The documentation's Python examples are all run, and the README names what a newcomer looks for."""
+
+from __future__ import annotations
+
+import difflib
+
+import pytest
+
+from tests.support.documents import ROOT, blocks, pages, python_blocks
+
+# The test that runs the Python examples of a page, and how many it runs.
+RUN_BY = {
+    "README.md": ("tests/integration/test_readme.py", 8),
+    "docs/engines.md": ("tests/integration/test_pages.py", 1),
+    "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
+    "docs/psycopg.md": ("tests/integration/test_pages.py", 1),
+    "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 3),
+    "docs/types.md": ("tests/integration/test_readme.py", 1),
+    "docs/without-celery.md": ("tests/integration/test_without_celery.py", 1),
+}
+
+
+def test_every_python_example_of_the_documentation_is_run() -> None:
+    found = {page: len(blocks) for page in pages() if (blocks := python_blocks(page))}
+    assert found == {page: count for page, (_, count) in RUN_BY.items()}
+
+
+@pytest.mark.parametrize("page", RUN_BY)
+def test_the_test_that_runs_a_page_reads_it(page: str) -> None:
+    test, _ = RUN_BY[page]
+    assert f'"{page}"' in (ROOT / test).read_text()
+
+
+def test_the_changes_of_an_existing_application_are_those_of_its_example() -> None:
+    before, after = ((ROOT / "examples" / "adopt" / form / "shop.py").read_text() for form in ("before", "after"))
+    changed = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]
+    shown = [line for block in blocks("docs/existing-celery.md", "diff") for line in block.splitlines()]
+    assert len(shown) > 10
+    assert [line for line in shown if f"{line[0]} {line[1:]}" not in changed] == []
+
+
+def test_the_readme_names_what_a_newcomer_looks_for() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in ("`Handle`", "idempotency.lookup(", "`make up`", "DATABASE_URL", "REDIS_URL", "BROKER_URL"):
+        assert name in text
