@@ -35,6 +35,7 @@ VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(messag
         greatest(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
         CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s)
 """
+_INSERT_FIRST = f"{_INSERT} ON CONFLICT (message_id) DO NOTHING"
 
 _REFRESH = """
 SELECT idempotency.refresh_lane(task, ordering_key)
@@ -156,8 +157,11 @@ def insert(
     ordering_key: str | None = None,
     settled: bool = False,
     generation: int = 1,
+    message_id: str | None = None,
 ) -> str:
     """Write a row in the caller's transaction; it is published after the commit. Returns its message_id.
+
+    With a `message_id` of the caller's, only the first row is written.
 
     Due at `eta`, but not before `countdown` seconds. Rows with the same task and `ordering_key` are published in commit
     order: the database assigns each its place during the commit. `settled=True`: no operation to wait for; done once
@@ -167,9 +171,9 @@ def insert(
         got = type(session).__name__  # often a sessionmaker
         raise InvalidArguments(f"session: must be a SQLAlchemy Session or Connection, got {got}")
     connection = session if isinstance(session, Connection) else session.connection()
-    message_id = str(uuid4())
+    given, message_id = message_id, message_id or str(uuid4())
     connection.exec_driver_sql(
-        _INSERT,
+        _INSERT if given is None else _INSERT_FIRST,
         {
             "message_id": message_id,
             "tenant": id.tenant,

@@ -22,10 +22,12 @@ from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
 from ..wire.message import FINGERPRINT_HEADER, KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER, Message
-from . import eager
+from . import eager, publishing
 
 # The options of enqueue() that are not arguments of the task.
-ENQUEUE_OPTIONS = ("countdown", "eta", "priority", "queue", "task_id", "idempotency_key", "tenant", "ordering_key")
+ENQUEUE_OPTIONS = (
+    "countdown", "eta", "priority", "queue", "task_id", "headers", "idempotency_key", "tenant", "ordering_key",
+)  # fmt: skip
 # Those of them, and of the task's own options, that shape its message.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
 
@@ -53,32 +55,37 @@ class KeyedTask(Task):
         """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
 
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
-        priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
-        of its name.
+        priority, queue, task_id, headers, idempotency_key, tenant and ordering_key; an argument of the task wins over an
+        option of its name. Celery's signals `before_task_publish` and `after_task_publish` are sent here.
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
         """
         parameters = self.signature_of_run.parameters
         options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
-        id, headers = self._checked(args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None))
+        given = options.pop("headers", None) or {}
+        id, headers = self._checked(
+            args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None), given
+        )
         ordering_key = options.pop("ordering_key", None)
         _check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
-        message = Message.composed(
-            self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
-        )
-        outbox.insert(
-            session,
-            id,
-            headers[FINGERPRINT_HEADER],
-            message,
-            queue=message.queue(self.app),
-            countdown=countdown,
-            eta=eta,
-            ordering_key=ordering_key,
-        )
+
+        def write(message: Message) -> None:
+            outbox.insert(
+                session,
+                id,
+                headers[FINGERPRINT_HEADER],
+                message,
+                queue=message.queue(self.app),
+                countdown=countdown,
+                eta=eta,
+                ordering_key=ordering_key,
+            )
+
+        headers = {**given, **headers}
+        publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **_shown(id), **options)
         return Handle(self.app, id, task_id)
 
     def apply_async(
@@ -86,6 +93,10 @@ class KeyedTask(Task):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
         *,
         idempotency_key: object = None,
         tenant: str | None = None,
@@ -93,14 +104,18 @@ class KeyedTask(Task):
     ) -> Any:
         """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for.
 
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`; then nothing was sent.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires` and for a `serializer` other than json;
+        then nothing was sent.
         """
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         if (options.get("expires") or self.expires) is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
+        if (serializer := options.get("serializer") or self.serializer or "json") != "json":
+            raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
         given = options.pop("headers", None) or {}
         id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
-        return super().apply_async(args, kwargs, task_id, headers={**given, **headers}, **(_shown(id) | options))
+        celerys = (task_id, producer, link, link_error, shadow)
+        return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
         self,
@@ -149,6 +164,10 @@ class KeyedTask(Task):
         """The operation that a message names, by its headers or by its arguments. Raises `CallRefused`."""
         arguments = keys.bind(self.signature_of_run, args, kwargs)
         return Named(self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments)
+
+    def may_vary(self, headers: Mapping[str, Any]) -> bool:
+        """Whether a message may name another operation the next time: by its key function, which may read a clock, say."""
+        return headers.get(KEY_HEADER) is None and not hasattr(self._key_function, "fields")
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
         if key is None and self._key_function is not None:

@@ -23,7 +23,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
@@ -55,13 +55,12 @@ from ..errors import (
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
-from ..store import letters
-from ..store.answers import Busy, Completed, Failed, Mismatch, error_text
+from ..store.answers import Busy, Completed, Failed, Mismatch
 from ..store.statements import describe
 from ..wire.delivery import Delivery
-from . import parking
+from . import hooks, parking
 from .calls import KeyedTask
-from .deliveries import as_accepted, delivery_of
+from .deliveries import as_accepted, delivery_of, store_mismatch
 from .waiting import Waiting
 
 T = TypeVar("T")
@@ -122,9 +121,17 @@ class IdempotentTask(KeyedTask):
     max_attempts: ClassVar[int | None] = None
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
+    # What Celery would do outside the attempt: see `hooks`.
+    tracks_attempts: ClassVar[bool] = False
+    own_before_start: ClassVar[Any] = None
+    own_call: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        if hooks.is_celerys_own(cls):  # made from `app.Task`, where that is ours: left as it is without us
+            cls.__bases__ = (Task,)
+            return
         super().__init_subclass__(**kwargs)
+        hooks.check_class(cls, IdempotentTask)
         if inspect.isfunction(on_failed := cls.__dict__.get("on_failed")):
             cls.on_failed = staticmethod(on_failed)
         if cls.on_busy not in ("ack", "wait", "raise"):
@@ -135,6 +142,7 @@ class IdempotentTask(KeyedTask):
         # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
         bound: Celery = super().bind(app)
+        hooks.move_into_attempt(cls, IdempotentTask)
         return bound
 
     # ------------------------------------------------------------ one delivery
@@ -143,6 +151,8 @@ class IdempotentTask(KeyedTask):
         if self.request.called_directly:
             # A plain call is protected like any other: it runs in this process, under its key.
             return self.apply(args, kwargs, throw=True).get()
+        if hooks.is_super_call(self.request):
+            return self.run(*args, **kwargs)
         try:
             outcome = self._deliver(delivery_of(self, self.request))
         except Exception as error:
@@ -156,7 +166,8 @@ class IdempotentTask(KeyedTask):
 
     def _deliver(self, delivery: Delivery) -> Returned | Raised:
         try:
-            if delivery.eta is not None and self._answer(delivery, lambda: self._parked_as_early(delivery)):
+            varies = not delivery.is_eager and self.may_vary(delivery.headers)
+            if (varies or delivery.eta is not None) and self._answer(delivery, lambda: self._parked(delivery, varies)):
                 return Raised(Ignore())
             delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
             return self._seen(delivery, self._run(delivery))
@@ -183,7 +194,7 @@ class IdempotentTask(KeyedTask):
         request = self.request
         request.retries, request.attempt = max(attempt.claim.attempts - 1, 0), attempt
         try:
-            return self.run(*request.args, **request.kwargs)
+            return hooks.run_in_attempt(self)
         except Retry as retry:
             delay = float(retry.when) if isinstance(retry.when, int | float) else None
             raise Again(delay, retry.exc or retry) from retry
@@ -212,22 +223,8 @@ class IdempotentTask(KeyedTask):
     def _refuse(self, delivery: Delivery, generation: int) -> FingerprintMismatch:
         """A request with other arguments under a used key: keep it as a dead letter, and change nothing else."""
         error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
-
-        def store() -> None:
-            runtime = runtime_of(self.app)
-            with runtime.autocommit() as connection:
-                letters.store_refusal(
-                    connection,
-                    delivery.id,
-                    delivery,
-                    generation=generation,
-                    reason="fingerprint_mismatch",
-                    error=error_text("fingerprint_mismatch", str(error)),
-                    service=runtime.settings.service,
-                )
-
         if not delivery.is_eager:
-            self._answer(delivery, store)
+            self._answer(delivery, lambda: store_mismatch(runtime_of(self.app), delivery, generation, str(error)))
         metrics.mismatches.labels(self.name).inc()
         log.warning("fingerprint_mismatch", task=self.name, key=delivery.id.key)
         return error
@@ -247,9 +244,10 @@ class IdempotentTask(KeyedTask):
         ignored: Exception = Ignore()
         return ignored
 
-    def _parked_as_early(self, delivery: Delivery) -> bool:
+    def _parked(self, delivery: Delivery, varies: bool) -> bool:
         with runtime_of(self.app).autocommit() as connection:
-            return parking.park_if_early(connection, delivery)
+            park = parking.park_under_its_key if varies else parking.park_if_early
+            return park(connection, delivery)
 
     def _answer(self, delivery: Delivery, ask: Callable[[], T], /) -> T:
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""
