@@ -18,7 +18,7 @@ from typing import Any
 from celery import Celery, Task
 from celery.exceptions import AlwaysEagerIgnored
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArguments, SettingsError
 from ..wire.message import Message
 
 Write = Callable[[Message], object]
@@ -35,7 +35,7 @@ class _OutboxProducer:
 
     def publish(self, body: Any, *, headers: Mapping[str, Any] | None = None, **options: Any) -> None:
         if not isinstance(body, tuple):
-            return  # the event "task-sent" of `task_send_sent_event`, which only a broker can pass on
+            raise SettingsError("task_protocol: must be 2, got 1")
         message = Message.published(body, headers or {}, **options)
         _check_headers(message.headers)
         self._write(message)
@@ -53,7 +53,7 @@ def publish(
     """Compose the message of this call, with what receivers add to its headers, and `write` it.
 
     `options` are those of `apply_async`, except that the message has no `eta`. Raises `InvalidArguments` for a header that is not
-    JSON, and what `write` raises.
+    JSON, `SettingsError` for another protocol, and what `write` raises.
     """
     with _eagerness_ignored(task.app):
         task.app.send_task(
@@ -67,17 +67,26 @@ def publish(
             headers={**headers, "ignore_result": task.ignore_result},
             result_cls=lambda task_id: SimpleNamespace(id=task_id),
             add_to_parent=False,
+            # the event of `task_send_sent_event`, which only a broker can pass on
+            event_dispatcher=SimpleNamespace(publish=lambda *_, **__: None),
             retry=False,
             **options,
         )
 
 
 def _check_headers(headers: Mapping[str, Any]) -> None:
-    for name, value in headers.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError):
-            raise InvalidArguments(f"headers: {name}: must be JSON, got {type(value).__name__}") from None
+    if _is_json(headers):
+        return
+    name, value = next((name, value) for name, value in headers.items() if not _is_json({name: value}))
+    raise InvalidArguments(f"headers: {name}: must be JSON, got {type(value).__name__}")
+
+
+def _is_json(headers: Mapping[str, Any]) -> bool:
+    try:
+        json.dumps(headers)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from celery import Celery, signals
 from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
-from idempotency import InvalidArguments
+from idempotency import InvalidArguments, SettingsError
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
 from idempotency.wire.message import Message
@@ -57,20 +57,43 @@ def test_enqueue_sends_celerys_signals_around_its_row(bank: Celery, connection: 
     assert (message.headers["x-request-id"], message.route, row.queue) == ("r", {"queue": queue}, queue)
 
 
-def test_enqueue_asks_neither_the_broker_nor_the_result_backend(configured: Celery, connection: Connection) -> None:
+@pytest.mark.parametrize("ignored", [True, False])
+def test_enqueue_asks_neither_the_broker_nor_the_result_backend(
+    ignored: bool, configured: Celery, connection: Connection
+) -> None:
     # nothing listens there
     configured.conf.update(broker_url="amqp://127.0.0.1:1//", result_backend="rpc://", task_send_sent_event=True)
-    task = make_task(configured, lambda self, a: None, key="{a}", ignore_result=False)
+    task = make_task(configured, lambda self, a: None, key="{a}", ignore_result=ignored)
     task.enqueue(connection, "k")
     (row,) = op.outbox(connection)
-    assert Message.from_text(row.message).headers["ignore_result"] is False
+    assert Message.from_text(row.message).headers["ignore_result"] is ignored
 
 
 def test_enqueue_is_for_a_worker_under_always_eager_too(configured: Celery, connection: Connection) -> None:
     configured.conf.task_always_eager = True
     b.deposit.enqueue(connection, "a")
     assert [row.status for row in op.outbox(connection)] == ["pending"]
-    assert Message.from_text(op.outbox(connection)[0].message).headers["ignore_result"] is True
+
+
+def test_enqueue_refuses_a_protocol_that_the_guard_would(configured: Celery, connection: Connection) -> None:
+    configured.conf.task_protocol = 1
+    configured.amqp.__dict__.pop("create_task_message", None)
+    try:
+        with pytest.raises(SettingsError, match="task_protocol: must be 2"):
+            b.deposit.enqueue(connection, "a")
+    finally:
+        configured.amqp.__dict__.pop("create_task_message", None)
+    assert op.outbox(connection) == []
+
+
+def test_what_a_body_enqueues_names_it_as_its_parent(
+    bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = make_task(bank, lambda self: b.deposit.enqueue(self.session, "child") and None)
+    deliveries.deliver(task, key="k", task_id="t-1", headers={"root_id": "t-0"})
+    (row,) = op.outbox(connection)
+    sent = Message.from_text(row.message).headers
+    assert (sent["parent_id"], sent["root_id"]) == ("t-1", "t-0")
 
 
 @pytest.mark.parametrize("where", ["the call", "a receiver"])
