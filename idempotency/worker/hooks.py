@@ -11,6 +11,7 @@ import inspect
 import os
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 from celery.app.task import get_actual_ignore_result
 from celery.states import STARTED
@@ -70,6 +71,8 @@ def _store_started(task: Any, request: Any) -> None:
     meta = {"pid": os.getpid(), "hostname": request.hostname}
     try:
         task.backend.store_result(request.id, meta, STARTED, request=request)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:
         log.warning("started_not_stored", task=task.name, error=type(error).__name__)
 
