@@ -5,7 +5,7 @@
     ├── CallRefused                 raised by the call itself: nothing was written or published
     │   ├── MissingKey
     │   ├── InvalidKey
-    │   └── InvalidArguments
+    │   └── InvalidArguments        a TypeError, too
     ├── PermanentError              fails the operation without another attempt
     │   ├── AttemptsExhausted
     │   │   └── RetriesExhausted    by the max_retries given to retry()
@@ -76,8 +76,8 @@ class InvalidKey(CallRefused):
     """The idempotency key breaks a rule; the message says which."""
 
 
-class InvalidArguments(CallRefused):
-    """An argument or option is invalid; the message names the field and the limit."""
+class InvalidArguments(CallRefused, TypeError):
+    """An argument or option is invalid; the message names the field and the limit. A `TypeError`, as in Celery."""
 
 
 class PermanentError(IdempotencyError):

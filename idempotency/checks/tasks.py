@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from celery import Celery
+from celery.utils.imports import symbol_by_name
 
 from ..settings import Settings
 from ..worker.task import IdempotentTask
@@ -29,6 +30,11 @@ def check_options(tasks: list[IdempotentTask]) -> list[Finding]:
             value = bool(value) if isinstance(needed, bool) else value
             if value != needed:
                 findings.append(refusal(f"task {task.name}", f"{name}={value!r}, need {needed!r}", reason))
+        if not issubclass(symbol_by_name(task.Request), symbol_by_name(IdempotentTask.Request)):
+            reason = (
+                f"a revoked message would be acknowledged; derive it from {IdempotentTask.Request.partition(':')[0]}'s"
+            )
+            findings.append(refusal(f"task {task.name}", f"Request={task.Request!r} is not ours", reason))
         if not task.acks_on_failure:
             reason = "a failed operation is redelivered until the delivery limit"
             findings.append(warning(f"task {task.name}", "acks_on_failure=False, need True", reason))

@@ -64,6 +64,8 @@ def examine(app: Celery, message: Message) -> Examined:
         return Examined("invalid_header")
     if not isinstance(task, IdempotentTask):
         return Examined(None)
+    if not isinstance(headers.get("headers"), dict | None):
+        return Examined("invalid_header")
     examined = _named(task, payload, headers)
     if examined.reason is None and "expires" in times and times["expires"] < datetime.now(UTC):
         # Celery would acknowledge it; an accepted operation is never just dropped

@@ -29,6 +29,7 @@ from ..wire.message import (
     OUTBOX_HEADER,
     TENANT_HEADER,
     Message,
+    is_brokers,
 )
 from ..worker.task import IdempotentTask
 from .examine import Examined
@@ -47,7 +48,7 @@ EXPLANATIONS = {
     "missing_id": "no header 'id'",
     "unknown_task": "no task of this name is registered",
     "unknown_version": "made by newer code than this",
-    "invalid_header": "eta or expires is not a time, or timelimit is not a pair of seconds",
+    "invalid_header": "eta or expires is not a time, timelimit no pair of seconds, or headers no object",
     "missing_key": "no idempotency key: no header, and the task has no key template",
     "invalid_key": "the idempotency key breaks a rule",
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
@@ -103,10 +104,12 @@ def letter_of(
     queue = headers.get("x-first-death-queue")
     if not isinstance(queue, str) or not queue:
         queue = delivery.get("routing_key")
-    own = {name: value for name, value in headers.items() if not name.startswith("x-") and name not in _NOT_REPLAYED}
+    own = {name: value for name, value in headers.items() if not is_brokers(name) and name not in _NOT_REPLAYED}
     body, is_text = body_of(message.body)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
     payload = Message(json.loads(letters.headers_text(own)), body, _route(app, headers, delivery), properties)
+    if id is not None:
+        payload = payload.naming(id)
     stored = dict(headers) | {"content-type": message.content_type, "content-encoding": message.content_encoding}
     if not is_text:
         stored[BODY_HEADER] = "base64"
@@ -172,7 +175,7 @@ def body_of(body: Any) -> tuple[str, bool]:
 
 def _digest(headers: Mapping[str, Any], body: Any, queue: object) -> str:
     """Identifies a dead message when the broker delivers it again; headers that the broker adds do not count."""
-    own = {name: value for name, value in headers.items() if not name.startswith("x-")}
+    own = {name: value for name, value in headers.items() if not is_brokers(name)}
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     head = json.dumps([own, queue], sort_keys=True, default=str)
     return hashlib.sha256(head.encode() + b"\0" + raw).hexdigest()

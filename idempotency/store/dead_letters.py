@@ -221,13 +221,14 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
         newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
-    fields = row._asdict()
+    fields, payload = row._asdict(), row.payload
     if row.fingerprint is None:
         id, fingerprint = _operation_of(app, letter, row)
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
+        payload = Message.from_text(payload).naming(id).to_text()
     reopened = connection.exec_driver_sql(_REOPEN, fields).one_or_none()
     opened = None if reopened is None else reopened.generation
-    fields["payload"] = row.payload or ("" if reopened is None else reopened.message)
+    fields["payload"] = payload or ("" if reopened is None else reopened.message)
     if not fields["payload"]:  # no message has asked for it: once it is open, its caller asks again
         if opened is None:
             raise ReplayRefused(f"dead letter {letter}: no message has asked for its operation; its caller can")

@@ -34,6 +34,7 @@ VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(messag
         greatest(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
         CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s)
 """
+_INSERT_FIRST = f"{_INSERT} ON CONFLICT (message_id) DO NOTHING"
 
 _REFRESH = """
 SELECT idempotency.refresh_lane(task, ordering_key)
@@ -155,16 +156,19 @@ def insert(
     ordering_key: str | None = None,
     settled: bool = False,
     generation: int = 1,
+    message_id: str | None = None,
 ) -> str:
     """Write a row in the connection's transaction; it is published after the commit. Returns its message_id.
+
+    With a `message_id` of the caller's, only the first row is written.
 
     Due at `eta`, but not before `countdown` seconds. Rows with the same task and `ordering_key` are published in commit
     order: the database assigns each its place during the commit. `settled=True`: no operation to wait for; done once
     published.
     """
-    message_id = str(uuid4())
+    given, message_id = message_id, message_id or str(uuid4())
     connection.exec_driver_sql(
-        _INSERT,
+        _INSERT if given is None else _INSERT_FIRST,
         {
             "message_id": message_id,
             "tenant": id.tenant,

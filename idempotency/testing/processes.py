@@ -23,7 +23,8 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 from celery import Celery
-from celery.signals import before_task_publish, worker_process_init
+from celery.signals import worker_process_init
+from kombu import Producer
 from kombu.utils.json import dumps
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import DisconnectionError
@@ -220,12 +221,19 @@ def _record_messages(app: Celery, write: Any) -> None:
     app._pool = None
     app.amqp._producer_pool = None
 
-    def sent(sender: Any = None, body: Any = None, headers: Mapping[str, Any] | None = None, **_: Any) -> None:
-        arguments = body if isinstance(body, dict) else {"args": body[0], "kwargs": body[1]}
-        entry = {"task": str(sender), "args": arguments.get("args"), "kwargs": arguments.get("kwargs")}
-        write(sent=json.loads(dumps(entry)))
+    publish = Producer.publish
 
-    before_task_publish.connect(sent, weak=False)
+    # not by a signal: those are sent for what goes through the outbox, too
+    def noting(self: Any, body: Any, *given: Any, headers: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        # protocol 1 has the name in the body
+        name = (headers or (body if isinstance(body, dict) else {})).get("task")
+        if name is not None:
+            arguments = body if isinstance(body, dict) else {"args": body[0], "kwargs": body[1]}
+            entry = {"task": str(name), "args": arguments.get("args"), "kwargs": arguments.get("kwargs")}
+            write(sent=json.loads(dumps(entry)))
+        return publish(self, body, *given, headers=headers, **options)
+
+    Producer.publish = noting
 
 
 def _install(app: Celery, interruption: Interruption | None, write: Any) -> None:

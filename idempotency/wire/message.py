@@ -7,11 +7,12 @@ under the same task id. Arguments are kept as the text that was sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import encoding
+from .keys import OperationId
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -59,8 +60,14 @@ _PROTOCOL_HEADERS = (
     "stamped_headers",
     "stamps",
 )
+_OURS = "idempotency-"
 # Added by the relay to each delivery; not part of the stored message.
 MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER)
+# Headers that the broker adds on a message's way; all others are its sender's.
+_BROKERS_HEADERS = (
+    "x-acquired-count", "x-death", "x-delivery-count", "x-first-death-", "x-last-death-", "x-opt-", "x-received-from",
+    "x-shovelled", "x-stream-",
+)  # fmt: skip
 # The fields of a message's text and their types.
 _FIELDS = {
     "headers": (dict, "an object"),
@@ -103,9 +110,29 @@ class Message:
         properties: dict[str, Any] = {"correlation_id": task_id}
         if priority is not None:
             properties["priority"] = priority
-        # available_at decides when, never the broker
-        fields = {name: value for name, value in wire.headers.items() if name not in ("eta", "expires")}
-        return cls({**fields, **headers}, encoding.dumps(wire.body), route, properties)
+        return cls({**_without_times(wire.headers), **headers}, encoding.dumps(wire.body), route, properties)
+
+    @classmethod
+    def published(
+        cls,
+        body: Any,
+        headers: Mapping[str, Any],
+        *,
+        correlation_id: str,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        declare: Sequence[Any] | None = None,
+        priority: int | None = None,
+        **_: Any,
+    ) -> Message:
+        """The message that Celery hands to its producer with these options."""
+        route = {"exchange": exchange or "", "routing_key": routing_key or ""}
+        properties: dict[str, Any] = {"correlation_id": correlation_id}
+        if priority is not None:
+            properties["priority"] = priority
+        return cls(
+            _without_times(headers), encoding.dumps(body), {"queue": declare[0].name} if declare else route, properties
+        )
 
     @classmethod
     def delivered(cls, request: Any) -> Message:
@@ -116,7 +143,7 @@ class Message:
         custom = {
             name: value
             for name, value in (request.headers or {}).items()
-            if not name.startswith("x-") and name not in (*MARKS, REVOKED_HEADER, ETA_HEADER)
+            if not is_brokers(name) and name not in (*MARKS, REVOKED_HEADER, ETA_HEADER)
         }
         body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
         properties = {"correlation_id": request.id}
@@ -134,6 +161,10 @@ class Message:
     def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
         """The same message, addressed to the queue to which the application routes this call."""
         return replace(self, route=_route(app, name, args, kwargs))
+
+    def naming(self, id: OperationId) -> Message:
+        """The same message, with the operation that it is for in its headers."""
+        return replace(self, headers=self.headers | {KEY_HEADER: id.key, TENANT_HEADER: id.tenant})
 
     @classmethod
     def from_text(cls, text: str) -> Message:
@@ -158,9 +189,8 @@ class Message:
         return (exchange or "").startswith(_DELAY_EXCHANGE)
 
     def to_text(self) -> str:
-        return json.dumps(
-            {"headers": self.headers, "properties": self.properties, "route": self.route, "body": self.body}
-        )
+        fields = {"headers": self.headers, "properties": self.properties, "route": self.route, "body": self.body}
+        return json.dumps(fields, default=str)  # AMQP has types that JSON lacks
 
     def marked(self, *, origin: str, outbox_id: str, generation: int = 1) -> Message:
         """The same message, marked with its outbox row and its generation."""
@@ -194,6 +224,25 @@ class Message:
             if (known.exchange.name, known.routing_key) == (exchange, routing_key):
                 return str(known.name)
         return str(routing_key)
+
+
+def is_brokers(header: str) -> bool:
+    """Whether the broker has added a header of this name, rather than the message's sender."""
+    return header.startswith(_BROKERS_HEADERS)
+
+
+def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message's headers together with those inside its header `headers`, where tracing tools put a copy of theirs.
+
+    Celery's `request.headers` would be that header alone. Ours are only read outside it.
+    """
+    nested = given.get("headers") or {}
+    return {**{name: value for name, value in nested.items() if not name.startswith(_OURS)}, **given}
+
+
+def _without_times(headers: Mapping[str, Any]) -> dict[str, Any]:
+    # available_at decides when, never the broker
+    return {name: value for name, value in headers.items() if name not in ("eta", "expires")}
 
 
 def _route(app: Celery, name: str, args: Any, kwargs: Any, queue: str | None = None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
 from ..wire.message import FINGERPRINT_HEADER, KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER, Message
-from . import eager
+from . import eager, publishing
 from .using import CallOptions, Using
 
 if TYPE_CHECKING:
@@ -90,8 +90,9 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
 
         `session` is a Session or Connection of SQLAlchemy, or a connection of psycopg or psycopg 2, with a transaction.
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
-        priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
-        of its name. A type checker knows the arguments only: to it, give the options with `using`.
+        priority, queue, task_id, headers, idempotency_key, tenant and ordering_key; an argument of the task wins over an
+        option of its name. A type checker knows the arguments only: to it, give the options with `using`. Celery's signals
+        `before_task_publish` and `after_task_publish` are sent here.
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
         """
         parameters = self.signature_of_run.parameters
@@ -119,25 +120,29 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         options = dict(given)
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
-        id, headers = self._checked(args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None))
+        own = options.pop("headers", None) or {}
+        id, headers = self._checked(
+            args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None), own
+        )
         ordering_key = options.pop("ordering_key", None)
         _check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
-        options["ignore_result"] = self.ignore_result
-        message = Message.composed(
-            self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
-        )
-        outbox.insert(
-            in_transaction_of(session),
-            id,
-            headers[FINGERPRINT_HEADER],
-            message,
-            queue=message.queue(self.app),
-            countdown=countdown,
-            eta=eta,
-            ordering_key=ordering_key,
-        )
+
+        def write(message: Message) -> None:
+            outbox.insert(
+                in_transaction_of(session),
+                id,
+                headers[FINGERPRINT_HEADER],
+                message,
+                queue=message.queue(self.app),
+                countdown=countdown,
+                eta=eta,
+                ordering_key=ordering_key,
+            )
+
+        headers = {**own, **headers}
+        publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **_shown(id), **options)
         return Handle(self.app, id, task_id)
 
     @_needs_session
@@ -161,6 +166,10 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
         *,
         idempotency_key: object = None,
         tenant: str | None = None,
@@ -168,14 +177,18 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
     ) -> AsyncResult[R_co]:
         """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for.
 
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`; then nothing was sent.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires` and for a `serializer` other than json;
+        then nothing was sent.
         """
         args, kwargs = self._as_sent(args, kwargs)
         if (options.get("expires") or self.expires) is not None:
             raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
+        if (serializer := options.get("serializer") or self.serializer or "json") != "json":
+            raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
         given = options.pop("headers", None) or {}
         id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
-        return super().apply_async(args, kwargs, task_id, headers={**given, **headers}, **(_shown(id) | options))
+        celerys = (task_id, producer, link, link_error, shadow)
+        return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
         self,
@@ -243,6 +256,10 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
             if self.typing:
                 raise
             return {"*": list(args), "**": dict(kwargs)}  # no parameter has such a name
+
+    def may_vary(self, headers: Mapping[str, Any]) -> bool:
+        """Whether a message may name another operation the next time: by its key function, which may read a clock, say."""
+        return headers.get(KEY_HEADER) is None and not hasattr(self._key_function, "fields")
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
         if key is None and (function := type(self)._key_function) is not None:

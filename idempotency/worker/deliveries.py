@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..attempt.runtime import Runtime
-from ..store import claims
+from ..store import claims, letters
+from ..store.answers import error_text
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.message import ETA_HEADER, FINGERPRINT_HEADER, ORIGIN_HEADER, REVOKED_HEADER, Message
@@ -22,7 +23,8 @@ def delivery_of(task: KeyedTask, request: Any) -> Delivery:
     headers = request.headers or {}
     args, kwargs = request.args or (), request.kwargs or {}
     named = task.named_by(args, kwargs, headers)
-    message = Message.delivered(request)
+    # every later delivery is for this operation, whatever its key is made from
+    message = Message.delivered(request).naming(named.id)
     if request.is_eager:
         # if this process dies, a worker goes on with it
         message = message.routed(task.app, task.name, args, kwargs)
@@ -58,3 +60,17 @@ def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
         if not claims.is_accepted(connection, delivery.id, str(given), body):
             return delivery
     return replace(delivery, fingerprint=str(given), also=computed)
+
+
+def store_mismatch(runtime: Runtime, delivery: Delivery, generation: int, error: str) -> None:
+    """Keep a request with other arguments under a used key as a dead letter."""
+    with runtime.autocommit() as connection:
+        letters.store_refusal(
+            connection,
+            delivery.id,
+            delivery,
+            generation=generation,
+            reason="fingerprint_mismatch",
+            error=error_text("fingerprint_mismatch", error),
+            service=runtime.settings.service,
+        )

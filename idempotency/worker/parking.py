@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Literal
+from uuid import NAMESPACE_OID, uuid5
 
 from celery import Celery
 from celery.exceptions import Ignore, Reject
@@ -30,6 +32,16 @@ def park_if_early(connection: Connection, delivery: Delivery) -> bool:
     if delivery.eta is None or clock.has_come(connection, delivery.eta):
         return False
     _park(connection, delivery, Message.from_text(delivery.message), eta=delivery.eta)
+    return True
+
+
+def park_under_its_key(connection: Connection, delivery: Delivery) -> Literal[True]:
+    """Let a message come back with its key in its header, the same one for all deliveries of this message.
+
+    The first delivery of a task id decides: its row has an id made from that.
+    """
+    message_id = str(uuid5(NAMESPACE_OID, f"{delivery.id.task} {delivery.task_id}"))
+    _park(connection, delivery, Message.from_text(delivery.message), eta=delivery.eta, message_id=message_id)
     return True
 
 
@@ -64,6 +76,7 @@ def _park(
     *,
     countdown: float = 0.0,
     eta: datetime | None = None,
+    message_id: str | None = None,
 ) -> None:
     """Write the next delivery of this message to the outbox: the relay sends it when it is due."""
     outbox.insert(
@@ -76,6 +89,7 @@ def _park(
         eta=eta,
         origin="retry",
         generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+        message_id=message_id,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from celery.app.task import Context
 from celery.worker import request
 
 from ..application import runtime_of
@@ -19,13 +20,19 @@ from ..attempt import claim
 from ..observe.logs import log
 from ..store import claims, ends
 from ..store.answers import Claimed
-from ..wire.message import REVOKED_HEADER
+from ..wire.message import REVOKED_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
 
 
 class Request(request.Request):
-    """Celery's request of an idempotent task, in the worker's main process."""
+    """Celery's request of an idempotent task, in the worker's main process. Its context's `headers` are all headers."""
+
+    def __init__(self, message: Any, **options: Any) -> None:
+        super().__init__(message, **options)
+        # Celery's rule for what counts as a sender's header, without its exception for a header called `headers`.
+        own = Context({name: value for name, value in self._request_dict.items() if name != "headers"}).headers
+        self._request_dict["headers"] = all_headers({**(own or {}), **_nested(self._request_dict)})
 
     def revoked(self) -> bool:
         super().revoked()
@@ -33,7 +40,7 @@ class Request(request.Request):
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         if not terminated:
-            self._request_dict[REVOKED_HEADER] = True
+            self._request_dict["headers"][REVOKED_HEADER] = True
             return
         try:
             revoke_terminated(self._task, self._context)
@@ -42,6 +49,10 @@ class Request(request.Request):
             log.exception("revoke_failed", task=self.name, task_id=self.id)
             self.reject(requeue=True)
         super()._announce_revoked(reason, terminated, signum, expired)
+
+
+def _nested(headers: dict[str, Any]) -> dict[str, Any]:
+    return {"headers": headers["headers"]} if headers.get("headers") else {}
 
 
 def revoke_terminated(task: KeyedTask, context: Any) -> None:

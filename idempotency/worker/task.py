@@ -23,7 +23,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from celery import Celery
+from celery import Celery, Task
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import ResultBase
@@ -48,15 +48,14 @@ from ..handle import R_co
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
-from ..store import letters
-from ..store.answers import Busy, Completed, Failed, Mismatch, error_text
+from ..store.answers import Busy, Completed, Failed, Mismatch
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
-from . import parking
+from . import hooks, parking
 from .calls import P
 from .control import ControlledTask, is_replacement
-from .deliveries import as_accepted, delivery_of
+from .deliveries import as_accepted, delivery_of, store_mismatch
 from .waiting import Waiting
 
 T = TypeVar("T")
@@ -117,9 +116,17 @@ class IdempotentTask(ControlledTask[P, R_co]):
     on_busy: ClassVar[OnBusy] = "ack"
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
+    # What Celery would do outside the attempt: see `hooks`.
+    tracks_attempts: ClassVar[bool] = False
+    own_before_start: ClassVar[Any] = None
+    own_call: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        if hooks.is_celerys_own(cls):  # made from `app.Task`, where that is ours: left as it is without us
+            cls.__bases__ = (Task,)
+            return
         super().__init_subclass__(**kwargs)
+        hooks.check_class(cls, IdempotentTask)
         if inspect.isfunction(on_failed := cls.__dict__.get("on_failed")):
             cls.on_failed = staticmethod(on_failed)
         if cls.on_busy not in ("ack", "wait", "raise"):
@@ -130,11 +137,14 @@ class IdempotentTask(ControlledTask[P, R_co]):
         # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
         bound: Celery = super().bind(app)
+        hooks.move_into_attempt(cls, IdempotentTask)
         return bound
 
     # ------------------------------------------------------------ one delivery
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        if hooks.is_super_call(self.request):
+            return cast(R_co, self.run(*args, **kwargs))
         if self.request.called_directly or self._is_running:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):
@@ -153,7 +163,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _deliver(self, delivery: Delivery) -> Returned | Raised:
         try:
-            if delivery.eta is not None and self._answer(delivery, lambda: self._parked_as_early(delivery)):
+            varies = not delivery.is_eager and self.may_vary(delivery.headers)
+            if (varies or delivery.eta is not None) and self._answer(delivery, lambda: self._parked(delivery, varies)):
                 return Raised(Ignore())
             delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
             return self._seen(delivery, self._run(delivery))
@@ -180,7 +191,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         request = self.request
         request.retries, request.attempt = max(attempt.claim.attempts - 1, 0), attempt
         try:
-            result = self.run(*request.args, **request.kwargs)
+            result = hooks.run_in_attempt(self)
             # as Celery stores it
             return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
@@ -239,22 +250,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _refuse(self, delivery: Delivery, generation: int) -> FingerprintMismatch:
         """A request with other arguments under a used key: keep it as a dead letter, and change nothing else."""
         error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
-
-        def store() -> None:
-            runtime = runtime_of(self.app)
-            with runtime.autocommit() as connection:
-                letters.store_refusal(
-                    connection,
-                    delivery.id,
-                    delivery,
-                    generation=generation,
-                    reason="fingerprint_mismatch",
-                    error=error_text("fingerprint_mismatch", str(error)),
-                    service=runtime.settings.service,
-                )
-
         if not delivery.is_eager:
-            self._answer(delivery, store)
+            self._answer(delivery, lambda: store_mismatch(runtime_of(self.app), delivery, generation, str(error)))
         metrics.mismatches.labels(self.name).inc()
         log.warning("fingerprint_mismatch", task=self.name, key=delivery.id.key)
         return error
@@ -274,9 +271,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
         ignored: Exception = Ignore()
         return ignored
 
-    def _parked_as_early(self, delivery: Delivery) -> bool:
+    def _parked(self, delivery: Delivery, varies: bool) -> bool:
         with runtime_of(self.app).autocommit() as connection:
-            return parking.park_if_early(connection, delivery)
+            park = parking.park_under_its_key if varies else parking.park_if_early
+            return park(connection, delivery)
 
     def _answer(self, delivery: Delivery, ask: Callable[[], T], /) -> T:
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""

@@ -5,9 +5,10 @@ Python's types cannot add options to the parameters of a function (PEP 612), hen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Generic, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, TypedDict
 from uuid import UUID
 
 from typing_extensions import ParamSpec
@@ -32,6 +33,7 @@ class CallOptions(TypedDict, total=False):
     priority: int
     queue: str
     task_id: str
+    headers: Mapping[str, Any]
     idempotency_key: str | UUID
     tenant: str
     ordering_key: str

@@ -23,6 +23,8 @@ from idempotency.wire.message import (
     TENANT_HEADER,
     WAITS_HEADER,
     Message,
+    all_headers,
+    is_brokers,
 )
 
 MARKS = {KEY_HEADER: "order-1", TENANT_HEADER: "acme"}
@@ -292,3 +294,16 @@ def test_a_route_that_names_nothing_is_the_fault_of_the_message(app: Celery) -> 
 def test_a_route_without_a_queue_is_taken_as_it_is(app: Celery) -> None:
     message = Message({}, "", {"exchange": "elsewhere", "routing_key": "a.b"}, {})
     assert message.destination(app) == ("elsewhere", "a.b")
+
+
+def test_nested_headers_are_read_too_except_ours() -> None:
+    nested = {"trace": "nested", "baggage": "b", KEY_HEADER: "nested"}
+    assert all_headers({"headers": nested, "trace": "t"}) == {"trace": "t", "baggage": "b", "headers": nested}
+    assert all_headers({"trace": "t", "headers": None}) == {"trace": "t", "headers": None}
+
+
+@pytest.mark.parametrize("name", ["x-request-id", "x-amzn-trace-id", "x", "death", "traceparent"])
+def test_a_senders_header_is_not_the_brokers(name: str) -> None:
+    assert not is_brokers(name)
+    assert is_brokers("x-death")
+    assert is_brokers("x-first-death-queue")

@@ -1,0 +1,85 @@
+"""What Celery would run around a task's own code, before anything is recorded: moved into the attempt, or refused.
+
+With `track_started` Celery stores the state STARTED; then it calls `before_start`, and then `__call__`. If one of these raised
+outside the attempt, Celery would acknowledge the message, and neither a record nor a dead letter would say so. Inside it, an
+error of the last two means what the body's means, and a result backend that is away means nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Task
+from celery.app.task import get_actual_ignore_result
+from celery.states import STARTED
+
+from ..errors import SettingsError
+from ..observe.logs import log
+
+
+def is_celerys_own(cls: type[Any]) -> bool:
+    """Whether a class is a task of Celery itself, such as `celery.chord_unlock`: its messages have no keys."""
+    return cls.__module__.partition(".")[0] == "celery"
+
+
+def check_class(cls: Any, base: Any) -> None:
+    """Raise `SettingsError` for a task class of which `base` would not see every message, or not call every part."""
+    for name in ("Strategy", "start_strategy"):
+        if getattr(cls, name) != getattr(Task, name):
+            raise SettingsError(
+                f"{cls.__name__}: has a {name} of its own, as celery-batches' Batches has; that takes messages past the "
+                "claim, so they could be lost or run twice: use a plain task for it"
+            )
+    after = cls.__mro__[cls.__mro__.index(base) + 1 :]
+    for other in after:
+        if other is not Task and "__call__" in vars(other):
+            raise SettingsError(
+                f"{cls.__name__}: the __call__ of {other.__name__} would never run; name {other.__name__} before "
+                f"{base.__name__} among the bases"
+            )
+
+
+def move_into_attempt(cls: Any, base: Any) -> None:
+    """Leave a class's `track_started`, and its own `before_start` and `__call__`, to `run_in_attempt`. Idempotent."""
+    if cls.track_started:
+        cls.tracks_attempts, cls.track_started = True, False
+    if cls.before_start is not Task.before_start:
+        cls.own_before_start = inspect.getattr_static(cls, "before_start")
+        cls.before_start = Task.before_start
+    if cls.__call__ is not base.__call__:
+        cls.own_call = inspect.getattr_static(cls, "__call__")
+        cls.__call__ = base.__call__
+
+
+def run_in_attempt(task: Any) -> Any:
+    """Run the task's own `before_start`, and its body, through its own `__call__` if it has one."""
+    request = task.request
+    if task.tracks_attempts and not request.is_eager and not get_actual_ignore_result(task, request):
+        _store_started(task, request)
+    if task.own_before_start is not None:
+        task.own_before_start(request.id, request.args, request.kwargs)
+    if task.own_call is None:
+        return task.run(*request.args, **request.kwargs)
+    request.calls_super = True
+    return task.own_call(*request.args, **request.kwargs)
+
+
+def _store_started(task: Any, request: Any) -> None:
+    meta = {"pid": os.getpid(), "hostname": request.hostname}
+    try:
+        task.backend.store_result(request.id, meta, STARTED, request=request)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        log.warning("started_not_stored", task=task.name, error=type(error).__name__)
+
+
+def is_super_call(request: Any) -> bool:
+    """Whether this call comes from the task's own `__call__`, inside the attempt. True once."""
+    if not request.get("calls_super"):
+        return False
+    request.calls_super = False
+    return True
