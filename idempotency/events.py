@@ -23,13 +23,11 @@ from sqlalchemy.orm import Session
 from .application import runtime_of
 from .errors import InvalidArguments, SettingsError
 from .store import outbox
+from .store.outbox import EXTERNAL
 from .wire import keys
 from .wire.keys import OperationId
 from .wire.message import Message
 from .worker.task import IdempotentTask
-
-# The task name of outbox rows for external consumers; such a row has no operation.
-EXTERNAL = "idempotency.external_event"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +129,8 @@ def publish(
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
         id = OperationId(tenant or settings.tenant, EXTERNAL, event_id)
-        outbox.insert(session, id, keys.fingerprint({"data": data}), message, ordering_key=ordering_key, settled=True)
+        fingerprint = keys.fingerprint({"data": data})
+        outbox.insert(
+            session, id, fingerprint, message, service=settings.service, ordering_key=ordering_key, settled=True
+        )
     return event_id

@@ -50,8 +50,9 @@ class Handle:
 
     def lookup(self) -> StoredOperation | None:
         """The stored operation; None before its first attempt."""
-        with runtime_of(self.app).autocommit() as connection:
-            row = operations.lookup(connection, self.id)
+        runtime = runtime_of(self.app)
+        with runtime.autocommit() as connection:
+            row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
             return None
         error = None if row.error is None else error_fields(row.error)

@@ -226,7 +226,7 @@ def headers_of(message: str) -> dict[str, Any]:
 _UPDATE_OPEN_LETTER = """
 UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
-  AND status = 'open' AND source <> 'relay' AND reason <> 'fingerprint_mismatch' AND reason <> %(reason)s
+  AND status = 'open' AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch', %(reason)s)
 """
 
 

@@ -21,7 +21,15 @@ from ..store import outbox
 from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
-from ..wire.message import FINGERPRINT_HEADER, KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER, Message
+from ..wire.message import (
+    FINGERPRINT_HEADER,
+    KEY_HEADER,
+    MESSAGE_VERSION,
+    SERVICE_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    Message,
+)
 from . import eager
 
 # The options of enqueue() that are not arguments of the task.
@@ -74,6 +82,7 @@ class KeyedTask(Task):
             id,
             headers[FINGERPRINT_HEADER],
             message,
+            service=runtime_of(self.app).settings.service,
             queue=message.queue(self.app),
             countdown=countdown,
             eta=eta,
@@ -134,7 +143,8 @@ class KeyedTask(Task):
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
         id = self._operation(arguments, key, tenant)
-        limit = runtime_of(self.app).settings.arguments_limit
+        settings = runtime_of(self.app).settings
+        limit = settings.arguments_limit
         if (size := len(keys.canonical_json(arguments))) > limit:
             raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
         sent = {
@@ -142,6 +152,7 @@ class KeyedTask(Task):
             TENANT_HEADER: id.tenant,
             FINGERPRINT_HEADER: keys.fingerprint(arguments),
             VERSION_HEADER: MESSAGE_VERSION,
+            SERVICE_HEADER: settings.service,
         }
         return id, sent
 

@@ -25,21 +25,21 @@ PUT_BACK = 60.0
 CONFIRM_TIMEOUT = 5.0
 
 
-def park_if_early(connection: Connection, delivery: Delivery) -> bool:
+def park_if_early(connection: Connection, delivery: Delivery, *, service: str) -> bool:
     """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none."""
     if delivery.eta is None or clock.has_come(connection, delivery.eta):
         return False
-    _park(connection, delivery, Message.from_text(delivery.message), eta=delivery.eta)
+    _park(connection, delivery, Message.from_text(delivery.message), service, eta=delivery.eta)
     return True
 
 
-def park_until_held_no_more(connection: Connection, delivery: Delivery, *, patience: float) -> None:
+def park_until_held_no_more(connection: Connection, delivery: Delivery, *, service: str, patience: float) -> None:
     """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `patience` seconds in all."""
     waits = int(delivery.headers.get(WAITS_HEADER, 0))
     if 0.5 * (2**waits - 1) < patience:
         message = Message.from_text(delivery.message)
         message.headers[WAITS_HEADER] = waits + 1
-        _park(connection, delivery, message, countdown=0.5 * 2**waits)
+        _park(connection, delivery, message, service, countdown=0.5 * 2**waits)
 
 
 def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:
@@ -61,6 +61,7 @@ def _park(
     connection: Connection,
     delivery: Delivery,
     message: Message,
+    service: str,
     *,
     countdown: float = 0.0,
     eta: datetime | None = None,
@@ -71,6 +72,7 @@ def _park(
         delivery.id,
         delivery.fingerprint,
         message,
+        service=service,
         queue=delivery.queue,
         countdown=countdown,
         eta=eta,
@@ -81,8 +83,9 @@ def _park(
 
 def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
     try:
-        with runtime_of(app).autocommit() as connection:
-            _park(connection, delivery, message, countdown=PUT_BACK, eta=delivery.eta)
+        runtime = runtime_of(app)
+        with runtime.autocommit() as connection:
+            _park(connection, delivery, message, runtime.settings.service, countdown=PUT_BACK, eta=delivery.eta)
     except Exception:
         return False
     return True
@@ -91,6 +94,7 @@ def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
 def _copied(app: Celery, delivery: Delivery, message: Message) -> bool:
     id = str(delivery.headers.get(OUTBOX_HEADER) or uuid())
     message = message.marked(
+        service=runtime_of(app).settings.service,
         origin=delivery.headers.get(ORIGIN_HEADER) or "retry",
         outbox_id=id,
         generation=int(delivery.headers.get(GENERATION_HEADER, 1)),

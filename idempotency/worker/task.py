@@ -48,6 +48,7 @@ from ..errors import (
     OutcomeInDoubt,
     PermanentError,
     RetriesExhausted,
+    ServiceMismatch,
     SettingsError,
     Unanswered,
     UnsupportedControl,
@@ -56,7 +57,7 @@ from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
 from ..store import letters
-from ..store.answers import Busy, Completed, Failed, Mismatch, error_text
+from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, error_text
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from . import parking
@@ -65,6 +66,7 @@ from .deliveries import as_accepted, delivery_of
 from .waiting import Waiting
 
 T = TypeVar("T")
+E = TypeVar("E", bound=IdempotencyError)
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install"
 OnBusy = Literal["ack", "wait", "raise"]
@@ -205,13 +207,16 @@ class IdempotentTask(KeyedTask):
             case Failed(code, message):
                 return Raised(OperationFailed(message, code))
             case Mismatch(generation):
-                return Raised(self._refuse(delivery, generation))
+                error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
+                return Raised(self._refuse(delivery, generation, error, "fingerprint_mismatch"))
+            case Foreign(generation, service):
+                other = ServiceMismatch(f"{self.name}: this idempotency key is used by the application {service!r}")
+                return Raised(self._refuse(delivery, generation, other, "service_mismatch"))
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
 
-    def _refuse(self, delivery: Delivery, generation: int) -> FingerprintMismatch:
-        """A request with other arguments under a used key: keep it as a dead letter, and change nothing else."""
-        error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
+    def _refuse(self, delivery: Delivery, generation: int, error: E, reason: str) -> E:
+        """A request under a key that another one has used: keep it as a dead letter, and change nothing else."""
 
         def store() -> None:
             runtime = runtime_of(self.app)
@@ -221,15 +226,15 @@ class IdempotentTask(KeyedTask):
                     delivery.id,
                     delivery,
                     generation=generation,
-                    reason="fingerprint_mismatch",
-                    error=error_text("fingerprint_mismatch", str(error)),
+                    reason=reason,
+                    error=error_text(reason, str(error)),
                     service=runtime.settings.service,
                 )
 
         if not delivery.is_eager:
             self._answer(delivery, store)
         metrics.mismatches.labels(self.name).inc()
-        log.warning("fingerprint_mismatch", task=self.name, key=delivery.id.key)
+        log.warning(reason, task=self.name, key=delivery.id.key)
         return error
 
     def _yield_to_holder(self, delivery: Delivery) -> Exception:
@@ -240,7 +245,9 @@ class IdempotentTask(KeyedTask):
         def park() -> None:
             runtime = runtime_of(self.app)
             with runtime.autocommit() as connection:
-                parking.park_until_held_no_more(connection, delivery, patience=runtime.settings.wait)
+                parking.park_until_held_no_more(
+                    connection, delivery, service=runtime.settings.service, patience=runtime.settings.wait
+                )
 
         if self.on_busy == "wait":
             self._answer(delivery, park)
@@ -248,8 +255,9 @@ class IdempotentTask(KeyedTask):
         return ignored
 
     def _parked_as_early(self, delivery: Delivery) -> bool:
-        with runtime_of(self.app).autocommit() as connection:
-            return parking.park_if_early(connection, delivery)
+        runtime = runtime_of(self.app)
+        with runtime.autocommit() as connection:
+            return parking.park_if_early(connection, delivery, service=runtime.settings.service)
 
     def _answer(self, delivery: Delivery, ask: Callable[[], T], /) -> T:
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""

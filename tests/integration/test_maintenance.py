@@ -486,7 +486,7 @@ def test_a_row_that_someone_else_has_locked_holds_up_no_other(
 ) -> None:
     bad, good = states(bank, connection, "purge", "bad"), states(bank, connection, "purge", "good")
     for id in (bad, good):
-        outbox.insert(connection, id, op.FINGERPRINT, Message.from_text(op.MESSAGE))
+        outbox.insert(connection, id, op.FINGERPRINT, Message.from_text(op.MESSAGE), service=op.SERVICE)
     connection.execute(
         text("UPDATE idempotency.outbox SET status = 'published', published_at = now() - interval '25 hours'")
     )
