@@ -229,9 +229,13 @@ class OutcomeInDoubt(IdempotencyError):
 class FingerprintMismatch(IdempotencyError):
     """This key was used before with different arguments; nothing ran, and the stored result is unchanged."""
 
+    code = "fingerprint_mismatch"
+
 
 class ServiceMismatch(IdempotencyError):
     """Another application has an operation of this tenant, task and key in the same database; nothing ran."""
+
+    code = "service_mismatch"
 
 
 class OperationBusy(IdempotencyError):

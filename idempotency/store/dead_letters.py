@@ -245,8 +245,6 @@ def replay(
         newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
-    if (refused := _OF_ANOTHER.get(row.reason)) is not None:
-        raise ReplayRefused(f"dead letter {letter}: {refused}")
     fields = row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL}
     if row.fingerprint is None:
         id, fingerprint = _operation_of(app, letter, row)
@@ -261,8 +259,8 @@ def replay(
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:
-            if record.of_another:
-                raise ReplayRefused(f"dead letter {letter}: {_OF_ANOTHER['service_mismatch']}")
+            if (why := _OF_ANOTHER.get("service_mismatch" if record.of_another else row.reason)) is not None:
+                raise ReplayRefused(f"dead letter {letter}: {why}")
             # The operation may be released, waiting for exactly this message.
             if record.status != "released" or not _is_wanted(connection, row, fields):
                 raise ReplayRefused(

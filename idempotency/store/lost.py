@@ -37,7 +37,6 @@ OVERLAP = 10.0
 # Fingerprints by different rules cannot be compared without the arguments; the worker that gets the message does it.
 _OTHER_RULE = "split_part(p.fingerprint, ':', 1) <> split_part(r.fingerprint, ':', 1)"
 _ITS_RECORD = "(p.tenant, p.task, p.key) = (r.tenant, r.task, r.key)"
-# NULL if one of them has no name.
 _FOREIGN = "(p.service <> r.service) IS TRUE"
 _ENDED = f"""p.status IN ('completed', 'failed') AND NOT {_FOREIGN}
       AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"""
@@ -83,7 +82,9 @@ WITH RECURSIVE oldest AS (
         WHERE settled_at IS NULL AND NOT taken AND queue > oldest.queue ORDER BY queue, published_at LIMIT 1
     ) following
 )
-SELECT queue FROM oldest WHERE (queue = ANY(%(queues)s) OR service = %(service)s) AND published_at < clock_timestamp() - make_interval(secs => %(after)s)
+SELECT queue FROM oldest
+WHERE (queue = ANY(%(queues)s) OR service = %(service)s)
+  AND published_at < clock_timestamp() - make_interval(secs => %(after)s)
 """
 
 # A `taken` row is covered by a started record, a newer row of its operation or its own dead letter, and is not examined
@@ -93,8 +94,8 @@ LOOK = Sweep(
     "resend",
     table="outbox",
     columns="r.id, r.fingerprint, r.service, r.generation, r.message, r.published_at, r.resends, r.ctid AS version",
-    due="""r.queue = %(queue)s AND r.service = %(service)s AND r.settled_at IS NULL AND NOT r.taken AND r.status = 'published'
-      AND r.published_at < %(until)s AND r.published_at >= %(past)s
+    due="""r.queue = %(queue)s AND r.service = %(service)s AND r.settled_at IS NULL AND NOT r.taken
+      AND r.status = 'published' AND r.published_at < %(until)s AND r.published_at >= %(past)s
       AND (r.published_at, r.id) > (%(past)s, %(past_id)s)""",
     order="r.published_at, r.id",
     one="r.id = %(id)s",
@@ -108,7 +109,8 @@ LOOK = Sweep(
           OR EXISTS (SELECT FROM idempotency.outbox newer
                      WHERE (newer.tenant, newer.task, newer.key, newer.fingerprint)
                          = (r.tenant, r.task, r.key, r.fingerprint)
-                       AND newer.service = r.service AND (newer.generation, newer.id) > (r.generation, r.id)
+                       AND (newer.service = r.service) IS NOT FALSE
+                       AND (newer.generation, newer.id) > (r.generation, r.id)
                        AND newer.settled_at IS NULL AND newer.status <> 'failed')
           OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
         WHEN p.available_at > clock_timestamp()
@@ -274,14 +276,8 @@ def look(connection: Connection, queue: str, until: datetime, after: float, serv
     ended = 0
     place: dict[str, Any] = {"past": EPOCH, "past_id": 0}
     for _ in range(BATCHES):
-        parameters = {
-            "service": service,
-            "queue": queue,
-            "until": until,
-            "after": after,
-            "cap": RESEND_CAP,
-            "batch": BATCH,
-        } | place
+        parameters = {"service": service, "queue": queue, "until": until, "after": after} | place
+        parameters |= {"cap": RESEND_CAP, "batch": BATCH}
         with sweeps.sweep_settings(connection):
             try:
                 rows = connection.exec_driver_sql(_LOOK, parameters).all()

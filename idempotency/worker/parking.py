@@ -14,6 +14,7 @@ from ..broker.batch import Published
 from ..broker.publisher import Publisher
 from ..observe import metrics
 from ..observe.logs import log
+from ..settings import Settings
 from ..store import clock, outbox
 from ..wire.delivery import Delivery
 from ..wire.message import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER, Message
@@ -33,13 +34,13 @@ def park_if_early(connection: Connection, delivery: Delivery, *, service: str) -
     return True
 
 
-def park_until_held_no_more(connection: Connection, delivery: Delivery, *, service: str, patience: float) -> None:
-    """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `patience` seconds in all."""
+def park_until_held_no_more(connection: Connection, delivery: Delivery, settings: Settings) -> None:
+    """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `wait` seconds in all."""
     waits = int(delivery.headers.get(WAITS_HEADER, 0))
-    if 0.5 * (2**waits - 1) < patience:
+    if 0.5 * (2**waits - 1) < settings.wait:
         message = Message.from_text(delivery.message)
         message.headers[WAITS_HEADER] = waits + 1
-        _park(connection, delivery, message, service, countdown=0.5 * 2**waits)
+        _park(connection, delivery, message, settings.service, countdown=0.5 * 2**waits)
 
 
 def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:

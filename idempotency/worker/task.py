@@ -66,9 +66,10 @@ from .deliveries import as_accepted, delivery_of
 from .waiting import Waiting
 
 T = TypeVar("T")
-E = TypeVar("E", bound=IdempotencyError)
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install"
+# Another request has used the key.
+Refusal = FingerprintMismatch | ServiceMismatch
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -207,15 +208,15 @@ class IdempotentTask(KeyedTask):
             case Failed(code, message):
                 return Raised(OperationFailed(message, code))
             case Mismatch(generation):
-                error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
-                return Raised(self._refuse(delivery, generation, error, "fingerprint_mismatch"))
+                used: Refusal = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
+                return Raised(self._refuse(delivery, generation, used))
             case Foreign(generation, service):
-                other = ServiceMismatch(f"{self.name}: this idempotency key is used by the application {service!r}")
-                return Raised(self._refuse(delivery, generation, other, "service_mismatch"))
+                used = ServiceMismatch(f"{self.name}: this idempotency key is used by the application {service!r}")
+                return Raised(self._refuse(delivery, generation, used))
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
 
-    def _refuse(self, delivery: Delivery, generation: int, error: E, reason: str) -> E:
+    def _refuse(self, delivery: Delivery, generation: int, error: Refusal) -> Refusal:
         """A request under a key that another one has used: keep it as a dead letter, and change nothing else."""
 
         def store() -> None:
@@ -226,15 +227,15 @@ class IdempotentTask(KeyedTask):
                     delivery.id,
                     delivery,
                     generation=generation,
-                    reason=reason,
-                    error=error_text(reason, str(error)),
+                    reason=error.code,
+                    error=error_text(error.code, str(error)),
                     service=runtime.settings.service,
                 )
 
         if not delivery.is_eager:
             self._answer(delivery, store)
         metrics.mismatches.labels(self.name).inc()
-        log.warning(reason, task=self.name, key=delivery.id.key)
+        log.warning(error.code, task=self.name, key=delivery.id.key)
         return error
 
     def _yield_to_holder(self, delivery: Delivery) -> Exception:
@@ -245,9 +246,7 @@ class IdempotentTask(KeyedTask):
         def park() -> None:
             runtime = runtime_of(self.app)
             with runtime.autocommit() as connection:
-                parking.park_until_held_no_more(
-                    connection, delivery, service=runtime.settings.service, patience=runtime.settings.wait
-                )
+                parking.park_until_held_no_more(connection, delivery, runtime.settings)
 
         if self.on_busy == "wait":
             self._answer(delivery, park)
