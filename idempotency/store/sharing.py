@@ -9,40 +9,45 @@ from sqlalchemy import Connection, Row
 
 from ..settings import Settings
 
-# The services that have pending rows, by skipping through the index, those whose processes were seen lately, and what
-# waits without a name. Counts stop at the bound. NULLs come last, so the skipping ends before them.
-_SHARERS = """
-WITH RECURSIVE senders(service) AS (
-    (SELECT service FROM idempotency.outbox WHERE status = 'pending' AND ordering_key IS NULL AND service IS NOT NULL
-     ORDER BY service LIMIT 1)
+# The services in a table, by skipping through an index that begins with them. NULLs come last, and end it.
+_SKIPPING = """
+    (SELECT service FROM idempotency.{table} WHERE {condition} AND service IS NOT NULL ORDER BY service LIMIT 1)
     UNION ALL
-    SELECT (SELECT o.service FROM idempotency.outbox o
-            WHERE o.status = 'pending' AND o.ordering_key IS NULL AND o.service > s.service ORDER BY o.service LIMIT 1)
-    FROM senders s WHERE s.service IS NOT NULL
+    SELECT (SELECT o.service FROM idempotency.{table} o
+            WHERE {condition} AND o.service > s.service ORDER BY o.service LIMIT 1)
+    FROM {name} s WHERE s.service IS NOT NULL
+"""
+_PENDING = "status = 'pending' AND ordering_key IS NULL"
+
+# Those that have rows to send, those whose processes were seen lately, and what waits without a name.
+_SHARERS = f"""
+WITH RECURSIVE senders(service) AS (
+    {_SKIPPING.format(table="outbox", condition=_PENDING, name="senders")}
+), lane_senders(service) AS (
+    {_SKIPPING.format(table="lanes", condition="NOT blocked", name="lane_senders")}
 ), named AS (
-    SELECT service FROM senders WHERE service IS NOT NULL
-    UNION SELECT service FROM idempotency.lanes WHERE service IS NOT NULL
+    SELECT service FROM senders
+    UNION SELECT service FROM lane_senders
     UNION SELECT service FROM idempotency.processes
           WHERE seen_at > clock_timestamp() - make_interval(secs => %(remembered)s)
 )
-SELECT n.service, due.rows + coalesce(lanes.rows, 0) AS due, coalesce(signs.has_relay, false) AS has_relay,
-       signs.silent_seconds
+SELECT n.service, due.rows + lanes.rows AS due, coalesce(signs.has_relay, false) AS has_relay, signs.silent_seconds
 FROM named n
 CROSS JOIN LATERAL (
     SELECT count(*) AS rows FROM (
-        SELECT FROM idempotency.outbox o
-        WHERE o.service = n.service AND o.status = 'pending' AND o.ordering_key IS NULL
+        SELECT FROM idempotency.outbox o WHERE o.service = n.service AND {_PENDING}
           AND o.available_at <= (SELECT clock_timestamp()) LIMIT %(bound)s) waiting
 ) due
-LEFT JOIN LATERAL (
-    SELECT count(*) AS rows FROM idempotency.lanes l
-    WHERE l.service = n.service AND NOT l.blocked AND l.available_at <= (SELECT clock_timestamp())
-) lanes ON true
-LEFT JOIN LATERAL (
+CROSS JOIN LATERAL (
+    SELECT count(*) AS rows FROM (
+        SELECT FROM idempotency.lanes l WHERE l.service = n.service AND NOT blocked
+          AND l.available_at <= (SELECT clock_timestamp()) LIMIT %(bound)s) waiting
+) lanes
+CROSS JOIN LATERAL (
     SELECT bool_or(kind = 'relay' AND seen_at > clock_timestamp() - make_interval(secs => %(silence)s)) AS has_relay,
            extract(epoch FROM clock_timestamp() - max(seen_at))::float8 AS silent_seconds
     FROM idempotency.processes p WHERE p.service = n.service
-) signs ON true
+) signs
 WHERE n.service <> %(service)s
 UNION ALL
 SELECT NULL, count(*), false, NULL FROM (

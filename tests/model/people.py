@@ -136,7 +136,7 @@ class People(Claims):
         )
         may = letter.status == "open" and letter.fingerprint is not None and (reopens or record is None)
         with refused(not may, ReplayRefused), self.transaction() as connection:
-            dead_letters.replay(connection, number, app=self.app)
+            dead_letters.replay(connection, number, service=self.runtime.settings.service, app=self.app)
         if not may:
             return
         if record is not None:
