@@ -189,6 +189,7 @@ def report_letters(
     days: Annotated[int, typer.Option(min=1, max=366)] = reports.DAYS,
     weekly: Annotated[bool, typer.Option("--weekly", help="The last seven days.")] = False,
     mail: Annotated[bool, typer.Option("--mail", help="Mail it to idempotency_report_mail_to as well.")] = False,
+    service: ServiceOption = None,
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
@@ -196,7 +197,7 @@ def report_letters(
     days = reports.DAYS if weekly else days
     runtime = runtime_of(application(app))
     with runtime.autocommit() as connection:
-        rows = dead_letters.report(connection, runtime.settings.service, days=days)
+        rows = dead_letters.report(connection, service or runtime.settings.service, days=days)
     if mail:
         reports.mail(runtime.settings, reports.text(rows, days), days=days)
     if as_json:

@@ -51,8 +51,13 @@ CROSS JOIN LATERAL (
 WHERE n.service <> %(service)s
 UNION ALL
 SELECT NULL, count(*), false, NULL FROM (
-    SELECT FROM idempotency.outbox WHERE service IS NULL AND (status = 'pending' OR settled_at IS NULL)
-    LIMIT %(bound)s) unnamed
+    (SELECT 1 FROM idempotency.outbox WHERE service IS NULL AND (status = 'pending' OR settled_at IS NULL)
+     LIMIT %(bound)s)
+    UNION ALL
+    (SELECT 1 FROM idempotency.records
+     WHERE service IS NULL AND locked_until < (SELECT clock_timestamp()) AND locked_until IS NOT NULL
+     LIMIT %(bound)s)
+) unnamed
 HAVING count(*) > 0
 ORDER BY 1
 """
@@ -61,7 +66,8 @@ ORDER BY 1
 def sharers(connection: Connection, settings: Settings, *, bound: int) -> Sequence[Row[Any]]:
     """The other services, the rows that are due for each (a lane counts as one), and whether a relay of it is alive.
 
-    The one without a name: unsettled rows that code of schema 0011 wrote and no relay has adopted. Counts stop at `bound`.
+    The one without a name: unsettled rows that code of schema 0011 wrote and no relay has adopted, and operations that it
+    began, whose lease is over. Counts stop at `bound`.
     """
     parameters = {
         "service": settings.service,

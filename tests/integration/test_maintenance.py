@@ -151,9 +151,9 @@ def fill_with_orphans(connection: Connection, number: int) -> None:
     connection.execute(
         text("""
             INSERT INTO idempotency.records
-                (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message)
+                (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, service)
             SELECT 'default', 'o', n::text, 'started', nextval('idempotency.fence'), n::text,
-                   clock_timestamp() - interval '1 s', 'h', 'v1:f', '{}'
+                   clock_timestamp() - interval '1 s', 'h', 'v1:f', '{}', 'bank'
             FROM generate_series(1, :number) AS n
         """),
         {"number": number},

@@ -158,6 +158,7 @@ class Claims(Holders):
             generation=generation,
             reason="fingerprint_mismatch",
             error=error_text("fingerprint_mismatch", "other arguments"),
+            service=self.runtime.settings.service,
         )
         self._store(Letter(id, fingerprint(id, amount), "fingerprint_mismatch", "operation", generation))
 
