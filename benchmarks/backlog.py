@@ -15,22 +15,24 @@ from . import jobs
 
 # Every tenth of the waiting operations is released, so that windows contain rows of both kinds.
 _FILL = """
-INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at)
+INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at,
+                                service)
 SELECT 'backlog' || n, 'default', 'benchmarks.unique', 'backlog' || n, 'v1:f', repeat('m', 600), 'unique', 'enqueue',
-       'published', clock_timestamp()
+       'published', clock_timestamp(), 'benchmarks'
 FROM generate_series(1, :rows) n
 """
 _RELEASED = """
-INSERT INTO idempotency.records (tenant, task, key, status, fence, available_at, fingerprint, message, queue)
+INSERT INTO idempotency.records (tenant, task, key, status, fence, available_at, fingerprint, message, queue, service)
 SELECT 'default', 'benchmarks.unique', 'backlog' || n, 'released', n, clock_timestamp() + interval '1 hour', 'v1:f',
-       repeat('m', 600), 'unique'
+       repeat('m', 600), 'unique', 'benchmarks'
 FROM generate_series(1, :rows, 10) n
 """
 _COMPLETED = """
 INSERT INTO idempotency.records
-    (tenant, task, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at)
+    (tenant, task, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at,
+     service)
 SELECT 'default', 'benchmarks.unique', 'done' || n, 'completed', n, 'v1:f', repeat('m', 600), 'unique', 'null', 200,
-       clock_timestamp(), clock_timestamp() + interval '3 days'
+       clock_timestamp(), clock_timestamp() + interval '3 days', 'benchmarks'
 FROM generate_series(1, :rows) n
 """
 

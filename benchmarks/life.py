@@ -19,7 +19,6 @@ from rich.progress import track
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency import events
 from idempotency.application import close_runtime, runtime_of
 from idempotency.relay import resend
 from idempotency.store import claims, dead_letters, ends, outbox, record
@@ -39,6 +38,8 @@ WAVE = 5_000
 # One in fifty goes through the relay and a worker, at most 500.
 REAL_SHARE, REAL_MOST = 50, 500
 OPERATION = "benchmarks.life"
+# of jobs.py
+SERVICE = "benchmarks"
 # One in so many; the others complete in their first attempt.
 RETRIED, FAILED, UNPUBLISHABLE, EXTERNAL = 10, 20, 50, 10
 FINGERPRINT = "v1:life"
@@ -137,7 +138,7 @@ def _through_sql(number: int) -> None:
     ids = [OperationId("default", OPERATION, uuid4().hex) for _ in range(number)]
     message = Message({"task": OPERATION, "id": "0"}, "[[], {}, {}]", {"queue": "idle"}, {}).to_text()
     with runtime_of(jobs.app).autocommit() as connection:
-        outside = [OperationId("default", events.EXTERNAL, uuid4().hex) for _ in ids[::EXTERNAL]]
+        outside = [OperationId("default", outbox.EXTERNAL, uuid4().hex) for _ in ids[::EXTERNAL]]
         _accept(connection, ids, message, settled=False)
         _accept(connection, outside, message, settled=True)
         _relay(connection, unpublishable={id.key for id in ids[::UNPUBLISHABLE]})
@@ -161,7 +162,7 @@ def _through_sql(number: int) -> None:
         _each(connection, ends._COMPLETE, completing, result="1", retention=SHORT, idle_ms="30000")
         for claim in failing:
             dead_letter_store._store(
-                connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, "life"
+                connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, SERVICE
             )
         _each(connection, ends._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
         resend.resend_lost(jobs.app, lambda _: 0)
@@ -181,13 +182,16 @@ def _purge() -> int:
 
 def _accept(connection: Connection, ids: Sequence[OperationId], message: str, *, settled: bool) -> None:
     rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "origin": "enqueue", "settled": settled}
+    rest["service"] = SERVICE
     when = {"ordering_key": None, "eta": None, "countdown": 0.0, "generation": 1}
     rows = [{**_row(id), "message_id": str(uuid4()), **rest, **when} for id in ids]
     connection.exec_driver_sql(outbox._INSERT, rows)
 
 
 def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> None:
-    while rows := connection.exec_driver_sql(outbox._RESERVE_ROWS, {"batch": WAVE, "seconds": 30.0}).all():
+    while rows := connection.exec_driver_sql(
+        outbox._RESERVE_ROWS, {"batch": WAVE, "seconds": 30.0, "service": SERVICE}
+    ).all():
         ids = [row.message_id for row in rows]
         keys = connection.execute(
             text("SELECT message_id, key FROM idempotency.outbox WHERE message_id = ANY(:ids)"), {"ids": ids}
@@ -197,14 +201,14 @@ def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> Non
             outbox._MARK_PUBLISHED, outbox.as_sent([row for row in rows if row.message_id not in refused])
         )
         if refused:
-            fields = {"error": "not a message", "service": "life"}
+            fields = {"error": "not a message", "service": SERVICE}
             gone = [row for row in rows if row.message_id in refused]
             connection.exec_driver_sql(outbox._GIVE_UP, outbox.as_sent(gone) | fields)
 
 
 def _claim(connection: Connection, ids: Sequence[OperationId], message: str) -> list[Claimed]:
     rest = {"fingerprint": FINGERPRINT, "message": message, "queue": "idle", "holder": "life", "lease": 600.0}
-    rest["fingerprints"] = [FINGERPRINT]
+    rest["fingerprints"], rest["service"] = [FINGERPRINT], SERVICE
     rows = [{**_row(id), "token": uuid4().hex, "synchronous": False, **rest} for id in ids]
     connection.exec_driver_sql(claims._CLAIM, rows)
     return _held(connection)

@@ -18,8 +18,9 @@ BLOCKED = 100_000
 # Half of the blocked rows have the same key, the others a key each.
 _BLOCK = """
 INSERT INTO idempotency.outbox
-    (message_id, tenant, task, key, fingerprint, message, origin, ordering_key)
-SELECT 'blocked ' || n, 'bench', 'blocked', n::text, 'f', '{}', 'enqueue', CASE WHEN n % 2 = 0 THEN 'one' ELSE n::text END
+    (message_id, tenant, task, key, fingerprint, message, origin, ordering_key, service)
+SELECT 'blocked ' || n, 'bench', 'blocked', n::text, 'f', '{}', 'enqueue', CASE WHEN n % 2 = 0 THEN 'one' ELSE n::text END,
+       'benchmarks'
 FROM generate_series(1, :rows) n
 """
 _FAIL = """

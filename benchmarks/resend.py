@@ -16,9 +16,9 @@ from . import jobs
 WAITING = 1_000_000
 _COPY = """
 INSERT INTO idempotency.outbox
-    (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at)
+    (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at, service)
 SELECT 'waiting ' || n, tenant, task, 'waiting ' || n, fingerprint, message, queue, origin, 'published',
-       clock_timestamp() - interval '1 hour'
+       clock_timestamp() - interval '1 hour', service
 FROM idempotency.outbox, generate_series(:first, :last) n WHERE key = :key
 """
 BATCH = 100_000

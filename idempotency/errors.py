@@ -25,6 +25,7 @@
     ├── LeaseLost                   this attempt is no longer the holder and must stop
     ├── OutcomeInDoubt              the reply to a COMMIT was lost: the operation is claimed again
     ├── FingerprintMismatch         this key was used with other arguments: nothing ran
+    ├── ServiceMismatch             this key is used by another application on the same tables: nothing ran
     ├── OperationBusy               another attempt holds the operation (eager calls); not ended in time (Handle)
     ├── OperationFailed             a duplicate of a failed operation
     ├── OperationNotFound
@@ -230,6 +231,14 @@ class OutcomeInDoubt(IdempotencyError):
 
 class FingerprintMismatch(IdempotencyError):
     """This key was used before with different arguments; nothing ran, and the stored result is unchanged."""
+
+    code = "fingerprint_mismatch"
+
+
+class ServiceMismatch(IdempotencyError):
+    """Another application has an operation of this tenant, task and key in the same database; nothing ran."""
+
+    code = "service_mismatch"
 
 
 class OperationBusy(IdempotencyError):

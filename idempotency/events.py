@@ -22,13 +22,11 @@ from .application import runtime_of
 from .errors import InvalidArguments, SettingsError
 from .store import outbox
 from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
+from .store.outbox import EXTERNAL
 from .wire import keys
 from .wire.keys import OperationId
 from .wire.message import Message
 from .worker.task import IdempotentTask
-
-# The task name of outbox rows for external consumers; such a row has no operation.
-EXTERNAL = "idempotency.external_event"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,15 @@ def publish(
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
         id = OperationId(tenant or settings.tenant, EXTERNAL, event_id)
         fingerprint = keys.fingerprint({"data": data})
-        outbox.insert(in_transaction_of(session), id, fingerprint, message, ordering_key=ordering_key, settled=True)
+        outbox.insert(
+            in_transaction_of(session),
+            id,
+            fingerprint,
+            message,
+            service=settings.service,
+            ordering_key=ordering_key,
+            settled=True,
+        )
     return event_id
 
 

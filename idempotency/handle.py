@@ -61,8 +61,9 @@ class Handle(Generic[R_co]):
 
     def lookup(self) -> StoredOperation[R_co] | None:
         """The stored operation; None before its first attempt."""
-        with runtime_of(self.app).autocommit() as connection:
-            row = operations.lookup(connection, self.id)
+        runtime = runtime_of(self.app)
+        with runtime.autocommit() as connection:
+            row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
             return None
         error = None if row.error is None else error_fields(row.error)

@@ -31,6 +31,8 @@ PREFIX = "idempotency_"
 HOUR = 3600.0
 DAY = 24 * HOUR
 NOT_AN_ADDRESS = "not an address"
+# Bytes. It is part of a queue's name, of at most 255.
+SERVICE_LIMIT = 200
 
 
 def _web_address(value: SecretStr) -> SecretStr:
@@ -74,6 +76,12 @@ def _key(value: str) -> str:
         return check_key(value, field="tenant")
     except CallRefused as error:
         raise ValueError(str(error)) from None
+
+
+def _service(value: str) -> str:
+    if not value.isprintable() or not 0 < len(value.encode()) <= SERVICE_LIMIT:
+        raise ValueError(f"must be 1 to {SERVICE_LIMIT} bytes of printable text: it is part of a queue's name")
+    return value
 
 
 class Settings(BaseModel):
@@ -140,8 +148,9 @@ class Settings(BaseModel):
     # heartbeat has its own connection.
     pool_size: int = Field(10, ge=1)
 
-    # This application's name in dead letters, alerts and reports. Default: the Celery application's name.
-    service: str = Field("celery", min_length=1, max_length=255)
+    # This application's name on all that it stores and sends. The same in all of its processes, and in no other
+    # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.
+    service: Annotated[str, AfterValidator(_service)] = "celery"
     # Where alerts are posted as {"text": ...}, as for Slack's incoming webhooks. Default: log and metric only.
     alert_webhook_url: Annotated[SecretStr, AfterValidator(_web_address)] | None = None
     # One alert per service and reason in this time, with a count of the new dead letters.

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store import claims
-from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Mismatch
+from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch
 from ..wire.delivery import Delivery
 from .hints import Hint
 from .runtime import Runtime
@@ -31,7 +31,7 @@ def at_once(ask: Callable[[], T], /) -> T:
 
 def claim(
     runtime: Runtime, delivery: Delivery, token: str, patiently: Patience = at_once
-) -> Claimed | Completed | Failed | Mismatch | Busy:
+) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:
     """Claim the operation, or learn from its record why not. Raises what `patiently` does.
 
     `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
@@ -57,7 +57,7 @@ def claim(
 
 def _answer(
     runtime: Runtime, delivery: Delivery, token: str, *, duplicate_first: bool
-) -> Claimed | Completed | Failed | Mismatch | Busy:
+) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:
     with runtime.autocommit() as connection:
         if duplicate_first and _counted(runtime, connection, delivery):
             return Busy()
@@ -77,6 +77,7 @@ def ask(
     return claims.claim(
         connection,
         delivery.id,
+        service=runtime.settings.service,
         token=token,
         fingerprint=delivery.fingerprint,
         message=delivery.message,
@@ -94,6 +95,7 @@ def _counted(runtime: Runtime, connection: Connection, delivery: Delivery) -> bo
         delivery.id,
         delivery.fingerprint,
         delivery.also,
+        service=runtime.settings.service,
         message=delivery.message,
         queue=delivery.queue,
     )

@@ -69,8 +69,8 @@ class Hints:
     `lease`: seconds after which a hint expires. `pause`: seconds without Redis after an error.
     """
 
-    def __init__(self, url: str | None, *, database: str, lease: float, timeout: float, pause: float) -> None:
-        self._database = database
+    def __init__(self, url: str | None, *, owner: str, lease: float, timeout: float, pause: float) -> None:
+        self.owner = owner
         self._lease_ms = max(int(lease * 1000), 1)
         self._pause = pause
         self._skip_until = 0.0
@@ -134,7 +134,7 @@ class Hints:
         return dropped
 
     def _name(self, id: OperationId) -> str:
-        return hint_name(id, self._database)
+        return hint_name(id, self.owner)
 
     def _call(self, script: str, hints: Sequence[tuple[str, str]]) -> object | None:
         """One round trip over hints (name, value). Returns the script's answer; None without Redis."""
@@ -153,6 +153,6 @@ class Hints:
             return None
 
 
-def hint_name(id: OperationId, database: str) -> str:
-    """The key of a hint. Applications may share a Redis, so it names the database."""
-    return f"idempotency:hint:{hashlib.sha256(database.encode()).hexdigest()[:8]}:{id.digest}"
+def hint_name(id: OperationId, owner: str) -> str:
+    """The key of a hint. Applications may share a Redis, and even a database: `owner` names database and application."""
+    return f"idempotency:hint:{hashlib.sha256(owner.encode()).hexdigest()[:8]}:{id.digest}"

@@ -61,4 +61,10 @@ def _is_revoked(attempt: Attempt) -> bool:
     if attempt.claim.revoked or not attempt.delivery.is_revoked:
         return attempt.claim.revoked
     with attempt.runtime.autocommit() as connection:
-        return claims.revoke(connection, attempt.claim.id, attempt.claim.fingerprint, remembered=True)
+        return claims.revoke(
+            connection,
+            attempt.claim.id,
+            attempt.claim.fingerprint,
+            service=attempt.runtime.settings.service,
+            remembered=True,
+        )

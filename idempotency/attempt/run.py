@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from ..errors import IdempotencyError, LeaseLost, OutcomeInDoubt
 from ..observe import metrics
 from ..observe.crash_points import crash_point
-from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch
+from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .claim import Patience, at_once, claim
@@ -35,7 +35,7 @@ DOUBT_ROUNDS = 5
 IN_DOUBT = (LeaseLost, OutcomeInDoubt, DBAPIError, PoolTimeout, SoftTimeLimitExceeded)
 
 Body = Callable[[Attempt], Any]
-Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | Busy
+Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | Foreign | Busy
 
 
 def run(runtime: Runtime, delivery: Delivery, policy: Policy, body: Body, patiently: Patience = at_once) -> Outcome:

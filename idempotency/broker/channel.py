@@ -8,17 +8,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from amqp.basic_message import Message as AmqpMessage
 from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed, ResourceLocked
 from celery import Celery
 from kombu import Connection as BrokerConnection
+from kombu import Message as BrokerMessage
 from kombu import Queue
 from kombu.exceptions import KombuError
 
 from ..errors import BrokerUnavailable
 from ..observe.logs import log
-from ..queues import dead_letter_queues
+from ..queues import QuorumQueue, dead_letter_queues
 
 BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)
+# Seconds to wait for the confirm of a message that is forwarded.
+FORWARD_TIMEOUT = 5.0
 # Seconds that a worker may take to say what it holds: Celery's own patience.
 REPLY = 1.0
 
@@ -142,6 +146,21 @@ def declare_queues(connection: BrokerConnection, queues: Iterable[Queue]) -> Any
             log.warning("queue_differs", queue=queue.name, error=type(error).__name__)
             channel = connection.channel()
     return channel
+
+
+def points_to_shared(channel: Any, queues: Iterable[Queue]) -> bool:
+    """Whether the broker has one of these queues with the shared dead-letter queue of earlier versions."""
+    return any(isinstance(queue, QuorumQueue) and queue.points_to_shared(channel) for queue in queues)
+
+
+def forward(connection: BrokerConnection, message: BrokerMessage, queue: Queue) -> None:
+    """Declare a queue and publish a message to it as it is. Returns once the broker has confirmed it."""
+    with connection.channel() as channel:
+        queue(channel).queue_declare()
+        copy = AmqpMessage(message.body, **{**message.properties, "delivery_mode": 2})
+        channel.basic_publish_confirm(
+            copy, exchange="", routing_key=queue.name, mandatory=True, confirm_timeout=FORWARD_TIMEOUT
+        )
 
 
 def _seen(channel: Any, queue: str) -> Seen:

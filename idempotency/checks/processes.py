@@ -1,17 +1,47 @@
-"""Checks of the running processes: whether any is missing or silent, and whether work has consumers."""
+"""Checks of the running processes: whether any is missing or silent, whether work has consumers, and who else is here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from celery import Celery
+from sqlalchemy import Row
 
 from ..settings import Settings
-from ..store.overview import monitoring_connection
+from ..store.overview import Look, monitoring_connection
 from ..upkeep import alarms, overview
-from .findings import Finding, ok, warning
+from .findings import Finding, ok, refusal, warning
 
 
 def check_processes(app: Celery, given: Settings) -> list[Finding]:
     with monitoring_connection(given) as connection:
         found = overview.look(connection, app, given)
     wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
-    return wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]
+    return _sharing(app, found, given) + (
+        wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]
+    )
+
+
+def _sharing(app: Celery, found: Look, given: Settings) -> list[Finding]:
+    """Who else uses this database, and whether queues are kept apart."""
+    findings = [
+        ok(f"application {row.service}", "on the same database; each publishes, recovers and purges its own")
+        for row in found.sharers
+        if row.service is not None
+    ]
+    own = set(app.amqp.queues)
+    for other in _alive(found.others, given):
+        for queue in sorted(own & set(other.queues)):
+            who = f"also consumed by {other.name} of the application {other.service}"
+            findings.append(refusal(f"queue {queue}", who, "give each application its own queues"))
+    for process in _alive(found.processes, given):
+        if unknown := sorted(set(process.queues) - own):
+            who = f"{process.name} has this name, and consumes {', '.join(unknown)}, which this application does not declare"
+            advice = "if it is another application, give each its own idempotency_service; it may be another version"
+            findings.append(warning(f"idempotency_service {given.service}", who, advice))
+    return findings
+
+
+def _alive(processes: Iterable[Row[Any]], given: Settings) -> list[Row[Any]]:
+    return [process for process in processes if process.silent_seconds <= given.alarm_silence]

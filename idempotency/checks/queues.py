@@ -10,7 +10,7 @@ from celery import Celery
 from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
-from ..queues import DELIVERY_LIMIT, dead_letter_queues
+from ..queues import DELIVERY_LIMIT, SHARED_DEAD_LETTERS, QuorumQueue, dead_letter_queues
 from ..settings import Settings
 from ..worker.task import IdempotentTask
 from .findings import Finding, ok, refusal, warning
@@ -71,6 +71,9 @@ def _declared(queue: Queue) -> list[Finding]:
     if exchange is None or (exchange == "" and key in (None, "", queue.name)):
         found = f"dead letters go to exchange {exchange!r} with routing key {key!r}, need a separate queue"
         findings.append(refusal(subject, found, "use idempotency.queues.quorum_queue"))
+    if (exchange, key) == ("", SHARED_DEAD_LETTERS):
+        found = f"dead letters go to {key}, as those of all applications of an earlier version"
+        findings.append(warning(subject, found, "declare it without dead_letter_queue, once it can be made anew"))
     if not queue.durable or queue.auto_delete or queue.no_ack:
         found = f"durable={queue.durable} auto_delete={queue.auto_delete} no_ack={queue.no_ack}, need True False False"
         findings.append(refusal(subject, found, "use idempotency.queues.quorum_queue"))
@@ -117,9 +120,14 @@ def _real(connection: Connection, queue: Queue) -> list[Finding]:
                     "delete the queue once it is empty, or declare it with its actual arguments",
                 )
             ]
+        else:
+            is_shared = isinstance(queue, QuorumQueue) and queue.points_to_shared(channel)
         finally:
             if channel.is_open:
                 channel.close()
+    if is_shared:
+        found = f"made by an earlier version: its dead letters go to {SHARED_DEAD_LETTERS}, which others may share"
+        return [warning(subject, found, "delete the queue once it is empty; it is made anew with its own")]
     return []
 
 

@@ -147,8 +147,10 @@ def resolve(
 
 
 def _shown(app: str, key: str, task: str | None, tenant: str | None, fence: int | None) -> Shown:
-    with runtime_of(application(app)).autocommit() as connection:
-        shown = read(connection, find(connection, key, task=task, tenant=tenant))
+    runtime = runtime_of(application(app))
+    service = runtime.settings.service
+    with runtime.autocommit() as connection:
+        shown = read(connection, find(connection, key, service, task=task, tenant=tenant), service)
     # compared in the change's own transaction, once it is known not to be a repetition
     return shown if fence is None else replace(shown, fence=fence)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
 from ..checks.broker import require_broker_address
-from ..errors import IdempotencyError
+from ..errors import ChangeRefused, IdempotencyError
 from ..letters.consumer import DeadLetterConsumer, consume_once
 from ..operate import discard
 from ..operate.change import Change
@@ -31,7 +32,7 @@ from ..store.statements import describe
 from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
-from .options import ActorOption, AppOption, JsonOption, RequestOption
+from .options import ActorOption, AppOption, JsonOption, RequestOption, ServiceOption
 from .terminal import application, console, operators_token, plain, print_json, print_table
 
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
@@ -56,7 +57,6 @@ class By(StrEnum):
 IdsArgument = Annotated[list[int] | None, typer.Argument(help="Dead letters by number.", metavar="[ID]...")]
 TaskOption = Annotated[str | None, typer.Option(help="Only this task name.")]
 ErrorOption = Annotated[str | None, typer.Option(help="Only this reason, as `list` shows it.")]
-ServiceOption = Annotated[str | None, typer.Option(help="Only this service.")]
 TenantOption = Annotated[str | None, typer.Option(help="Only this tenant.")]
 LimitOption = Annotated[int, typer.Option(min=1, max=BULK_LIMIT, help="Refuse if the filters match more than this.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print which ones, and change nothing.")]
@@ -76,9 +76,11 @@ def list_letters(
     as_json: JsonOption = False,
 ) -> None:
     """The newest dead letters, or how many there are of each kind."""
-    selection = Selection(None if status is Status.ALL else status.value, task, error, service, tenant)
+    runtime = runtime_of(application(app))
+    shown = None if status is Status.ALL else status.value
+    selection = Selection(shown, task, error, service or runtime.settings.service, tenant)
     groups: list[Group] = [group.value for group in by or ()]
-    with runtime_of(application(app)).autocommit() as connection:
+    with runtime.autocommit() as connection:
         if groups:
             rows = dead_letters.group_letters(connection, selection, groups, limit=limit)
         else:
@@ -95,9 +97,13 @@ _COLUMNS = ("id", "consumer_service", "task", "key", "reason", "status", "failed
 
 
 @letters.command("show")
-def show_letter(letter: LetterArgument, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+def show_letter(
+    letter: LetterArgument, service: ServiceOption = None, app: AppOption = "tasks", as_json: JsonOption = False
+) -> None:
     """One dead letter with its errors; headers and payload only with --json."""
-    with runtime_of(application(app)).autocommit() as connection:
+    celery = application(app)
+    _check_service(celery, [letter], service)
+    with runtime_of(celery).autocommit() as connection:
         fields = dead_letters.show(connection, letter)._asdict()
     if as_json:
         print_json(fields)
@@ -160,10 +166,13 @@ def discard_letters(
 
 @letters.command("approve")
 def approve_discards(
-    ids: Annotated[list[int], typer.Argument(metavar="ID...")], app: AppOption = "tasks", as_json: JsonOption = False
+    ids: Annotated[list[int], typer.Argument(metavar="ID...")],
+    service: ServiceOption = None,
+    app: AppOption = "tasks",
+    as_json: JsonOption = False,
 ) -> None:
     """Discard what another operator has asked to discard. Needs the role admin. Your token: IDEMPOTENCY_TOKEN."""
-    runtime = runtime_of(application(app))
+    runtime = runtime_of(celery := application(app))
     person = authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
@@ -171,6 +180,7 @@ def approve_discards(
             discard.approve(connection, person, letter)
         return _named(letter, "discarded", None)
 
+    _check_service(celery, ids, service)
     _each(ids, approve, "discarded", single=_single(ids), dry_run=False, as_json=as_json)
 
 
@@ -179,6 +189,7 @@ def report_letters(
     days: Annotated[int, typer.Option(min=1, max=366)] = reports.DAYS,
     weekly: Annotated[bool, typer.Option("--weekly", help="The last seven days.")] = False,
     mail: Annotated[bool, typer.Option("--mail", help="Mail it to idempotency_report_mail_to as well.")] = False,
+    service: ServiceOption = None,
     app: AppOption = "tasks",
     as_json: JsonOption = False,
 ) -> None:
@@ -186,7 +197,7 @@ def report_letters(
     days = reports.DAYS if weekly else days
     runtime = runtime_of(application(app))
     with runtime.autocommit() as connection:
-        rows = dead_letters.report(connection, days=days)
+        rows = dead_letters.report(connection, service or runtime.settings.service, days=days)
     if mail:
         reports.mail(runtime.settings, reports.text(rows, days), days=days)
     if as_json:
@@ -226,16 +237,30 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
     if ids:
         if len(ids) > limit:
             raise IdempotencyError(f"{len(ids)} dead letters named, --limit is {limit}")
+        _check_service(app, ids, selection.service)
         return ids
     if selection == Selection("open"):
         raise typer.BadParameter("name dead letters, or choose by --task, --error, --service or --tenant")
-    with runtime_of(app).autocommit() as connection:
-        chosen = dead_letters.select_ids(connection, selection, limit=limit)
+    runtime = runtime_of(app)
+    with runtime.autocommit() as connection:
+        own = replace(selection, service=selection.service or runtime.settings.service)
+        chosen = dead_letters.select_ids(connection, own, limit=limit)
     if not chosen and (name := selection.task) is not None:
         app.loader.import_default_modules()
         if name not in app.tasks:
             raise IdempotencyError(f"--task {name}: no open dead letter matches, and the application has no such task")
     return chosen
+
+
+def _check_service(app: Celery, ids: list[int], named: str | None) -> None:
+    """Raise `ChangeRefused` for a letter of an application that is neither this one nor the one named."""
+    runtime = runtime_of(app)
+    service = named or runtime.settings.service
+    with runtime.autocommit() as connection:
+        found = dead_letters.services_of(connection, ids)
+    for letter, its in sorted(found.items()):
+        if its not in (None, service):
+            raise ChangeRefused(f"dead letter {letter}: is of the application {its!r}; name it with --service")
 
 
 def _single(ids: list[int] | None) -> int | None:

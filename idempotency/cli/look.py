@@ -18,7 +18,7 @@ from ..operate.change import find
 from ..store import operations
 from ..store import overview as stored
 from ..upkeep import overview
-from .options import AppOption, JsonOption, KeyArgument, TaskOption, TenantOption
+from .options import AppOption, JsonOption, KeyArgument, ServiceOption, TaskOption, TenantOption
 from .terminal import application, console, plain, print_json, print_table
 
 commands = typer.Typer()
@@ -34,7 +34,7 @@ class Status(StrEnum):
 
 @commands.command("status")
 def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
-    """Queues, processes, operations by status, and what has waited longest."""
+    """Queues, processes, operations by status, and what has waited longest; other applications in the database."""
     celery = application(app)
     given = settings_of(celery)
     with stored.monitoring_connection(given) as connection:
@@ -51,6 +51,8 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     if seen["outbox"]["due"] and not seen["relay_is_running"]:
         waiting = f"rows due: {seen['outbox']['due']:,}, for {_age(seen['outbox']['oldest_due_seconds'])}"
         console.print(f"no relay is running; {waiting}; start `idempotency relay`", soft_wrap=True)
+    for other in seen["other_services"]:
+        console.print(plain(_shared_with(other)), markup=False, highlight=False, soft_wrap=True)
     if seen["processes"]:
         print_table(
             "process", "name", "host", "last sign", "queues", "version",
@@ -94,6 +96,7 @@ def list_operations(
     task: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
     status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    service: ServiceOption = None,
     older_than: Annotated[
         float | None, typer.Option(min=0, help="Only those accepted or first claimed more than this many seconds ago.")
     ] = None,
@@ -101,9 +104,16 @@ def list_operations(
     as_json: JsonOption = False,
 ) -> None:
     """The oldest operations, without arguments and results. The accepted ones have no record yet."""
-    with stored.monitoring_connection(settings_of(application(app))) as connection:
+    settings = settings_of(application(app))
+    with stored.monitoring_connection(settings) as connection:
         rows = stored.list_operations(
-            connection, task=task, status=status, tenant=tenant, older_than=older_than, limit=limit
+            connection,
+            service or settings.service,
+            task=task,
+            status=status,
+            tenant=tenant,
+            older_than=older_than,
+            limit=limit,
         )
     if as_json:
         print_json([row._asdict() | {"error": row.error and json.loads(row.error)} for row in rows])
@@ -124,12 +134,14 @@ def show_operation(
     app: AppOption = "tasks",
     task: TaskOption = None,
     tenant: TenantOption = None,
+    service: ServiceOption = None,
     with_payload: Annotated[bool, typer.Option("--with-payload", help="Also arguments and results.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """One operation: its record, effects, deliveries, dead letters, and what people have changed."""
-    with runtime_of(application(app)).autocommit() as connection:
-        id = find(connection, key, task=task, tenant=tenant)
+    runtime = runtime_of(application(app))
+    with runtime.autocommit() as connection:
+        id = find(connection, key, service or runtime.settings.service, task=task, tenant=tenant)
         shown = operations.operation(connection, id, with_payload=with_payload)
     if as_json:
         print_json(shown)
@@ -171,6 +183,14 @@ def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
     if rows:
         columns = tuple(column for column in columns if column in rows[0])
         print_table(*columns, rows=[[row[column] for column in columns] for row in rows], title=title)
+
+
+def _shared_with(other: dict[str, Any]) -> str:
+    due = f"{other['due']:,} rows due"
+    if other["service"] is None:
+        return f"rows without a service, whose tasks this application does not know: {other['due']:,}"
+    relay = "its relay is running" if other["has_relay"] else "no relay of it is running"
+    return f"the application {other['service']} shares the database: {relay}, {due}"
 
 
 def _refused(refusals: int, since: Any) -> str:

@@ -26,6 +26,9 @@ TaskOption = Annotated[
     str | None, typer.Option(help="The task's name or its end after a dot, if several tasks have the key.")
 ]
 TenantOption = Annotated[str | None, typer.Option(help="The tenant, if several have the key.")]
+ServiceOption = Annotated[
+    str | None, typer.Option(help="Those of another application in the same database. Default: this application's.")
+]
 ReasonOption = Annotated[str, typer.Option(help="Why; kept in the audit table.")]
 ActorOption = Annotated[str, typer.Option("--as", help="Who does it.", default_factory=this_user, show_default="you")]
 RequestOption = Annotated[

@@ -5,6 +5,9 @@ between the message is redelivered, which makes no second row. If the operation 
 a duplicate and gets no letter. A message that was rejected without a visible defect (by a worker from before a deploy,
 say) is retried for a while before its operation ends. Any number of consumers may run; the relay runs one.
 
+What another application has sent is neither stored nor ended here: it is forwarded to that one's queue, and acknowledged
+once the broker has confirmed it.
+
 Messages come from anywhere, so their headers may hold anything. Whatever goes wrong with one message, it stays
 unacknowledged until its next try while others go on.
 """
@@ -29,13 +32,14 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..application import runtime_of
-from ..broker.channel import declare_queues
+from ..broker.channel import declare_queues, forward, points_to_shared
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..queues import dead_letter_queues
+from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe
 from ..wire.foreign_headers import accept_any_timestamp
+from .owner import owner_of
 from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
 
 # Seconds between polls of an empty queue.
@@ -66,6 +70,7 @@ class _Taken:
     """A message that is not acknowledged yet."""
 
     message: BrokerMessage
+    queue: str
     due: float = 0.0  # by time.monotonic()
     tries: int = 0
     surprises: int = 0  # of these tries, those that failed neither for Postgres nor for a lock
@@ -84,6 +89,8 @@ class DeadLetterConsumer:
         self._held: list[_Taken] = []
         # delivery tags
         self._parked: list[Any] = []
+        # names of the queues that it takes from
+        self._queues: list[str] = []
         # digests of letters that an outage of Postgres interrupted: that try does not count
         self._interrupted: set[str] = set()
 
@@ -125,25 +132,32 @@ class DeadLetterConsumer:
             self._handle(again)
             if time.monotonic() - began >= PASS / 2:
                 break
-        queues = dead_letter_queues(self._app.amqp.queues.values())
+        queues = list(self._queues)
         while queues and taken < limit and len(self._parked) < PARKED_LIMIT:
             if taken and time.monotonic() - began >= PASS:
                 break
             for queue in list(queues):  # in turns, so that a long queue does not delay the next one
-                if (raw := channel.basic_get(queue.name, no_ack=False)) is None:
+                if (raw := channel.basic_get(queue, no_ack=False)) is None:
                     queues.remove(queue)
                     continue
                 message = channel.message_to_python(raw)
                 message.accept = accept
                 taken += 1
-                self._handle(_Taken(message))
+                self._handle(_Taken(message, queue))
         if not taken:
             self._unpark()
         return taken
 
     def _handle(self, taken: _Taken) -> None:
+        service = runtime_of(self._app).settings.service
+        owner = owner_of(self._app, taken.message, taken.queue)
+        if owner is None:
+            self._parked.append(taken.message.delivery_tag)
+            return
         try:
-            if taken.surprises < ON_FAILED_TRIES:
+            if owner != service:
+                self._forward(taken, owner)
+            elif taken.surprises < ON_FAILED_TRIES:
                 patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
                 store(self._app, taken.message, self._interrupted, patience=patience)
             else:
@@ -156,6 +170,13 @@ class DeadLetterConsumer:
         else:
             crash_point("dead_letter.stored")
             taken.message.ack()
+
+    def _forward(self, taken: _Taken, owner: str) -> None:
+        """Send a message of another application to the queue where that one looks for it."""
+        assert self._broker is not None
+        target = forwarded_dead_letters(owner)
+        forward(self._broker, taken.message, dead_letter_queue(target))
+        log.warning("dead_letter_forwarded", queue=taken.queue, to=target)
 
     def _hold(self, taken: _Taken, error: Exception) -> None:
         pause = HELD_PAUSE * 2 ** min(taken.tries - 1, 20) if taken.tries else 0.0
@@ -189,7 +210,13 @@ class DeadLetterConsumer:
         if self._channel is None:
             self._broker = self._app.connection_for_read(connect_timeout=5)
             self._broker.connect()
-            self._channel = declare_queues(self._broker, dead_letter_queues(self._app.amqp.queues.values()))
+            own, service = list(self._app.amqp.queues.values()), runtime_of(self._app).settings.service
+            queues = [*dead_letter_queues(own), dead_letter_queue(forwarded_dead_letters(service))]
+            self._channel = declare_queues(self._broker, queues)
+            if points_to_shared(self._channel, own):
+                queues.append(dead_letter_queue(SHARED_DEAD_LETTERS))
+                self._channel = declare_queues(self._broker, queues[-1:])
+            self._queues = list(dict.fromkeys(queue.name for queue in queues))
         return self._channel
 
 

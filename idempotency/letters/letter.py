@@ -58,6 +58,7 @@ EXPLANATIONS = {
     "rejected": "rejected by the worker",
     "unhandled": "the relay could not handle it; its operation was not touched",
     "fingerprint_mismatch": "this idempotency key was used with other arguments",
+    "service_mismatch": "this idempotency key is used by another application in this database",
 }
 # The header that says that a body is not text and is stored as base64.
 BODY_HEADER = "idempotency-body"
@@ -88,6 +89,7 @@ def dead_of(
     generation = headers.get(GENERATION_HEADER)
     return UndeliveredMessage(
         id,
+        letter.service,
         fingerprints[0],
         fingerprints[1:],
         message_id=letter.message_id,
@@ -186,7 +188,6 @@ def shown(value: object) -> str | None:
     return None if value is None else storable(str(value))[:NAME_LIMIT]
 
 
-def refused(letter: BrokerLetter, generation: int) -> BrokerLetter:
-    reason = "fingerprint_mismatch"
+def refused(letter: BrokerLetter, generation: int, reason: str) -> BrokerLetter:
     error = error_text(reason, EXPLANATIONS[reason])
     return replace(letter, reason=reason, generation=generation, last_error=error)

@@ -21,7 +21,7 @@ from ..errors import CallRefused, PermanentError, TransactionEnded, UnknownVersi
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import claims, ends, letters, undelivered
-from ..store.answers import Busy, Changed, Mismatch
+from ..store.answers import Busy, Changed, Foreign, Mismatch
 from ..store.ends import FailedEnd
 from ..store.letters import BrokerLetter
 from ..store.statements import describe
@@ -227,7 +227,9 @@ def _end(
                     )
                     stored = letters.store_end(connection, letter)
                 case Mismatch(generation):
-                    stored = letters.store_message(connection, refused(letter, generation))
+                    stored = letters.store_message(connection, refused(letter, generation, "fingerprint_mismatch"))
+                case Foreign(generation):
+                    stored = letters.store_message(connection, refused(letter, generation, "service_mismatch"))
                 case Busy():
                     undelivered.count_copy(connection, dead)
                 case Changed():

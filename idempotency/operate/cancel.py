@@ -74,12 +74,13 @@ def _open_record(connection: Connection, runtime: Runtime, id: OperationId) -> N
     # Replayed operations and attempts given back count from 0 again, so the claim alone cannot tell them from new ones.
     if operations.read_locked(connection, id) is not None:
         raise ChangeRefused(f"{called(id)}: was accepted when shown and has begun since; look again")
-    sent = operations.accepted(connection, id)
+    sent = operations.accepted(connection, id, runtime.settings.service)
     if sent is None:
         raise ChangeRefused(f"{called(id)}: has since been purged")
     answer = claims.claim(
         connection,
         id,
+        service=runtime.settings.service,
         token=secrets.token_hex(16),
         fingerprint=sent.fingerprint,
         message=sent.message,

@@ -55,12 +55,18 @@ class Change:
 # ---------------------------------------------------------------- what a person is shown
 
 
-def find(connection: Connection, key: str, *, task: str | None = None, tenant: str | None = None) -> OperationId:
-    """Find the one operation that has this key. `task` is the task's name, or its end after a dot.
+def find(
+    connection: Connection, key: str, service: str, *, task: str | None = None, tenant: str | None = None
+) -> OperationId:
+    """Find the one operation of `service` that has this key. `task` is the task's name, or its end after a dot.
 
     Raises `OperationNotFound`, and `ChangeRefused` with the choices if there are several.
     """
-    found = operations.find(connection, key, task=task, tenant=tenant)
+    every = operations.find(connection, key, task=task, tenant=tenant, service=service)
+    found = [id for id, services in every if not services or service in services]
+    if every and not found:
+        others = ", ".join(sorted({name for _, services in every for name in services}))
+        raise OperationNotFound(f"key {key!r}: no operation of {service!r} has it; this application has: {others}")
     found = [id for id in found if id.task == task] or found  # an exact name wins over the end of a longer one
     if not found:
         raise OperationNotFound(f"key {key!r}: no operation has it")
@@ -70,12 +76,14 @@ def find(connection: Connection, key: str, *, task: str | None = None, tenant: s
     return found[0]
 
 
-def read(connection: Connection, id: OperationId) -> Shown:
-    """Read what a change will depend on. Raises `OperationNotFound`."""
+def read(connection: Connection, id: OperationId, service: str) -> Shown:
+    """Read what a change will depend on. Raises `OperationNotFound`, and `ChangeRefused` for another application's."""
     row = operations.status_and_fence(connection, id)
+    if row is not None and row.service not in (None, service):
+        raise ChangeRefused(f"{called(id)}: is an operation of the application {row.service!r}, not of {service!r}")
     if row is not None:
         return Shown(id, row.status, row.fence)
-    if operations.accepted(connection, id) is None:
+    if operations.accepted(connection, id, service) is None:
         raise OperationNotFound(f"{called(id)}: has neither a record nor a message that waits")
     return Shown(id, "accepted", None)
 

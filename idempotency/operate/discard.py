@@ -73,7 +73,7 @@ def _operation_to_discard(connection: Connection, letter: int) -> tuple[Operatio
         return id, record
     if record.status == "started":
         raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
-    if not discards.will_be_delivered(connection, id, record.fingerprint):
+    if not discards.will_be_delivered(connection, id, record.fingerprint, service=record.service):
         raise DiscardRefused(
             f"dead letter {letter}: the operation has not ended and nothing else will deliver it; replay the letter, "
             "or cancel the operation first"
@@ -92,6 +92,8 @@ def _check_no_open_effect(letter: Row[Any], record: Any) -> None:
 
 def _is_same_request(letter: Row[Any], record: Any) -> bool:
     """Whether letter and record may be of the same request. Fingerprints made by different rules cannot be compared."""
+    if None not in (letter.consumer_service, record.service) and letter.consumer_service != record.service:
+        return False
     mine, its = letter.fingerprint, record.fingerprint
     return mine in (None, its) or keys.fingerprint_version(mine) != keys.fingerprint_version(its)
 

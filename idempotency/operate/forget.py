@@ -20,7 +20,7 @@ def forget_process(app: Celery, name: str, change: Change) -> int:
     runtime = runtime_of(app)
     each = replace(change, request_id=None)
     with runtime.engine.begin() as connection:
-        forgotten = processes.forget(connection, name, runtime.settings.alarm_silence)
+        forgotten = processes.forget(connection, runtime.settings.service, name, runtime.settings.alarm_silence)
         if not forgotten:
             raise ChangeRefused(f"{name}: no process of this name is silent")
         for row in forgotten:

@@ -16,10 +16,11 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
     Raises `OperationNotFound` and `ReplayRefused`.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
-    with runtime_of(app).engine.begin() as connection:
+    runtime = runtime_of(app)
+    with runtime.engine.begin() as connection:
         if (done := repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.task, done.key)
-        id = dead_letters.replay(connection, letter, app=app)
+        id = dead_letters.replay(connection, letter, service=runtime.settings.service, app=app)
         row = operations.read_locked(connection, id)
         audit(connection, change, "replay", id, row, details={"dead_letter": letter})
     return id

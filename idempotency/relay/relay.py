@@ -31,6 +31,7 @@ from ..observe.logs import log
 from ..store import outbox
 from ..store.outbox import Lane
 from ..wire.message import Message
+from ..worker.task import idempotent_tasks
 
 # Rows per pass: enough to pipeline confirms, few enough that a killed relay delays little.
 BATCH = 200
@@ -91,11 +92,13 @@ class Relay:
         self.close()
 
     def run_once(self) -> Relayed:
-        """Reserve a batch, publish it outside any transaction, and mark exactly what was confirmed."""
+        """Reserve a batch of this application's rows, publish it outside any transaction, and mark what was confirmed."""
         runtime = runtime_of(self._app)
+        service = runtime.settings.service
         with runtime.autocommit() as connection:
-            rows = outbox.reserve_rows(connection, batch=self._batch, seconds=RESERVATION)
-            ordered = outbox.reserve_lanes(connection, batch=self._batch, seconds=RESERVATION)
+            outbox.adopt(connection, service, [task.name for task in idempotent_tasks(self._app)])
+            rows = outbox.reserve_rows(connection, service, batch=self._batch, seconds=RESERVATION)
+            ordered = outbox.reserve_lanes(connection, service, batch=self._batch, seconds=RESERVATION)
         lanes: list[Lane] = list(dict.fromkeys((row.task, row.ordering_key) for row in ordered))
         rows += _publishable(ordered)
         if not rows:
@@ -110,7 +113,7 @@ class Relay:
         for row in rows:
             try:
                 message = Message.from_text(row.message).marked(
-                    origin=row.origin, outbox_id=row.message_id, generation=row.generation
+                    service=service, origin=row.origin, outbox_id=row.message_id, generation=row.generation
                 )
                 batch.append((row.message_id, message))
             except Exception as error:  # whatever it is, only this row is affected

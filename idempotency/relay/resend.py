@@ -26,9 +26,10 @@ from ..broker.publisher import Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.logs import log
-from ..store import lost, markers, sweeps
+from ..store import lost, markers, outbox, sweeps
 from ..store.lost import BATCH
 from ..wire.message import Message
+from ..worker.task import idempotent_tasks
 
 # How long a message may take from its queue to a worker that reports holding it, in seconds.
 GRACE = 5.0
@@ -47,20 +48,21 @@ class Resent:
 def resend_lost(
     app: Celery, depth: Callable[[str], int] | None = None, *, publisher: Publisher | None = None
 ) -> Resent:
-    """Settle what has ended, and resend what the broker has lost. Safe to run concurrently.
+    """Settle what has ended, and resend what the broker has lost of this application. Safe to run concurrently.
 
     Nothing is resent while the broker is unavailable. Pass a `publisher` to reuse its connection. `depth` returns the
     number of ready messages in a queue, for a broker whose queues are not first in, first out.
     """
     runtime = runtime_of(app)
     with runtime.autocommit() as connection:
+        outbox.adopt(connection, runtime.settings.service, [task.name for task in idempotent_tasks(app)])
         settled = lost.settle(connection)
         if depth is not None:
             return _resend_by_count(app, runtime, connection, depth, settled)
         own = publisher or Publisher(app, confirm_timeout=10.0)
         try:
             if own.is_fifo():
-                found, resent = _resend_fifo(runtime, connection, own)
+                found, resent = _resend_fifo(app, runtime, connection, own)
                 return Resent(settled + found, resent)
             return _resend_by_count(app, runtime, connection, own.depth, settled)
         except BrokerUnavailable as error:
@@ -74,12 +76,12 @@ def resend_lost(
 # ---------------------------------------------------------------- first in, first out
 
 
-def _resend_fifo(runtime: Runtime, connection: Connection, publisher: Publisher) -> tuple[int, int]:
+def _resend_fifo(app: Celery, runtime: Runtime, connection: Connection, publisher: Publisher) -> tuple[int, int]:
     """Returns how many rows were settled and how many operations were resent."""
     settings = runtime.settings
     after = settings.resend_after
     settled = resent = 0
-    for queue in lost.queues(connection, after=after):
+    for queue in lost.queues(connection, settings.service, app.amqp.queues, after=after):
         # before looking at the queue: if it is empty then, it holds nothing published up to here
         times = markers.cutoffs(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
         seen = publisher.look(queue)
@@ -129,14 +131,15 @@ def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[A
 def _resend_by_count(
     app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int], settled: int
 ) -> Resent:
-    return Resent(settled + lost.settle_any(connection), _resend_missing(app, runtime, connection, depth))
+    settled += lost.settle_any(connection, runtime.settings.service)
+    return Resent(settled, _resend_missing(app, runtime, connection, depth))
 
 
 def _resend_missing(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
     waiting: dict[str, list[Row[Any]]] = {}
-    after = runtime.settings.resend_after
-    lost.refuse_any(connection, runtime.settings.service, after=after)
-    for row in lost.waiting(connection, after=after):
+    after, service = runtime.settings.resend_after, runtime.settings.service
+    lost.refuse_any(connection, service, after=after)
+    for row in lost.waiting(connection, service, after=after):
         waiting.setdefault(row.queue or _queue_of(app, row.task), []).append(row)
     total = 0
     for queue, rows in waiting.items():

@@ -22,7 +22,7 @@ BATCH = 10_000
 _LETTERS = """
 SELECT id, service, reason FROM (
     SELECT id, coalesce(consumer_service, %(service)s) AS service, reason
-    FROM idempotency.dead_letters WHERE alerted_at IS NULL
+    FROM idempotency.dead_letters WHERE alerted_at IS NULL AND (consumer_service = %(service)s) IS NOT FALSE
     ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
 ) new
 WHERE NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = service || '/' || reason
@@ -30,7 +30,8 @@ WHERE NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = service || '/'
 """
 
 _OUTBOX = """
-SELECT id FROM idempotency.outbox o WHERE status = 'failed' AND alerted_at IS NULL
+SELECT id FROM idempotency.outbox o
+WHERE status = 'failed' AND alerted_at IS NULL AND (service = %(service)s) IS NOT FALSE
   -- its dead letter has an alert already
   AND NOT EXISTS (SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id)
   AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_failed'
@@ -41,7 +42,7 @@ ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
 # These are still retried, so they are not marked: one alert per interval while it lasts.
 _STUCK = f"""
 SELECT count(*) FROM idempotency.outbox
-WHERE status = 'pending' AND attempts >= {STUCK}
+WHERE status = 'pending' AND attempts >= {STUCK} AND (service = %(service)s) IS NOT FALSE
   AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_stuck'
                   AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
 """
@@ -49,7 +50,8 @@ WHERE status = 'pending' AND attempts >= {STUCK}
 _CROWDED = """
 SELECT service, letters FROM (
     SELECT coalesce(consumer_service, %(service)s) AS service, count(*) AS letters
-    FROM idempotency.dead_letters WHERE status = 'open' GROUP BY 1
+    FROM idempotency.dead_letters WHERE status = 'open' AND (consumer_service = %(service)s) IS NOT FALSE
+    GROUP BY 1
 ) open
 WHERE letters > %(most)s
   AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = service || '/open'
@@ -70,23 +72,23 @@ def try_alert_lock(connection: Connection) -> bool:
 
 
 def unalerted_letters(connection: Connection, service: str, *, interval: float) -> Sequence[Row[Any]]:
-    """Lock dead letters without an alert, except for kinds that had one within `interval` seconds."""
+    """Lock dead letters of `service` without an alert, except for kinds that had one within `interval` seconds."""
     return connection.exec_driver_sql(_LETTERS, _fields(service, interval)).all()
 
 
 def unalerted_rows(connection: Connection, service: str, *, interval: float) -> Sequence[int]:
-    """Lock failed rows without a dead letter or an alert; none within `interval` seconds of the last alert."""
+    """Lock failed rows of `service` without a dead letter or an alert; none within `interval` seconds of the last alert."""
     return connection.exec_driver_sql(_OUTBOX, _fields(service, interval)).scalars().all()
 
 
 def stuck_rows(connection: Connection, service: str, *, interval: float) -> int:
-    """How many rows the broker keeps refusing; 0 within `interval` seconds of the last alert."""
+    """How many rows of `service` the broker keeps refusing; 0 within `interval` seconds of the last alert."""
     stuck: int = connection.exec_driver_sql(_STUCK, _fields(service, interval)).scalar_one()
     return stuck
 
 
-def crowded_services(connection: Connection, service: str, *, most: int, interval: float) -> dict[str, int]:
-    """Services with more than `most` open letters, except for those with an alert within `interval` seconds."""
+def crowded(connection: Connection, service: str, *, most: int, interval: float) -> dict[str, int]:
+    """`service` and its open letters, if there are more than `most`, and no alert within `interval` seconds."""
     fields = {"service": service, "most": most, "interval": interval}
     return {row.service: row.letters for row in connection.exec_driver_sql(_CROWDED, fields)}
 
@@ -183,13 +185,13 @@ def note_alarms_sent(connection: Connection, service: str, names: Sequence[str])
 
 # With several beats, the one that writes the row sends the mail. One day less than a week, in case the last was late.
 _REPORT_TURN = """
-INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES ('report', clock_timestamp())
+INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES (%(service)s || '/report', clock_timestamp())
 ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
 WHERE a.sent_at < clock_timestamp() - make_interval(days => %(days)s - 1)
 RETURNING 1
 """
 
 
-def try_begin_report(connection: Connection, *, days: int) -> bool:
+def try_begin_report(connection: Connection, service: str, *, days: int) -> bool:
     """Become the process that mails the report. False: it was mailed less than `days` - 1 days ago."""
-    return connection.exec_driver_sql(_REPORT_TURN, {"days": days}).one_or_none() is not None
+    return connection.exec_driver_sql(_REPORT_TURN, {"service": service, "days": days}).one_or_none() is not None

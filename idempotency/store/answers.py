@@ -68,6 +68,14 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Foreign:
+    """The record belongs to another application, whose operation has the same tenant, task and key."""
+
+    generation: int
+    service: str
+
+
+@dataclass(frozen=True, slots=True)
 class Busy:
     """Another attempt holds it, or it is released and not due yet."""
 
@@ -77,7 +85,7 @@ class Changed:
     """The row changed while the statement ran: ask again."""
 
 
-Answer = Claimed | Completed | Failed | Mismatch | Busy | Changed
+Answer = Claimed | Completed | Failed | Mismatch | Foreign | Busy | Changed
 
 
 class Renewal(StrEnum):
@@ -86,7 +94,7 @@ class Renewal(StrEnum):
     UNKNOWN = "unknown"  # the row is locked, or could not be read
 
 
-def explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
+def explained(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Changed:
     """Why the statement did not get the record. Raises `UnknownVersion` for a fingerprint by an unknown rule."""
     match row.answer:
         case "completed":
@@ -98,6 +106,8 @@ def explained(row: Any) -> Completed | Failed | Mismatch | Busy | Changed:
             if version is not None and version not in keys.FINGERPRINT_RULES:
                 raise UnknownVersion(f"fingerprint: made by rule {version}, which this version does not know")
             return Mismatch(row.generation)
+        case "foreign":
+            return Foreign(row.generation, row.service)
         case "busy":
             return Busy()
         case _:

@@ -11,16 +11,16 @@ from sqlalchemy import Connection
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .answers import Answer, Changed, Claimed, Renewal, explained
-from .record import MINE, ROW, mine, named
+from .record import MINE, OWN, ROW, mine, named
 from .statements import execute
 
 _CLAIM = f"""
 WITH claimed AS (
     INSERT INTO idempotency.records AS r
-        (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue)
+        (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
     VALUES (%(tenant)s, %(task)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
             clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s,
-            %(queue)s)
+            %(queue)s, %(service)s)
     ON CONFLICT (tenant, task, key) DO UPDATE SET
         status = 'started',
         fence = nextval('idempotency.fence'),
@@ -34,8 +34,9 @@ WITH claimed AS (
         -- one that began without a message gets the first that comes
         message = CASE WHEN r.message = '' THEN excluded.message ELSE r.message END,
         queue = CASE WHEN r.message = '' THEN excluded.queue ELSE r.queue END,
+        service = excluded.service,
         updated_at = clock_timestamp()
-    WHERE r.fingerprint = ANY(%(fingerprints)s)
+    WHERE r.fingerprint = ANY(%(fingerprints)s) AND (r.service = excluded.service) IS NOT FALSE
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
         OR r.status = 'released' AND r.available_at <= clock_timestamp())
     RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, fingerprint,
@@ -45,16 +46,17 @@ WITH claimed AS (
 )
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
-       revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over, spent_at
+       revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over, spent_at, NULL AS service
 FROM claimed
 UNION ALL
 SELECT CASE
+           WHEN service <> %(service)s THEN 'foreign'
            WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
            WHEN status IN ('completed', 'failed') THEN status
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL, NULL
+       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL, NULL, service
 FROM idempotency.records
 WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
@@ -67,7 +69,7 @@ SET duplicates = duplicates + 1, updated_at = clock_timestamp(),
     -- this message will be acknowledged: an operation that began without one keeps it for its next delivery
     message = CASE WHEN message = '' THEN %(message)s ELSE message END,
     queue = CASE WHEN message = '' THEN %(queue)s ELSE queue END
-WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s)
+WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN}
   AND (status = 'started' AND locked_until > clock_timestamp()
     OR status = 'released' AND available_at > clock_timestamp())
 RETURNING token
@@ -116,7 +118,7 @@ WHERE {MINE} RETURNING spent_at
 # A worker remembers revoked task ids for hours, and a replay has the same task id: its memory must count only once.
 _REVOKE = f"""
 UPDATE idempotency.records SET revoked_generation = generation, updated_at = clock_timestamp()
-WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
+WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND status IN ('started', 'released')
   AND (revoked_generation IS NULL OR NOT %(remembered)s)
 RETURNING 1
 """
@@ -126,6 +128,7 @@ def claim(
     connection: Connection,
     id: OperationId,
     *,
+    service: str,
     token: str,
     fingerprint: str,
     message: str,
@@ -138,7 +141,8 @@ def claim(
     """Claim an operation, or return why not. Raises `UnknownVersion` for a record with a fingerprint by an unknown rule.
 
     One statement claims a new record, one that is due again, one whose lease has run out, or, with the same token, the
-    attempt's own one. `also`: the fingerprints of the same arguments by other rules.
+    attempt's own one. A record without a name becomes that of `service`. `also`: the fingerprints of the same arguments by
+    other rules.
 
     Without `synchronous`, the commit of a *new* record does not wait for the disk; only for callers that do not
     acknowledge anything because of it. Every later write to the record is flushed, and with it the claim, which is
@@ -151,6 +155,7 @@ def claim(
         _CLAIM,
         named(id)
         | {
+            "service": service,
             "token": token,
             "fingerprint": fingerprint,
             "fingerprints": [fingerprint, *also],
@@ -188,6 +193,7 @@ def count_duplicate(
     fingerprint: str,
     also: Sequence[str] = (),
     *,
+    service: str,
     message: str = "",
     queue: str = "",
 ) -> tuple[bool, str | None]:
@@ -195,7 +201,7 @@ def count_duplicate(
 
     `message` is kept if the record has none yet.
     """
-    fields = {"fingerprints": [fingerprint, *also], "message": message, "queue": queue}
+    fields = {"service": service, "fingerprints": [fingerprint, *also], "message": message, "queue": queue}
     row = execute(connection, _COUNT_DUPLICATE, named(id) | fields).fetchone()
     return (False, None) if row is None else (True, row.token)
 
@@ -224,13 +230,19 @@ def _renewal(row: Any) -> Renewal:
 
 
 def revoke(
-    connection: Connection, id: OperationId, fingerprint: str, *, remembered: bool, also: Sequence[str] = ()
+    connection: Connection,
+    id: OperationId,
+    fingerprint: str,
+    *,
+    service: str,
+    remembered: bool,
+    also: Sequence[str] = (),
 ) -> bool:
     """Mark this generation as revoked, so that the next claim ends it. False: it has ended or there is none.
 
     `remembered`: the worker only remembers the task id, which must not revoke another generation after the first.
     """
-    parameters = {"fingerprints": [fingerprint, *also], "remembered": remembered}
+    parameters = {"service": service, "fingerprints": [fingerprint, *also], "remembered": remembered}
     return execute(connection, _REVOKE, named(id) | parameters).fetchone() is not None
 
 

@@ -18,13 +18,18 @@ from ..wire import keys
 from ..wire.delivery import NamesItsOperation
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .outbox import refresh_lanes
+from .outbox import EXTERNAL, refresh_lanes
 
 if TYPE_CHECKING:
     from celery import Celery
 
 # Reasons of letters whose operation has not ended: it only needs a delivery.
 NOT_AN_END = ("unpublishable", "unhandled")
+# Why a letter can never be replayed: its key is that of another operation.
+_OF_ANOTHER = {
+    "fingerprint_mismatch": "its key was used with other arguments, so it can never run; discard it",
+    "service_mismatch": "its key is used by another application, so it can never run; discard it",
+}
 # The most letters that one command may replay or discard, since a wrong filter might match millions.
 BULK_LIMIT = 10_000
 
@@ -41,7 +46,7 @@ _FILTER = """
     (%(status)s::text IS NULL OR status = %(status)s)
     AND (%(task)s::text IS NULL OR coalesce(task, header_task) = %(task)s)
     AND (%(reason)s::text IS NULL OR reason = %(reason)s)
-    AND (%(service)s::text IS NULL OR consumer_service = %(service)s)
+    AND (%(service)s::text IS NULL OR (consumer_service = %(service)s) IS NOT FALSE)
     AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
     AND (%(ids)s::bigint[] IS NULL OR id = ANY(%(ids)s))
 """
@@ -60,18 +65,21 @@ FROM idempotency.dead_letters WHERE {filter} GROUP BY {columns_only} ORDER BY le
 LIMIT %(limit)s
 """
 
+_SERVICES = "SELECT id, consumer_service FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)"
+
 _SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
 
 _OPEN_LETTER = """
 SELECT max(id) FROM idempotency.dead_letters
 WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND status = 'open'
-  AND reason <> 'fingerprint_mismatch' -- of another request: replaying it does not help this operation
+  -- of another request: replaying it does not help this operation
+  AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
 """
 
 _MARK_REPLAYED = """
 UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
 WHERE id = %(id)s AND status = 'open'
-RETURNING outbox_id, tenant, task, key, generation, fingerprint, queue, reason, payload
+RETURNING outbox_id, tenant, task, key, generation, fingerprint, queue, reason, payload, consumer_service
 """
 
 # failed → released: a new generation proves that a person asked for another run. Effects and steps are kept.
@@ -83,6 +91,7 @@ SET status = 'released', generation = generation + 1, attempts = 0, spent_at = N
     -- workers remember revoked task ids: what they remember was revoked before this replay
     revoked_generation = coalesce(revoked_generation, generation), opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
+  AND (service = %(service)s) IS NOT FALSE
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s
 RETURNING generation, message
 """
@@ -94,13 +103,14 @@ WITH again AS (
     SET status = 'pending', origin = 'replay', generation = %(opened)s, attempts = 0, resends = 0, refusals = 0,
         first_refused_at = NULL, last_error = NULL, available_at = clock_timestamp(), taken = false,
         -- a row without an operation is done once published
-        alerted_at = NULL, settled_at = CASE WHEN task = 'idempotency.external_event' THEN settled_at END
+        alerted_at = NULL, settled_at = CASE WHEN task = %(external)s THEN settled_at END
     WHERE id = %(outbox_id)s AND status = 'failed'
     RETURNING task, ordering_key
 ), new AS (
-    INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, generation)
+    INSERT INTO idempotency.outbox
+        (message_id, tenant, task, key, fingerprint, message, queue, origin, generation, service)
     SELECT gen_random_uuid()::text, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(payload)s,
-           coalesce(%(queue)s, ''), 'replay', %(opened)s
+           coalesce(%(queue)s, ''), 'replay', %(opened)s, %(service)s
     WHERE NOT EXISTS (SELECT FROM again)
 )
 SELECT task, ordering_key FROM again WHERE ordering_key IS NOT NULL
@@ -110,12 +120,12 @@ SELECT task, ordering_key FROM again WHERE ordering_key IS NOT NULL
 _WILL_BE_DELIVERED = """
 SELECT EXISTS (SELECT FROM idempotency.outbox
                WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
-                 AND fingerprint = %(fingerprint)s AND settled_at IS NULL
+                 AND (service = %(service)s) IS NOT FALSE AND fingerprint = %(fingerprint)s AND settled_at IS NULL
                  AND (status = 'pending' OR status = 'published' AND NOT taken))
 """
 
 _STATUS = """
-SELECT status, generation FROM idempotency.records
+SELECT status, generation, (service <> %(service)s) IS TRUE AS of_another FROM idempotency.records
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s FOR UPDATE
 """
 
@@ -131,6 +141,7 @@ SELECT coalesce(consumer_service, '-') AS service,
               WHERE r.consumer_service IS NOT DISTINCT FROM d.consumer_service AND r.status = 'open'
               GROUP BY reason ORDER BY count(*) DESC, reason LIMIT 5) AS reasons) AS reasons
 FROM idempotency.dead_letters d, (SELECT clock_timestamp() - make_interval(days => %(days)s) AS since) AS period
+WHERE (d.consumer_service = %(service)s) IS NOT FALSE
 GROUP BY consumer_service HAVING count(*) FILTER (WHERE status = 'open' OR failed_at >= since OR closed_at >= since) > 0
 ORDER BY 1
 """
@@ -200,16 +211,29 @@ def open_letter(connection: Connection, id: OperationId) -> int | None:
     return letter
 
 
-def report(connection: Connection, *, days: int = 7) -> Sequence[Row[Any]]:
-    """Per service: letters that were new, replayed and discarded in the last `days`, and those open now with reasons."""
-    return connection.exec_driver_sql(_REPORT, {"days": days}).all()
+def report(connection: Connection, service: str, *, days: int = 7) -> Sequence[Row[Any]]:
+    """Letters of `service` that were new, replayed and discarded in the last `days`, and those open now with reasons.
+
+    Letters without a name have a row of their own.
+    """
+    return connection.exec_driver_sql(_REPORT, {"service": service, "days": days}).all()
+
+
+def services_of(connection: Connection, letters: Sequence[int]) -> dict[int, str | None]:
+    """The application of each of these letters, those that there are."""
+    rows = connection.exec_driver_sql(_SERVICES, {"ids": list(letters)})
+    return {row.id: row.consumer_service for row in rows}
 
 
 # ---------------------------------------------------------------- replay
 
 
-def replay(connection: Connection, letter: int, *, app: Celery | None = None) -> OperationId:
+def replay(
+    connection: Connection, letter: int, *, service: str | None = None, app: Celery | None = None
+) -> OperationId:
     """Send a dead letter's message again under the same key, in the caller's transaction.
+
+    `service`: the application that sends it if the letter names none.
 
     Two replays, or a replay and a late original, give one result: the letter is marked only while it is open, and
     the record is reopened only while it is failed. `app` is needed for letters whose operation was unknown when they
@@ -221,7 +245,7 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
         newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
-    fields, payload = row._asdict(), row.payload
+    fields, payload = row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL}, row.payload
     if row.fingerprint is None:
         id, fingerprint = _operation_of(app, letter, row)
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
@@ -236,11 +260,9 @@ def replay(connection: Connection, letter: int, *, app: Celery | None = None) ->
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:
+            if (why := _OF_ANOTHER.get("service_mismatch" if record.of_another else row.reason)) is not None:
+                raise ReplayRefused(f"dead letter {letter}: {why}")
             # The operation may be released, waiting for exactly this message.
-            if row.reason == "fingerprint_mismatch":
-                raise ReplayRefused(
-                    f"dead letter {letter}: its key was used with other arguments, so it can never run; discard it"
-                )
             if record.status != "released" or not _is_wanted(connection, row, fields):
                 raise ReplayRefused(
                     f"dead letter {letter}: the operation is {record.status} in generation {record.generation}; "

@@ -29,6 +29,7 @@ _LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status
 _WILL_BE_DELIVERED = """
 SELECT EXISTS (SELECT FROM idempotency.outbox
                WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
+                 AND (service = %(service)s) IS NOT FALSE
                  AND fingerprint = %(fingerprint)s AND settled_at IS NULL AND status <> 'failed')
 """
 
@@ -38,18 +39,20 @@ _DISCARD = """
 WITH discarded AS (
     UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()
     WHERE id = %(letter)s AND status = 'open'
-    RETURNING outbox_id, tenant, task, key, fingerprint
+    RETURNING outbox_id, tenant, task, key, fingerprint, consumer_service
 ), given_back AS (
     UPDATE idempotency.outbox o SET taken = false, settled_at = CASE
         WHEN EXISTS (SELECT FROM idempotency.records r
                      WHERE (r.tenant, r.task, r.key, r.fingerprint)
-                         = (o.tenant, o.task, o.key, o.fingerprint)) THEN NULL
+                         = (o.tenant, o.task, o.key, o.fingerprint)
+                       AND (r.service = o.service) IS NOT FALSE) THEN NULL
         -- for a message without its own row, everything that would deliver the operation is given up
         WHEN o.id = d.outbox_id OR d.outbox_id IS NULL AND o.fingerprint = d.fingerprint THEN clock_timestamp()
     END
     FROM discarded d
     WHERE o.status = 'published' AND o.settled_at IS NULL
-      AND (o.id = d.outbox_id OR (o.tenant, o.task, o.key) = (d.tenant, d.task, d.key))
+      AND (o.id = d.outbox_id OR (o.tenant, o.task, o.key) = (d.tenant, d.task, d.key)
+                                 AND (o.service = d.consumer_service) IS NOT FALSE)
 ), unblocked AS (
     -- without a place, the row no longer blocks its ordering key
     UPDATE idempotency.outbox o SET place = NULL FROM discarded d
@@ -82,9 +85,9 @@ def lock(connection: Connection, letter: int) -> Row[Any] | None:
     return connection.exec_driver_sql(_LOCK, {"letter": letter}).one_or_none()
 
 
-def will_be_delivered(connection: Connection, id: OperationId, fingerprint: str) -> bool:
+def will_be_delivered(connection: Connection, id: OperationId, fingerprint: str, *, service: str | None) -> bool:
     """Whether an outbox row will still deliver the operation after the letter is discarded."""
-    fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
+    fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint, "service": service}
     return bool(connection.exec_driver_sql(_WILL_BE_DELIVERED, fields).scalar_one())
 
 

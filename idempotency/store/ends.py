@@ -45,18 +45,18 @@ WITH released AS (
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
         updated_at = clock_timestamp()
     WHERE {MINE}
-    RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation
+    RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation, service
 ), next_delivery AS (
     INSERT INTO idempotency.outbox
-        (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation)
+        (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation, service)
     SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'retry',
-           available_at + make_interval(secs => %(after_due)s), generation
+           available_at + make_interval(secs => %(after_due)s), generation, service
     FROM released WHERE message <> '' AND %(deliver)s
 ), superseded AS (
     -- replaced by the next delivery, so that an operation that defers for hours keeps one row, not thousands
     DELETE FROM idempotency.outbox o USING released r
     WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key AND o.fingerprint = r.fingerprint
-      AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND r.message <> '' AND %(deliver)s
+      AND (o.service = r.service) IS NOT FALSE AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND r.message <> '' AND %(deliver)s
 )
 SELECT count(*) FROM released
 """

@@ -132,7 +132,7 @@ def store_failure(
     *,
     reason: str,
     last_error: str,
-    service: str | None = None,
+    service: str,
 ) -> None:
     """Store the dead letter of a failing operation, in the transaction that fails it."""
     _store(connection, id, delivery, claim.generation, reason, last_error, claim.attempts, service)
@@ -146,7 +146,7 @@ def store_refusal(
     generation: int,
     reason: str,
     error: str,
-    service: str | None = None,
+    service: str,
 ) -> None:
     """Store a delivery that was refused because of its fingerprint; the record under its key does not change."""
     _store(connection, id, delivery, generation, reason, error, 0, service)
@@ -194,7 +194,7 @@ def _store(
     reason: str,
     last_error: str,
     attempts: int,
-    service: str | None,
+    service: str,
 ) -> None:
     connection.exec_driver_sql(
         _STORE,
@@ -226,7 +226,7 @@ def headers_of(message: str) -> dict[str, Any]:
 _UPDATE_OPEN_LETTER = """
 UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
-  AND status = 'open' AND source <> 'relay' AND reason <> 'fingerprint_mismatch' AND reason <> %(reason)s
+  AND status = 'open' AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch', %(reason)s)
 """
 
 

@@ -6,7 +6,7 @@ queue; what follows from that for its row is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
 from . import sweeps
+from .answers import error_text
 from .letters import insert_for_rows_sql
 from .markers import EPOCH
 from .outbox import refresh_lanes
@@ -36,14 +37,17 @@ OVERLAP = 10.0
 # Fingerprints by different rules cannot be compared without the arguments; the worker that gets the message does it.
 _OTHER_RULE = "split_part(p.fingerprint, ':', 1) <> split_part(r.fingerprint, ':', 1)"
 _ITS_RECORD = "(p.tenant, p.task, p.key) = (r.tenant, r.task, r.key)"
-_ENDED = f"p.status IN ('completed', 'failed') AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"
-_REFUSED = f"p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE}"
+_FOREIGN = "(p.service <> r.service) IS TRUE"
+_ENDED = f"""p.status IN ('completed', 'failed') AND NOT {_FOREIGN}
+      AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"""
+_REFUSED = f"({_FOREIGN} OR p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE})"
 
-# A row is settled by an ended record with the same fingerprint; the end of another request means nothing for it.
+# A row is settled by an ended record with the same fingerprint; the end of another request means nothing for it. Any
+# application may note that: it is a fact about the two rows.
 SETTLE = Sweep(
     "settle",
     table="records",
-    columns="r.status, r.fingerprint, r.completed_at",
+    columns="r.status, r.fingerprint, r.service, r.completed_at",
     due="r.completed_at IS NOT NULL AND r.completed_at > %(since)s",
     order="r.completed_at",
     one=THIS_RECORD,
@@ -66,18 +70,21 @@ _SETTLE = f"WITH due AS MATERIALIZED ({SETTLE.unlocked}) {SETTLE.then}"
 
 _SINCE = "SELECT until - make_interval(secs => %(overlap)s) FROM idempotency.settled"
 
-# The oldest row of each queue, by skipping through the index.
+# The oldest row of each queue, by skipping through the index. Queues belong to one application: if it does not declare
+# one, perhaps since a deploy, its oldest row tells.
 _QUEUES = """
 WITH RECURSIVE oldest AS (
-    (SELECT queue, published_at FROM idempotency.outbox
+    (SELECT queue, published_at, service FROM idempotency.outbox
      WHERE settled_at IS NULL AND NOT taken AND queue > '' ORDER BY queue, published_at LIMIT 1)
     UNION ALL
-    SELECT following.queue, following.published_at FROM oldest CROSS JOIN LATERAL (
-        SELECT queue, published_at FROM idempotency.outbox
+    SELECT following.queue, following.published_at, following.service FROM oldest CROSS JOIN LATERAL (
+        SELECT queue, published_at, service FROM idempotency.outbox
         WHERE settled_at IS NULL AND NOT taken AND queue > oldest.queue ORDER BY queue, published_at LIMIT 1
     ) following
 )
-SELECT queue FROM oldest WHERE published_at < clock_timestamp() - make_interval(secs => %(after)s)
+SELECT queue FROM oldest
+WHERE (queue = ANY(%(queues)s) OR service = %(service)s)
+  AND published_at < clock_timestamp() - make_interval(secs => %(after)s)
 """
 
 # A `taken` row is covered by a started record, a newer row of its operation or its own dead letter, and is not examined
@@ -86,9 +93,9 @@ SELECT queue FROM oldest WHERE published_at < clock_timestamp() - make_interval(
 LOOK = Sweep(
     "resend",
     table="outbox",
-    columns="r.id, r.fingerprint, r.generation, r.message, r.published_at, r.resends, r.ctid AS version",
-    due="""r.queue = %(queue)s AND r.settled_at IS NULL AND NOT r.taken AND r.status = 'published'
-      AND r.published_at < %(until)s AND r.published_at >= %(past)s
+    columns="r.id, r.fingerprint, r.service, r.generation, r.message, r.published_at, r.resends, r.ctid AS version",
+    due="""r.queue = %(queue)s AND r.service = %(service)s AND r.settled_at IS NULL AND NOT r.taken
+      AND r.status = 'published' AND r.published_at < %(until)s AND r.published_at >= %(past)s
       AND (r.published_at, r.id) > (%(past)s, %(past_id)s)""",
     order="r.published_at, r.id",
     one="r.id = %(id)s",
@@ -102,6 +109,7 @@ LOOK = Sweep(
           OR EXISTS (SELECT FROM idempotency.outbox newer
                      WHERE (newer.tenant, newer.task, newer.key, newer.fingerprint)
                          = (r.tenant, r.task, r.key, r.fingerprint)
+                       AND (newer.service = r.service) IS NOT FALSE
                        AND (newer.generation, newer.id) > (r.generation, r.id)
                        AND newer.settled_at IS NULL AND newer.status <> 'failed')
           OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
@@ -128,13 +136,18 @@ _LOOK = f"WITH due AS MATERIALIZED ({LOOK.find}) {LOOK.then}"
 
 # The key was used by another request, so this one can never run, and a person has to know.
 _OF_ANOTHER = f"(SELECT p.generation FROM idempotency.records p WHERE {_ITS_RECORD} AND {_REFUSED} LIMIT 1)"
+_BY_ANOTHER = f"(SELECT {_FOREIGN} FROM idempotency.records p WHERE {_ITS_RECORD} LIMIT 1)"
 _REFUSAL = insert_for_rows_sql(
-    "refused", reason="'fingerprint_mismatch'", error="%(error)s", attempts="0", generation="of_record"
+    "refused",
+    reason="CASE WHEN by_another THEN 'service_mismatch' ELSE 'fingerprint_mismatch' END",
+    error="CASE WHEN by_another THEN %(other_service)s ELSE %(other_request)s END",
+    attempts="0",
+    generation="of_record",
 )
 REFUSE = Sweep(
     "refuse",
     table="outbox",
-    columns=f"r.id, {_OF_ANOTHER} AS of_record",
+    columns=f"r.id, {_OF_ANOTHER} AS of_record, {_BY_ANOTHER} AS by_another",
     due=f"r.id = ANY(%(ids)s) AND r.status = 'published' AND r.settled_at IS NULL AND {_OF_ANOTHER} IS NOT NULL",
     order="r.id",
     one="r.id = %(id)s",
@@ -142,7 +155,7 @@ REFUSE = Sweep(
     then=f"""
 , refused AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM due WHERE o.id = due.id
-    RETURNING o.*, due.of_record
+    RETURNING o.*, due.of_record, due.by_another
 ), letters AS (
     {_REFUSAL}
 )
@@ -172,7 +185,7 @@ WITH newest AS MATERIALIZED (
     SELECT DISTINCT ON (o.tenant, o.task, o.key, o.fingerprint)
            o.id, o.tenant, o.task, o.key, o.fingerprint, o.queue, o.published_at, o.resends, o.status
     FROM idempotency.outbox o
-    WHERE o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed'
+    WHERE o.service = %(service)s AND o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed'
     ORDER BY o.tenant, o.task, o.key, o.fingerprint, o.generation DESC, o.id DESC
 )
 SELECT n.id, n.task, n.queue, n.published_at,
@@ -187,7 +200,7 @@ ORDER BY n.published_at
 """
 
 # If nothing shows which messages have left their queue, every waiting row has to be read anyway.
-_WAITS = "r.status = 'published' AND r.settled_at IS NULL AND NOT r.taken"
+_WAITS = "r.status = 'published' AND r.settled_at IS NULL AND NOT r.taken AND r.service = %(service)s"
 REFUSE_ANY = replace(
     REFUSE,
     due=f"""{_WAITS} AND r.published_at < (SELECT clock_timestamp() - make_interval(secs => %(after)s))
@@ -209,7 +222,8 @@ SETTLE_ANY = Sweep(
 SELECT (SELECT count(*) FROM settled)""",
 )
 
-_MISMATCH = '{"code": "fingerprint_mismatch", "message": "this idempotency key was used with other arguments"}'
+_OTHER_REQUEST = error_text("fingerprint_mismatch", "this idempotency key was used with other arguments")
+_OTHER_SERVICE = error_text("service_mismatch", "this idempotency key is used by another application")
 
 
 def settle(connection: Connection) -> int:
@@ -247,21 +261,23 @@ def _one_by_one(connection: Connection, sweep: Sweep, fields: dict[str, Any]) ->
 # ---------------------------------------------------------------- first-in, first-out queues
 
 
-def queues(connection: Connection, *, after: float) -> Sequence[str]:
-    """The queues whose oldest unsettled row was published more than `after` seconds ago."""
-    return connection.exec_driver_sql(_QUEUES, {"after": after}).scalars().all()
+def queues(connection: Connection, service: str, own: Iterable[str], *, after: float) -> Sequence[str]:
+    """Queues of `service`, the `own` ones among them, whose oldest unsettled row was published `after` seconds ago."""
+    fields = {"service": service, "queues": list(own), "after": after}
+    return connection.exec_driver_sql(_QUEUES, fields).scalars().all()
 
 
 def look(connection: Connection, queue: str, until: datetime, after: float, service: str) -> tuple[list[Row[Any]], int]:
     """Examine rows published before `until`, which have left their queue. Returns the lost ones, and how many have ended.
 
-    Rows whose key was used by another request get a dead letter.
+    Only rows of `service`. Those whose key was used by another request get a dead letter.
     """
     lost: list[Row[Any]] = []
     ended = 0
     place: dict[str, Any] = {"past": EPOCH, "past_id": 0}
     for _ in range(BATCHES):
-        parameters = {"queue": queue, "until": until, "after": after, "cap": RESEND_CAP, "batch": BATCH} | place
+        parameters = {"service": service, "queue": queue, "until": until, "after": after} | place
+        parameters |= {"cap": RESEND_CAP, "batch": BATCH}
         with sweeps.sweep_settings(connection):
             try:
                 rows = connection.exec_driver_sql(_LOOK, parameters).all()
@@ -282,20 +298,20 @@ def look(connection: Connection, queue: str, until: datetime, after: float, serv
 # ---------------------------------------------------------------- other queues, by counting
 
 
-def settle_any(connection: Connection) -> int:
-    """Settle the published rows of ended operations, whenever they ended; returns how many."""
-    done, _ = sweeps.run(connection, SETTLE_ANY, {}, limit=BATCHES * BATCH)
+def settle_any(connection: Connection, service: str) -> int:
+    """Settle the published rows of ended operations of `service`, whenever they ended; returns how many."""
+    done, _ = sweeps.run(connection, SETTLE_ANY, {"service": service}, limit=BATCHES * BATCH)
     return done
 
 
 def refuse_any(connection: Connection, service: str, *, after: float) -> None:
-    """Store a dead letter for each row older than `after` seconds whose key was used by another request."""
+    """Store a dead letter for each row of `service` older than `after` seconds whose key was used by another request."""
     _refuse(connection, REFUSE_ANY, service, after=after)
 
 
-def waiting(connection: Connection, *, after: float) -> Sequence[Row[Any]]:
-    """The newest published row of each operation that has not started or is due; `overdue`: for more than `after` seconds."""
-    return connection.exec_driver_sql(_WAITING, {"after": after, "cap": RESEND_CAP}).all()
+def waiting(connection: Connection, service: str, *, after: float) -> Sequence[Row[Any]]:
+    """The newest published row of each operation of `service` that has not started or is due; `overdue`: for more than `after` seconds."""
+    return connection.exec_driver_sql(_WAITING, {"service": service, "after": after, "cap": RESEND_CAP}).all()
 
 
 # ---------------------------------------------------------------- both
@@ -320,4 +336,5 @@ def _judged(lost: Sequence[Row[Any]]) -> dict[str, Any]:
 
 
 def _refuse(connection: Connection, sweep: Sweep, service: str, **which: Any) -> None:
-    sweeps.run(connection, sweep, which | {"service": service, "error": _MISMATCH}, limit=BATCHES * BATCH)
+    fields = {"service": service, "other_request": _OTHER_REQUEST, "other_service": _OTHER_SERVICE}
+    sweeps.run(connection, sweep, which | fields, limit=BATCHES * BATCH)

@@ -3,44 +3,45 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
-from .record import ROW, named
+from .record import OWN, ROW, named
 from .statements import execute
 
-# All tables in which an accepted operation may appear.
+# All tables in which an accepted operation may appear. What a person has done about it says nothing about whose it is.
 _FIND = """
-SELECT tenant, task, key FROM (
-    SELECT tenant, task, key FROM idempotency.records
-    UNION ALL SELECT tenant, task, key FROM idempotency.outbox
-    UNION ALL SELECT tenant, task, key FROM idempotency.dead_letters
-    UNION ALL SELECT tenant, task, key FROM idempotency.audit
+SELECT tenant, task, key, array_remove(array_agg(DISTINCT service), NULL) AS services FROM (
+    SELECT tenant, task, key, service FROM idempotency.records
+    UNION ALL SELECT tenant, task, key, service FROM idempotency.outbox
+    UNION ALL SELECT tenant, task, key, consumer_service FROM idempotency.dead_letters
+    UNION ALL SELECT tenant, task, key, NULL FROM idempotency.audit
 ) known
 WHERE key = %(key)s AND (%(task)s::text IS NULL OR right('.' || task, length(%(task)s::text) + 1) = '.' || %(task)s::text)
   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
 GROUP BY tenant, task, key
-ORDER BY task <> coalesce(%(task)s::text, ''), tenant, task LIMIT 20
+ORDER BY coalesce(bool_or(service = %(service)s), false) DESC, task <> coalesce(%(task)s::text, ''), tenant, task LIMIT 20
 """
 
 _READ = """
-SELECT status, fence FROM idempotency.records
+SELECT status, fence, service FROM idempotency.records
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
 """
 
 _ACCEPTED = """
 SELECT fingerprint, message, queue FROM idempotency.outbox
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
-  AND settled_at IS NULL AND status <> 'failed'
+  AND (service = %(service)s) IS NOT FALSE AND settled_at IS NULL AND status <> 'failed'
 ORDER BY id LIMIT 1
 """
 
 _LOOKUP = f"""
 SELECT status, generation, fence, attempts, duplicates, fingerprint, result, error, response_code, effects,
        available_at, locked_until, created_at, completed_at, expires_at
-FROM idempotency.records WHERE {ROW}
+FROM idempotency.records WHERE {ROW} AND {OWN}
 """
 
 _READ_LOCKED = f"SELECT * FROM idempotency.records WHERE {ROW} FOR UPDATE"
@@ -56,10 +57,15 @@ PAYLOAD = ("message", "result", "payload", "headers")
 _NEVER = ("token",)
 
 
-def find(connection: Connection, key: str, *, task: str | None, tenant: str | None) -> list[OperationId]:
-    """Find operations by key, at most 20. `task` is the task's name, or the part of it after a dot."""
-    rows = connection.exec_driver_sql(_FIND, {"key": key, "task": task, "tenant": tenant})
-    return [OperationId(row.tenant, row.task, row.key) for row in rows]
+def find(
+    connection: Connection, key: str, *, task: str | None, tenant: str | None, service: str
+) -> list[tuple[OperationId, Sequence[str]]]:
+    """Find operations by key, at most 20, those of `service` first, each with the applications that name it theirs.
+
+    `task` is the task's name, or the part of it after a dot.
+    """
+    rows = connection.exec_driver_sql(_FIND, {"key": key, "task": task, "tenant": tenant, "service": service})
+    return [(OperationId(row.tenant, row.task, row.key), row.services) for row in rows]
 
 
 def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None:
@@ -67,14 +73,14 @@ def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None
     return connection.exec_driver_sql(_READ, named(id)).one_or_none()
 
 
-def accepted(connection: Connection, id: OperationId) -> Row[Any] | None:
-    """The oldest outbox row that is still to deliver the operation."""
-    return connection.exec_driver_sql(_ACCEPTED, named(id)).one_or_none()
+def accepted(connection: Connection, id: OperationId, service: str) -> Row[Any] | None:
+    """The oldest outbox row of `service` that is still to deliver the operation."""
+    return connection.exec_driver_sql(_ACCEPTED, named(id) | {"service": service}).one_or_none()
 
 
-def lookup(connection: Connection, id: OperationId) -> Any | None:
-    """Read a record for display or for a handle; never base a decision on it."""
-    return execute(connection, _LOOKUP, named(id)).fetchone()
+def lookup(connection: Connection, id: OperationId, service: str) -> Any | None:
+    """Read a record of `service` for display or for a handle; never base a decision on it."""
+    return execute(connection, _LOOKUP, named(id) | {"service": service}).fetchone()
 
 
 def read_locked(connection: Connection, id: OperationId) -> Any | None:

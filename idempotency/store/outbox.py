@@ -5,6 +5,9 @@ It stays until its operation has ended, so that it can be resent if the broker l
 
 Rows with the same task and ordering key form a lane. A failed row blocks its lane until a person replays it, in its old
 place, or discards it.
+
+Several applications may share the table. Each row names its application, the `service`, and each relay publishes its
+own. Rows without a name, which code of schema 0011 still writes, are adopted by an application that knows their task.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ STUCK = 5
 _INSERT = """
 INSERT INTO idempotency.outbox
     (message_id, tenant, task, key, fingerprint, message, queue, ordering_key, origin, available_at, settled_at,
-     generation)
+     generation, service)
 VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
         %(origin)s,
         greatest(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
-        CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s)
+        CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s, %(service)s)
 """
 _INSERT_FIRST = f"{_INSERT} ON CONFLICT (message_id) DO NOTHING"
 
@@ -49,6 +52,27 @@ _STILL_PENDING = "status NOT IN ('published', 'failed')"
 # the disk.
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
+# The condition is that of the index outbox_unnamed, which is empty but for rows that older code has written.
+_ADOPT = """
+WITH unnamed AS MATERIALIZED (
+    SELECT id FROM idempotency.outbox
+    WHERE service IS NULL AND (status = 'pending' OR settled_at IS NULL) AND task = ANY(%(tasks)s)
+    LIMIT %(batch)s FOR UPDATE SKIP LOCKED
+), adopted AS (
+    UPDATE idempotency.outbox o SET service = %(service)s FROM unnamed WHERE o.id = unnamed.id
+    RETURNING o.task, o.ordering_key
+), unnamed_lanes AS MATERIALIZED (
+    -- in the order in which all lanes are locked
+    SELECT l.task, l.ordering_key FROM idempotency.lanes l
+    WHERE l.service IS NULL AND (l.task, l.ordering_key) IN (SELECT task, ordering_key FROM adopted)
+    ORDER BY l.task COLLATE "C", l.ordering_key COLLATE "C" FOR UPDATE
+), named AS (
+    UPDATE idempotency.lanes l SET service = %(service)s
+    FROM unnamed_lanes u WHERE (l.task, l.ordering_key) = (u.task, u.ordering_key)
+)
+SELECT count(*) FROM adopted
+"""
+
 # MATERIALIZED: otherwise the planner may run the locking subquery once per row and lock more than the batch.
 # (SELECT clock_timestamp()): a volatile condition would read the whole index, including delayed rows.
 # By state, never by `id > last`: a slow transaction commits rows with small ids late.
@@ -56,7 +80,7 @@ _RESERVE_ROWS = f"""
 WITH due AS MATERIALIZED (
     SELECT id FROM idempotency.outbox
     WHERE status = 'pending' AND available_at <= (SELECT clock_timestamp()) AND ordering_key IS NULL
-      AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
+      AND service = %(service)s AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
     ORDER BY available_at, id LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 )
@@ -71,7 +95,7 @@ RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.r
 _RESERVE_LANES = f"""
 WITH due AS MATERIALIZED (
     SELECT task, ordering_key FROM idempotency.lanes
-    WHERE NOT blocked AND available_at <= (SELECT clock_timestamp())
+    WHERE NOT blocked AND available_at <= (SELECT clock_timestamp()) AND service = %(service)s
       AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
     ORDER BY available_at LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
@@ -82,7 +106,7 @@ WITH due AS MATERIALIZED (
     RETURNING l.task, l.ordering_key, {_UNFLUSHED}
 )
 SELECT lane.task, lane.ordering_key, o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.resends,
-       o.attempts, o.queue, o.status = 'pending' AND o.available_at <= clock_timestamp() AS goes
+       o.attempts, o.queue, o.status = 'pending' AND o.available_at <= clock_timestamp() AND o.service = %(service)s AS goes
 FROM lane LEFT JOIN LATERAL (
     SELECT * FROM idempotency.outbox r
     WHERE r.task = lane.task AND r.ordering_key = lane.ordering_key
@@ -141,6 +165,10 @@ UPDATE idempotency.relay_sleep SET until = clock_timestamp() + make_interval(sec
 
 # A task's name and an ordering key.
 Lane = tuple[str, str]
+# The task name of rows for external consumers of events; such a row has no operation, and every application knows it.
+EXTERNAL = "idempotency.external_event"
+# Rows without a name per pass, for short transactions.
+ADOPTED = 1000
 
 
 def insert(
@@ -149,6 +177,7 @@ def insert(
     fingerprint: str,
     message: Message,
     *,
+    service: str,
     queue: str = "",
     countdown: float = 0.0,
     eta: datetime | None = None,
@@ -158,9 +187,9 @@ def insert(
     generation: int = 1,
     message_id: str | None = None,
 ) -> str:
-    """Write a row in the connection's transaction; it is published after the commit. Returns its message_id.
+    """Write a row in the connection's transaction; it is published after the commit, by a relay of `service`.
 
-    With a `message_id` of the caller's, only the first row is written.
+    Returns its message_id. With a `message_id` of the caller's, only the first row is written.
 
     Due at `eta`, but not before `countdown` seconds. Rows with the same task and `ordering_key` are published in commit
     order: the database assigns each its place during the commit. `settled=True`: no operation to wait for; done once
@@ -183,6 +212,7 @@ def insert(
             "countdown": countdown,
             "settled": settled,
             "generation": generation,
+            "service": service,
         },
     )
     return message_id
@@ -199,15 +229,26 @@ def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
 # ---------------------------------------------------------------- for the relay
 
 
-def reserve_rows(connection: Connection, *, batch: int, seconds: float) -> list[Row[Any]]:
-    """Reserve due rows without an ordering key for `seconds`; returns them, oldest first."""
-    rows = connection.exec_driver_sql(_RESERVE_ROWS, {"batch": batch, "seconds": seconds})
+def adopt(connection: Connection, service: str, tasks: Iterable[str]) -> int:
+    """Give rows without a name, of these tasks or of events for external consumers, to `service`. Returns how many."""
+    fields = {"service": service, "tasks": [*tasks, EXTERNAL], "batch": ADOPTED}
+    adopted: int = connection.exec_driver_sql(_ADOPT, fields).scalar_one()
+    return adopted
+
+
+def reserve_rows(connection: Connection, service: str, *, batch: int, seconds: float) -> list[Row[Any]]:
+    """Reserve due rows of `service` without an ordering key for `seconds`; returns them, oldest first."""
+    rows = connection.exec_driver_sql(_RESERVE_ROWS, {"service": service, "batch": batch, "seconds": seconds})
     return sorted(rows, key=lambda row: row.id)
 
 
-def reserve_lanes(connection: Connection, *, batch: int, seconds: float) -> Sequence[Row[Any]]:
-    """Reserve due lanes for `seconds`. Returns their first rows, lane by lane; `goes`: the row is pending and due."""
-    return connection.exec_driver_sql(_RESERVE_LANES, {"batch": batch, "seconds": seconds}).all()
+def reserve_lanes(connection: Connection, service: str, *, batch: int, seconds: float) -> Sequence[Row[Any]]:
+    """Reserve due lanes that begin with a row of `service` for `seconds`. Returns their first rows, lane by lane.
+
+    `goes`: the row is of `service`, pending and due.
+    """
+    fields = {"service": service, "batch": batch, "seconds": seconds}
+    return connection.exec_driver_sql(_RESERVE_LANES, fields).all()
 
 
 def mark_published(connection: Connection, rows: Sequence[Row[Any]]) -> None:

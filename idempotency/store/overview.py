@@ -1,5 +1,7 @@
 """What operators look at: queues, processes, counts and lists, as far as Postgres knows.
 
+Of one application, its `service`, with what has no name; and who else uses the tables (`sharing.py`).
+
 Read-only, and every query reads a bounded number of rows, however long the backlog: a count stops at its share of
 `BOUND` and says so, and ended operations are estimated from a sample if there are many.
 """
@@ -16,7 +18,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from . import processes
+from . import processes, sharing
 from .connections import make_engine
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
@@ -43,7 +45,9 @@ _BEGUN = """
                        WHERE (d.tenant, d.task, d.key) = (o.tenant, o.task, o.key) AND d.status = 'open'
                        LIMIT 1) refused ON true
 """
-_ACCEPTED_ONLY = "begun.yes IS NULL AND refused.yes IS NULL AND o.status <> 'failed'"
+_ACCEPTED_ONLY = (
+    "(o.service = %(service)s) IS NOT FALSE AND begun.yes IS NULL AND refused.yes IS NULL AND o.status <> 'failed'"
+)
 
 # A failed publish or a resend changes available_at, so such a row counts from its creation; one that no worker could run
 # counts from when it was first refused.
@@ -78,7 +82,7 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
            extract(epoch FROM clock_timestamp() - min({_DUE_AT}) FILTER (WHERE {_ACCEPTED_ONLY}))::float8 AS oldest
     FROM ({_WINDOW}) o {_BEGUN}
     GROUP BY o.task
-) counted WHERE q.queue IS NOT NULL
+) counted WHERE q.queue IS NOT NULL AND accepted + scheduled > 0
 """
 
 _RELEASED = f"""
@@ -87,8 +91,9 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
     SELECT o.task, count(*) AS operations, sum(count(*)) OVER () >= {_PART} AS stopped,
            extract(epoch FROM min(o.available_at) - clock_timestamp())::float8 AS next_due,
            extract(epoch FROM clock_timestamp() - min(o.opened_at))::float8 AS oldest
-    FROM (SELECT r.task, r.available_at, r.opened_at FROM idempotency.records r
+    FROM (SELECT r.task, r.available_at, r.opened_at, r.service FROM idempotency.records r
           WHERE r.available_at IS NOT NULL AND r.queue = q.queue ORDER BY r.available_at LIMIT {_PART}) o
+    WHERE (o.service = %(service)s) IS NOT FALSE
     GROUP BY o.task
 ) counted WHERE q.queue IS NOT NULL
 """
@@ -98,15 +103,16 @@ _RUNNING = """
 SELECT queue, task, count(*) AS operations, sum(count(*)) OVER () >= %(bound)s AS stopped,
        count(*) FILTER (WHERE locked_until < clock_timestamp()) AS lease_over,
        extract(epoch FROM clock_timestamp() - min(opened_at))::float8 AS oldest
-FROM (SELECT queue, task, locked_until, opened_at FROM idempotency.records
+FROM (SELECT queue, task, locked_until, opened_at, service FROM idempotency.records
       WHERE locked_until IS NOT NULL ORDER BY locked_until LIMIT %(bound)s) held
+WHERE (service = %(service)s) IS NOT FALSE
 GROUP BY queue, task
 """
 
 _PAGES = "SELECT pg_relation_size('idempotency.records') / current_setting('block_size')::int"
 _ENDED = """
 SELECT task, status, count(*) AS operations FROM idempotency.records TABLESAMPLE SYSTEM (%(percent)s)
-WHERE status IN ('completed', 'failed') GROUP BY task, status
+WHERE status IN ('completed', 'failed') AND (service = %(service)s) IS NOT FALSE GROUP BY task, status
 """
 
 # Only due rows: a requested delay is not a backlog. A failed publish changes available_at, so such a row counts from its
@@ -117,18 +123,19 @@ SELECT count(*) AS pending,
        count(*) FILTER (WHERE due) AS unpublished,
        extract(epoch FROM clock_timestamp()
            - min(CASE WHEN attempts = 0 THEN available_at ELSE created_at END) FILTER (WHERE due))::float8 AS oldest,
-       (SELECT count(*) FROM (SELECT FROM idempotency.outbox WHERE status = 'failed' ORDER BY id LIMIT %(bound)s) f)
-           AS failed
+       (SELECT count(*) FROM (SELECT service FROM idempotency.outbox WHERE status = 'failed'
+                              ORDER BY id LIMIT %(bound)s) f WHERE (service = %(service)s) IS NOT FALSE) AS failed
 FROM (SELECT attempts, available_at, created_at, available_at <= clock_timestamp() OR attempts > 0 AS due FROM (
-          (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
-           WHERE status = 'pending' AND ordering_key IS NULL ORDER BY available_at, id LIMIT %(bound)s)
+          (SELECT status, attempts, available_at, created_at, service FROM idempotency.outbox
+           WHERE service = %(service)s AND status = 'pending' AND ordering_key IS NULL
+           ORDER BY available_at, id LIMIT %(bound)s)
           UNION ALL
           -- including failed rows at the heads of lanes, to match the index
-          (SELECT status, attempts, available_at, created_at FROM idempotency.outbox
+          (SELECT status, attempts, available_at, created_at, service FROM idempotency.outbox
            WHERE status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL
            ORDER BY task, ordering_key, place, id LIMIT %(bound)s)
           LIMIT %(bound)s) window_of_both
-      WHERE status = 'pending') pending
+      WHERE status = 'pending' AND service = %(service)s) pending
 """
 
 _OPEN_LETTERS = """
@@ -140,15 +147,15 @@ FROM (SELECT task, coalesce(consumer_service, '-') AS service, reason,
                  WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
                    AND r.generation = d.generation AND r.error_code = 'effect_unknown') AS unknown
       FROM idempotency.dead_letters d
-      WHERE status = 'open' ORDER BY task, reason LIMIT %(bound)s) open
+      WHERE status = 'open' AND (consumer_service = %(service)s) IS NOT FALSE ORDER BY task, reason LIMIT %(bound)s) open
 GROUP BY task, service, reason ORDER BY task, service, reason
 """
 
 _LIST = """
 SELECT tenant, task, key, status, generation, fence, attempts, duplicates, locked_until, available_at,
-       created_at, updated_at, completed_at, error, 0 AS refusals, NULL AS first_refused_at
+       created_at, updated_at, completed_at, error, 0 AS refusals, NULL AS first_refused_at, service
 FROM idempotency.records
-WHERE {condition}
+WHERE {condition} AND (service = %(service)s) IS NOT FALSE
   AND (%(task)s::text IS NULL OR task = %(task)s)
   AND (%(status)s::text IS NULL OR status = %(status)s)
   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
@@ -164,9 +171,9 @@ _LIST_ACCEPTED = f"""
 SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
        NULL AS locked_until, min(available_at) AS available_at, min(created_at) AS created_at,
        max(updated_at) AS updated_at, NULL AS completed_at, NULL AS error, max(refusals) AS refusals,
-       min(first_refused_at) AS first_refused_at
+       min(first_refused_at) AS first_refused_at, max(service) AS service
 FROM queues q CROSS JOIN LATERAL (
-    SELECT o.tenant, o.task, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at,
+    SELECT o.tenant, o.task, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at, o.service,
            coalesce(o.published_at, o.created_at) AS updated_at
     FROM ({_WINDOW}) o {_BEGUN}
     WHERE {_ACCEPTED_ONLY}
@@ -215,6 +222,9 @@ class Look:
     outbox: Any = None
     letters: Sequence[Row[Any]] = ()
     processes: Sequence[Row[Any]] = ()
+    # of other applications on the same tables
+    others: Sequence[Row[Any]] = ()
+    sharers: Sequence[Row[Any]] = ()
     broker_answered: bool = False
 
     @property
@@ -249,9 +259,9 @@ def monitoring_connection(settings: Settings) -> Iterator[Connection]:
         yield connection
 
 
-def count(connection: Connection) -> Look:
-    """Take a snapshot, as far as Postgres knows."""
-    found, bound = Look(), {"bound": BOUND}
+def count(connection: Connection, settings: Settings) -> Look:
+    """Take a snapshot of the application with these settings, as far as Postgres knows."""
+    found, bound = Look(), {"bound": BOUND, "service": settings.service}
     for row in connection.exec_driver_sql(_ACCEPTED, bound):
         state = found.queue(row.queue)
         state.count("accepted", row.accepted, row.stopped)
@@ -273,18 +283,22 @@ def count(connection: Connection) -> Look:
         found.count(row.task, "released", row.operations)
     found.outbox = connection.exec_driver_sql(_UNPUBLISHED, bound).one()
     found.letters = connection.exec_driver_sql(_OPEN_LETTERS, bound).all()
-    found.processes = processes.processes(connection)
+    seen = processes.processes(connection)
+    found.processes = [process for process in seen if process.service == settings.service]
+    found.others = [process for process in seen if process.service != settings.service]
+    found.sharers = sharing.sharers(connection, settings, bound=BOUND)
     return found
 
 
-def ended(connection: Connection) -> tuple[Sequence[Row[Any]], float]:
-    """Count ended operations in a sample, by task and status. Returns also the sample's share of the table, in percent."""
+def ended(connection: Connection, service: str) -> tuple[Sequence[Row[Any]], float]:
+    """Count ended operations of `service` in a sample, by task and status. Returns also the sample's share of the table, in percent."""
     percent = min(100.0, 100.0 * SAMPLE / max(connection.exec_driver_sql(_PAGES).scalar_one(), 1))
-    return connection.exec_driver_sql(_ENDED, {"percent": percent}).all(), percent
+    return connection.exec_driver_sql(_ENDED, {"service": service, "percent": percent}).all(), percent
 
 
 def list_operations(
     connection: Connection,
+    service: str,
     *,
     task: str | None = None,
     status: str | None = None,
@@ -292,12 +306,12 @@ def list_operations(
     older_than: float | None = None,
     limit: int = 100,
 ) -> Sequence[Row[Any]]:
-    """List operations, oldest first, of one task, status, tenant or minimum age in seconds.
+    """List operations of `service`, oldest first, of one task, status, tenant or minimum age in seconds.
 
     Status `accepted`: those without a record yet. Without a status, they are included.
     """
     parameters = {
-        "task": task, "status": status, "tenant": tenant, "older_than": older_than, "limit": limit,
+        "service": service, "task": task, "status": status, "tenant": tenant, "older_than": older_than, "limit": limit,
         "bound": BOUND,
     }  # fmt: skip
     found: list[Row[Any]] = []

@@ -12,7 +12,7 @@ _SIGN = """
 WITH forgotten AS (
     DELETE FROM idempotency.processes WHERE (kind, name, host, pid) IN (
         SELECT kind, name, host, pid FROM idempotency.processes
-        WHERE seen_at < clock_timestamp() - make_interval(secs => %(retention)s)
+        WHERE seen_at < clock_timestamp() - make_interval(secs => %(retention)s) AND service = %(service)s
           AND (kind, name, host, pid) <> (%(kind)s, %(name)s, %(host)s, %(pid)s)
         FOR UPDATE SKIP LOCKED)
 )
@@ -24,7 +24,7 @@ ON CONFLICT (kind, name, host, pid) DO UPDATE SET seen_at = clock_timestamp(), q
 
 _SUCCEED = """
 DELETE FROM idempotency.processes
-WHERE kind = %(kind)s AND name = %(name)s AND host = %(host)s AND pid <> %(pid)s
+WHERE kind = %(kind)s AND name = %(name)s AND host = %(host)s AND pid <> %(pid)s AND service = %(service)s
 """
 
 _REMOVE = """
@@ -41,7 +41,7 @@ FROM idempotency.processes ORDER BY kind, name, host, pid LIMIT 1000
 
 _FORGET = """
 DELETE FROM idempotency.processes
-WHERE name = %(name)s AND seen_at < clock_timestamp() - make_interval(secs => %(silence)s)
+WHERE name = %(name)s AND service = %(service)s AND seen_at < clock_timestamp() - make_interval(secs => %(silence)s)
 RETURNING kind, host, pid
 """
 
@@ -62,10 +62,10 @@ def remove(connection: Connection, process: Mapping[str, Any]) -> None:
 
 
 def processes(connection: Connection) -> Sequence[Row[Any]]:
-    """The processes that have not shut down cleanly, with the seconds since their last sign of life."""
+    """The processes of all applications that have not shut down cleanly, with the seconds since their last sign of life."""
     return connection.exec_driver_sql(_ALL).all()
 
 
-def forget(connection: Connection, name: str, silence: float) -> Sequence[Row[Any]]:
-    """Delete and return the processes of this name that have been silent for more than `silence` seconds."""
-    return connection.exec_driver_sql(_FORGET, {"name": name, "silence": silence}).all()
+def forget(connection: Connection, service: str, name: str, silence: float) -> Sequence[Row[Any]]:
+    """Delete and return the processes of `service` with this name that have been silent for more than `silence` seconds."""
+    return connection.exec_driver_sql(_FORGET, {"service": service, "name": name, "silence": silence}).all()

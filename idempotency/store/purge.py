@@ -1,6 +1,13 @@
-"""Deleting what is past its retention, in batches, each row only if nothing needs it. The audit table is never purged."""
+"""Deleting what is past its retention, in batches, each row only if nothing needs it. The audit table is never purged.
+
+An application deletes what is its own, by its own retentions, and what has no name: that was written by code of schema
+0011, perhaps for a task that no application has any more.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 from sqlalchemy import Connection
 
@@ -11,6 +18,8 @@ from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 KEEP = 3600.0
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
 REMEMBER = 86400.0
+
+_OWN = "r.service = %(service)s"
 
 # Outbox rows are deleted with their record: a row without one would be resent and run again. A record stays while it has
 # an unpublished row, an unsettled row of another request, or an open dead letter. It also stays for the redelivery
@@ -27,7 +36,8 @@ OPERATIONS = Sweep(
          WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),
         (SELECT max(o.published_at) + make_interval(secs => %(horizon)s) FROM idempotency.outbox o
          WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key)) AS stays_until""",
-    due="r.status IN ('completed', 'failed') AND greatest(r.expires_at, r.kept_until) < (SELECT clock_timestamp())",
+    due="""r.service = %(service)s AND r.status IN ('completed', 'failed')
+      AND greatest(r.expires_at, r.kept_until) < (SELECT clock_timestamp())""",
     order="greatest(r.expires_at, r.kept_until)",
     one=THIS_RECORD,
     id=RECORD_ID,
@@ -63,7 +73,7 @@ ROWS = Sweep(
         (SELECT true FROM idempotency.dead_letters d
          WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),
         false) AS stays""",
-    due="""r.settled_at IS NOT NULL AND r.status = %(status)s AND r.status <> 'pending'
+    due="""r.service = %(service)s AND r.settled_at IS NOT NULL AND r.status = %(status)s AND r.status <> 'pending'
       AND greatest(r.settled_at, r.kept_at) < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))""",
     order="greatest(r.settled_at, r.kept_at)",
     one="r.id = %(id)s",
@@ -82,7 +92,8 @@ LETTERS = Sweep(
     "purge_letters",
     table="dead_letters",
     columns="r.id",
-    due="r.status <> 'open' AND r.closed_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))",
+    due="""r.status <> 'open' AND r.closed_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND (r.consumer_service = %(service)s) IS NOT FALSE""",
     order="r.closed_at",
     one="r.id = %(id)s",
     id="r.id::text",
@@ -100,26 +111,39 @@ _FORGET_SET_ASIDE = (
 )
 
 
-def letters(connection: Connection, *, retention: float, limit: int) -> tuple[int, bool]:
-    """Delete letters closed more than `retention` seconds ago. Returns how many, and whether more may be due."""
-    return sweeps.run(connection, LETTERS, {"retention": retention}, limit=limit)
+def letters(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
+    """Delete letters of `service` closed more than `retention` seconds ago. Returns how many, and whether more may be due."""
+    return sweeps.run(connection, LETTERS, {"service": service, "retention": retention}, limit=limit)
 
 
-def operations(connection: Connection, *, horizon: float, limit: int) -> tuple[int, bool]:
+def operations(connection: Connection, service: str, *, horizon: float, limit: int) -> tuple[int, bool]:
     """Delete operations past their retention with their rows, at least `horizon` seconds after the last publish.
 
     Returns how many, and whether more may be due.
     """
-    return sweeps.run(connection, OPERATIONS, {"keep": KEEP, "horizon": horizon}, limit=limit)
+    bounds = {"service": service, "keep": KEEP, "horizon": horizon}
+    return _both(sweeps.run(connection, sweep, bounds, limit=limit) for sweep in _with_unnamed(OPERATIONS))
 
 
-def rows(connection: Connection, status: str, *, retention: float, horizon: float, limit: int) -> tuple[int, bool]:
+def rows(
+    connection: Connection, service: str, status: str, *, retention: float, horizon: float, limit: int
+) -> tuple[int, bool]:
     """Delete rows with this status, settled more than `retention` seconds ago, whose operation has ended or has no record.
 
     Returns how many, and whether more may be due.
     """
-    bounds = {"status": status, "retention": retention, "horizon": horizon}
-    return sweeps.run(connection, ROWS, bounds, limit=limit)
+    bounds = {"service": service, "status": status, "retention": retention, "horizon": horizon}
+    return _both(sweeps.run(connection, sweep, bounds, limit=limit) for sweep in _with_unnamed(ROWS))
+
+
+def _with_unnamed(sweep: Sweep) -> tuple[Sweep, Sweep]:
+    """The sweep, and the same one for what has no name: two, since one condition for both would not find its index."""
+    return sweep, replace(sweep, due=sweep.due.replace(_OWN, "r.service IS NULL"))
+
+
+def _both(done: Iterable[tuple[int, bool]]) -> tuple[int, bool]:
+    numbers, more = zip(*done, strict=True)
+    return sum(numbers), any(more)
 
 
 def forget_alerts(connection: Connection, *, retention: float) -> None:

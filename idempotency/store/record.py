@@ -22,6 +22,9 @@ from ..wire.keys import OperationId
 from .answers import Claimed
 
 ROW = "tenant = %(tenant)s AND task = %(task)s AND key = %(key)s"
+# Of this application, or without a name, as code of schema 0011 writes them. What belongs to another application is another
+# operation, even under the same tenant, task and key: nothing may be concluded from it.
+OWN = "(service = %(service)s) IS NOT FALSE"
 MINE = f"{ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
 
 # Raises division_by_zero if it matches no row, so that no COMMIT can follow. If the holder freezes between this statement

@@ -33,8 +33,9 @@ _KNOWN = """coalesce(
 _SPENT = f"""{_KNOWN} AND r.attempts > {_MOST}
       AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, {_MOST} + 2 * %(spare)s)"""
 
-# The first condition selects the index.
-_ORPHANED = """r.locked_until IS NOT NULL AND r.status = 'started'
+# The first condition selects the index. A record without a name is that of an application that knows the task.
+_ORPHANED = f"""r.locked_until IS NOT NULL AND r.status = 'started'
+      AND (r.service = %(service)s OR r.service IS NULL AND {_KNOWN})
       AND (r.locked_until < clock_timestamp() OR r.locked_by = ANY(%(dead)s))"""
 
 # Spent operations that `EXHAUST` skipped because they were locked must not be released here.
@@ -49,13 +50,14 @@ RECOVER = Sweep(
     then="""
 , released AS (
     UPDATE idempotency.records r
-    SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
+    SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL, service = %(service)s,
         available_at = clock_timestamp(), updated_at = clock_timestamp()
     FROM due o WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)
     RETURNING r.tenant, r.task, r.key, r.fingerprint, r.message, r.queue, r.generation
 ), next_delivery AS (
-    INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, generation)
-    SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'recover', generation
+    INSERT INTO idempotency.outbox
+        (message_id, tenant, task, key, fingerprint, message, queue, origin, generation, service)
+    SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'recover', generation, %(service)s
     FROM released WHERE message <> ''
 )
 SELECT (SELECT count(*) FROM released)""",
@@ -76,8 +78,9 @@ EXHAUST = Sweep(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What counts as lost or as out of attempts: dead holders, known tasks, and the number of attempts of each."""
+    """Whose operations, and which are lost or out of attempts: dead holders, known tasks, the attempts of each."""
 
+    service: str
     dead: Sequence[str]
     known: Sequence[str]
     tasks: Sequence[str]  # names of tasks with their own limit

@@ -11,9 +11,9 @@ from sqlalchemy import Connection
 
 from ..wire import keys
 from ..wire.keys import OperationId
-from .answers import Busy, Changed, Completed, Failed, Mismatch, explained
+from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, explained
 from .ends import FailedEnd
-from .record import ROW, idle_ms, named
+from .record import OWN, ROW, idle_ms, named
 from .statements import execute
 
 # Whether anything other than this message will deliver the operation. Resend would send the newest row of the newest
@@ -24,13 +24,14 @@ _ELSEWHERE = f"""(EXISTS (
         SELECT message_id, status, coalesce(relayed_until, (
             SELECT l.relayed_until FROM idempotency.lanes l
             WHERE (l.task, l.ordering_key) = (o.task, o.ordering_key))) AS relayed_until
-        FROM idempotency.outbox o WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+        FROM idempotency.outbox o
+        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
         ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
     WHERE message_id IS DISTINCT FROM %(message_id)s
        OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))
     OR EXISTS (
         SELECT FROM idempotency.outbox
-        WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'pending'
+        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'pending'
           AND message_id IS DISTINCT FROM %(message_id)s))"""
 
 # A started operation is left to its holder or to recover, whatever its lease. A released one is ended only if it has not
@@ -48,10 +49,10 @@ WITH settings AS (
 ), given_up AS (
     INSERT INTO idempotency.records AS r
         (tenant, task, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
-         error_code, response_code, completed_at, expires_at)
+         error_code, response_code, completed_at, expires_at, service)
     SELECT %(tenant)s, %(task)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
            %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
-           clock_timestamp() + make_interval(secs => %(retention)s)
+           clock_timestamp() + make_interval(secs => %(retention)s), %(service)s
     FROM settings, deliveries WHERE NOT elsewhere
     ON CONFLICT (tenant, task, key) DO UPDATE SET
         status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
@@ -63,21 +64,22 @@ WITH settings AS (
             ELSE excluded.error_code END,
         response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
         updated_at = clock_timestamp()
-    WHERE r.fingerprint = ANY(%(fingerprints)s)
+    WHERE r.fingerprint = ANY(%(fingerprints)s) AND (r.service = %(service)s) IS NOT FALSE
       AND {_ENDS}
     RETURNING generation, attempts, first_error, fence, effects, fingerprint
 )
 SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error,
-       fingerprint
+       fingerprint, NULL AS service
 FROM given_up
 UNION ALL
 SELECT CASE
+           WHEN service <> %(service)s THEN 'foreign'
            WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
            WHEN status IN ('completed', 'failed') THEN status
            WHEN status = 'started' OR elsewhere THEN 'busy'
            WHEN generation <> %(generation)s::int THEN 'busy'
            ELSE 'changed'
-       END, generation, attempts, first_error, NULL, NULL, result, error, fingerprint
+       END, generation, attempts, first_error, NULL, NULL, result, error, fingerprint, service
 FROM deliveries LEFT JOIN idempotency.records ON {ROW}
 WHERE NOT EXISTS (SELECT FROM given_up)
 """
@@ -87,12 +89,12 @@ WHERE NOT EXISTS (SELECT FROM given_up)
 _COUNT_COPY = f"""
 WITH counted AS (
     UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
-    WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
+    WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
 )
 UPDATE idempotency.outbox copy SET settled_at = clock_timestamp()
 WHERE message_id = %(message_id)s AND settled_at IS NULL AND status = 'published'
   AND EXISTS (SELECT FROM idempotency.outbox
-              WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+              WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
                 AND generation > copy.generation)
 """
 
@@ -104,13 +106,14 @@ WITH own AS (
     WHERE message_id = %(message_id)s AND settled_at IS NULL AND status <> 'failed' AND ordering_key IS NULL
 ), free AS (
     SELECT WHERE NOT {_ELSEWHERE}
-      AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW}
+      AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW} AND {OWN}
                       AND fingerprint = ANY(%(fingerprints)s)
                       AND (status <> 'released' OR generation <> %(generation)s::int))
 ), in_time AS (
     SELECT FROM free WHERE NOT EXISTS (
         SELECT FROM idempotency.records
-        WHERE {ROW} AND fingerprint <> ALL(%(fingerprints)s) AND split_part(fingerprint, ':', 1) = ANY(%(rules)s))
+        WHERE {ROW} AND (service <> %(service)s OR fingerprint <> ALL(%(fingerprints)s)
+                         AND split_part(fingerprint, ':', 1) = ANY(%(rules)s)))
 ), again AS (
     UPDATE idempotency.outbox o
     -- it reached a worker, so resends are counted anew
@@ -125,10 +128,10 @@ WITH own AS (
 ), first AS (
     INSERT INTO idempotency.outbox
         (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation, refusals,
-         first_refused_at)
+         first_refused_at, service)
     SELECT gen_random_uuid()::text, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s,
            'retry', clock_timestamp() + make_interval(secs => %(pause)s), coalesce(%(generation)s::int, 1), 1,
-           clock_timestamp()
+           clock_timestamp(), %(service)s
     FROM in_time WHERE NOT EXISTS (SELECT FROM own)
     RETURNING 1
 )
@@ -163,6 +166,7 @@ class UndeliveredMessage:
     """A message that no worker could run, with the operation it is for, its outbox row and its generation."""
 
     id: OperationId
+    service: str
     fingerprint: str
     also: Sequence[str]
     message_id: str | None
@@ -172,6 +176,7 @@ class UndeliveredMessage:
 
     def parameters(self) -> dict[str, Any]:
         return named(self.id) | {
+            "service": self.service,
             "fingerprint": self.fingerprint,
             "fingerprints": [self.fingerprint, *self.also],
             "message_id": self.message_id,
@@ -204,7 +209,7 @@ def give_up(
     end: FailedEnd,
     retention: float,
     lease: float,
-) -> GivenUp | Completed | Failed | Mismatch | Busy | Changed:
+) -> GivenUp | Completed | Failed | Mismatch | Foreign | Busy | Changed:
     """Fail an operation that has no record or is released, if nothing else will deliver it; otherwise return why not.
 
     `Busy`: it is started, or something else will deliver it. Raises `UnknownVersion`, as `claim` does.

@@ -12,8 +12,8 @@ from sqlalchemy import Row
 
 from ..application import runtime_of
 from ..attempt.hints import hint_name
-from ..events import EXTERNAL
 from ..store import testing as stored
+from ..store.outbox import EXTERNAL
 from ..wire import results
 from ..wire.keys import OperationId
 from ..wire.message import Message

@@ -54,6 +54,16 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
     if found.outbox.unpublished and not found.has_relay(settings.alarm_silence):
         waiting = f"none is running; rows due: {found.outbox.unpublished:,}, for {max(found.outbox.oldest, 0.0):.0f} s"
         alarms.append(Alarm("no_relay", "relay", waiting, "start `idempotency relay`", settings.alarm_unconsumed))
+    for row in found.sharers:
+        if row.due and row.service is None:
+            waiting = f"{row.due:,}, of tasks that this application does not know"
+            advice = "run a relay of the application that has them, or idempotency cancel --without-task"
+            alarms.append(Alarm("unnamed_rows", "rows without a service", waiting, advice, settings.alarm_unconsumed))
+        elif row.due and not row.has_relay:
+            waiting = f"no relay of it is running; rows due: {row.due:,}"
+            advice = "start its `idempotency relay`; processes of one application need the same idempotency_service"
+            name = f"no_relay/{row.service}"
+            alarms.append(Alarm(name, f"application {row.service}", waiting, advice, settings.alarm_unconsumed))
     for name, queue in sorted(found.queues.items()):
         work = f"{_number(queue, 'accepted')} accepted, {_number(queue, 'released')} released, {queue.ready} ready"
         if queue.consumers == 0 and queue.has_work:

@@ -39,7 +39,7 @@ def run_once(app: Celery) -> int:
         service, interval = settings.service, settings.alert_interval
         letters = stored.unalerted_letters(connection, service, interval=interval)
         rows = stored.unalerted_rows(connection, service, interval=interval)
-        crowded = stored.crowded_services(
+        crowded = stored.crowded(
             connection, service, most=settings.alert_open_letters, interval=interval * ALARM_INTERVALS
         )
         counts = Counter((row.service, row.reason) for row in letters)

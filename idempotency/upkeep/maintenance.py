@@ -35,7 +35,7 @@ from . import alerts
 
 
 def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
-    """Release operations whose lease has run out or whose holder is provably dead; returns how many.
+    """Release this application's operations whose lease has run out or whose holder is provably dead; returns how many.
 
     The same statement writes the next delivery to the outbox. The attempt stays used up, so that a message that kills
     its worker comes to an end; one that also kills the claims that would end it is failed here. Death can be proven only
@@ -104,7 +104,8 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
 def _bounds(app: Celery, runtime: Runtime, dead: list[str]) -> Bounds:
     known = {name: task for name, task in app.tasks.items() if isinstance(task, IdempotentTask)}
     own = {name: task.max_attempts for name, task in known.items() if task.max_attempts}
-    return Bounds(dead, list(known), list(own), list(own.values()), otherwise=runtime.settings.max_attempts)
+    settings = runtime.settings
+    return Bounds(settings.service, dead, list(known), list(own), list(own.values()), otherwise=settings.max_attempts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +126,23 @@ def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
 def purge_once(app: Celery, *, limit: int) -> Purged:
     """Delete operations past their retention with their outbox rows, settled rows without operations, and closed letters.
 
-    At most about `limit` of each kind. An operation stays while it has an open dead letter, an unpublished outbox row, or
+    Of this application, and those without a name. At most about `limit` of each kind. An operation stays while it has an open dead letter, an unpublished outbox row, or
     one published within the `redelivery_horizon`. The audit table is never purged.
     """
     runtime = runtime_of(app)
-    settings = runtime.settings
+    settings, service = runtime.settings, runtime.settings.service
     letters_kept, horizon = settings.retention_dead_letters, settings.redelivery_horizon
     with runtime.autocommit() as connection:
-        deleted_letters, more = past.letters(connection, retention=letters_kept, limit=limit)
-        operations, more_operations = past.operations(connection, horizon=horizon, limit=limit)
+        deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit)
+        operations, more_operations = past.operations(connection, service, horizon=horizon, limit=limit)
         more, rows = more or more_operations, 0
         for status, retention in (
             ("published", settings.retention_completed),
             ("failed", settings.retention_failed),
         ):
-            deleted, more_rows = past.rows(connection, status, retention=retention, horizon=horizon, limit=limit)
+            deleted, more_rows = past.rows(
+                connection, service, status, retention=retention, horizon=horizon, limit=limit
+            )
             more, rows = more or more_rows, rows + deleted
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
         past.forget_alerts(connection, retention=alerts_kept)

@@ -1,4 +1,4 @@
-"""The backlog and the processes, from Postgres (`store/overview.py`) and from the broker's queues."""
+"""The backlog and the processes of one application, from Postgres (`store/overview.py`) and from the broker's queues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..store.overview import TIMEOUT, Look, QueueState
 
 def look(connection: Connection, app: Celery, settings: Settings) -> Look:
     """Take a snapshot from Postgres and the broker. If the broker is unavailable, its part is unknown."""
-    found = overview.count(connection)
+    found = overview.count(connection, settings)
     _ask_broker(app, settings, found)
     return found
 
@@ -76,7 +76,7 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
     `operations_are_estimated`: there are so many that completed and failed ones are extrapolated from a sample.
     """
     found = look(connection, app, settings)
-    ended, percent = overview.ended(connection)
+    ended, percent = overview.ended(connection, settings.service)
     for row in ended:
         found.count(row.task, row.status, round(row.operations * 100 / percent))
     letters: dict[tuple[str | None, str], int] = {}
@@ -89,6 +89,8 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
         "processes": [
             row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence} for row in found.processes
         ],
+        "service": settings.service,
+        "other_services": [row._asdict() for row in found.sharers],
         "operations": dict(sorted(found.operations.items())),
         "operations_are_estimated": percent < 100.0,
         "oldest_seconds": {"started": found.oldest_started, "released": found.oldest_released},

@@ -66,7 +66,8 @@ def mail_weekly(app: Celery) -> bool:
     if runtime.settings.report_mail_to is None:
         return False
     with runtime.engine.begin() as connection:  # if mailing fails, it is rolled back and due again
-        if not alarms.try_begin_report(connection, days=DAYS):
+        service = runtime.settings.service
+        if not alarms.try_begin_report(connection, service, days=DAYS):
             return False
-        mail(runtime.settings, text(dead_letters.report(connection, days=DAYS)))
+        mail(runtime.settings, text(dead_letters.report(connection, service, days=DAYS)))
     return True

@@ -32,6 +32,8 @@ MARKER_HEADER = "idempotency-marker"
 GENERATION_HEADER = "idempotency-generation"
 # Computed by the caller, so that a process that does not know the task can still identify the operation.
 FINGERPRINT_HEADER = "idempotency-fingerprint"
+# The application that sent the message: its dead letter goes to that application, whichever relay finds it.
+SERVICE_HEADER = "idempotency-service"
 # The version of the message's format; 1 if missing.
 VERSION_HEADER = "idempotency-version"
 MESSAGE_VERSION = 1
@@ -62,7 +64,7 @@ _PROTOCOL_HEADERS = (
 )
 _OURS = "idempotency-"
 # Added by the relay to each delivery; not part of the stored message.
-MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER)
+MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER, SERVICE_HEADER)
 # Headers that the broker adds on a message's way; all others are its sender's.
 _BROKERS_HEADERS = (
     "x-acquired-count", "x-death", "x-delivery-count", "x-first-death-", "x-last-death-", "x-opt-", "x-received-from",
@@ -192,9 +194,11 @@ class Message:
         fields = {"headers": self.headers, "properties": self.properties, "route": self.route, "body": self.body}
         return json.dumps(fields, default=str)  # AMQP has types that JSON lacks
 
-    def marked(self, *, origin: str, outbox_id: str, generation: int = 1) -> Message:
-        """The same message, marked with its outbox row and its generation."""
+    def marked(self, *, origin: str, outbox_id: str, generation: int = 1, service: str | None = None) -> Message:
+        """The same message, marked with its outbox row, its generation and the application that sends it."""
         marks: dict[str, Any] = {OUTBOX_HEADER: outbox_id, GENERATION_HEADER: generation}
+        if service is not None:
+            marks[SERVICE_HEADER] = service
         if origin != "enqueue":
             marks[ORIGIN_HEADER] = origin
         return replace(self, headers=self.headers | marks)
@@ -202,6 +206,9 @@ class Message:
     def destination(self, app: Celery) -> tuple[str, str]:
         """Exchange and routing key. Raises `KeyError` for a queue this application does not have, `ValueError` without a route."""
         if (queue := self.route.get("queue")) is not None:
+            # not by the name alone: Celery would make a missing queue, a classic one, and declare it from then on
+            if queue not in app.amqp.queues:
+                raise KeyError(queue)
             known = app.amqp.queues[queue]
             return known.exchange.name, known.routing_key
         if (delayed := self.route.get("delayed")) is not None:

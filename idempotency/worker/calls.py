@@ -23,7 +23,15 @@ from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
-from ..wire.message import FINGERPRINT_HEADER, KEY_HEADER, MESSAGE_VERSION, TENANT_HEADER, VERSION_HEADER, Message
+from ..wire.message import (
+    FINGERPRINT_HEADER,
+    KEY_HEADER,
+    MESSAGE_VERSION,
+    SERVICE_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    Message,
+)
 from . import eager, publishing
 from .using import CallOptions, Using
 
@@ -135,6 +143,7 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
                 id,
                 headers[FINGERPRINT_HEADER],
                 message,
+                service=runtime_of(self.app).settings.service,
                 queue=message.queue(self.app),
                 countdown=countdown,
                 eta=eta,
@@ -223,7 +232,8 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
         id = self._operation(arguments, key, tenant)
-        limit = runtime_of(self.app).settings.arguments_limit
+        settings = runtime_of(self.app).settings
+        limit = settings.arguments_limit
         if (size := len(keys.canonical_json(arguments))) > limit:
             raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
         sent = {
@@ -231,6 +241,7 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
             TENANT_HEADER: id.tenant,
             FINGERPRINT_HEADER: keys.fingerprint(arguments),
             VERSION_HEADER: MESSAGE_VERSION,
+            SERVICE_HEADER: settings.service,
         }
         return id, sent
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..attempt.runtime import Runtime
+from ..errors import FingerprintMismatch, ServiceMismatch
 from ..store import claims, letters
 from ..store.answers import error_text
 from ..wire import keys
@@ -62,15 +63,17 @@ def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
     return replace(delivery, fingerprint=str(given), also=computed)
 
 
-def store_mismatch(runtime: Runtime, delivery: Delivery, generation: int, error: str) -> None:
-    """Keep a request with other arguments under a used key as a dead letter."""
+def store_refusal(
+    runtime: Runtime, delivery: Delivery, generation: int, error: FingerprintMismatch | ServiceMismatch
+) -> None:
+    """Keep a request under a key that another one has used as a dead letter."""
     with runtime.autocommit() as connection:
         letters.store_refusal(
             connection,
             delivery.id,
             delivery,
             generation=generation,
-            reason="fingerprint_mismatch",
-            error=error_text("fingerprint_mismatch", error),
+            reason=error.code,
+            error=error_text(error.code, str(error)),
             service=runtime.settings.service,
         )

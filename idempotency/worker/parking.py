@@ -16,6 +16,7 @@ from ..broker.batch import Published
 from ..broker.publisher import Publisher
 from ..observe import metrics
 from ..observe.logs import log
+from ..settings import Settings
 from ..store import clock, outbox
 from ..wire.delivery import Delivery
 from ..wire.message import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER, Message
@@ -27,31 +28,31 @@ PUT_BACK = 60.0
 CONFIRM_TIMEOUT = 5.0
 
 
-def park_if_early(connection: Connection, delivery: Delivery) -> bool:
+def park_if_early(connection: Connection, delivery: Delivery, *, service: str) -> bool:
     """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none."""
     if delivery.eta is None or clock.has_come(connection, delivery.eta):
         return False
-    _park(connection, delivery, Message.from_text(delivery.message), eta=delivery.eta)
+    _park(connection, delivery, Message.from_text(delivery.message), service, eta=delivery.eta)
     return True
 
 
-def park_under_its_key(connection: Connection, delivery: Delivery) -> Literal[True]:
+def park_under_its_key(connection: Connection, delivery: Delivery, *, service: str) -> Literal[True]:
     """Let a message come back with its key in its header, the same one for all deliveries of this message.
 
     The first delivery of a task id decides: its row has an id made from that.
     """
     message_id = str(uuid5(NAMESPACE_OID, f"{delivery.id.task} {delivery.task_id}"))
-    _park(connection, delivery, Message.from_text(delivery.message), eta=delivery.eta, message_id=message_id)
+    _park(connection, delivery, Message.from_text(delivery.message), service, eta=delivery.eta, message_id=message_id)
     return True
 
 
-def park_until_held_no_more(connection: Connection, delivery: Delivery, *, patience: float) -> None:
-    """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `patience` seconds in all."""
+def park_until_held_no_more(connection: Connection, delivery: Delivery, settings: Settings) -> None:
+    """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `wait` seconds in all."""
     waits = int(delivery.headers.get(WAITS_HEADER, 0))
-    if 0.5 * (2**waits - 1) < patience:
+    if 0.5 * (2**waits - 1) < settings.wait:
         message = Message.from_text(delivery.message)
         message.headers[WAITS_HEADER] = waits + 1
-        _park(connection, delivery, message, countdown=0.5 * 2**waits)
+        _park(connection, delivery, message, settings.service, countdown=0.5 * 2**waits)
 
 
 def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:
@@ -73,6 +74,7 @@ def _park(
     connection: Connection,
     delivery: Delivery,
     message: Message,
+    service: str,
     *,
     countdown: float = 0.0,
     eta: datetime | None = None,
@@ -84,6 +86,7 @@ def _park(
         delivery.id,
         delivery.fingerprint,
         message,
+        service=service,
         queue=delivery.queue,
         countdown=countdown,
         eta=eta,
@@ -95,8 +98,9 @@ def _park(
 
 def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
     try:
-        with runtime_of(app).autocommit() as connection:
-            _park(connection, delivery, message, countdown=PUT_BACK, eta=delivery.eta)
+        runtime = runtime_of(app)
+        with runtime.autocommit() as connection:
+            _park(connection, delivery, message, runtime.settings.service, countdown=PUT_BACK, eta=delivery.eta)
     except Exception:
         return False
     return True
@@ -105,6 +109,7 @@ def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
 def _copied(app: Celery, delivery: Delivery, message: Message) -> bool:
     id = str(delivery.headers.get(OUTBOX_HEADER) or uuid())
     message = message.marked(
+        service=runtime_of(app).settings.service,
         origin=delivery.headers.get(ORIGIN_HEADER) or "retry",
         outbox_id=id,
         generation=int(delivery.headers.get(GENERATION_HEADER, 1)),

@@ -63,6 +63,13 @@ def revoke_terminated(task: KeyedTask, context: Any) -> None:
         connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
         # The attempt may have been killed before its claim, with no record to be marked.
         answer = claim.ask(runtime, connection, delivery, secrets.token_hex(16))
-        claims.revoke(connection, delivery.id, delivery.fingerprint, remembered=False, also=delivery.also)
+        claims.revoke(
+            connection,
+            delivery.id,
+            delivery.fingerprint,
+            service=runtime.settings.service,
+            remembered=False,
+            also=delivery.also,
+        )
         if isinstance(answer, Claimed):
             ends.release(connection, answer, delay=0.0, error=None, give_back=True)

@@ -40,6 +40,7 @@ from ..errors import (
     FingerprintMismatch,
     OperationBusy,
     OperationFailed,
+    ServiceMismatch,
     SettingsError,
     Unanswered,
     UnsupportedControl,
@@ -48,19 +49,21 @@ from ..handle import R_co
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
-from ..store.answers import Busy, Completed, Failed, Mismatch
+from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
 from . import hooks, parking
 from .calls import P
 from .control import ControlledTask, is_replacement
-from .deliveries import as_accepted, delivery_of, store_mismatch
+from .deliveries import as_accepted, delivery_of, store_refusal
 from .waiting import Waiting
 
 T = TypeVar("T")
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install"
+# Another request has used the key.
+Refusal = FingerprintMismatch | ServiceMismatch
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -217,7 +220,11 @@ class IdempotentTask(ControlledTask[P, R_co]):
             case Failed(code, message):
                 return Raised(OperationFailed(message, code))
             case Mismatch(generation):
-                return Raised(self._refuse(delivery, generation))
+                used: Refusal = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
+                return Raised(self._refuse(delivery, generation, used))
+            case Foreign(generation, service):
+                used = ServiceMismatch(f"{self.name}: this idempotency key is used by the application {service!r}")
+                return Raised(self._refuse(delivery, generation, used))
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
 
@@ -247,13 +254,12 @@ class IdempotentTask(ControlledTask[P, R_co]):
             raise outcome.error
         return outcome.value
 
-    def _refuse(self, delivery: Delivery, generation: int) -> FingerprintMismatch:
-        """A request with other arguments under a used key: keep it as a dead letter, and change nothing else."""
-        error = FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
+    def _refuse(self, delivery: Delivery, generation: int, error: Refusal) -> Refusal:
+        """A request under a key that another one has used: keep it as a dead letter, and change nothing else."""
         if not delivery.is_eager:
-            self._answer(delivery, lambda: store_mismatch(runtime_of(self.app), delivery, generation, str(error)))
+            self._answer(delivery, lambda: store_refusal(runtime_of(self.app), delivery, generation, error))
         metrics.mismatches.labels(self.name).inc()
-        log.warning("fingerprint_mismatch", task=self.name, key=delivery.id.key)
+        log.warning(error.code, task=self.name, key=delivery.id.key)
         return error
 
     def _yield_to_holder(self, delivery: Delivery) -> Exception:
@@ -264,7 +270,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         def park() -> None:
             runtime = runtime_of(self.app)
             with runtime.autocommit() as connection:
-                parking.park_until_held_no_more(connection, delivery, patience=runtime.settings.wait)
+                parking.park_until_held_no_more(connection, delivery, runtime.settings)
 
         if self.on_busy == "wait":
             self._answer(delivery, park)
@@ -272,9 +278,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
         return ignored
 
     def _parked(self, delivery: Delivery, varies: bool) -> bool:
-        with runtime_of(self.app).autocommit() as connection:
+        runtime = runtime_of(self.app)
+        with runtime.autocommit() as connection:
             park = parking.park_under_its_key if varies else parking.park_if_early
-            return park(connection, delivery)
+            return park(connection, delivery, service=runtime.settings.service)
 
     def _answer(self, delivery: Delivery, ask: Callable[[], T], /) -> T:
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""

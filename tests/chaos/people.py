@@ -191,4 +191,4 @@ class People:
 
     def _shown(self, id: OperationId) -> Shown:
         with runtime_of(self._app).autocommit() as connection:
-            return read(connection, id)
+            return read(connection, id, "chaos")

@@ -205,7 +205,7 @@ def hint_compare(stage: Stage) -> Sequence[Violation]:
     # fenced, it drops its hint with its next call to Redis, finds the new holder, and is counted as a duplicate
     eventually(lambda: (row := stage.record("a")) and row.duplicates > 0, timeout=45, what="the duplicate was counted")
     value = stage.redis.get(
-        hint_name(OperationId(TENANT, bank.slow_deposit.name, "a"), runtime_of(stage.app).settings.database_name)
+        hint_name(OperationId(TENANT, bank.slow_deposit.name, "a"), runtime_of(stage.app).hints.owner)
     )
     found = []
     if value is None or not str(value).startswith(record.token):

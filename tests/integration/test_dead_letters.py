@@ -121,7 +121,7 @@ def test_a_holder_that_lost_its_operation_leaves_no_dead_letter(
     age(connection, id, locked_until=-1)
     op.started(connection, id, fingerprint=row.fingerprint)
     with runtime_of(bank).engine.connect() as transaction:
-        store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR)
+        store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR, service=op.SERVICE)
         assert len(op.dead_letters(transaction)) == 1
         with pytest.raises(DataError):
             ends.fail(transaction, held, op.FAILED, retention=60.0, lease=60.0)
@@ -371,7 +371,15 @@ def test_only_a_letter_of_a_failed_operation_is_accepted(
     assert before is not None
     for each in (id, failed):
         row = record(connection, each)
-        store_refusal(connection, each, delivery(row, each), generation=1, reason="delivery_limit", error=op.ERROR)
+        store_refusal(
+            connection,
+            each,
+            delivery(row, each),
+            generation=1,
+            reason="delivery_limit",
+            error=op.ERROR,
+            service=op.SERVICE,
+        )
     refused, accepted = op.dead_letters(connection)
     with pytest.raises(ReplayRefused, match=f"the operation is {before.status}"):
         replay(bank, refused.id)

@@ -432,9 +432,9 @@ def test_a_late_answer_says_nothing_about_a_row_that_was_replayed_since(
 ) -> None:
     b.enqueue_deposit()
     connection.execute(text("UPDATE idempotency.outbox SET attempts = 4"))
-    (sent,) = outbox.reserve_rows(connection, batch=10, seconds=30)  # a relay that is paused from here on
+    (sent,) = outbox.reserve_rows(connection, op.SERVICE, batch=10, seconds=30)  # a relay that is paused from here on
     make_due(connection)
-    (again,) = outbox.reserve_rows(connection, batch=10, seconds=30)
+    (again,) = outbox.reserve_rows(connection, op.SERVICE, batch=10, seconds=30)
     outbox.give_up(connection, again, "too long", service="bank")  # another one gives up
     (letter,) = op.dead_letters(connection)
     replay(bank, letter.id, ANN)  # a person has repaired the cause

@@ -189,7 +189,7 @@ def test_the_last_delivery_of_an_operation_is_not_discarded_until_it_ended(
         act(bank, discard.approve, APPROVES, letter.id)
     assert snapshot(connection) == before
 
-    cancel(bank, read(connection, OperationId("default", task.name, "k")), ANN)
+    cancel(bank, read(connection, OperationId("default", task.name, "k"), op.SERVICE), ANN)
     assert (record("k").status, entries("reserved")) == ("failed", 0)
     act(bank, discard.approve, APPROVES, letter.id)
     assert [each.status for each in op.dead_letters(connection)] == ["discarded", "open"]

@@ -151,9 +151,9 @@ def fill_with_orphans(connection: Connection, number: int) -> None:
     connection.execute(
         text("""
             INSERT INTO idempotency.records
-                (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message)
+                (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, service)
             SELECT 'default', 'o', n::text, 'started', nextval('idempotency.fence'), n::text,
-                   clock_timestamp() - interval '1 s', 'h', 'v1:f', '{}'
+                   clock_timestamp() - interval '1 s', 'h', 'v1:f', '{}', 'bank'
             FROM generate_series(1, :number) AS n
         """),
         {"number": number},
@@ -486,7 +486,7 @@ def test_a_row_that_someone_else_has_locked_holds_up_no_other(
 ) -> None:
     bad, good = states(bank, connection, "purge", "bad"), states(bank, connection, "purge", "good")
     for id in (bad, good):
-        outbox.insert(connection, id, op.FINGERPRINT, Message.from_text(op.MESSAGE))
+        outbox.insert(connection, id, op.FINGERPRINT, Message.from_text(op.MESSAGE), service=op.SERVICE)
     connection.execute(
         text("UPDATE idempotency.outbox SET status = 'published', published_at = now() - interval '25 hours'")
     )

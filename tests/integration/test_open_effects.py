@@ -208,7 +208,7 @@ def test_a_cancel_over_an_open_effect_has_to_say_it_may_have_happened(
 ) -> None:
     task = make_task(bank, lambda self: self.effect("call", Provider(lost())), on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    shown = read(connection, OperationId("default", task.name, "k"))
+    shown = read(connection, OperationId("default", task.name, "k"), op.SERVICE)
     with pytest.raises(ChangeRefused, match="effect call has happened or may have"):
         cancel(bank, shown, ANN)
     assert (record("k").status, told) == ("released", [])
@@ -226,7 +226,7 @@ def test_the_dead_letter_consumer_ends_an_open_effect_as_unknown(
     (sent,) = op.outbox(connection)  # its only delivery is the dead one
     connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     id = OperationId("default", task.name, "k")
-    dead = UndeliveredMessage(id, row.fingerprint, [], sent.message_id, 1, row.message, row.queue)
+    dead = UndeliveredMessage(id, op.SERVICE, row.fingerprint, [], sent.message_id, 1, row.message, row.queue)
     answer = undelivered.give_up(
         connection,
         dead,

@@ -61,7 +61,7 @@ def test_an_audit_row_cannot_be_changed_even_by_the_tables_owner(
 
 def test_a_release_delivers_again_and_fences_the_holder_off(bank: Celery, connection: Connection) -> None:
     held = op.started(connection, operation(b.deposit))
-    shown = read(connection, held.id)
+    shown = read(connection, held.id, op.SERVICE)
     release(bank, shown, ANN)
 
     row = op.record(connection, held.id)
@@ -79,12 +79,12 @@ def test_only_a_started_operation_can_be_released(bank: Celery, connection: Conn
     held = make(connection, operation(b.deposit))
     before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="can only release what is started"):
-        release(bank, read(connection, held.id), ANN)
+        release(bank, read(connection, held.id, op.SERVICE), ANN)
     assert snapshot(connection) == before
 
 
 def test_two_operators_at_once_release_once(bank: Celery, connection: Connection) -> None:
-    shown = read(connection, op.started(connection, operation(b.deposit)).id)
+    shown = read(connection, op.started(connection, operation(b.deposit)).id, op.SERVICE)
 
     def attempt(number: int) -> str:
         try:
@@ -100,7 +100,7 @@ def test_two_operators_at_once_release_once(bank: Celery, connection: Connection
 
 
 def test_a_release_under_another_holders_fence_is_refused(bank: Celery, connection: Connection) -> None:
-    shown = read(connection, op.expired(connection, operation(b.deposit)).id)
+    shown = read(connection, op.expired(connection, operation(b.deposit)).id, op.SERVICE)
     op.started(connection, shown.id)  # taken over meanwhile
     before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="is started now; look again"):
@@ -127,7 +127,7 @@ def test_a_release_against_a_finishing_worker_has_one_winner(
         worker = threading.Thread(target=deliveries.deliver, args=(finishing, key))
         worker.start()
         assert inside.wait(30)
-        shown = read(connection, operation(finishing, key))
+        shown = read(connection, operation(finishing, key), op.SERVICE)
         go.set()
         try:
             release(bank, shown, ANN)
@@ -151,7 +151,7 @@ def test_a_cancelled_operation_has_a_dead_letter_and_rows_of_on_failed(
     bank: Celery, deliveries: Deliveries, connection: Connection, entries: Any
 ) -> None:
     assert deliveries.deliver(b.failing, "a", "flaky").state == "RETRY"
-    shown = read(connection, operation(b.failing))
+    shown = read(connection, operation(b.failing), op.SERVICE)
     cancel(bank, shown, ANN)
 
     row = op.record(connection, shown.id)
@@ -179,7 +179,7 @@ def test_an_accepted_operation_without_a_record_is_cancelled(
         b.deposit.enqueue(transaction, "a", 5)
     if published:
         connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
-    shown = read(connection, find(connection, "a"))
+    shown = read(connection, find(connection, "a", op.SERVICE), op.SERVICE)
     assert shown == Shown(operation(b.deposit), "accepted", None)
     cancel(bank, shown, ANN)
 
@@ -197,7 +197,7 @@ def test_an_accepted_operation_that_has_begun_meanwhile_is_not_cancelled(
 ) -> None:
     with runtime_of(bank).engine.begin() as transaction:
         b.deposit.enqueue(transaction, "a", 5)
-    shown = read(connection, operation(b.deposit))
+    shown = read(connection, operation(b.deposit), op.SERVICE)
     deliver_row(deliveries, b.deposit, op.outbox(connection)[0])
     before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="has begun since"):
@@ -210,7 +210,7 @@ def test_what_has_begun_or_ended_is_not_cancelled(bank: Celery, connection: Conn
     held = make(connection, operation(b.deposit))
     before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="can only cancel what has not begun or waits for its next attempt"):
-        cancel(bank, read(connection, held.id), ANN)
+        cancel(bank, read(connection, held.id, op.SERVICE), ANN)
     assert snapshot(connection) == before
 
 
@@ -221,7 +221,7 @@ def test_a_cancel_and_a_claim_at_once_have_one_winner(
         key = f"a{number}"
         with runtime_of(bank).engine.begin() as transaction:
             b.deposit.enqueue(transaction, key)
-        shown = read(connection, operation(b.deposit, key))
+        shown = read(connection, operation(b.deposit, key), op.SERVICE)
 
         def act(index: int, key: str = key, shown: Shown = shown) -> str:
             if index == 0:
@@ -250,7 +250,7 @@ def test_a_broken_on_failed_does_not_prevent_cancelling_the_operation(
         raise ValueError(account)
 
     deliveries.deliver(fragile, "a")
-    cancel(bank, read(connection, operation(fragile)), ANN)
+    cancel(bank, read(connection, operation(fragile), op.SERVICE), ANN)
     assert [letter.reason for letter in op.dead_letters(connection)] == ["on_failed_error"]
     assert failures(connection.engine) == []
     assert audits(connection)[0].details["on_failed_error"] == "ValueError: a bug"
@@ -259,9 +259,9 @@ def test_a_broken_on_failed_does_not_prevent_cancelling_the_operation(
 def test_another_applications_operation_is_cancelled_only_on_request(bank: Celery, connection: Connection) -> None:
     held = op.early(connection, OperationId("t", "elsewhere.task", "a"))
     with pytest.raises(ChangeRefused, match="this application has no such task"):
-        cancel(bank, read(connection, held.id), ANN)
+        cancel(bank, read(connection, held.id, op.SERVICE), ANN)
     assert op.record(connection, held.id).status == "released"
-    cancel(bank, read(connection, held.id), ANN, without_task=True)
+    cancel(bank, read(connection, held.id, op.SERVICE), ANN, without_task=True)
     assert op.record(connection, held.id).status == "failed"
     assert len(op.dead_letters(connection)) == len(audits(connection)) == 1
 
@@ -297,7 +297,7 @@ def test_a_persons_word_and_a_replay_bring_an_unknown_effect_to_its_end(
     amount: int,
     acts: int,
 ) -> None:
-    resolve_effect(bank, read(connection, unknown), "call", word, ANN)
+    resolve_effect(bank, read(connection, unknown, op.SERVICE), "call", word, ANN)
     (entry,) = audits(connection)
     assert (entry.action, entry.details["effect"]) == ("resolve", "call")
     (letter,) = op.dead_letters(connection)
@@ -315,7 +315,7 @@ def test_a_persons_word_and_a_replay_bring_an_unknown_effect_to_its_end(
 def test_an_effect_is_resolved_once_and_only_where_its_outcome_is_unknown(
     bank: Celery, connection: Connection, unknown: OperationId
 ) -> None:
-    shown = read(connection, unknown)
+    shown = read(connection, unknown, op.SERVICE)
     before = snapshot(connection)
     with pytest.raises(ChangeRefused, match="no effect 'other'; it has: call"):
         resolve_effect(bank, shown, "other", DidNotHappen(), ANN)
@@ -341,7 +341,7 @@ def test_an_operation_that_failed_otherwise_has_nothing_to_resolve(
 ) -> None:
     deliveries.deliver(b.failing, "a", "permanent")
     with pytest.raises(ChangeRefused, match="has no effect 'call'; it has: none"):
-        resolve_effect(bank, read(connection, operation(b.failing)), "call", DidNotHappen(), ANN)
+        resolve_effect(bank, read(connection, operation(b.failing), op.SERVICE), "call", DidNotHappen(), ANN)
     assert audits(connection) == []
 
 
@@ -352,12 +352,12 @@ def test_a_key_of_several_operations_is_refused_with_the_choices(connection: Con
     for id in (OperationId("t1", "one", "a"), OperationId("t2", "one", "a"), OperationId("t1", "two", "a")):
         op.started(connection, id)
     with pytest.raises(ChangeRefused, match=r"3 operations have it.*--task one --tenant t2"):
-        find(connection, "a")
+        find(connection, "a", op.SERVICE)
     with pytest.raises(ChangeRefused, match="2 operations"):
-        find(connection, "a", task="one")
-    assert find(connection, "a", task="one", tenant="t2") == OperationId("t2", "one", "a")
+        find(connection, "a", op.SERVICE, task="one")
+    assert find(connection, "a", op.SERVICE, task="one", tenant="t2") == OperationId("t2", "one", "a")
     with pytest.raises(OperationNotFound, match="key 'b': no operation has it"):
-        find(connection, "b")
+        find(connection, "b", op.SERVICE)
 
 
 @pytest.mark.parametrize(("actor", "reason"), [("", "r"), ("a" * 256, "r"), ("a", " "), ("a", "r" * 501)])
@@ -367,7 +367,7 @@ def test_a_change_says_who_and_why(actor: str, reason: str) -> None:
 
 
 def test_a_change_without_its_audit_row_is_no_change(bank: Celery, connection: Connection) -> None:
-    shown = read(connection, op.started(connection, operation(b.deposit)).id)
+    shown = read(connection, op.started(connection, operation(b.deposit)).id, op.SERVICE)
     connection.execute(text("ALTER TABLE idempotency.audit RENAME TO audit_gone"))
     with pytest.raises(DBAPIError):
         release(bank, shown, ANN)

@@ -39,7 +39,7 @@ def write(connection: Connection | Session, key: str, lane: str | None, **option
     message = Message(composed.headers, composed.body, options.pop("route", composed.route), composed.properties)
     id = OperationId("default", b.deposit.name, key)
     executes = connection.connection() if isinstance(connection, Session) else connection
-    return outbox.insert(executes, id, "v1:f", message, ordering_key=lane, **options)
+    return outbox.insert(executes, id, "v1:f", message, service=op.SERVICE, ordering_key=lane, **options)
 
 
 def lanes(connection: Connection) -> dict[str, bool]:
@@ -360,7 +360,9 @@ def test_rows_behind_a_failed_one_are_counted_as_unpublished(
 ) -> None:
     write(connection, "b1", None)
     with overview.monitoring_connection(settings_of(bank)) as connection:
-        found = connection.exec_driver_sql(overview._UNPUBLISHED, {"bound": overview.BOUND}).one()
+        found = connection.exec_driver_sql(
+            overview._UNPUBLISHED, {"bound": overview.BOUND, "service": op.SERVICE}
+        ).one()
     assert (found.pending, found.unpublished, found.failed) == (3, 3, 1)
 
 
@@ -426,8 +428,9 @@ def test_blocked_rows_are_not_read_by_a_pass(
 ) -> None:
     connection.execute(
         text("""
-            INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, ordering_key)
-            SELECT 'e' || n, 'default', 'events', 'k' || n, 'f', '{}', 'enqueue', 'blocked ' || n % :keys
+            INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, ordering_key,
+                                            service)
+            SELECT 'e' || n, 'default', 'events', 'k' || n, 'f', '{}', 'enqueue', 'blocked ' || n % :keys, 'bank'
             FROM generate_series(1, 4000) n
         """),
         {"keys": keys_blocked},
@@ -443,7 +446,7 @@ def test_blocked_rows_are_not_read_by_a_pass(
     write(connection, "free", None)
     connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.lanes"))
     for statement in (outbox._RESERVE_ROWS, outbox._RESERVE_LANES):
-        assert rows_read(bank, statement, batch=200, seconds=0.0) < 20
+        assert rows_read(bank, statement, service=op.SERVICE, batch=200, seconds=0.0) < 20
     assert relays().run_once() == Relayed(2, 0)
     assert sorted(keys(drained(bank))) == ["a1", "free"]
 

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from idempotency.application import runtime_of, settings_of
-from idempotency.store import claims, effects, ends, outbox, overview, recover
+from idempotency.store import claims, effects, ends, outbox, overview, recover, sharing
 from idempotency.store.overview import monitoring_connection
 from tests.support.plans import explain
 
@@ -98,3 +98,12 @@ def test_the_gauges_read_only_what_is_pending(planned: Plan) -> None:
     plan = planned(overview._UNPUBLISHED, in_session=False)
     assert "outbox_pending" in plan, plan
     assert "outbox_ordered" in plan, plan
+
+
+def test_who_shares_the_tables_is_read_from_indexes(bank: Celery) -> None:
+    with monitoring_connection(settings_of(bank)) as connection:
+        plan = explain(connection, sharing._SHARERS)
+    for index in ("outbox_pending", "outbox_unnamed", "lanes_due"):
+        assert index in plan, plan
+    assert "Seq Scan on outbox" not in plan, plan
+    assert "Seq Scan on lanes" not in plan, plan

@@ -360,28 +360,28 @@ def test_a_row_or_letter_that_cannot_be_deleted_keeps_no_other(
 STAY, GO = 5_000, 100
 MANY = f"""
 INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, result, response_code,
-                                 error, error_code, completed_at, expires_at)
+                                 error, error_code, completed_at, service, expires_at)
 SELECT 'default', 'o', kind || n, CASE kind WHEN 'letter' THEN 'failed' ELSE 'completed' END, n, 'f', '{{}}',
        CASE kind WHEN 'letter' THEN NULL ELSE '1' END, 200, CASE kind WHEN 'letter' THEN '{{}}' END,
-       CASE kind WHEN 'letter' THEN 'no' END, clock_timestamp(),
+       CASE kind WHEN 'letter' THEN 'no' END, clock_timestamp(), 'bank',
        clock_timestamp() + CASE kind WHEN 'young' THEN interval '1 day' WHEN 'gone' THEN interval '-1 hour'
                                      ELSE interval '-2 days' END
 FROM unnest(ARRAY['young', 'letter', 'unsent', 'sent', 'gone']) kind,
      generate_series(1, CASE kind WHEN 'gone' THEN {GO} ELSE {STAY} END) n;
 
 INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, status, published_at,
-                                settled_at)
+                                settled_at, service)
 SELECT 'r' || key, tenant, task, key, fingerprint, message, 'enqueue',
        CASE WHEN starts_with(key, 'unsent') THEN 'pending' ELSE 'published' END,
        clock_timestamp() - CASE WHEN starts_with(key, 'sent') THEN interval '0' ELSE interval '40 days' END,
-       CASE WHEN NOT starts_with(key, 'unsent') THEN clock_timestamp() - interval '40 days' END
+       CASE WHEN NOT starts_with(key, 'unsent') THEN clock_timestamp() - interval '40 days' END, service
 FROM idempotency.records;
 INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, status, published_at,
-                                settled_at, last_error)
+                                settled_at, last_error, service)
 SELECT kind || n, 'default', 'alone', kind || n, 'f', '{{}}', 'enqueue',
        CASE kind WHEN 'failed' THEN 'failed' ELSE 'published' END, clock_timestamp(),
        CASE kind WHEN 'unsettled' THEN NULL WHEN 'young' THEN clock_timestamp()
-                 ELSE clock_timestamp() - interval '40 days' END, 'too large'
+                 ELSE clock_timestamp() - interval '40 days' END, 'too large', 'bank'
 FROM unnest(ARRAY['young', 'unsettled', 'failed', 'gone']) kind,
      generate_series(1, CASE kind WHEN 'gone' THEN {GO} ELSE {STAY} END) n;
 
@@ -393,6 +393,18 @@ SELECT 'operation', 'default', 'o', 'closed' || n, 1, 'no', '{{}}', 'discarded',
        clock_timestamp() - CASE WHEN n <= {GO} THEN interval '90 days' ELSE interval '1 day' END
 FROM generate_series(1, {STAY} + {GO}) n;
 ANALYZE
+"""
+# Of another application, whose relay is gone.
+OTHERS = f"""
+INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, result, response_code,
+                                 completed_at, expires_at, service)
+SELECT 'default', 'place', n::text, 'completed', n, 'f', '{{}}', '1', 200, clock_timestamp(),
+       clock_timestamp() - interval '90 days', 'orders' FROM generate_series(1, {STAY}) n;
+INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, status, published_at,
+                                settled_at, last_error, service)
+SELECT 'orders' || status || n, 'default', 'place', n::text, 'f', '{{}}', 'enqueue', status, clock_timestamp(),
+       clock_timestamp() - interval '90 days', 'e', 'orders'
+FROM generate_series(1, {STAY}) n, unnest(ARRAY['published', 'failed']) status
 """
 SWEEPS: dict[str, tuple[sweeps.Sweep, dict[str, Any], str]] = {
     "letters": (past.LETTERS, {"retention": 30 * DAY}, "dead_letters_closed"),
@@ -448,11 +460,13 @@ def test_what_is_forgotten_is_found_by_index(bank: Celery, statement: str, index
 @pytest.mark.parametrize("name", SWEEPS)
 def test_what_stays_costs_the_next_purge_nothing(many: Celery, connection: Connection, name: str) -> None:
     purge_once(many, limit=100_000)
+    connection.exec_driver_sql(OTHERS)
     connection.exec_driver_sql("VACUUM ANALYZE idempotency.records, idempotency.outbox, idempotency.dead_letters")
     sweep, parameters, _ = SWEEPS[name]
     with runtime_of(many).autocommit() as planning, sweeps.sweep_settings(planning):
         explained = planning.exec_driver_sql(
-            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sweep.batch}", {**parameters, "batch": BATCH}
+            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sweep.batch}",
+            {**parameters, "service": op.SERVICE, "batch": BATCH},
         ).scalar_one()
     plan = explained[0]["Plan"]
     # a few pages of an index; the tables have hundreds

@@ -53,7 +53,7 @@ def write(connection: Connection, key: str, *, route: dict[str, Any] | None = No
         b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers={KEY_HEADER: key}, queue=None
     )
     message = Message(composed.headers, composed.body, route or composed.route, composed.properties | properties)
-    return outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
+    return outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message, service=op.SERVICE)
 
 
 # ---------------------------------------------------------------- what is published
@@ -227,14 +227,15 @@ def test_a_refused_row_is_counted_from_the_fifth_try_and_tried_on(
 def test_a_pass_reads_no_row_that_is_not_due(bank: Celery, connection: Connection) -> None:
     connection.execute(
         text("""
-            INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, available_at)
-            SELECT 'e' || n, 'default', 'o', 'k' || n, 'f', '{}', 'retry', clock_timestamp() + interval '1 hour'
+            INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin, available_at,
+                                            service)
+            SELECT 'e' || n, 'default', 'o', 'k' || n, 'f', '{}', 'retry', clock_timestamp() + interval '1 hour', 'bank'
             FROM generate_series(1, 3000) n
         """)
     )
     write(connection, "due")
     connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
-    assert rows_read(bank, outbox._RESERVE_ROWS, batch=2, seconds=0.0) < 20
+    assert rows_read(bank, outbox._RESERVE_ROWS, service=op.SERVICE, batch=2, seconds=0.0) < 20
 
 
 def test_a_row_whose_queue_comes_back_is_published(
@@ -417,7 +418,7 @@ def test_headers_beyond_a_frame_are_refused_before_they_break_anything(
     for key, size in (("before", 0), ("as large as they may be", 126_000), ("too large", 140_000), ("after", 0)):
         headers = {KEY_HEADER: key, "padding": "é" * (size // 2)}
         message = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers=headers)
-        outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
+        outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message, service=op.SERVICE)
     relay = relays()
     assert relay.run_once() == Relayed(3, 1)
     assert keys(drained(bank)) == ["before", "as large as they may be", "after"]
@@ -435,7 +436,7 @@ def test_a_released_operation_without_a_delivery_is_sent_by_a_replay(
     held = op.early(connection, OperationId("default", b.deposit.name, "k"))
     headers = {KEY_HEADER: "k", "padding": "é" * 70_000}
     message = Message.composed(b.app, b.deposit.name, ("k",), {}, task_id="t", headers=headers)
-    outbox.insert(connection, held.id, "v1:f", message, origin="retry")
+    outbox.insert(connection, held.id, "v1:f", message, service=op.SERVICE, origin="retry")
     connection.execute(
         text("UPDATE idempotency.outbox SET attempts = 4, fingerprint = (SELECT fingerprint FROM idempotency.records)")
     )

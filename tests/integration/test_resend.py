@@ -211,8 +211,8 @@ def copy_rows(connection: Connection, number: int) -> None:
     connection.execute(
         text(
             "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, "
-            "status, published_at) SELECT 'e' || n, tenant, task, 'k' || n, fingerprint, message, queue, "
-            "origin, status, published_at FROM idempotency.outbox, generate_series(1, :number) n"
+            "status, published_at, service) SELECT 'e' || n, tenant, task, 'k' || n, fingerprint, message, queue, "
+            "origin, status, published_at, service FROM idempotency.outbox, generate_series(1, :number) n"
         ),
         {"number": number},
     )
@@ -382,7 +382,8 @@ def test_no_statement_of_a_pass_reads_what_waits(bank: Celery, sent: Sent, engin
         copy_rows(connection, 5000)
         connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
         published = connection.execute(text("SELECT min(published_at) FROM idempotency.outbox")).scalar_one()
-    queue = {"queue": bank.conf.task_default_queue}
+    name = bank.conf.task_default_queue
+    queue = {"queue": name, "queues": [name], "service": op.SERVICE}
     times = {"after": 60.0, "cap": 3600.0, "batch": 1000, "overdue": published + timedelta(seconds=60)}
     epoch = {"past": marking.EPOCH, "past_id": 0, "marked": marking.EPOCH, "since": marking.EPOCH}
     marker = {"id": "m", "priority": 0, "pause": 7.5, "grace": 5.0, "classes": 2, "until": published}

@@ -50,7 +50,7 @@ def test_a_crashed_attempt_without_a_message_is_released_and_nothing_else(bank: 
         assert isinstance(claim(runtime, asked, f"a holder that is gone {number}"), Claimed)
         op.recover_now(bank, connection)
     assert isinstance(claim(runtime, asked, "stuck"), Claimed)
-    release(bank, read(connection, asked.id), ANN)
+    release(bank, read(connection, asked.id, op.SERVICE), ANN)
     assert (op.status(connection, asked.id), op.outbox(connection, asked.id)) == ("released", [])
     policy = replace(POLICY, max_attempts=9)
     assert isinstance(run(runtime, asked, policy, lambda attempt: "paid"), Finished)

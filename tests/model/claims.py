@@ -27,6 +27,7 @@ class Claims(Holders):
                 id,
                 fingerprint(id, amount),
                 self.message(id, amount),
+                service=self.runtime.settings.service,
                 queue=self.queue,
                 countdown=LATER if later else 0.0,
             )
@@ -157,6 +158,7 @@ class Claims(Holders):
             generation=generation,
             reason="fingerprint_mismatch",
             error=error_text("fingerprint_mismatch", "other arguments"),
+            service=self.runtime.settings.service,
         )
         self._store(Letter(id, fingerprint(id, amount), "fingerprint_mismatch", "operation", generation))
 
@@ -164,7 +166,9 @@ class Claims(Holders):
     def count_duplicate(self, id: OperationId, amount: int) -> None:
         record = self.records.get(id)
         counts = record is not None and record.fingerprint == fingerprint(id, amount) and record.is_busy
-        counted, token = claims.count_duplicate(self.connection, id, fingerprint(id, amount))
+        counted, token = claims.count_duplicate(
+            self.connection, id, fingerprint(id, amount), service=self.runtime.settings.service
+        )
         assert counted == counts
         if record is not None and counts:
             record.duplicates += 1

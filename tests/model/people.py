@@ -30,7 +30,7 @@ class People(Claims):
     @rule(id=some_id)
     def look(self, id: OperationId) -> None:
         try:
-            shown = read(self.connection, id)
+            shown = read(self.connection, id, self.runtime.settings.service)
         except OperationNotFound:
             assert id not in self.records
             assert not any(row.id == id and not row.settled and row.status != "failed" for row in self.rows.values())
@@ -106,7 +106,16 @@ class People(Claims):
             and not record.has_ended
             and (record.revoked is None or not remembered)
         )
-        assert claims.revoke(self.connection, id, fingerprint(id, amount), remembered=remembered) == may
+        assert (
+            claims.revoke(
+                self.connection,
+                id,
+                fingerprint(id, amount),
+                service=self.runtime.settings.service,
+                remembered=remembered,
+            )
+            == may
+        )
         if record is not None and may:
             record.revoked = record.generation
 
@@ -127,7 +136,7 @@ class People(Claims):
         )
         may = letter.status == "open" and letter.fingerprint is not None and (reopens or record is None)
         with refused(not may, ReplayRefused), self.transaction() as connection:
-            dead_letters.replay(connection, number, app=self.app)
+            dead_letters.replay(connection, number, service=self.runtime.settings.service, app=self.app)
         if not may:
             return
         if record is not None:

@@ -28,7 +28,8 @@ class Relays(Ageing):
             for number, row in self.rows.items()
             if row.status == "pending" and row.available and not row.reserved
         }
-        options = {"batch": relaying.BATCH, "seconds": relaying.RESERVATION}
+        service = self.runtime.settings.service
+        options = {"service": service, "batch": relaying.BATCH, "seconds": relaying.RESERVATION}
         reserved = self.connection.exec_driver_sql(outbox._RESERVE_ROWS, options).all()
         assert {row.id for row in reserved} == due
         for number in due:

@@ -87,7 +87,7 @@ def adopted(
         relay.wait(20)
     processes.kill_all()
     with Connection(servers.broker_url) as connection:
-        for queue in ("shop", "orders", "dead_letters"):
+        for queue in ("shop", "orders", "orders.dead_letters"):
             connection.default_channel.queue_delete(queue)
 
 

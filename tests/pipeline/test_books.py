@@ -105,11 +105,11 @@ class Shop:
     def cancel(self, id: OperationId) -> Any:
         """Stop waiting for what may have happened: one of many ways to `effect_unknown`."""
         with self.engine.connect() as connection:
-            return cancel(self.app, read(connection, id), ANN, may_have_happened=True)
+            return cancel(self.app, read(connection, id, "bank"), ANN, may_have_happened=True)
 
     def resolve(self, id: OperationId, name: str, word: Any, **options: Any) -> None:
         with self.engine.connect() as connection:
-            resolve_effect(self.app, read(connection, id), name, word, ANN, **options)
+            resolve_effect(self.app, read(connection, id, "bank"), name, word, ANN, **options)
 
     def row(self, table: str, id: str, column: str = "id") -> Any:
         with self.engine.connect() as connection:

@@ -221,7 +221,7 @@ def test_insert_is_usable_with_a_plain_connection(bank: Celery, engine: Engine) 
 
     message = Message({"task": "x", "id": "t"}, "[]", {"queue": "q"}, {})
     with engine.connect() as connection:
-        insert(connection, OperationId("t", "x", "k"), "v1:f", message)
+        insert(connection, OperationId("t", "x", "k"), "v1:f", message, service="bank")
     assert states(engine) == ["pending"]
 
 
@@ -231,7 +231,7 @@ def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(
     with engine.connect() as connection:
         gone = [completed(connection).id for _ in range(3)]
         for id in gone:
-            insert(connection, id, FINGERPRINT, Message.from_text(MESSAGE))
+            insert(connection, id, FINGERPRINT, Message.from_text(MESSAGE), service="bank")
             age(connection, id, expires_at=-1)
         connection.execute(
             text("UPDATE idempotency.outbox SET status = 'published', published_at = now() - interval '2 days'")

@@ -420,7 +420,7 @@ class World:
 
     def shown(self) -> Shown:
         with runtime_of(application.app).autocommit() as connection:
-            return read(connection, self.id)
+            return read(connection, self.id, "search")
 
     def letters(self) -> list[int]:
         touched("r:dead_letters")

@@ -43,7 +43,11 @@ def configure(environment: dict[str, str]) -> None:
     app.conf.update(
         broker_url=environment["BROKER_URL"],
         broker_transport_options={"confirm_publish": True},
-        task_queues=[quorum_queue(queue, exchange=queue, dead_letter_queue=f"{queue}-dead")],
+        task_queues=[
+            quorum_queue(
+                queue, exchange=queue, dead_letter_queue=environment.get("DEAD_LETTER_QUEUE", f"{queue}-dead") or None
+            )
+        ],
         task_default_queue=queue,
         task_default_exchange=queue,
         task_default_exchange_type="topic",

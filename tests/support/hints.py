@@ -18,4 +18,4 @@ def leave_hint(redis_url: str, row: Row[Any], *, counted: bool) -> None:
     id = OperationId(row.tenant, row.task, row.key)
     value = f"{'d' * 32} {row.fingerprint}" + (" counted" if counted else "")
     with redis.Redis.from_url(redis_url) as client:
-        client.set(hint_name(id, runtime_of(bank.app).settings.database_name), value, px=60_000)
+        client.set(hint_name(id, runtime_of(bank.app).hints.owner), value, px=60_000)

@@ -24,6 +24,8 @@ from idempotency.wire.message import Message
 from tests.support.processes import eventually
 
 LEASE = 60.0
+# of the application in bank.py
+SERVICE = "bank"
 RETENTION = 3600.0
 FINGERPRINT = "v1:same"
 MESSAGE = '{"headers": {}, "properties": {}, "route": {}, "body": "[[1e16], {}, {}]"}'
@@ -60,6 +62,7 @@ def claim(
         answer = claims.claim(
             connection,
             id,
+            service=SERVICE,
             token=token or uuid4().hex,
             fingerprint=fingerprint,
             message=message,

@@ -19,7 +19,7 @@ ANN = Change("ann", "ticket 42")
 
 
 def shown(connection: Connection, task: Any, key: str = "k") -> Shown:
-    return read(connection, OperationId("default", task.name, key))
+    return read(connection, OperationId("default", task.name, key), "bank")
 
 
 def replay_and_deliver(app: Celery, connection: Connection, deliveries: Deliveries, task: Any) -> Outcome:

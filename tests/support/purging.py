@@ -24,7 +24,7 @@ def deliver_again(
     connection: Connection, id: OperationId, *, fingerprint: str = op.FINGERPRINT, **columns: str
 ) -> None:
     """An outbox row of the operation, in the state that the columns say."""
-    message_id = outbox.insert(connection, id, fingerprint, Message.from_text(op.MESSAGE))
+    message_id = outbox.insert(connection, id, fingerprint, Message.from_text(op.MESSAGE), service=op.SERVICE)
     changes = ", ".join(f"{column} = {value}" for column, value in columns.items())
     if changes:
         connection.execute(text(f"UPDATE idempotency.outbox SET {changes} WHERE message_id = :id"), {"id": message_id})

@@ -121,19 +121,19 @@ def test_the_command_line_writes_no_table_itself() -> None:
 
 def _unaudited(runtime: Any) -> None:
     with runtime.engine.begin() as connection:
-        processes.forget(connection, "w", 1.0)
+        processes.forget(connection, "bank", "w", 1.0)
 
 
 def _audited_apart(runtime: Any, change: Any) -> None:
     with runtime.engine.begin() as connection:
-        processes.forget(connection, "w", 1.0)
+        processes.forget(connection, "bank", "w", 1.0)
     with runtime.engine.begin() as connection:
         audit(connection, change, "forget", None, None)
 
 
 def _audited_without_a_transaction(runtime: Any, change: Any) -> None:
     with runtime.autocommit() as connection:
-        processes.forget(connection, "w", 1.0)
+        processes.forget(connection, "bank", "w", 1.0)
         audit(connection, change, "forget", None, None)
 
 

@@ -17,4 +17,4 @@ def write(connection: Connection, key: str, *, route: dict[str, Any] | None = No
     given = {KEY_HEADER: key} | more_headers
     message = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=key, headers=given)
     message = Message(message.headers, message.body, route or message.route, message.properties)
-    outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message)
+    outbox.insert(connection, OperationId("default", b.deposit.name, key), "v1:f", message, service="bank")

@@ -19,6 +19,7 @@ from tests.support.operations import (
     LEASE,
     MESSAGE,
     RETENTION,
+    SERVICE,
     age,
     at_once,
     claim,
@@ -156,7 +157,14 @@ def test_a_claim_whose_reading_missed_the_row_is_asked_again(connection: Connect
 def ask_once(engine: Engine, id: OperationId) -> Answer:
     with engine.connect() as connection:
         return claims.claim(
-            connection, id, token="late", fingerprint=FINGERPRINT, message=MESSAGE, holder="h", lease=LEASE
+            connection,
+            id,
+            service=SERVICE,
+            token="late",
+            fingerprint=FINGERPRINT,
+            message=MESSAGE,
+            holder="h",
+            lease=LEASE,
         )
 
 
@@ -272,15 +280,15 @@ def duplicates(connection: Connection, id: OperationId) -> int:
 
 def test_a_duplicate_of_a_running_operation_is_counted_naming_the_holder(connection: Connection) -> None:
     held = started(connection)
-    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)
-    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, held.token)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT, service=SERVICE) == (True, held.token)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT, service=SERVICE) == (True, held.token)
     assert duplicates(connection, held.id) == 2
     assert complete(connection, held)
 
 
 def test_a_duplicate_of_an_operation_that_is_not_due_yet_is_counted(connection: Connection) -> None:
     held = early(connection)
-    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (True, None)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT, service=SERVICE) == (True, None)
     assert duplicates(connection, held.id) == 1
 
 
@@ -290,7 +298,7 @@ def test_a_duplicate_of_what_may_need_it_or_has_ended_is_not_counted(
 ) -> None:
     held = state(connection)
     before = record(connection, held.id)
-    assert claims.count_duplicate(connection, held.id, FINGERPRINT) == (False, None)
+    assert claims.count_duplicate(connection, held.id, FINGERPRINT, service=SERVICE) == (False, None)
     assert record(connection, held.id) == before
 
 
@@ -299,15 +307,15 @@ def test_a_duplicate_that_differs_in_any_part_is_not_counted(
     connection: Connection, state: Callable[[Connection], Claimed]
 ) -> None:
     id = state(connection).id
-    assert claims.count_duplicate(connection, id, OTHER) == (False, None)
+    assert claims.count_duplicate(connection, id, OTHER, service=SERVICE) == (False, None)
     for other in (
         OperationId("another", id.task, id.key),
         OperationId(id.tenant, "another", id.key),
         OperationId(id.tenant, id.task, "another"),
     ):
-        assert claims.count_duplicate(connection, other, FINGERPRINT) == (False, None)
+        assert claims.count_duplicate(connection, other, FINGERPRINT, service=SERVICE) == (False, None)
     assert duplicates(connection, id) == 0
-    assert claims.count_duplicate(connection, id, FINGERPRINT)[0]
+    assert claims.count_duplicate(connection, id, FINGERPRINT, service=SERVICE)[0]
 
 
 # ---------------------------------------------------------------- tenants
@@ -320,7 +328,7 @@ def test_a_tenant_meets_nothing_of_another_one_s(
     theirs = state(connection)
     before = record(connection, theirs.id)
     mine = OperationId("another", theirs.id.task, theirs.id.key)
-    assert operations.lookup(connection, mine) is None
+    assert operations.lookup(connection, mine, SERVICE) is None
     # the same key with other arguments is no mismatch here
     held = started(connection, mine, fingerprint=OTHER)
     assert (held.attempts, held.effects) == (1, {})
@@ -338,8 +346,8 @@ def test_operations_of_one_key_are_independent(connection: Connection) -> None:
 def test_looking_up_shows_the_record_and_changes_nothing(connection: Connection) -> None:
     held = completed(connection)
     before = record(connection, held.id)
-    row = operations.lookup(connection, held.id)
+    row = operations.lookup(connection, held.id, SERVICE)
     assert row is not None
     assert (row.status, row.result, row.generation, row.attempts) == ("completed", '{"b": 1, "a": 2}', 1, 1)
     assert record(connection, held.id) == before
-    assert operations.lookup(connection, new_id()) is None
+    assert operations.lookup(connection, new_id(), SERVICE) is None
