@@ -22,7 +22,7 @@ from idempotency.testing import Outbox, prepare, rolled_back
 from tests.support.bank import INSERT, deposit
 from tests.support.documents import python_blocks
 from tests.support.operations import Entries, Record
-from tests.support.tasks import make_task
+from tests.support.tasks import make_task, transactional
 
 SHOP = """
 import os
@@ -139,7 +139,7 @@ def outbox(bank: Celery) -> Outbox:
 
 
 def enqueue(engine: Engine, task: Any, *args: Any, **kwargs: Any) -> None:
-    with Session(engine) as session, session.begin():
+    with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, *args, **kwargs)
 
 
@@ -216,7 +216,7 @@ def test_events_reach_their_consumers_and_what_leaves_the_application_is_not_sen
 
     heard = subscribe("order.*", consumer="tests", app=bank)(hear)
     try:
-        with Session(engine) as session, session.begin():
+        with Session(transactional(engine)) as session, session.begin():
             publish(session, "order.paid", {"order": "o1"}, exchange="orders", app=bank)
         assert [one.status for one in outbox.run()] == ["completed"]
         assert (entries("o1"), outbox.waiting) == (1, [])

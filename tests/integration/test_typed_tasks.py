@@ -12,11 +12,10 @@ from uuid import UUID
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, text
-from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, InvalidArguments, MissingKey, idempotent_task
 from tests.support.operations import Entries, Record
-from tests.support.tasks import make_task
+from tests.support.tasks import make_task, transactional
 
 
 class OwnTask(IdempotentTask):
@@ -73,8 +72,8 @@ def test_a_typed_task_is_the_one_that_the_decorator_of_celery_makes(
 
 def test_the_options_of_one_call_do_not_mix_with_its_arguments(credit: Any, connection: Connection) -> None:
     call = credit.using(priority=9, countdown=60, idempotency_key="k", tenant="t", task_id="id")
-    with Session(connection) as session:
-        handle = call.enqueue(session, "a", priority=3)
+    with transactional(connection.engine).begin() as own:
+        handle = call.enqueue(own, "a", priority=3)
 
     row = outbox(connection)
     message = json.loads(row.message)
