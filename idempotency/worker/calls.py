@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, TypeVar, Unpack
 from uuid import UUID
 
-from celery import Celery, Task
+from celery import Celery, Signature, Task
 from kombu.utils.uuid import uuid
 from typing_extensions import ParamSpec
 
@@ -48,6 +48,8 @@ TaskT = TypeVar("TaskT", bound="KeyedTask")
 ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 # Those of them, and of the task's own options, that shape its message.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
+
+NEVER_DROPPED = "expires: an accepted operation is never dropped; cancel it instead"
 
 
 # What is an argument of the task in the session's place.
@@ -191,7 +193,7 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         """
         args, kwargs = self._as_sent(args, kwargs)
         if (options.get("expires") or self.expires) is not None:
-            raise InvalidArguments("expires: an accepted operation is never dropped; cancel it instead")
+            raise InvalidArguments(NEVER_DROPPED)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
         given = options.pop("headers", None) or {}
@@ -244,6 +246,14 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
             SERVICE_HEADER: settings.service,
         }
         return id, sent
+
+    def _check_call(self, call: Signature) -> None:
+        """Raise the `CallRefused` that sending this signature would raise."""
+        options = call.options
+        if options.get("expires") is not None:
+            raise InvalidArguments(NEVER_DROPPED)
+        args, kwargs = self._as_sent(call.args, call.kwargs)
+        self._checked(args, kwargs, options.get("idempotency_key"), options.get("tenant"), options.get("headers") or {})
 
     def named_by(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
         """The operation that a message names, by its headers or by its arguments. Raises `CallRefused`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NoReturn
 
@@ -58,8 +59,8 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
     @classmethod
     def _read_max_retries(cls) -> None:
         """Celery's `max_retries` is the same limit as `max_attempts`, which counts the first attempt, too."""
-        given = cls.__dict__.get("max_retries")
-        if "max_retries" not in cls.__dict__ or isinstance(given, property):
+        given = inspect.getattr_static(cls, "max_retries")
+        if isinstance(given, property):
             return
         if type(given) is not int or given < 0:
             raise SettingsError(
@@ -68,7 +69,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         if (attempts := cls.__dict__.get("max_attempts")) not in (None, given + 1):
             raise SettingsError(f"max_retries={given} and max_attempts={attempts} of {cls.__name__}: give one of them")
         cls.max_attempts = given + 1
-        del cls.max_retries
+        cls.max_retries = ControlledTask.__dict__["max_retries"]  # type: ignore[method-assign]
 
     @property
     def max_retries(self) -> int:
@@ -145,13 +146,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
             raise InvalidArguments("replace: the signature must not be part of a chord")
         for first in _first_of(replacement):
             if isinstance(task := self.app.tasks.get(first.task), KeyedTask):
-                options = first.options
-                task._checked(
-                    *task._as_sent(first.args, first.kwargs),
-                    options.get("idempotency_key"),
-                    options.get("tenant"),
-                    options.get("headers") or {},
-                )
+                task._check_call(first)
         self.request.replacement = {REPLACED: plain}
         raise Ignore("replaced")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, group
+from celery import Celery, Task, chain, group
 from celery.backends.cache import CacheBackend
 from celery.exceptions import Reject
 from celery.result import AsyncResult, GroupResult, denied_join_result, result_from_tuple
@@ -198,6 +198,14 @@ def test_max_retries_agrees_with_max_attempts(configured: Celery) -> None:
     assert make_task(configured, body).max_retries == 4
     assert make_task(configured, body, max_attempts=3).max_retries == 2
     assert make_task(configured, body, max_attempts=3, max_retries=2).max_attempts == 3
+
+    class Patient(Task):
+        max_retries = 10
+
+    class PatientOperation(Patient, IdempotentTask):
+        abstract = True
+
+    assert configured.task(base=PatientOperation, name="test.patient", shared=False)(body).max_attempts == 11
     with pytest.raises(SettingsError, match="max_retries=3 and max_attempts=3 of body"):
         _ = make_task(configured, body, max_attempts=3, max_retries=3).name
     for endless in (None, -1, True):
@@ -385,6 +393,8 @@ def test_a_replacement_that_cannot_be_sent_after_the_commit_stays_owed(
         (lambda: app_module.returning.s("no key"), "call_refused"),
         (lambda: group(app_module.returning.s("no key"), app_module.deposit.s("a")), "call_refused"),
         (lambda: app_module.returning.s("no key") | app_module.deposit.s(), "call_refused"),
+        (lambda: app_module.deposit.s("a").set(expires=60), "call_refused"),
+        (lambda: chain(), "call_refused"),
         (lambda: app_module.deposit.s(object()), "invalid_result"),
         (lambda: app_module.deposit.s("a").set(chord=app_module.deposit.s("b")), "call_refused"),
     ],
