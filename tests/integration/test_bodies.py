@@ -253,7 +253,7 @@ def test_pydantic_arguments_are_one_call_as_models_and_as_json(
         rows = operations.outbox(connection)
     assert json.loads(json.loads(rows[0].message)["body"])[0] == [{"number": "a", "amount": 3}]
     assert rows[0].fingerprint == rows[1].fingerprint
-    assert deliveries.deliver(task, {"number": "a", "amount": 3}).value == {"text": "3 paid"}
+    assert deliveries.deliver(task, {"number": "a", "amount": 3}, key="a").value == {"text": "3 paid"}
     assert task(order) == task.apply((order,)).get() == {"text": "3 paid"}
     assert seen == [order]
     assert record("a").fingerprint == rows[0].fingerprint
