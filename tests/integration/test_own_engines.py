@@ -97,7 +97,11 @@ def uses_another_driver(address: str, **options: Any) -> Engine:
 @pytest.mark.parametrize(
     ("engine", "refused"),
     [
-        (connects_itself, r"^idempotency_engine: a listener of do_connect has connected itself; change the"),
+        pytest.param(
+            connects_itself,
+            r"^idempotency_engine: a listener of do_connect has connected itself; change the",
+            marks=pytest.mark.direct,
+        ),
         (uses_another_driver, r"^idempotency_engine: must return an Engine with the driver psycopg, got Engine\("),
         (lambda *_, **__: None, r"^idempotency_engine: must return an Engine with the driver psycopg, got None$"),
     ],
