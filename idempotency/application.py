@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from .attempt.runtime import Runtime
+from .framework import framework
 from .settings import PREFIX, Settings
 
 if TYPE_CHECKING:
@@ -20,8 +21,16 @@ _lock = threading.Lock()
 
 
 def settings_of(app: Celery) -> Settings:
-    """Read the settings from the application's configuration. Raises `SettingsError`, as `Settings.read` does."""
-    given = {name.removeprefix(PREFIX): value for name, value in app.conf.items() if name.startswith(PREFIX)}
+    """Read the settings from the application's configuration, in its namespace if it has one.
+
+    Raises `SettingsError`, as `Settings.read` does.
+    """
+    # with namespace="CELERY", as Celery finds its own: CELERY_IDEMPOTENCY_LEASE
+    prefixes = [PREFIX] if app.namespace is None else [PREFIX, f"{app.namespace}_{PREFIX}".upper()]
+    names = {key.removeprefix(prefix).lower() for key in app.conf for prefix in prefixes if key.startswith(prefix)}
+    given = {name: app.conf[PREFIX + name] for name in names}
+    if "database_url" not in given and (url := framework().database_url()) is not None:
+        given["database_url"] = url
     return Settings.read({"service": app.main or "celery"} | given)
 
 
