@@ -39,7 +39,7 @@ def runtime_of(app: Celery) -> Runtime:
 
     A forked pool child gets its own, so it never shares a socket with its parent.
     """
-    return _of_this_process(app) or _opened(app)
+    return framework().runtime(app) or _of_this_process(app) or _opened(app)
 
 
 def _of_this_process(app: Celery) -> Runtime | None:
@@ -79,3 +79,9 @@ def close_runtime(app: Celery) -> None:
         runtime = _open.pop(app, None)
     if runtime is not None:
         runtime.close()
+
+
+def close_all_runtimes() -> None:
+    """Close what this process holds open for any application."""
+    for app in list(_open):
+        close_runtime(app)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from celery import Celery
     from sqlalchemy.orm import Session
 
 
@@ -19,6 +20,10 @@ class Framework:
 
     def database_url(self) -> str | None:
         """The address of the library's database, where the configuration gives none."""
+        return None
+
+    def runtime(self, app: Celery) -> Any:
+        """What the library runs on instead of connections of its own: in a test, the test's. None outside of one."""
         return None
 
     def joined(self, open_session: Callable[[], Session], *, ends: bool) -> AbstractContextManager[object]:

@@ -12,10 +12,12 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import TransactionStatus
 from sqlalchemy.orm import Session
 
+from ...attempt.runtime import Runtime
 from ...errors import CallRefused, SettingsError
 from ...framework import Framework
 from .databases import database_alias, database_url, is_same_database
-from .orm import AttemptWrapper, joined
+from .orm import AttemptWrapper, joined, own_wrapper
+from .testing import is_in_test_case, test_runtime
 
 
 class Django(Framework):
@@ -23,6 +25,10 @@ class Django(Framework):
 
     def database_url(self) -> str:
         return database_url(database_alias())
+
+    def runtime(self, app: Celery) -> Runtime | None:
+        wrapper = own_wrapper(database_alias())
+        return test_runtime(app, wrapper) if is_in_test_case(wrapper) else None
 
     def joined(self, open_session: Callable[[], Session], *, ends: bool) -> AbstractContextManager[object]:
         return joined(database_alias(), open_session, ends=ends)
@@ -39,7 +45,7 @@ class Django(Framework):
 
 def _is_open(wrapper: BaseDatabaseWrapper) -> bool:
     if wrapper.in_atomic_block:
-        return True  # even before its first query
+        return not wrapper.atomic_blocks[-1]._from_testcase  # even before its first query
     if wrapper.connection is None or wrapper.autocommit:
         return False
     status: TransactionStatus = wrapper.connection.info.transaction_status

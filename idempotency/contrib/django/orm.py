@@ -72,9 +72,9 @@ class BorrowedConnection(psycopg.Connection[Any]):
 class AttemptWrapper(BaseDatabaseWrapper):
     """What Django's wrapper of a connection does differently on an attempt's: mixed into the project's own backend."""
 
-    def borrow_from(self, open_session: Callable[[], Session], *, ends: bool) -> None:
+    def borrow_from(self, own: BaseDatabaseWrapper, open_session: Callable[[], Session], *, ends: bool) -> None:
         """Work on this session's transaction. `ends`: its commit is final, and `on_commit` functions follow it."""
-        self._open_session, self._ends = open_session, ends
+        self.own, self._open_session, self._ends = own, open_session, ends
         self._watched: Session | None = None
         self._committed: list[Any] = []
         self.connection: BorrowedConnection | None = None
@@ -163,6 +163,12 @@ class AttemptWrapper(BaseDatabaseWrapper):
             self.connection = None
 
 
+def own_wrapper(alias: str) -> BaseDatabaseWrapper:
+    """Django's own wrapper of this thread, also while a body runs."""
+    wrapper = connections[alias]
+    return wrapper.own if isinstance(wrapper, AttemptWrapper) else wrapper
+
+
 @cache
 def _attempt_class(backend: type[BaseDatabaseWrapper]) -> type[AttemptWrapper]:
     return type(f"Attempt{backend.__name__}", (AttemptWrapper, backend), {})
@@ -181,9 +187,9 @@ def joined(alias: str, open_session: Callable[[], Session], *, ends: bool) -> It
     Left, it calls what waited for the session's commit.
     """
     outer = connections[alias]
-    backend = type(outer).__mro__[2] if isinstance(outer, AttemptWrapper) else type(outer)
-    wrapper = _attempt_class(backend)(outer.settings_dict, alias)
-    wrapper.borrow_from(open_session, ends=ends)
+    own = own_wrapper(alias)
+    wrapper = _attempt_class(type(own))(own.settings_dict, alias)
+    wrapper.borrow_from(own, open_session, ends=ends)
     connections[alias] = wrapper
     try:
         yield
