@@ -188,7 +188,8 @@ def joined(alias: str, open_session: Callable[[], Session], *, ends: bool) -> It
     """
     outer = connections[alias]
     own = own_wrapper(alias)
-    wrapper = _attempt_class(type(own))(own.settings_dict, alias)
+    backend: Any = type(own)
+    wrapper = _attempt_class(backend)(own.settings_dict, alias)
     wrapper.borrow_from(own, open_session, ends=ends)
     connections[alias] = wrapper
     try:
