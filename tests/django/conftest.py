@@ -36,6 +36,7 @@ settings.configure(
     USE_TZ=True,
     SECRET_KEY="test",
     LOGGING_CONFIG=None,
+    TASKS={"default": {"BACKEND": "idempotency.contrib.django.backend.IdempotentBackend"}},
     CELERY_TASK_QUEUES=[quorum_queue(QUEUE, exchange=QUEUE, dead_letter_queue=f"{QUEUE}-dead")],
     CELERY_TASK_DEFAULT_QUEUE=QUEUE,
     CELERY_TASK_CREATE_MISSING_QUEUES=False,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from django.apps import AppConfig
+from django.conf import settings
 
 from ...framework import use_framework
+
+BACKENDS = "idempotency.contrib.django.backend"
 
 
 class IdempotencyConfig(AppConfig):
@@ -16,3 +21,6 @@ class IdempotencyConfig(AppConfig):
         from .integration import Django
 
         use_framework(Django())
+        backends = getattr(settings, "TASKS", {}).values()
+        if any(each.get("BACKEND", "").startswith(BACKENDS) for each in backends):
+            import_module(BACKENDS)  # a worker has to know the task that runs Django's
