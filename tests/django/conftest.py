@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import django
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from django.conf import settings
 from django.core.management import call_command
 from django.db import connections
@@ -30,7 +30,12 @@ Entries = Callable[[], list[str]]
 # Once in this process, and before a test module imports a model. Only this package's tests use the integration.
 settings.configure(
     DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "none yet"}},
-    INSTALLED_APPS=["idempotency.contrib.django", "tests.django.ledger"],
+    INSTALLED_APPS=[
+        "idempotency.contrib.django",
+        "tests.django.ledger",
+        "django_celery_results",
+        "django_celery_beat",
+    ],
     MIGRATION_MODULES={"ledger": None},
     DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
     USE_TZ=True,
@@ -102,6 +107,16 @@ def app(default: Any, redis_url: str, servers: services.Services) -> Iterator[Ce
     app.config_from_object("django.conf:settings", namespace="CELERY")
     yield app
     close_runtime(app)
+
+
+@pytest.fixture
+def project(app: Celery) -> Iterator[Celery]:
+    """The application as a project's own: Celery's current one, and the one of its shared tasks."""
+    before = _state.default_app, _state._tls.current_app
+    app.set_default()
+    app.set_current()
+    yield app
+    _state.default_app, _state._tls.current_app = before
 
 
 @pytest.fixture

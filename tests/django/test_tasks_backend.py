@@ -20,9 +20,7 @@ from tests.support.deliveries import Deliveries, deliver_row
 
 
 @pytest.fixture
-def work(app: Celery) -> Any:
-    app.set_current()
-    app.set_default()
+def work(project: Celery) -> Any:
     from tests.django.ledger import work
 
     return work
