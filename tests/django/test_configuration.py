@@ -9,6 +9,7 @@ from celery import Celery
 from django.conf import settings
 from django.db import connections
 from sqlalchemy import text
+from sqlalchemy.engine import make_url
 
 from idempotency import SettingsError
 from idempotency.application import runtime_of, settings_of
@@ -53,9 +54,19 @@ def test_what_django_gives_to_the_driver_the_librarys_connections_have_too(
         assert connection.execute(text("SHOW lock_timeout")).scalar_one() == "30s"
 
 
-def test_a_socket_directory_is_a_host(default: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(default.settings_dict, "HOST", "/run/postgresql")
-    assert "host=%2Frun%2Fpostgresql" in database_url("default")
+def test_a_password_with_any_character_is_passed_on(default: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default.settings_dict, "PASSWORD", "a/b@c:d e%+?#")
+    assert make_url(database_url("default")).password == "a/b@c:d e%+?#"
+
+
+@pytest.mark.parametrize("host", ["db.example", "/run/postgresql", "one,two"])
+def test_the_database_is_named_by_its_host(app: Celery, default: Any, host: str) -> None:
+    """Redis' hints of two databases of one name must differ."""
+    before = dict(default.settings_dict)
+    default.settings_dict.update(HOST=host, PORT="6432", NAME="shop")
+    named = settings_of(app).database_name
+    default.settings_dict.update(before)
+    assert named == f"{host}:6432/shop"
 
 
 def test_another_alias_is_named_by_a_setting(

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from celery import Celery
 from django.db import IntegrityError, close_old_connections, connection, connections, transaction
-from sqlalchemy import text
+from django.db.backends.signals import connection_created
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
+from idempotency import IdempotentTask as PlainIdempotentTask
 from idempotency import Operation, PermanentError
 from tests.django.conftest import Entries, make_task
 from tests.django.ledger.models import Entry
@@ -40,15 +42,16 @@ def test_what_the_orm_writes_is_committed_with_the_record(
 def test_what_the_orm_wrote_in_a_failed_attempt_is_rolled_back(
     app: Celery, deliveries: Deliveries, record: Record, entries: Entries
 ) -> None:
-    def pay(self: Any) -> None:
+    def pay(self: Any, error: str) -> None:
         Entry.objects.create(account="a")
-        if self.request.retries == 0:
-            raise ValueError("again")
-        raise PermanentError("no", "no")
+        raise PermanentError("no", "no") if error == "permanent" else ValueError("again")
 
     task = make_task(app, pay)
-    states = [deliveries.deliver(task, key="k", origin="retry").state for _ in range(2)]
-    assert (states, entries()) == (["RETRY", "IGNORED"], [])  # the second comes before it is due
+    assert [deliveries.deliver(task, error, key=error).state for error in ("other", "permanent")] == [
+        "RETRY",
+        "FAILURE",
+    ]
+    assert (record("other").status, record("permanent").status, entries()) == ("released", "failed", [])
 
 
 def test_atomic_in_a_body_is_a_savepoint(app: Celery, deliveries: Deliveries, entries: Entries) -> None:
@@ -245,6 +248,85 @@ def test_after_a_body_the_thread_has_its_own_connection_back(
     assert connections["default"] is default
     Entry.objects.create(account="after it")
     assert entries() == ["in the body", "after it"]
+
+
+def test_what_receivers_do_to_a_new_connection_holds_in_a_body(
+    app: Celery, deliveries: Deliveries, default: Any
+) -> None:
+    def set_tenant(connection: Any, **_: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SET app.tenant = 'ann'")
+
+    def show(self: Any) -> str:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW app.tenant")
+            return str(cursor.fetchone()[0])
+
+    connection_created.connect(set_tenant)
+    try:
+        assert deliveries.deliver(make_task(app, show), key="k").value == "ann"
+    finally:
+        connection_created.disconnect(set_tenant)
+
+
+def test_a_connection_to_a_standby_is_not_used_again(
+    app: Celery, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
+    backends = []
+
+    def pay(self: Any, writable: bool) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            backends.append(cursor.fetchone())
+            if not writable:
+                cursor.execute("SET default_transaction_read_only = on; SET transaction_read_only = on")
+        Entry.objects.create(account="a")
+
+    task = make_task(app, pay)
+    assert deliveries.deliver(task, False, key="standby").state == "RETRY"
+    assert deliveries.deliver(task, True, key="primary").state == "SUCCESS"
+    assert backends[0] != backends[1]
+    assert (record("standby").status, entries()) == ("released", ["a"])
+
+
+def take_back(session: Session, result: Any) -> None:
+    """The undo of a step."""
+    Entry.objects.filter(pk=result).delete()
+    Entry.objects.create(account="undone")
+
+
+def test_an_undo_takes_rows_back_by_the_orm_in_the_failing_transaction(
+    app: Celery, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
+    def pay(self: Any) -> None:
+        self.step("reserve", lambda session: Entry.objects.create(account="reserved").pk, undo=take_back)
+        assert entries() == ["reserved"]
+        raise PermanentError("no", "no")
+
+    deliveries.deliver(make_task(app, pay), key="k")
+    assert (entries(), record("k").error_code) == (["undone"], "no")
+
+
+def test_an_on_failed_that_waits_for_a_commit_is_refused(app: Celery, deliveries: Deliveries, engine: Engine) -> None:
+    def note(session: Session, operation: Operation, error: PermanentError) -> None:
+        transaction.on_commit(lambda: None)
+
+    def pay(self: Any) -> None:
+        raise PermanentError("no", "no")
+
+    deliveries.deliver(make_task(app, pay, on_failed=note), key="k")
+    with engine.connect() as outside:
+        assert outside.execute(text("SELECT reason FROM idempotency.dead_letters")).all() == [("on_failed_error",)]
+
+
+def test_a_task_on_the_plain_base_is_joined_as_well(app: Celery, deliveries: Deliveries, entries: Entries) -> None:
+    def pay(self: Any) -> list[str]:
+        Entry.objects.create(account="a")
+        return entries()
+
+    task = app.task(base=PlainIdempotentTask, bind=True, name="ledger.plain", shared=False)(pay)
+    assert deliveries.deliver(task, key="k").value == []
+    assert entries() == ["a"]
 
 
 def test_the_error_of_a_query_shows_no_values_of_a_row(app: Celery, deliveries: Deliveries, record: Record) -> None:

@@ -37,12 +37,15 @@ def database_url(alias: str) -> str:
     }
     # from the start: else each attempt sets it, in a round trip of its own
     parameters["options"] = f"{parameters.get('options', '')} -c TimeZone={wrapper.timezone_name}".strip()
+    host = parameters.get("host", "")
+    is_one = bool(host) and "/" not in host and "," not in host
     url = URL.create(
         "postgresql+psycopg",
         username=parameters.pop("user", None),
         password=parameters.pop("password", None),
         database=parameters.pop("dbname", None),
-        query=parameters,  # host and port too: a host may be a directory, which has no place in a URL
+        host=parameters.pop("host") if is_one else None,
+        query=parameters,  # also the port, and a host that has no place in a URL: a directory, or several
     )
     return url.render_as_string(hide_password=False)
 

@@ -15,7 +15,9 @@ from typing import Any
 import psycopg
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
 from django.db.transaction import Atomic
+from django.db.utils import DatabaseError
 from django.db.utils import OperationalError as DatabaseUnavailable
 from psycopg.adapt import AdaptersMap
 from sqlalchemy import event
@@ -25,6 +27,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 from ...attempt.session import refuse_end_of_transaction
 from ...errors import SessionNotYours, SettingsError
 from ...observe.logs import log
+from ...store.statements import READ_ONLY
 
 _NOT_YOURS = "the connection's transaction belongs to the attempt, which commits it with the result"
 
@@ -79,7 +82,7 @@ class AttemptWrapper(BaseDatabaseWrapper):
         self._committed: list[Any] = []
         self.connection: BorrowedConnection | None = None
         self.run_on_commit: list[Any] = []
-        self.execute_wrappers.append(_refuse_end_of_transaction)
+        self.execute_wrappers.append(self._execute)
 
     @property
     def session(self) -> Session:
@@ -95,18 +98,20 @@ class AttemptWrapper(BaseDatabaseWrapper):
         """Borrow the connection of the session's transaction; it begins here unless it has begun."""
         owner: Any = self.session.connection().connection.driver_connection
         parameters = self.get_connection_params()
-        if "dbname" in parameters and owner.info.dbname != parameters["dbname"]:
+        if "service" not in parameters and owner.info.dbname != parameters.get("dbname"):
             raise SettingsError(
                 f"idempotency_database_url: is {owner.info.dbname!r}, and DATABASES[{self.alias!r}] is "
-                f"{parameters['dbname']!r}: what the ORM writes in a body would not be committed with its record"
+                f"{self.settings_dict['NAME']!r}: what the ORM writes in a body would not be committed with its record"
             )
         self.in_atomic_block = self.needs_rollback = self.closed_in_transaction = self.errors_occurred = False
         self.savepoint_ids: list[str | None] = []
         # as inside an atomic block: a durable one, which commits by itself, is refused by Django
         self.atomic_blocks = [Atomic(self.alias, savepoint=False, durable=False)]
         self.autocommit = False
-        self.connection = BorrowedConnection(owner, parameters["context"], parameters["cursor_factory"])
+        self.connection = BorrowedConnection(owner, AdaptersMap(parameters["context"]), parameters["cursor_factory"])
         self._configure_connection(self.connection)
+        # as for one that Django opens: receivers register types, or set what policies on rows need
+        connection_created.send(sender=type(self), connection=self)
 
     def on_commit(self, func: Callable[[], object], robust: bool = False) -> None:
         """Call `func` once the attempt has committed. A process that dies in between never calls it: enqueue instead."""
@@ -136,6 +141,16 @@ class AttemptWrapper(BaseDatabaseWrapper):
     def temporary_connection(self) -> Iterator[Any]:
         with self.cursor() as cursor:
             yield cursor
+
+    def _execute(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
+        if isinstance(sql, str):
+            refuse_end_of_transaction(sql)
+        try:
+            return execute(sql, params, many, context)
+        except DatabaseError as error:
+            if getattr(error.__cause__, "sqlstate", None) == READ_ONLY:
+                self.session.invalidate()  # the primary is elsewhere: the next attempt must not find this connection
+            raise
 
     def _commit(self) -> None:
         raise SessionNotYours(_NOT_YOURS)
@@ -172,12 +187,6 @@ def own_wrapper(alias: str) -> BaseDatabaseWrapper:
 @cache
 def _attempt_class(backend: type[BaseDatabaseWrapper]) -> type[AttemptWrapper]:
     return type(f"Attempt{backend.__name__}", (AttemptWrapper, backend), {})
-
-
-def _refuse_end_of_transaction(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-    if isinstance(sql, str):
-        refuse_end_of_transaction(sql)
-    return execute(sql, params, many, context)
 
 
 @contextmanager
