@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.django.test_example import EXAMPLE, Manage, database, manage
 
 __all__ = ["database", "manage"]  # fixtures
-PAGE = Path(__file__).parents[2] / "docs" / "django.md"
+PAGE = Path(__file__).parents[2] / "docs/django.md"
 RUN_TESTS = """
 import unittest
 from django.db import transaction as t

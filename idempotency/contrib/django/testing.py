@@ -20,7 +20,7 @@ from sqlalchemy.pool import NullPool
 
 from ...application import settings_of
 from ...attempt.runtime import Runtime
-from ...attempt.session import refuse_others_commits
+from ...attempt.session import refuse_others_commits, use_sessions
 from ...settings import Settings
 from ...store.answers import Claimed, Renewal
 
@@ -75,6 +75,7 @@ class TestRuntime(Runtime):
         self.owner = owner
         self.engine = _engine(settings, owner)
         refuse_others_commits(self.engine)
+        use_sessions(self.engine, settings.session)
 
     @contextmanager
     def autocommit(self) -> Iterator[Connection]:
