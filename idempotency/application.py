@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from .attempt.runtime import Runtime
+from .framework import framework
 from .settings import PREFIX, Settings
 
 if TYPE_CHECKING:
@@ -20,8 +21,16 @@ _lock = threading.Lock()
 
 
 def settings_of(app: Celery) -> Settings:
-    """Read the settings from the application's configuration. Raises `SettingsError`, as `Settings.read` does."""
-    given = {name.removeprefix(PREFIX): value for name, value in app.conf.items() if name.startswith(PREFIX)}
+    """Read the settings from the application's configuration, in its namespace if it has one.
+
+    Raises `SettingsError`, as `Settings.read` does.
+    """
+    # with namespace="CELERY", as Celery finds its own: CELERY_IDEMPOTENCY_LEASE
+    prefixes = [PREFIX] if app.namespace is None else [PREFIX, f"{app.namespace}_{PREFIX}".upper()]
+    names = {key.removeprefix(prefix).lower() for key in app.conf for prefix in prefixes if key.startswith(prefix)}
+    given = {name: app.conf[PREFIX + name] for name in names}
+    if "database_url" not in given and (url := framework().database_url()) is not None:
+        given["database_url"] = url
     return Settings.read({"service": app.main or "celery"} | given)
 
 
@@ -30,7 +39,7 @@ def runtime_of(app: Celery) -> Runtime:
 
     A forked pool child gets its own, so it never shares a socket with its parent.
     """
-    return _of_this_process(app) or _opened(app)
+    return framework().runtime(app) or _of_this_process(app) or _opened(app)
 
 
 def _of_this_process(app: Celery) -> Runtime | None:
@@ -70,3 +79,9 @@ def close_runtime(app: Celery) -> None:
         runtime = _open.pop(app, None)
     if runtime is not None:
         runtime.close()
+
+
+def close_all_runtimes() -> None:
+    """Close what this process holds open for any application."""
+    for app in list(_open):
+        close_runtime(app)

@@ -227,7 +227,8 @@ class Settings(BaseModel):
     def database_name(self) -> str:
         """The database as `host:port/name`, without credentials."""
         url = make_url(self.database_url.get_secret_value())
-        return f"{url.host}:{url.port}/{url.database}"
+        host, port = (getattr(url, name) or url.query.get(name) for name in ("host", "port"))
+        return f"{host}:{port}/{url.database}"
 
     @property
     def longest_run(self) -> float:

@@ -26,6 +26,7 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from ..errors import EffectUnknown, InvalidArguments, LeaseLost, PermanentError, TransactionEnded, Unfinished
+from ..framework import framework
 from ..observe.logs import log
 from ..store.answers import error_text
 from ..store.ends import FailedEnd
@@ -198,7 +199,8 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
     transaction = connection.exec_driver_sql(_BEGIN_PART).scalar_one()
     session = sessions_of(connection).within(connection)
     try:
-        part(session)
+        with framework().joined(lambda: session, ends=False):
+            part(session)
         session.flush()
         # Check deferred constraints now: a violation rolls back this part, and not the end as it would at COMMIT.
         session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))

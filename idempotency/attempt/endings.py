@@ -6,17 +6,19 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.exc import DBAPIError
+import psycopg
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import Again, AttemptsExhausted, CallRefused, Defer, NotConnected, PermanentError, RetriesExhausted
 from ..store.answers import Claimed
-from ..store.statements import describe
+from ..store.statements import describe, driver_error
 from . import conclusions
 from .attempt import Attempt
 
 # lock_not_available: a statement waited for a lock for longer than lock_timeout
 LOCK_NOT_AVAILABLE = "55P03"
+# Where Postgres raises it for a timeout; for NOWAIT it is where the lock was asked for. The text depends on the language.
+TIMEOUT_FUNCTION = "ProcessInterrupts"
 # Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
 MAX_DELAY = 10 * 365 * 86400.0
 
@@ -79,9 +81,10 @@ Ending = Finished | Fail | Release
 
 
 def _is_lock_timeout(error: BaseException) -> bool:
-    if not isinstance(error, DBAPIError) or getattr(error.orig, "sqlstate", None) != LOCK_NOT_AVAILABLE:
+    driver = driver_error(error)
+    if not isinstance(driver, psycopg.Error) or driver.sqlstate != LOCK_NOT_AVAILABLE:
         return False
-    return "NOWAIT" not in (error.statement or "").upper()  # there the body chose not to wait
+    return driver.diag.source_function == TIMEOUT_FUNCTION  # with NOWAIT the body chose not to wait
 
 
 def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:

@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import IdempotencyError, LeaseLost, OutcomeInDoubt
+from ..framework import framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch
@@ -71,9 +72,10 @@ def _run_and_commit(attempt: Attempt, body: Body) -> Ending:
     """
     try:
         crash_point("claimed")
-        result = _run_body(attempt, body)
-        with metrics.phase(attempt.claim.id.task, "commit"):
-            attempt.complete(result)
+        with framework().joined(lambda: attempt.session, ends=True):
+            result = _run_body(attempt, body)
+            with metrics.phase(attempt.claim.id.task, "commit"):
+                attempt.complete(result)
     except (LeaseLost, OutcomeInDoubt):
         raise
     except BaseException as error:

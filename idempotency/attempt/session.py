@@ -94,6 +94,12 @@ _ENDS_TRANSACTION = re.compile(
 _OWNER = "idempotency.session"
 
 
+def refuse_end_of_transaction(statement: str) -> None:
+    """Raise `SessionNotYours` for a statement that would end the attempt's transaction."""
+    if _ENDS_TRANSACTION.match(statement):
+        raise SessionNotYours(_REFUSAL)
+
+
 def _refuse_commit(session: AttemptSession) -> None:
     """Also refuses `session.get_transaction().commit()`."""
     if not session._may_commit and not session.in_nested_transaction():
@@ -129,8 +135,8 @@ def refuse_others_commits(engine: Engine) -> None:
 
     @event.listens_for(engine, "before_cursor_execute")
     def _(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
-        if _OWNER in connection.info and _ENDS_TRANSACTION.match(statement):
-            raise SessionNotYours(_REFUSAL)
+        if _OWNER in connection.info:
+            refuse_end_of_transaction(statement)
 
     @event.listens_for(engine, "checkin")
     def _(_: Any, record: Any) -> None:

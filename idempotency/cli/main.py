@@ -225,10 +225,10 @@ def purge(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
     _print_count("purged", maintenance.purge(_app(app)), as_json)
 
 
-def main() -> None:
-    """Run the command line; an error is one line on stderr and exit status 1."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line, by default that of the process; an error is one line on stderr and exit status 1."""
     try:
-        cli()
+        cli(arguments)
     except IdempotencyError as error:
         raise SystemExit(f"idempotency: {error}") from None
     except OperationalError as error:

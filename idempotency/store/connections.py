@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import make_url
 from sqlalchemy.pool import PoolResetState
 
 from ..errors import SettingsError
@@ -37,11 +38,13 @@ def make_engine(
         **(session or {}),
     }
     create = settings.engine or create_engine
+    given = str(make_url(settings.database_url.get_secret_value()).query.get("options", ""))
     engine = create(
         settings.database_url.get_secret_value(),
         hide_parameters=True,  # errors and logs must not show arguments
         connect_args={
-            "options": " ".join(f"-c {name}={value}" for name, value in in_session.items()),
+            # after the address's own, such as a search_path, which stay unless they contradict
+            "options": " ".join([given, *(f"-c {name}={value}" for name, value in in_session.items())]),
             # a heartbeat has to reconnect within its lease; libpq's minimum is two seconds
             "connect_timeout": max(min(math.ceil(settings.lease / 4), 5), 2),
             # Notices a vanished peer within a lease, not after the kernel's two hours.

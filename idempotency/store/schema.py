@@ -31,6 +31,8 @@ MIGRATION_TIMEOUT = 600.0
 # lock_not_available, and deadlock_detected: a migration may lock several tables.
 TRY_AGAIN = ("55P03", "40P01")
 
+# What is about operations and messages; the other tables are about people, processes and the schema.
+WORK = ("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside")
 # Used only by operators' commands; a worker's role does not need rights to these.
 FOR_PEOPLE = ("audit", "operators", "discards")
 # What the roles of workers, relays and beats need. The audit table is append-only; identity sequences need no rights.
@@ -140,6 +142,13 @@ def require_compatible(connection: Connection) -> None:
         raise SettingsError(
             f"database schema: at {found}, needs code of revision {oldest_code}, this is {known[0]}; deploy newer code"
         )
+
+
+def empty(cursor: Any) -> None:
+    """Delete all operations, messages and dead letters, in the transaction of a DB-API cursor. The audit stays."""
+    cursor.execute("SELECT to_regclass('idempotency.records') IS NOT NULL")
+    if cursor.fetchone()[0]:
+        cursor.execute("TRUNCATE " + ", ".join(f"{SCHEMA}.{table}" for table in WORK))
 
 
 def missing_rights(connection: Connection) -> Sequence[Row[Any]]:

@@ -152,12 +152,21 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
         ) from error
 
 
+def driver_error(error: BaseException) -> BaseException | None:
+    """The driver's error behind one of SQLAlchemy or an ORM (which copies its arguments), if it is one."""
+    if isinstance(error, DBAPIError):
+        return error.orig
+    cause = error.__cause__
+    if isinstance(cause, psycopg.Error) and cause.args == error.args:
+        return cause
+    return error if isinstance(error, psycopg.Error) else None
+
+
 def describe(error: BaseException) -> str:
     """Describe an error in one line for the record: type and message, without parameters or values of a row."""
-    if isinstance(error, DBAPIError):
-        diagnosis = getattr(error.orig, "diag", None)
-        primary = getattr(diagnosis, "message_primary", None)
-        return f"{type(error.orig).__name__}: {primary or 'no answer from the database'}"
+    if (driver := driver_error(error)) is not None:
+        primary = getattr(getattr(driver, "diag", None), "message_primary", None)
+        return f"{type(driver).__name__}: {primary or 'no answer from the database'}"
     return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
 
 

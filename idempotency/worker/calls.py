@@ -17,6 +17,7 @@ from typing_extensions import ParamSpec
 from ..application import runtime_of
 from ..attempt.endings import MAX_DELAY
 from ..errors import InvalidArguments, MissingKey, SettingsError
+from ..framework import framework
 from ..handle import Handle, R_co
 from ..store import outbox
 from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
@@ -214,6 +215,7 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
 
         Raises `CallRefused` inside an open transaction of this thread, because the task commits on another connection.
         """
+        framework().check_no_transaction()
         eager.check_no_transaction(runtime_of(self.app))
         args, kwargs = self._as_sent(args, kwargs)
         given = options.pop("headers", None) or {}

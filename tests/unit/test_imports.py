@@ -50,7 +50,7 @@ LAYERS = (
     ("errors",),
     ("observe",),
     ("wire",),
-    ("settings", "queues", "providers"),
+    ("settings", "queues", "providers", "framework"),
     ("store",),
     ("broker",),
     ("attempt",),
@@ -64,6 +64,7 @@ LAYERS = (
     ("installation", "operate"),
     ("cli",),
     ("testing",),
+    ("contrib",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LIBRARY = ROOT / "idempotency"

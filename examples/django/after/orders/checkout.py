@@ -1,0 +1,11 @@
+from django.db import transaction
+
+from orders.models import Order
+from orders.tasks import award_points
+
+
+@transaction.atomic
+def place_order(customer, cents):
+    order = Order.objects.create(customer_id=customer, cents=cents)
+    award_points.enqueue(order.pk)
+    return order

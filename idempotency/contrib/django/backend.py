@@ -1,0 +1,136 @@
+"""A backend for Django's own tasks: `django.tasks` of Django 6, or the package `django-tasks` before it.
+
+    TASKS = {"default": {"BACKEND": "idempotency.contrib.django.backend.IdempotentBackend"}}
+
+A task is enqueued with the transaction that is open on Django's connection and runs in Celery's workers, as one
+operation for each `enqueue`: what it writes by the ORM is committed once, with its result. It is retried like any
+idempotent task. Of Django's signals only `task_enqueued` is sent: an attempt may be repeated, so it neither starts nor
+finishes a task.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import django
+from celery import shared_task
+from django.utils import timezone
+from django.utils.crypto import get_random_string
+from django.utils.module_loading import import_string
+
+if django.VERSION >= (6, 0):
+    from django.tasks import TaskContext, TaskResult, TaskResultStatus
+    from django.tasks.backends.base import BaseTaskBackend
+    from django.tasks.base import TaskError
+    from django.tasks.exceptions import TaskResultDoesNotExist
+    from django.tasks.signals import task_enqueued
+else:
+    from django_tasks import TaskContext, TaskResult, TaskResultStatus
+    from django_tasks.backends.base import BaseTaskBackend
+    from django_tasks.base import TaskError
+    from django_tasks.exceptions import TaskResultDoesNotExist
+    from django_tasks.signals import task_enqueued
+
+from ...application import runtime_of
+from ...store import operations
+from ...wire import results
+from ...wire.keys import OperationId
+from ...wire.message import Message
+from .integration import celery_app
+from .task import IdempotentTask
+
+# The name of the one Celery task that runs them all: part of every key, so it never changes.
+NAME = "idempotency.django_task"
+DEFAULT_QUEUE = "default"  # Django's name for it; Celery's has its own
+STATUS = {
+    "started": TaskResultStatus.RUNNING,
+    "released": TaskResultStatus.READY,
+    "completed": TaskResultStatus.SUCCESSFUL,
+    "failed": TaskResultStatus.FAILED,
+}
+
+
+@shared_task(base=IdempotentTask, bind=True, name=NAME)
+def run_django_task(self: IdempotentTask, path: str, args: list[Any], kwargs: dict[str, Any], backend: str) -> Any:
+    """Call one of Django's tasks; `path` is where the decorated function is found."""
+    task = import_string(path)
+    if not task.takes_context:
+        return task.call(*args, **kwargs)
+    attempts = self.request.retries + 1
+    result = _result(
+        task.using(backend=backend), self.request.headers["idempotency-key"], args, kwargs, TaskResultStatus.RUNNING
+    )
+    result.worker_ids.extend([str(self.request.hostname)] * attempts)
+    return task.call(TaskContext(task_result=result), *args, **kwargs)
+
+
+class IdempotentBackend(BaseTaskBackend):
+    """Enqueues in Django's transaction; see the module."""
+
+    supports_defer = True
+    supports_async_task = True
+    supports_get_result = True
+
+    def enqueue(self, task: Any, args: Any, kwargs: Any) -> Any:
+        """Enqueue with the open transaction, or at once outside of one. Raises `InvalidArguments` for what is not JSON."""
+        self.validate_task(task)
+        result = _result(task, get_random_string(32), args, kwargs, TaskResultStatus.READY)
+        object.__setattr__(result, "enqueued_at", timezone.now())
+        options: dict[str, Any] = {} if task.queue_name == DEFAULT_QUEUE else {"queue": task.queue_name}
+        if task.run_after is not None:
+            options["eta"] = (
+                task.run_after if timezone.is_aware(task.run_after) else timezone.make_aware(task.run_after)
+            )
+        run_django_task.enqueue(
+            task.module_path, result.args, result.kwargs, self.alias, idempotency_key=result.id, **options
+        )
+        task_enqueued.send(type(self), task_result=result)
+        return result
+
+    def get_result(self, result_id: str) -> Any:
+        """Read a task's state from its record. Raises `TaskResultDoesNotExist`, also until its `enqueue` is committed."""
+        runtime = runtime_of(celery_app())
+        with runtime.autocommit() as connection:
+            id = OperationId(runtime.settings.tenant, NAME, result_id)
+            stored = operations.operation(connection, id, with_payload=True)
+        record = stored["record"] or {}
+        sources = [record, *stored["outbox"]]
+        message = next((source["message"] for source in sources if source.get("message")), None)
+        if message is None:
+            raise TaskResultDoesNotExist(result_id)
+        (path, args, kwargs, backend), _, _ = json.loads(Message.from_text(message).body)
+        status = STATUS.get(record.get("status", "released"), TaskResultStatus.READY)
+        result = _result(import_string(path).using(backend=backend), result_id, args, kwargs, status)
+        known = {
+            "enqueued_at": min(source["created_at"] for source in sources if source),
+            "started_at": record.get("created_at"),
+            "last_attempted_at": record.get("updated_at"),
+            "finished_at": record.get("completed_at"),
+        }
+        for name, value in known.items():
+            object.__setattr__(result, name, value)
+        result.worker_ids.extend([record.get("locked_by") or "unknown"] * record.get("attempts", 0))
+        if status == TaskResultStatus.SUCCESSFUL:
+            object.__setattr__(result, "_return_value", results.from_text(record["result"]))
+        if status == TaskResultStatus.FAILED:
+            failed = f"{record['error']['code']}: {record['error']['message']}"
+            result.errors.append(TaskError(exception_class_path="idempotency.errors.OperationFailed", traceback=failed))
+        return result
+
+
+def _result(task: Any, id: str, args: Any, kwargs: Any, status: Any) -> Any:
+    return TaskResult(
+        task=task,
+        id=id,
+        status=status,
+        enqueued_at=None,
+        started_at=None,
+        finished_at=None,
+        last_attempted_at=None,
+        args=args,
+        kwargs=kwargs,
+        backend=task.backend,
+        errors=[],
+        worker_ids=[],
+    )

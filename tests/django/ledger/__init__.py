@@ -1,0 +1,1 @@
+"""A Django application with one model, without uniqueness: what happened twice is there twice."""

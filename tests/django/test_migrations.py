@@ -1,0 +1,58 @@
+"""The library's tables by `manage.py migrate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from alembic.script import ScriptDirectory
+from django.conf import settings
+from django.core.management import call_command
+from django.db import connections
+from django.db.migrations.exceptions import IrreversibleError
+from django.db.migrations.loader import MigrationLoader
+
+import services
+from idempotency.store import schema
+from tests.django.conftest import database_settings
+
+
+@pytest.fixture
+def empty(servers: services.Services, default: Any) -> Iterator[Any]:
+    """Another alias, for a database without any table."""
+    name = f"empty_{uuid4().hex[:8]}"
+    connections.settings["empty"] = default.settings_dict | database_settings(servers.create_database(name))
+    yield connections["empty"]
+    connections["empty"].close()
+    del connections["empty"], connections.settings["empty"]
+    servers.drop_database(name)
+
+
+def has_tables(connection: Any) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT to_regclass('idempotency.records') IS NOT NULL")
+        return bool(cursor.fetchone()[0])
+
+
+def test_the_newest_migration_reaches_the_newest_revision_of_the_schema() -> None:
+    newest = sorted(name for app, name in MigrationLoader(None).disk_migrations if app == "idempotency")[-1]
+    assert newest.endswith(f"_{ScriptDirectory.from_config(schema._config()).get_current_head()}")
+
+
+def test_only_the_librarys_database_gets_its_tables(empty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call_command("migrate", "idempotency", database="empty", verbosity=0)
+    assert not has_tables(empty)
+
+
+def test_a_database_that_has_the_tables_already_is_left_as_it_is(empty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "IDEMPOTENCY_DATABASE", "empty", raising=False)
+    call_command("migrate", "idempotency", database="empty", verbosity=0)
+    call_command("migrate", "idempotency", database="empty", fake=True, verbosity=0)
+    with empty.cursor() as cursor:
+        cursor.execute("DELETE FROM django_migrations WHERE app = 'idempotency'")
+    call_command("migrate", "idempotency", database="empty", verbosity=0)
+    assert has_tables(empty)
+    with pytest.raises(IrreversibleError):  # what was accepted is not dropped
+        call_command("migrate", "idempotency", "zero", database="empty", verbosity=0)

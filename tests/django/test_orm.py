@@ -1,0 +1,361 @@
+"""The ORM in a body: what it writes is the attempt's, committed with the record or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.db import IntegrityError, close_old_connections, connection, connections, transaction
+from django.db.backends.signals import connection_created
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask as PlainIdempotentTask
+from idempotency import Operation, PermanentError
+from tests.django.conftest import Entries, make_task
+from tests.django.ledger.models import Entry
+from tests.support.deliveries import Deliveries
+from tests.support.operations import Record, code
+
+
+def test_what_the_orm_writes_is_committed_with_the_record(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    seen = []
+
+    def pay(self: Any) -> int:
+        entry = Entry.objects.create(account="a", details={"n": 1})
+        stored = Entry.objects.get()
+        counted = self.session.scalar(text("SELECT count(*) FROM ledger_entry"))
+        seen.append((entries(), stored.details, stored.at.tzinfo, counted))
+        return int(entry.pk)
+
+    task = make_task(app, pay)
+    assert deliveries.deliver(task, key="k").value == deliveries.deliver(task, key="k").value == 1
+    assert seen == [([], {"n": 1}, UTC, 1)]  # with Django's own types, and not seen outside
+    assert (entries(), record("k").status) == (["a"], "completed")
+
+
+def test_what_the_orm_wrote_in_a_failed_attempt_is_rolled_back(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    def pay(self: Any, error: str) -> None:
+        Entry.objects.create(account="a")
+        raise PermanentError("no", "no") if error == "permanent" else ValueError("again")
+
+    task = make_task(app, pay)
+    assert [deliveries.deliver(task, error, key=error).state for error in ("other", "permanent")] == [
+        "RETRY",
+        "FAILURE",
+    ]
+    assert (record("other").status, record("permanent").status, entries()) == ("released", "failed", [])
+
+
+def test_atomic_in_a_body_is_a_savepoint(app: Celery, deliveries: Deliveries, entries: Entries) -> None:
+    def pay(self: Any) -> str:
+        Entry.objects.create(account="a")
+        with pytest.raises(IntegrityError), transaction.atomic():
+            Entry.objects.create(account="b")
+            Entry.objects.create(id=Entry.objects.first().pk)
+        with transaction.atomic():
+            Entry.objects.create(account="c")
+        assert entries() == []
+        return "paid"
+
+    assert deliveries.deliver(make_task(app, pay), key="k").value == "paid"
+    assert entries() == ["a", "c"]
+
+
+def test_a_durable_atomic_block_in_a_body_is_refused_by_django(app: Celery, deliveries: Deliveries) -> None:
+    def pay(self: Any) -> str:
+        connection.ensure_connection()
+        with pytest.raises(RuntimeError, match="durable"), transaction.atomic(durable=True):
+            pass
+        return "refused"
+
+    assert deliveries.deliver(make_task(app, pay), key="k").value == "refused"
+
+
+def commit_in_sql() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("COMMIT")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        transaction.commit,
+        lambda: transaction.set_autocommit(True),
+        lambda: connection.close(),
+        lambda: connection.connection.commit(),
+        lambda: connection.connection.rollback(),
+        commit_in_sql,
+    ],
+    ids=["commit", "set_autocommit", "close", "commit of the driver", "rollback of the driver", "COMMIT"],
+)
+def test_a_body_that_ends_the_transaction_is_refused_and_leaves_nothing(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries, end: Callable[[], object]
+) -> None:
+    def pay(self: Any) -> None:
+        Entry.objects.create(account="a")
+        end()
+
+    deliveries.deliver(make_task(app, pay), key="k")
+    assert (code(record("k"))[0], entries()) == ("session_not_yours", [])
+
+
+def test_closing_old_connections_leaves_the_attempts_transaction_alone(
+    app: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    def pay(self: Any) -> str:
+        Entry.objects.create(account="a")
+        close_old_connections()
+        return "paid"
+
+    assert deliveries.deliver(make_task(app, pay), key="k").value == "paid"
+    assert entries() == ["a"]
+
+
+def charge(account: str, *, idempotency_key: str) -> str:
+    return f"charged {account}"
+
+
+def test_an_effect_after_a_query_is_refused_until_the_transaction_is_rolled_back(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    def pay(self: Any, rolls_back: bool) -> str:
+        account = Entry.objects.values_list("account", flat=True).first()
+        if rolls_back:
+            transaction.rollback()
+        charged: str = self.effect("charge", charge, str(account))
+        Entry.objects.create(account=charged)
+        return charged
+
+    task = make_task(app, pay, max_attempts=1)
+    assert deliveries.deliver(task, False, key="a").state == "FAILURE"
+    assert record("a").error_code == "open_transaction"
+    assert deliveries.deliver(task, True, key="b").value == "charged None"
+    assert entries() == ["charged None"]
+
+
+def test_a_step_is_committed_with_what_its_function_writes_by_the_orm(
+    app: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    def reserve(session: Session) -> int:
+        return int(Entry.objects.create(account="reserved").pk)
+
+    def pay(self: Any) -> list[str]:
+        self.step("reserve", reserve)
+        found = entries()
+        Entry.objects.create(account="paid")
+        return found
+
+    assert deliveries.deliver(make_task(app, pay), key="k").value == ["reserved"]
+    assert entries() == ["reserved", "paid"]
+
+
+def test_a_query_that_outlives_its_transaction_is_refused(app: Celery, deliveries: Deliveries) -> None:
+    Entry.objects.bulk_create([Entry(), Entry(), Entry()])
+
+    def pay(self: Any) -> str:
+        rows = Entry.objects.iterator(chunk_size=1)
+        next(rows)
+        cursor = connection.connection.cursor()
+        self.session.rollback()
+        with pytest.raises(Exception, match="transaction of this cursor has ended"):
+            cursor.execute("SELECT 1")
+        with pytest.raises(Exception, match="ended"):
+            list(rows)
+        return "refused"
+
+    assert deliveries.deliver(make_task(app, pay), key="k").value == "refused"
+
+
+def test_functions_on_commit_follow_the_attempts_commit_and_only_that(
+    app: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    called = []
+
+    def pay(self: Any, works: bool) -> str:
+        transaction.on_commit(lambda: called.append(entries()))
+        Entry.objects.create(account="a")
+        with pytest.raises(ValueError, match="inner"), transaction.atomic():
+            transaction.on_commit(lambda: called.append(["never"]))
+            raise ValueError("inner")
+        if not works:
+            raise PermanentError("no", "no")
+        return "paid"
+
+    task = make_task(app, pay)
+    deliveries.deliver(task, False, key="a")
+    assert called == []
+    assert deliveries.deliver(task, True, key="b").value == "paid"
+    assert called == [["a"]]
+
+
+def test_a_function_on_commit_that_raises_changes_no_end(
+    app: Celery, deliveries: Deliveries, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pay(self: Any) -> str:
+        transaction.on_commit(lambda: 1 / 0)
+        return "paid"
+
+    assert deliveries.deliver(make_task(app, pay), key="k").value == "paid"
+    assert record("k").status == "completed"
+
+
+def test_on_failed_writes_by_the_orm_in_the_failing_transaction(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    def note(session: Session, operation: Operation, error: PermanentError) -> None:
+        Entry.objects.create(account=f"failed {operation.key} {error.code}")
+        assert entries() == []
+
+    def pay(self: Any) -> None:
+        Entry.objects.create(account="a")
+        raise PermanentError("no", "no_funds")
+
+    deliveries.deliver(make_task(app, pay, on_failed=note), key="k")
+    assert (entries(), record("k").status) == (["failed k no_funds"], "failed")
+
+
+def test_an_on_failed_that_raises_leaves_no_rows_of_the_orm(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    def note(session: Session, operation: Operation, error: PermanentError) -> None:
+        Entry.objects.create(account="failed")
+        raise ValueError("broken")
+
+    def pay(self: Any) -> None:
+        raise PermanentError("no", "no")
+
+    deliveries.deliver(make_task(app, pay, on_failed=note), key="k")
+    assert (entries(), record("k").status) == ([], "failed")
+
+
+def test_after_a_body_the_thread_has_its_own_connection_back(
+    app: Celery, deliveries: Deliveries, default: Any, entries: Entries
+) -> None:
+    def pay(self: Any) -> str:
+        assert connections["default"] is not default
+        Entry.objects.create(account="in the body")
+        return "paid"
+
+    deliveries.deliver(make_task(app, pay), key="k")
+    assert connections["default"] is default
+    Entry.objects.create(account="after it")
+    assert entries() == ["in the body", "after it"]
+
+
+def test_what_receivers_do_to_a_new_connection_holds_in_a_body(
+    app: Celery, deliveries: Deliveries, default: Any
+) -> None:
+    def set_tenant(connection: Any, **_: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SET app.tenant = 'ann'")
+
+    def show(self: Any) -> str:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW app.tenant")
+            return str(cursor.fetchone()[0])
+
+    connection_created.connect(set_tenant)
+    try:
+        assert deliveries.deliver(make_task(app, show), key="k").value == "ann"
+    finally:
+        connection_created.disconnect(set_tenant)
+
+
+def test_a_connection_to_a_standby_is_not_used_again(
+    app: Celery, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
+    backends = []
+
+    def pay(self: Any, writable: bool) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            backends.append(cursor.fetchone())
+            if not writable:
+                cursor.execute("SET default_transaction_read_only = on; SET transaction_read_only = on")
+        Entry.objects.create(account="a")
+
+    task = make_task(app, pay)
+    assert deliveries.deliver(task, False, key="standby").state == "RETRY"
+    assert deliveries.deliver(task, True, key="primary").state == "SUCCESS"
+    assert backends[0] != backends[1]
+    assert (record("standby").status, entries()) == ("released", ["a"])
+
+
+def take_back(session: Session, result: Any) -> None:
+    """The undo of a step."""
+    Entry.objects.filter(pk=result).delete()
+    Entry.objects.create(account="undone")
+
+
+def test_an_undo_takes_rows_back_by_the_orm_in_the_failing_transaction(
+    app: Celery, deliveries: Deliveries, entries: Entries, record: Record
+) -> None:
+    def pay(self: Any) -> None:
+        self.step("reserve", lambda session: Entry.objects.create(account="reserved").pk, undo=take_back)
+        assert entries() == ["reserved"]
+        raise PermanentError("no", "no")
+
+    deliveries.deliver(make_task(app, pay), key="k")
+    assert (entries(), record("k").error_code) == (["undone"], "no")
+
+
+def test_an_on_failed_that_waits_for_a_commit_is_refused(app: Celery, deliveries: Deliveries, engine: Engine) -> None:
+    def note(session: Session, operation: Operation, error: PermanentError) -> None:
+        transaction.on_commit(lambda: None)
+
+    def pay(self: Any) -> None:
+        raise PermanentError("no", "no")
+
+    deliveries.deliver(make_task(app, pay, on_failed=note), key="k")
+    with engine.connect() as outside:
+        assert outside.execute(text("SELECT reason FROM idempotency.dead_letters")).all() == [("on_failed_error",)]
+
+
+def test_a_task_on_the_plain_base_is_joined_as_well(app: Celery, deliveries: Deliveries, entries: Entries) -> None:
+    def pay(self: Any) -> list[str]:
+        Entry.objects.create(account="a")
+        return entries()
+
+    task = app.task(base=PlainIdempotentTask, bind=True, name="ledger.plain", shared=False)(pay)
+    assert deliveries.deliver(task, key="k").value == []
+    assert entries() == ["a"]
+
+
+def test_the_error_of_a_query_shows_no_values_of_a_row(app: Celery, deliveries: Deliveries, record: Record) -> None:
+    def pay(self: Any) -> None:
+        Entry.objects.create(pk=4711)
+        Entry.objects.create(pk=4711)
+
+    deliveries.deliver(make_task(app, pay, max_attempts=1), key="k")
+    assert "unique" in str(record("k").error)
+    assert "4711" not in str(record("k").error)
+
+
+def test_a_lock_that_times_out_in_a_query_uses_up_no_attempt(
+    app: Celery, deliveries: Deliveries, record: Record, default: Any
+) -> None:
+    entry = Entry.objects.create(account="a")
+
+    def pay(self: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SET LOCAL lock_timeout = '50ms'")
+        Entry.objects.select_for_update().get(pk=entry.pk)
+
+    def at_once(self: Any) -> None:
+        Entry.objects.select_for_update(nowait=True).get(pk=entry.pk)
+
+    other = default.copy()
+    with other.cursor() as cursor:
+        cursor.execute("BEGIN; SELECT * FROM ledger_entry FOR UPDATE")
+        assert deliveries.deliver(make_task(app, pay), key="waited").state == "RETRY"
+        assert deliveries.deliver(make_task(app, at_once), key="did not").state == "RETRY"
+    other.close()
+    assert (record("waited").attempts, record("did not").attempts) == (0, 1)
