@@ -9,6 +9,7 @@ ever leaves the wrapper here:
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, and the next delivery is committed: acknowledged
     Ignore                                   a duplicate in flight that was counted: acknowledged
+    Ignore("revoked")                        the record is failed; Celery's state is REVOKED (`revocation.py`): acknowledged
     Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
                                              dead-letter queue
     Ignore, Reject(requeue=True)             no answer from Postgres: it is back in the outbox or the queue (`parking.py`)
@@ -33,6 +34,7 @@ from ..application import runtime_of
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed
 from ..attempt.endings import Ended, Finished, Release
+from ..attempt.last_look import REVOKED
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..errors import (
@@ -40,6 +42,7 @@ from ..errors import (
     FingerprintMismatch,
     OperationBusy,
     OperationFailed,
+    PermanentError,
     SettingsError,
     Unanswered,
     UnsupportedControl,
@@ -210,6 +213,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return self._returned(result)
             case Completed():
                 return self._returned(outcome.value())
+            case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:
+                return Raised(Ignore(REVOKED))
             case Ended(error):
                 return Raised(error)
             case Release(cause=cause, delay=delay):
