@@ -14,9 +14,10 @@ SUITE = "t.integration"
 
 
 class KeyedPerCall(IdempotentTask):
-    """Each call that names no key is an operation of its own."""
+    """Each call that names no key is an operation of its own. An error is its end, as in Celery, unless it is retried."""
 
     abstract = True
+    permanent_errors = (Exception,)
     key = staticmethod(lambda arguments: str(uuid4()))  # type: ignore[assignment]  # mypy takes it for a method
 
 
