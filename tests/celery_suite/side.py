@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class Seen:
 
 
 NOT_RUN = Seen("not run")
+# Alembic keeps the migration that runs in a module.
+_migrating = threading.Lock()
 
 
 def run(
@@ -110,7 +113,8 @@ def _relay(side: str, source: Path, place: Path, environment: dict[str, str]) ->
         yield
         return
     engine = create_engine(environment["DATABASE_URL"])
-    schema.migrate(engine)
+    with _migrating:
+        schema.migrate(engine)
     engine.dispose()
     command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.celery_suite.application"]
     with _process(command, source, place / "relay.log", environment):
