@@ -24,8 +24,9 @@ from ..broker.channel import declare_queues
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers
+from ..wire import message as task_message
 from ..wire.foreign_headers import accept_any_timestamp
-from ..wire.message import ETA_HEADER, MARKER_HEADER
+from ..wire.message import MARKER_HEADER
 from ..worker.task import IdempotentTask
 from . import storing
 from .examine import examine
@@ -132,10 +133,14 @@ def _note_marker(runtime: Runtime, marker: str) -> None:
 def _keep_out_of_memory(message: Message) -> None:
     """Hide a message's `eta` from Celery's worker, which would hold it unacknowledged until then by its own clock.
 
-    The task gets it under another name, and compares it with the database's clock.
+    A message from the broker's delay queues has waited already. Otherwise the task gets the `eta` and compares it with
+    the database's clock.
     """
-    if (eta := message.headers.pop("eta", None)) is not None:
-        message.headers[ETA_HEADER] = eta
+    eta = message.headers.pop("eta", None)
+    if eta is not None:
+        message.headers[task_message.DUE_HEADER] = eta
+    if eta is not None and not task_message.Message.was_delayed((message.delivery_info or {}).get("exchange")):
+        message.headers[task_message.ETA_HEADER] = eta
 
 
 def keeps_rejected(app: Celery) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -43,17 +42,8 @@ def delivery_of(task: KeyedTask, request: Any) -> Delivery:
         resent=ORIGIN_HEADER in headers or bool((request.delivery_info or {}).get("redelivered")),
         is_eager=bool(request.is_eager),
         is_revoked=REVOKED_HEADER in headers,
-        eta=_time_to_wait_for(request),
+        eta=maybe_make_aware(maybe_iso8601(headers[ETA_HEADER])) if headers.get(ETA_HEADER) else None,
     )
-
-
-def _time_to_wait_for(request: Any) -> datetime | None:
-    """The caller's `eta`; None for a message that has waited in the broker's delay queues."""
-    eta = (request.headers or {}).get(ETA_HEADER)
-    if not eta or Message.was_delayed((request.delivery_info or {}).get("exchange")):
-        return None
-    time: datetime = maybe_make_aware(maybe_iso8601(eta))
-    return time
 
 
 def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:

@@ -55,7 +55,7 @@ from ..store.answers import Busy, Completed, Failed, Mismatch
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
-from ..wire.message import ETA_HEADER
+from ..wire.message import DUE_HEADER
 from . import hooks, parking
 from .calls import P
 from .control import ControlledTask, is_replacement
@@ -194,7 +194,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _body(self, attempt: Attempt) -> Any:
         request = self.request
         request.retries, request.attempt = max(attempt.claim.attempts - 1, 0), attempt
-        request.eta = (request.headers or {}).get(ETA_HEADER)
+        request.eta = (request.headers or {}).get(DUE_HEADER)
         try:
             result = hooks.run_in_attempt(self)
             # as Celery stores it
