@@ -10,6 +10,7 @@ EMPTY = f"refused as well, but as `InvalidArguments` ({_WHY})"
 ACKNOWLEDGED = f"acknowledged after the attempt, not before it ({_WHY})"
 QUEUE = f"the queue is a quorum queue with dead letters, on a topic exchange ({_WHY})"
 SCHEDULED = f"no worker holds an early message in memory; the broker or Postgres does ({_WHY})"
+SECONDS = f"the delay queues of quorum queues count in whole seconds, as Celery's do ({_WHY})"
 PROTOCOL = f"`task_protocol=1` is refused ({_WHY})"
 
 # By test, without the folder and the parameters.
@@ -21,6 +22,7 @@ REASONS = {
     "test_inspect.py::test_Inspect::test_active_queues": QUEUE,
     "test_inspect.py::test_Inspect::test_query_task": ACKNOWLEDGED,
     "test_inspect.py::test_Inspect::test_scheduled": SCHEDULED,
+    "test_tasks.py::test_tasks::test_eta": SECONDS,
     "test_tasks.py::test_tasks::test_expired": EXPIRES,
     "test_tasks.py::test_tasks::test_reject_with_requeue_redelivers_and_succeeds": REJECT,
     "test_tasks.py::test_tasks::test_reject_without_requeue_stores_failure": REJECT,
