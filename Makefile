@@ -15,10 +15,10 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo test ecosystem faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo test ecosystem celery-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: .venv/ready ## create .venv, or update it when pyproject.toml or constraints.txt changed
 
@@ -61,6 +61,9 @@ search: .venv/ready ## try the schedules of every pair of actors; PREEMPTIONS=2 
 
 faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part of it ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)
+
+celery-suite: .venv/ready ## Celery's own integration tests on plain tasks and on ours, and write docs/celery-suite.md; ARGS='-k chord'
+	@$(VENV)/python -m tests.celery_suite $(ARGS)
 
 check: .venv/ready ## what CI runs: all tests, lint and types
 	@$(MAKE) --no-print-directory --keep-going test lint types

@@ -104,8 +104,6 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
             return Fail(claim, PermanentError(describe(error), "call_refused"), error)
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
             return Release(claim, seconds, error, give_back=True)
-        case _ if isinstance(error, policy.permanent_errors):
-            return Fail(claim, PermanentError(describe(error), type(error).__name__), error)
     cause = error.cause if isinstance(error, Again) else error
     if _is_lock_timeout(cause) and claim.age + settings.lease <= settings.defer_budget:
         # Someone else's lock is not this operation's fault: a frozen holder keeps it for several leases.
@@ -115,6 +113,8 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         # shortage may last: wait about as long as the operation has waited already, up to a lease.
         longest = min(settings.lease, max(settings.retry_base, claim.age))
         return Release(claim, random.uniform(0.0, longest), cause, give_back=True)
+    if isinstance(error, policy.permanent_errors) and not isinstance(error, Again):
+        return Fail(claim, PermanentError(describe(error), type(error).__name__), error)
     if claim.attempts == policy.max_attempts and conclusions.has_acted(claim.effects):
         # The next claim finds the attempts used up and has a last look: what has happened outside may still be finished.
         return Release(claim, 0.0, cause)

@@ -45,12 +45,14 @@ def check_celery_settings(app: Celery) -> list[Finding]:
 
 
 def check_content(app: Celery) -> list[Finding]:
+    findings = []
+    if (protocol := app.conf.task_protocol) != 2:
+        findings.append(refusal("task_protocol", f"{protocol}, need 2", "every message would be a dead letter"))
     accepted = sorted(app.conf.accept_content or ())
     if other := [name for name in accepted if name not in ("json", "application/json")]:
-        return [
-            refusal("accept_content", f"{', '.join(other)} beside json, need json alone", "only JSON is safe to read")
-        ]
-    return [ok("accept_content", ", ".join(accepted))]
+        found = f"{', '.join(other)} beside json, need json alone"
+        findings.append(refusal("accept_content", found, "only JSON is safe to read"))
+    return findings or [ok("accept_content", ", ".join(accepted))]
 
 
 def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:

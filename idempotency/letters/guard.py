@@ -137,6 +137,8 @@ def _keep_out_of_memory(message: Message) -> None:
     the database's clock.
     """
     eta = message.headers.pop("eta", None)
+    if eta is not None:
+        message.headers[task_message.DUE_HEADER] = eta
     if eta is not None and not task_message.Message.was_delayed((message.delivery_info or {}).get("exchange")):
         message.headers[task_message.ETA_HEADER] = eta
 

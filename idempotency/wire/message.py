@@ -39,6 +39,8 @@ VERSION_HEADER = "idempotency-version"
 MESSAGE_VERSION = 1
 # Replaces Celery's `eta`, with which a worker would hold the message in memory and use its own clock; never stored.
 ETA_HEADER = "idempotency-eta"
+# The same, kept over every later delivery for the body to see. It delays nothing: an outbox row knows when it is due.
+DUE_HEADER = "idempotency-due"
 # Set on the way into the pool by a worker in which this task id is revoked; never stored or sent.
 REVOKED_HEADER = "idempotency-revoked"
 

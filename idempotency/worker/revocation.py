@@ -5,6 +5,8 @@ all. So a revoked message is delivered with a mark, and its claim fails the oper
 the body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
 When a running attempt is terminated, its record is marked before the message is acknowledged; the first claim after
 its holder is gone ends it.
+
+What Celery says of a revoked task follows once the operation has ended: the state REVOKED, its event and its signal.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import secrets
 from typing import Any
 
 from celery.app.task import Context
+from celery.exceptions import Ignore
 from celery.worker import request
 
 from ..application import runtime_of
 from ..attempt import claim
+from ..attempt.last_look import REVOKED
 from ..observe.logs import log
 from ..store import claims, ends
 from ..store.answers import Claimed
@@ -37,6 +41,12 @@ class Request(request.Request):
     def revoked(self) -> bool:
         super().revoked()
         return bool(self._already_revoked)
+
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+        error = getattr(exc_info.exception, "exc", exc_info.exception)  # wrapped with its traceback by the pool
+        if isinstance(error, Ignore) and error.args == (REVOKED,):
+            return super()._announce_revoked(REVOKED, False, None, False)  # acknowledges, too
+        return super().on_failure(exc_info, *args, **kwargs)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         if not terminated:

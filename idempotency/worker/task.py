@@ -9,6 +9,7 @@ ever leaves the wrapper here:
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, and the next delivery is committed: acknowledged
     Ignore                                   a duplicate in flight that was counted: acknowledged
+    Ignore("revoked")                        the record is failed; Celery's state is REVOKED (`revocation.py`): acknowledged
     Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
                                              dead-letter queue
     Ignore, Reject(requeue=True)             no answer from Postgres: it is back in the outbox or the queue (`parking.py`)
@@ -33,6 +34,7 @@ from ..application import runtime_of
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed
 from ..attempt.endings import Ended, Finished, Release
+from ..attempt.last_look import REVOKED
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..errors import (
@@ -40,6 +42,7 @@ from ..errors import (
     FingerprintMismatch,
     OperationBusy,
     OperationFailed,
+    PermanentError,
     ServiceMismatch,
     SettingsError,
     Unanswered,
@@ -53,6 +56,7 @@ from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
+from ..wire.message import DUE_HEADER
 from . import hooks, parking
 from .calls import P
 from .control import ControlledTask, is_replacement
@@ -193,6 +197,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _body(self, attempt: Attempt) -> Any:
         request = self.request
         request.retries, request.attempt = max(attempt.claim.attempts - 1, 0), attempt
+        request.eta = (request.headers or {}).get(DUE_HEADER)
         try:
             result = hooks.run_in_attempt(self)
             # as Celery stores it
@@ -213,6 +218,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return self._returned(result)
             case Completed():
                 return self._returned(outcome.value())
+            case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:
+                return Raised(Ignore(REVOKED))
             case Ended(error):
                 return Raised(error)
             case Release(cause=cause, delay=delay):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import redis as redis_client
 from celery import Celery
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 from sqlalchemy import text
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -318,6 +319,23 @@ def test_permanent_errors_of_the_task_end_it_at_once(bank: Celery, deliveries: D
     outcome = deliveries.deliver(make_task(bank, body, permanent_errors=(LookupError,)), key="k")
     assert isinstance(outcome.value, LookupError)
     assert (record("k").status, record("k").attempts) == ("failed", 1)
+
+
+def test_where_every_error_is_permanent_only_retry_asks_for_another_attempt(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
+    reasons = iter([PoolTimeout("no connection left"), Retry("later", when=0), LookupError("gone")])
+
+    def body(self: Any) -> None:
+        raise next(reasons)
+
+    task = make_task(bank, body, permanent_errors=(Exception,))
+    seen = []
+    for _ in range(3):
+        seen.append(deliveries.deliver(task, key="k").state)
+        make_due(engine, "k")
+    assert seen == ["RETRY", "RETRY", "FAILURE"]
+    assert (record("k").status, record("k").attempts) == ("failed", 2)
 
 
 def test_a_broken_on_failed_does_not_keep_the_operation_open(

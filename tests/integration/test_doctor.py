@@ -65,6 +65,7 @@ def test_a_sound_set_up_has_nothing_to_refuse(configured: Celery, rabbitmq: None
     ("setting", "value", "line"),
     [
         ("accept_content", ["json", "pickle"], "accept_content: pickle beside json, need json alone"),
+        ("task_protocol", 1, "task_protocol: 1, need 2"),
         ("broker_transport_options", {}, "broker_transport_options: confirm_publish off, need True"),
         ("idempotency_lease", -1.0, "idempotency_lease: Input should be greater than 0, got -1.0"),
         ("idempotency_heartbeat", 40.0, "heartbeat=40.0 lease=60.0"),

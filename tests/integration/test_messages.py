@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import calendar
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -28,7 +28,14 @@ from idempotency.store import effects, ends
 from idempotency.upkeep import maintenance
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER, Message
+from idempotency.wire.message import (
+    DUE_HEADER,
+    FINGERPRINT_HEADER,
+    KEY_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    Message,
+)
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die, headers
@@ -98,6 +105,24 @@ def test_a_parameter_renamed_before_the_first_attempt_makes_no_letter(
     resend_lost(bank, lambda queue: 0)
     (row,) = op.outbox(connection)
     assert (row.settled_at is not None, op.dead_letters(connection)) == (True, [])
+
+
+def test_a_body_sees_its_eta_in_every_attempt(
+    bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection
+) -> None:
+    seen: list[str | None] = []
+
+    def body(self: Any, amount: int) -> None:
+        seen.append(self.request.eta)
+        raise self.retry(countdown=0)
+
+    task = make_task(bank, body)
+    past = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+    assert deliveries.deliver(task, 1, key="due", headers={DUE_HEADER: past}).state == "RETRY"
+    (retried,) = connection.execute(text("SELECT * FROM idempotency.outbox")).all()
+    make_due(engine, "due")
+    assert deliver_row(deliveries, task, retried).state == "RETRY"
+    assert seen == [past, past]
 
 
 def test_a_key_that_is_sent_again_keeps_its_record_and_no_old_rows(bank: Celery, connection: Connection) -> None:

@@ -11,6 +11,7 @@ import pytest
 import redis
 from celery import Celery, chain, group
 from celery.backends.redis import RedisBackend
+from celery.exceptions import TaskRevokedError
 
 from idempotency import PermanentError
 from idempotency.relay.relay import Relay
@@ -80,6 +81,21 @@ def test_an_errback_of_one_argument_is_a_message_under_its_own_key(
         failed.get(timeout=20)
     eventually(lambda: (row := record("back")) and row.status == "completed")
     assert (entries("failed"), entries("a")) == (1, 0)
+
+
+def test_a_revoked_task_is_revoked_for_its_caller_too_and_again_when_repeated(
+    bank: Celery, storing: Any, entries: Entries, record: Record
+) -> None:
+    # by a stamp: Celery stores the state of what is revoked by its id at once
+    assert bank.control.revoke_by_stamped_headers({"batch": ["b1"]}, reply=True, timeout=10, limit=1)
+    for id in ("first", "repeated"):
+        stamped = app_module.deposit.s("a")
+        stamped.stamp(batch="b1")
+        result = stamped.apply_async(task_id=id)
+        with pytest.raises(TaskRevokedError):
+            result.get(timeout=20)
+        assert result.state == "REVOKED"
+    assert (record("a").status, entries("a")) == ("failed", 0)
 
 
 def test_countdown_and_eta_are_kept_and_a_duplicate_runs_nothing(

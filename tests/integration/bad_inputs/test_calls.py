@@ -141,6 +141,14 @@ def test_what_would_expire_is_refused_at_publish(
     assert SECRET not in str(refused.value)
 
 
+def test_a_message_of_celerys_first_protocol_is_refused_at_publish(
+    configured: Celery, nothing_happens: Callable[[], Any]
+) -> None:
+    configured.conf.task_protocol = 1
+    with nothing_happens(), pytest.raises(InvalidArguments, match="task_protocol: must be 2"):
+        b.deposit.delay(SECRET)
+
+
 # ---------------------------------------------------------------- used keys
 
 

@@ -1,0 +1,1 @@
+"""Celery's own integration tests, on plain tasks and on ours: what differs, and why."""
