@@ -231,6 +231,11 @@ class Settings(BaseModel):
         return f"{host}:{port}/{url.database}"
 
     @property
+    def owner(self) -> str:
+        """Database and application, without credentials: whose a hint in Redis is."""
+        return f"{self.database_name} {self.service}"
+
+    @property
     def longest_run(self) -> float:
         """How long one attempt's lease is renewed at most, in seconds."""
         return self.max_run or 10 * self.lease

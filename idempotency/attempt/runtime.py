@@ -61,7 +61,7 @@ class Runtime:
         )
         self.hints = Hints(
             None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
-            owner=f"{self.settings.database_name} {self.settings.service}",
+            owner=self.settings.owner,
             lease=self.settings.lease,
             timeout=self.settings.redis_timeout,
             pause=self.settings.redis_pause,

@@ -105,7 +105,7 @@ class Ground:
         if self._settings.redis_url is not None and self._ids:
             try:
                 with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
-                    client.delete(*(hint_name(id, self._settings.database_name) for id in self._ids))
+                    client.delete(*(hint_name(id, self._settings.owner) for id in self._ids))
             except redis.RedisError:
                 pass  # without Redis there is nothing to forget
 

@@ -97,7 +97,7 @@ class Outbox:
             ids = stored.forget_all(connection)
         if runtime.settings.redis_url is not None and ids:
             with redis.Redis.from_url(runtime.settings.redis_url.get_secret_value(), socket_timeout=5) as client:
-                client.delete(*(hint_name(id, runtime.settings.database_name) for id in ids))
+                client.delete(*(hint_name(id, runtime.settings.owner) for id in ids))
 
     def _next(self) -> Row[Any] | None:
         with runtime_of(self._app).autocommit() as connection:

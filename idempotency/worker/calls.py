@@ -139,10 +139,11 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         _check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
+        connection = in_transaction_of(session)
 
         def write(message: Message) -> None:
             outbox.insert(
-                in_transaction_of(session),
+                connection,
                 id,
                 headers[FINGERPRINT_HEADER],
                 message,

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
 from idempotency import InvalidArguments, SettingsError
+from idempotency.application import runtime_of
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
 from idempotency.wire.message import Message
@@ -20,7 +21,14 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import make_due
-from tests.support.tasks import enqueued, make_task
+from tests.support.tasks import make_task
+
+
+@pytest.fixture
+def connection(bank: Celery) -> Iterator[Connection]:
+    """In a transaction, which is never committed."""
+    with runtime_of(bank).engine.connect() as connection:
+        yield connection
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def test_enqueue_sends_celerys_signals_around_its_row(bank: Celery, connection: 
         seen.append(("after", sender, len(op.outbox(connection)), headers["trace"]))
 
     with heard((signals.before_task_publish, before), (signals.after_task_publish, after)):
-        handle = enqueued(connection, b.deposit, account="a", headers={"x-request-id": "r"})
+        handle = b.deposit.enqueue(connection, account="a", headers={"x-request-id": "r"})
     queue = bank.conf.task_default_queue
     assert seen == [
         ("before", b.deposit.name, 0, {"account": "a"}, queue),
@@ -64,14 +72,14 @@ def test_enqueue_asks_neither_the_broker_nor_the_result_backend(
     # nothing listens there
     configured.conf.update(broker_url="amqp://127.0.0.1:1//", result_backend="rpc://", task_send_sent_event=True)
     task = make_task(configured, lambda self, a: None, key="{a}", ignore_result=ignored)
-    enqueued(connection, task, "k")
+    task.enqueue(connection, "k")
     (row,) = op.outbox(connection)
     assert Message.from_text(row.message).headers["ignore_result"] is ignored
 
 
 def test_enqueue_is_for_a_worker_under_always_eager_too(configured: Celery, connection: Connection) -> None:
     configured.conf.task_always_eager = True
-    enqueued(connection, b.deposit, "a")
+    b.deposit.enqueue(connection, "a")
     assert [row.status for row in op.outbox(connection)] == ["pending"]
 
 
@@ -80,7 +88,7 @@ def test_enqueue_refuses_a_protocol_that_the_guard_would(configured: Celery, con
     configured.amqp.__dict__.pop("create_task_message", None)
     try:
         with pytest.raises(SettingsError, match="task_protocol: must be 2"):
-            enqueued(connection, b.deposit, "a")
+            b.deposit.enqueue(connection, "a")
     finally:
         configured.amqp.__dict__.pop("create_task_message", None)
     assert op.outbox(connection) == []
@@ -104,13 +112,13 @@ def test_a_header_that_is_not_json_is_refused_by_its_name(where: str, bank: Cele
     given = {"headers": {"x-id": uuid4()}} if where == "the call" else {}
     receivers = [(signals.before_task_publish, add)] if where == "a receiver" else []
     with heard(*receivers), pytest.raises(InvalidArguments, match=r"^headers: x-id: must be JSON, got UUID$"):
-        enqueued(connection, b.deposit, "a", **given)
+        b.deposit.enqueue(connection, "a", **given)
     assert op.outbox(connection) == []
 
 
 def test_an_argument_of_the_name_headers_is_the_tasks_own(bank: Celery, connection: Connection) -> None:
     task = make_task(bank, lambda self, headers: None, key="{headers}")
-    enqueued(connection, task, headers="h")
+    task.enqueue(connection, headers="h")
     (row,) = op.outbox(connection)
     assert (row.key, "h" in Message.from_text(row.message).headers) == ("h", False)
 
