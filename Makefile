@@ -71,13 +71,13 @@ sandbox: .venv/ready ## run the payment provider's sandbox and the mail sink
 	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
 
 migrate: up ## migrate the development database
-	@$(with_services) sh -c '$(VENV)/idempotency migrate && $(VENV)/python -m tasks.migrate'
+	@$(with_services) sh -c '$(VENV)/idempotency migrate -A tasks && $(VENV)/python -m tasks.migrate'
 
 worker: migrate ## run a Celery worker
 	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)
 
 relay: migrate ## run the relay from the outbox to the broker
-	@$(with_services) $(VENV)/idempotency relay $(ARGS)
+	@$(with_services) $(VENV)/idempotency relay -A tasks $(ARGS)
 
 beat: migrate ## run Celery beat
 	@$(with_services) $(VENV)/celery -A tasks beat --schedule var/celerybeat-schedule $(ARGS)
@@ -90,12 +90,12 @@ flower: up ## run Flower on 127.0.0.1:5555 with FLOWER_BASIC_AUTH=user:password,
 	$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
 
 doctor: up ## check the set-up for what would lose work or do it twice
-	@$(with_services) $(VENV)/idempotency doctor $(ARGS)
+	@$(with_services) $(VENV)/idempotency doctor -A tasks $(ARGS)
 
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind
+bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt

@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from .application import runtime_of
 from .errors import InvalidArguments, SettingsError
 from .store import outbox
+from .store.refused import explained
 from .wire import keys
 from .wire.keys import OperationId
 from .wire.message import Message
@@ -131,5 +132,8 @@ def publish(
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
         id = OperationId(tenant or settings.tenant, EXTERNAL, event_id)
-        outbox.insert(session, id, keys.fingerprint({"data": data}), message, ordering_key=ordering_key, settled=True)
+        with explained():
+            outbox.insert(
+                session, id, keys.fingerprint({"data": data}), message, ordering_key=ordering_key, settled=True
+            )
     return event_id

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Self
 
-import redis
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -40,6 +39,8 @@ def _database_address(value: SecretStr) -> SecretStr:
 
 
 def _redis_address(value: SecretStr) -> SecretStr:
+    import redis  # takes as long to import as a third of this library, and Redis is optional
+
     try:
         redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
     except ValueError:

@@ -37,6 +37,20 @@ def check_options(tasks: list[IdempotentTask]) -> list[Finding]:
     return findings
 
 
+def check_names(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
+    """Celery registers the first function of a name and only warns of a second, which would never run."""
+    twice: set[str] = getattr(app, "_duplicate_task_names_warned", set())  # since Celery 5.7
+    return [
+        refusal(
+            f"task {task.name}",
+            "two functions have this name",
+            "only the first one runs, whichever is called; give each its own name=",
+        )
+        for task in tasks
+        if task.name in twice
+    ]
+
+
 def check_retentions(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:
     """A record must be kept while its messages may still arrive: without it, they would run again."""
     horizon = given.redelivery_horizon

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from ..attempt.endings import MAX_DELAY
 from ..errors import InvalidArguments, MissingKey, SettingsError
 from ..handle import Handle
 from ..store import outbox
+from ..store.refused import explained
 from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
@@ -40,6 +42,7 @@ class KeyedTask(Task):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _check_spelling(cls)
         if inspect.isfunction(key := cls.__dict__.get("key")):
             cls.key = staticmethod(key)
         cls._key_function = keys.template(cls.key) if isinstance(cls.key, str) else cls.key
@@ -55,7 +58,8 @@ class KeyedTask(Task):
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
         priority, queue, task_id, idempotency_key, tenant and ordering_key; an argument of the task wins over an option
         of its name.
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written. Raises `SettingsError` where
+        the tables, or a right on them, are missing.
         """
         parameters = self.signature_of_run.parameters
         options = {name: kwargs.pop(name) for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters}
@@ -69,16 +73,17 @@ class KeyedTask(Task):
         message = Message.composed(
             self.app, self.name, args, kwargs, task_id=task_id, headers=headers, **_shown(id), **options
         )
-        outbox.insert(
-            session,
-            id,
-            headers[FINGERPRINT_HEADER],
-            message,
-            queue=message.queue(self.app),
-            countdown=countdown,
-            eta=eta,
-            ordering_key=ordering_key,
-        )
+        with explained():
+            outbox.insert(
+                session,
+                id,
+                headers[FINGERPRINT_HEADER],
+                message,
+                queue=message.queue(self.app),
+                countdown=countdown,
+                eta=eta,
+                ordering_key=ordering_key,
+            )
         return Handle(self.app, id, task_id)
 
     def apply_async(
@@ -165,6 +170,23 @@ class KeyedTask(Task):
         if signature is None:
             signature = self.__dict__["_cached_signature"] = inspect.signature(self.run)
         return signature
+
+
+def _check_spelling(cls: type[KeyedTask]) -> None:
+    """Refuse an option of the decorator that is nearly one of ours. Celery takes any name and would run without it."""
+    if "_decorated" not in vars(cls):
+        return  # a base of the application's own, with methods and attributes as it likes
+    ours = {
+        name
+        for base in cls.__mro__[1:]
+        if issubclass(base, KeyedTask)
+        for name in vars(base).get("__annotations__", {})
+        if not name.startswith("_")
+    }
+    known = {name for base in cls.__mro__[1:] for name in vars(base)}
+    for name in (name for name in vars(cls) if not name.startswith("_") and name not in known):
+        if near := get_close_matches(name, ours, n=1, cutoff=0.65 if len(name) <= 4 else 0.8):
+            raise SettingsError(f"{name} of {cls.__name__}: no such option; did you mean {near[0]}?")
 
 
 def _shown(id: OperationId) -> dict[str, Any]:
