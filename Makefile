@@ -14,7 +14,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo test faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo test test-lowest faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,13 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 
 test: .venv/ready ## run all tests against real servers
 	@$(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
+
+# Every kind of use, without the long ones: calls, deliveries, the relay, the tables, the command line, the pools.
+LOWEST ?= tests/unit tests/integration/test_core.py tests/integration/test_attempts.py tests/integration/test_relay.py \
+	tests/integration/test_schema.py tests/pipeline/test_cli.py tests/pipeline/test_pools.py
+
+test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; LOWEST=tests/unit
+	@scripts/lowest --numprocesses $(or $(WORKERS),3) --dist loadfile $(LOWEST) $(ARGS)
 
 chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)

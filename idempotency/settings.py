@@ -34,7 +34,7 @@ def _database_address(value: SecretStr) -> SecretStr:
     except (ArgumentError, ValueError):
         raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
     if driver != "psycopg":
-        raise ValueError("must be a Postgres address with the driver psycopg")
+        raise ValueError("must be a Postgres address with the driver psycopg: postgresql+psycopg://")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery import Celery
+from celery import Celery, Task
 
 from ..settings import Settings
 from ..worker.task import IdempotentTask
@@ -15,7 +15,12 @@ _TASK_RULES: tuple[tuple[str, Any, str], ...] = (
     ("acks_late", True, "a worker that dies loses its messages"),
     ("reject_on_worker_lost", True, "a killed pool process would acknowledge its message"),
     ("retry_on_worker_lost", False, "a message whose workers keep dying would be acknowledged without a dead letter"),
-    ("acks_on_timeout", False, "a hard time-out before the claim would acknowledge the message"),
+    (
+        # two options since Celery 5.7
+        "acks_on_timeout" if hasattr(Task, "acks_on_timeout") else "acks_on_failure_or_timeout",
+        False,
+        "a hard time-out before the claim would acknowledge the message",
+    ),
     ("serializer", "json", "only JSON messages are accepted"),
     ("expires", None, "an expired message is acknowledged and lost"),
 )

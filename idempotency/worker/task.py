@@ -23,7 +23,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
@@ -111,6 +111,8 @@ class IdempotentTask(KeyedTask):
     acks_on_timeout = False
     # An exception leaves the wrapper only after the record says failed.
     acks_on_failure = True
+    if not hasattr(Task, "acks_on_timeout"):  # Celery 5.5 and 5.6 have one option for both
+        acks_on_failure_or_timeout = False
     # Celery logs results and sends them to Flower; a result may hold what neither should show.
     resultrepr_maxsize = 1
 

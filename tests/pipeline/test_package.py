@@ -32,7 +32,7 @@ from idempotency.queues import quorum_queue
 
 app = Celery("shop", broker="memory://", set_as_current=False)
 app.conf.update(
-    idempotency_database_url="postgresql://app@127.0.0.1:1/app",
+    idempotency_database_url="postgresql+psycopg://app@127.0.0.1:1/app",
     task_queues=[quorum_queue("payments")],
     task_default_queue="payments",
 )
@@ -173,6 +173,17 @@ def test_a_plain_install_brings_five_packages_and_what_they_need(wheel: Path) ->
     required = re.findall(r"^Requires-Dist: ([\w-]+)(?:\[[\w,]+\])?[^;\n]*$", metadata(wheel), re.MULTILINE)
     # kombu and pydantic come with two of the others, and are imported by name
     assert set(required) == {"celery", "sqlalchemy", "psycopg", "redis", "pydantic-settings", "kombu", "pydantic"}
+
+
+def test_the_metadata_say_what_it_is_and_which_extras_there_are(wheel: Path) -> None:
+    said = metadata(wheel)
+    fields = dict(line.split(": ", 1) for line in said.partition("\n\n")[0].splitlines() if ": " in line)
+    assert (fields["Name"], fields["License-Expression"], fields["Requires-Python"]) == (PACKAGE, "MIT", ">=3.11")
+    assert "outbox" in fields["Keywords"]
+    assert "Classifier: Framework :: Celery\n" in said
+    extras = set(re.findall(r"^Provides-Extra: (\S+)$", said, re.MULTILINE))
+    assert {"cli", "metrics", "test"} <= extras
+    assert "Project-URL" not in said  # the project has no address of its own yet
 
 
 def test_without_an_extra_a_task_is_defined_and_called(light: Installed) -> None:
