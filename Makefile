@@ -40,9 +40,9 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 test: .venv/ready ## run all tests against real servers
 	@$(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
 
-# Every kind of use, without the long ones: calls, deliveries, the relay, the tables, the command line, the pools.
-LOWEST ?= tests/unit tests/integration/test_core.py tests/integration/test_attempts.py tests/integration/test_relay.py \
-	tests/integration/test_schema.py tests/pipeline/test_cli.py tests/pipeline/test_pools.py
+# Every kind of use, without the long ones: calls, deliveries, the relay, dead letters, the command line, the pools.
+LOWEST ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
+	tests/integration/test_versions.py tests/pipeline/test_cli.py tests/pipeline/test_pools.py
 
 test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; LOWEST=tests/unit
 	@scripts/lowest --numprocesses $(or $(WORKERS),3) --dist loadfile $(LOWEST) $(ARGS)
