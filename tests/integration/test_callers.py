@@ -308,7 +308,7 @@ def test_an_async_connection_that_commits_each_statement_is_refused(
     assert rows() == []
 
 
-NOT_A_CALLER = {
+NOT_A_CALLER: dict[str, Any] = {
     "None": None,
     "the class Session": Session,
     r"sessionmaker: `with sessionmaker.begin\(\) as session` makes one": sessionmaker(),
@@ -320,7 +320,7 @@ NOT_A_CALLER = {
 @pytest.mark.parametrize("described", NOT_A_CALLER)
 def test_what_has_no_transaction_is_refused_with_what_to_give_instead(bank: Celery, described: str) -> None:
     with pytest.raises(InvalidArguments, match=f"^session: must be a Session or Connection .*; got {described}$"):
-        b.deposit.enqueue(NOT_A_CALLER[described], "a1")
+        publish(NOT_A_CALLER[described], "order.paid", {"order": 1}, app=bank)
 
 
 def test_an_engine_is_refused_with_how_to_begin(bank: Celery, database: str) -> None:
@@ -337,12 +337,12 @@ def test_a_session_of_another_database_system_is_refused(bank: Celery) -> None:
 
 
 @pytest.mark.parametrize("described", ["None", "Session: call enqueue or publish with it"])
-def test_aenqueue_refuses_what_is_not_async(bank: Celery, described: str) -> None:
-    caller = None if described == "None" else Session()
+def test_an_event_of_an_async_caller_refuses_what_is_not_async(bank: Celery, described: str) -> None:
+    caller: Any = None if described == "None" else Session()
     with pytest.raises(InvalidArguments, match=f"^session: must be an AsyncSession .*; got {described}$"):
-        asyncio.run(b.deposit.aenqueue(caller, "a1"))
+        asyncio.run(apublish(caller, "order.paid", {"order": 1}, app=bank))
 
 
 def test_an_invalid_call_is_refused_before_the_async_session_is_used(bank: Celery) -> None:
     with pytest.raises(InvalidArguments, match="countdown"):
-        asyncio.run(b.deposit.aenqueue(None, "a1", countdown=-1))
+        asyncio.run(b.deposit.aenqueue(AsyncSession(), "a1", countdown=-1))

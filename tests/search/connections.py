@@ -152,8 +152,8 @@ def named(query: Any) -> str:
     """The library's own name for a statement, or how it begins."""
     if not _names:
         for module in pkgutil.walk_packages(idempotency.__path__, "idempotency."):
-            # commands have no statements, and migrations are run by Alembic alone
-            if module.name.startswith(("idempotency.cli", "idempotency.store.migrations")):
+            # commands and frameworks have no statements, and migrations are run by Alembic alone
+            if module.name.startswith(("idempotency.cli", "idempotency.contrib", "idempotency.store.migrations")):
                 continue
             for name, value in vars(import_module(module.name)).items():
                 if isinstance(value, str) and name.startswith("_") and name[1:2].isupper():
