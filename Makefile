@@ -15,7 +15,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo test ecosystem celery-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo test test-lowest ecosystem celery-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,13 @@ ecosystem: .venv/ready ## install other packages of the Celery world into .venv,
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--constraint constraints.txt --editable '.[ecosystem]'
 	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
+
+# Every kind of use, without the long ones: calls, deliveries, the relay, dead letters, the command line, the pools.
+LOWEST ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
+	tests/integration/test_versions.py tests/pipeline/test_cli.py tests/pipeline/test_pools.py
+
+test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; LOWEST=tests/unit
+	@scripts/lowest --numprocesses $(or $(WORKERS),3) --dist loadfile $(LOWEST) $(ARGS)
 
 chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
@@ -80,13 +87,13 @@ sandbox: .venv/ready ## run the payment provider's sandbox and the mail sink
 	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
 
 migrate: up ## migrate the development database
-	@$(with_services) sh -c '$(VENV)/idempotency migrate && $(VENV)/python -m tasks.migrate'
+	@$(with_services) sh -c '$(VENV)/idempotency migrate -A tasks && $(VENV)/python -m tasks.migrate'
 
 worker: migrate ## run a Celery worker
 	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)
 
 relay: migrate ## run the relay from the outbox to the broker
-	@$(with_services) $(VENV)/idempotency relay $(ARGS)
+	@$(with_services) $(VENV)/idempotency relay -A tasks $(ARGS)
 
 beat: migrate ## run Celery beat
 	@$(with_services) $(VENV)/celery -A tasks beat --schedule var/celerybeat-schedule $(ARGS)
@@ -99,12 +106,12 @@ flower: up ## run Flower on 127.0.0.1:5555 with FLOWER_BASIC_AUTH=user:password,
 	$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
 
 doctor: up ## check the set-up for what would lose work or do it twice
-	@$(with_services) $(VENV)/idempotency doctor $(ARGS)
+	@$(with_services) $(VENV)/idempotency doctor -A tasks $(ARGS)
 
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind
+bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt

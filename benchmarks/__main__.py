@@ -32,11 +32,13 @@ console = Console()
 BENCHMARKS = ("unique", "relay", "latency", "ordering", "resend", "backlog")
 # Long, and not a comparison with plain Celery: only on request.
 LIFE = "life"
+# Needs no servers, and an idle machine: only on request.
+START = "start"
 
 
 def main(
     only: Annotated[
-        str, typer.Option(help=f"Which benchmarks, comma-separated: {', '.join((*BENCHMARKS, LIFE))}")
+        str, typer.Option(help=f"Which benchmarks, comma-separated: {', '.join((*BENCHMARKS, LIFE, START))}")
     ] = ",".join(BENCHMARKS),
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
@@ -49,10 +51,19 @@ def main(
 ) -> None:
     """Compare with plain Celery, side by side in one run; print tables and RESULT lines."""
     chosen = only.split(",")
-    if unknown := set(chosen) - {*BENCHMARKS, LIFE}:
+    if unknown := set(chosen) - {*BENCHMARKS, LIFE, START}:
         raise SystemExit(
-            f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join((*BENCHMARKS, LIFE))}"
+            f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join((*BENCHMARKS, LIFE, START))}"
         )
+    if START in chosen:
+        from . import start
+
+        started = start.measure(rounds=2 * rounds)
+        show(as_json, "CPU ms", "help_vs_celery", started.help_ratio, **started.milliseconds)
+        print(f"RESULT import_ms={started.added_by_import:.0f}", flush=True)
+        chosen.remove(START)
+    if not chosen:
+        return
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
         # importing the application reads the environment

@@ -49,7 +49,7 @@ class Processes:
 
     def start_relay(self) -> None:
         """Start the relay from the outbox to the broker."""
-        self._start("relay", "-c", _RELAY, "relay")
+        self._start("relay", "-c", _RELAY, "relay", "-A", "tasks")
 
     def start_beat(self) -> None:
         """Start Celery beat, with its schedule in the directory."""

@@ -2,6 +2,7 @@
 
     IdempotencyError
     ├── SettingsError               the configuration is unsafe: nothing starts
+    ├── MissingExtra                a part of the library is used whose dependencies are not installed
     ├── CallRefused                 raised by the call itself: nothing was written or published
     │   ├── MissingKey
     │   ├── InvalidKey
@@ -63,6 +64,10 @@ class IdempotencyError(Exception):
 
 class SettingsError(IdempotencyError):
     """The configuration is invalid or unsafe. The message names the setting; if two conflict, it has both values."""
+
+
+class MissingExtra(IdempotencyError):
+    """A part of the library needs a package that is not installed; the message names the package and the extra."""
 
 
 class CallRefused(IdempotencyError):

@@ -23,6 +23,7 @@ from .errors import InvalidArguments, SettingsError
 from .store import outbox
 from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from .store.outbox import EXTERNAL
+from .store.refused import explained
 from .wire import keys
 from .wire.keys import OperationId
 from .wire.message import Message
@@ -129,15 +130,17 @@ def publish(
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
         id = OperationId(tenant or settings.tenant, EXTERNAL, event_id)
         fingerprint = keys.fingerprint({"data": data})
-        outbox.insert(
-            in_transaction_of(session),
-            id,
-            fingerprint,
-            message,
-            service=settings.service,
-            ordering_key=ordering_key,
-            settled=True,
-        )
+        connection = in_transaction_of(session)
+        with explained():
+            outbox.insert(
+                connection,
+                id,
+                fingerprint,
+                message,
+                service=settings.service,
+                ordering_key=ordering_key,
+                settled=True,
+            )
     return event_id
 
 

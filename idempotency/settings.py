@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Self
 
-import redis
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -47,7 +46,7 @@ def _database_address(value: SecretStr) -> SecretStr:
     except (ArgumentError, ValueError):
         raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
     if driver != "psycopg":
-        raise ValueError("must be a Postgres address with the driver psycopg")
+        raise ValueError("must be a Postgres address with the driver psycopg: postgresql+psycopg://")
     return value
 
 
@@ -64,6 +63,8 @@ def _session(value: Any) -> Any:
 
 
 def _redis_address(value: SecretStr) -> SecretStr:
+    import redis  # takes as long to import as a third of this library, and Redis is optional
+
     try:
         redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
     except ValueError:

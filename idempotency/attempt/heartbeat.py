@@ -12,6 +12,7 @@ from typing import Any
 from ..observe import metrics
 from ..observe.logs import log
 from ..store.answers import Claimed, Renewal
+from ..store.statements import is_news
 from .hints import Hints
 
 
@@ -107,7 +108,8 @@ class Heartbeat:
         try:
             verdicts = self._renew([holding.claim for holding in renewable])
         except Exception as error:
-            log.warning("heartbeat_unanswered", error=type(error).__name__)
+            if is_news(error):
+                log.warning("heartbeat_unanswered", error=type(error).__name__)
             verdicts = {}
         held = []
         for holding in renewable:

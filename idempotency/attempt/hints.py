@@ -14,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
-
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from typing import TYPE_CHECKING
 
 from ..observe import metrics
 from ..observe.logs import log
 from ..wire.keys import OperationId
+
+if TYPE_CHECKING:
+    import redis
 
 # Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.
 # Value of a hint: "<token> <fingerprint>", with " counted" behind it once a duplicate was counted.
@@ -88,6 +88,10 @@ class Hints:
     def _client(self) -> redis.Redis | None:
         if self._url is None:
             return None
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
         return redis.Redis.from_url(
             self._url,
             decode_responses=True,
@@ -140,12 +144,14 @@ class Hints:
         """One round trip over hints (name, value). Returns the script's answer; None without Redis."""
         if self._redis is None or time.monotonic() < self._skip_until:
             return None  # hints expire by themselves
+        from redis import RedisError
+
         names = [name for name, _ in hints]
         values = [value for _, value in hints]
         try:
             answer: object = self._redis.eval(script, len(names), *names, self._lease_ms, *values)
             return answer
-        except redis.RedisError as error:
+        except RedisError as error:
             # One slow call is enough: for the next seconds every task asks Postgres alone.
             self._skip_until = time.monotonic() + self._pause
             metrics.redis_unavailable.inc()

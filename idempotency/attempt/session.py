@@ -71,9 +71,13 @@ class SessionMaker:
         return self._class(**{**self._options, "bind": connection, "join_transaction_mode": "create_savepoint"})
 
 
-def use_sessions(engine: Engine, chosen: type[Session] | sessionmaker[Any]) -> None:
-    """Let the attempts on this engine have sessions of this class or maker."""
-    engine.update_execution_options(**{_SESSIONS: SessionMaker(chosen)})
+def use_sessions(bind: Engine | Connection, chosen: type[Session] | sessionmaker[Any]) -> None:
+    """Let the attempts on this engine, or on this one connection, have sessions of this class or maker."""
+    options = {_SESSIONS: SessionMaker(chosen)}
+    if isinstance(bind, Connection):
+        bind.execution_options(**options)
+    else:
+        bind.update_execution_options(**options)
 
 
 def sessions_of(bind: Engine | Connection) -> SessionMaker:

@@ -17,7 +17,7 @@ from .processes import check_processes
 from .queues import check_declared_queues
 from .redis import check_redis
 from .settings import check_celery_settings, check_content, check_pool_size, check_schedule, read_settings
-from .tasks import check_longest_runs, check_options, check_providers, check_retentions
+from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
 from .unreachable import check_server
 
 
@@ -49,7 +49,13 @@ def doctor(app: Celery) -> list[Finding]:
 def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
     """Check what needs no connection. `given`: the settings, if they are valid."""
     tasks = idempotent_tasks(app)
-    findings = [*check_options(tasks), *check_content(app), *check_schedule(app, tasks), *check_celery_settings(app)]
+    findings = [
+        *check_names(app, tasks),
+        *check_options(tasks),
+        *check_content(app),
+        *check_schedule(app, tasks),
+        *check_celery_settings(app),
+    ]
     if given is not None:
         findings += [*check_retentions(tasks, given), *check_providers(tasks, given)]
         findings += check_longest_runs(app, tasks, given)

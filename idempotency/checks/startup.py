@@ -7,7 +7,6 @@ are left alone. A database that does not answer prevents no start: claims wait f
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -60,8 +59,6 @@ def check_worker_start(sender: Any, **_: Any) -> None:
 
 def require_safe_setup(app: Celery) -> str | None:
     """Raise `SystemExit` with one line per reason not to start. Returns why the database could not be checked, if so."""
-    # alembic logs its plugins while it is imported
-    logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     # only these processes need them
     from .doctor import check_configuration
     from .postgres import check_database

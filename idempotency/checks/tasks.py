@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery import Celery
+from celery import Celery, Task
 from celery.utils.imports import symbol_by_name
 
 from ..settings import Settings
@@ -16,7 +16,12 @@ _TASK_RULES: tuple[tuple[str, Any, str], ...] = (
     ("acks_late", True, "a worker that dies loses its messages"),
     ("reject_on_worker_lost", True, "a killed pool process would acknowledge its message"),
     ("retry_on_worker_lost", False, "a message whose workers keep dying would be acknowledged without a dead letter"),
-    ("acks_on_timeout", False, "a hard time-out before the claim would acknowledge the message"),
+    (
+        # two options since Celery 5.7
+        "acks_on_timeout" if hasattr(Task, "acks_on_timeout") else "acks_on_failure_or_timeout",
+        False,
+        "a hard time-out before the claim would acknowledge the message",
+    ),
     ("serializer", "json", "only JSON messages are accepted"),
     ("expires", None, "an expired message is acknowledged and lost"),
 )
@@ -41,6 +46,20 @@ def check_options(tasks: list[IdempotentTask]) -> list[Finding]:
     if not any(finding.level is Level.REFUSAL for finding in findings):
         findings.insert(0, ok("tasks", f"{len(tasks)} idempotent, acknowledged late"))
     return findings
+
+
+def check_names(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
+    """Celery registers the first function of a name and only warns of a second, which would never run."""
+    twice: set[str] = getattr(app, "_duplicate_task_names_warned", set())  # since Celery 5.7
+    return [
+        refusal(
+            f"task {task.name}",
+            "two functions have this name",
+            "only the first one runs, whichever is called; give each its own name=",
+        )
+        for task in tasks
+        if task.name in twice
+    ]
 
 
 def check_retentions(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:

@@ -46,7 +46,7 @@ def release_operation(
     key: KeyArgument,
     reason: ReasonOption,
     actor: ActorOption,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     task: TaskOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
@@ -65,7 +65,7 @@ def cancel_operation(
     key: KeyArgument,
     reason: ReasonOption,
     actor: ActorOption,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     task: TaskOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,
@@ -89,7 +89,7 @@ def forget(
     name: Annotated[str, typer.Argument(help="The process's name, as `status` prints it.")],
     reason: ReasonOption,
     actor: ActorOption,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Forget a worker, relay or beat that is silent and will not come back: its alarm ends."""
@@ -115,7 +115,7 @@ def resolve(
     end: Annotated[
         bool, typer.Option("--end", help="Do not go on: undo what the operation's end had to leave.")
     ] = False,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     task: TaskOption = None,
     tenant: TenantOption = None,
     fence: FenceOption = None,

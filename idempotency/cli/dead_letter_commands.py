@@ -33,9 +33,11 @@ from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
 from .options import ActorOption, AppOption, JsonOption, RequestOption, ServiceOption
-from .terminal import application, console, operators_token, plain, print_json, print_table
+from .terminal import application, check_known, console, operators_token, plain, print_json, print_table, task_named
 
+commands = typer.Typer()
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
+commands.add_typer(letters, name="dead-letters")
 errors = Console(stderr=True)
 
 
@@ -55,7 +57,7 @@ class By(StrEnum):
 
 
 IdsArgument = Annotated[list[int] | None, typer.Argument(help="Dead letters by number.", metavar="[ID]...")]
-TaskOption = Annotated[str | None, typer.Option(help="Only this task name.")]
+TaskOption = Annotated[str | None, typer.Option(help="Only this task, by its name or the end of it after a dot.")]
 ErrorOption = Annotated[str | None, typer.Option(help="Only this reason, as `list` shows it.")]
 TenantOption = Annotated[str | None, typer.Option(help="Only this tenant.")]
 LimitOption = Annotated[int, typer.Option(min=1, max=BULK_LIMIT, help="Refuse if the filters match more than this.")]
@@ -72,11 +74,13 @@ def list_letters(
     service: ServiceOption = None,
     tenant: TenantOption = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """The newest dead letters, or how many there are of each kind."""
-    runtime = runtime_of(application(app))
+    celery = application(app)
+    task = task_named(celery, task)
+    runtime = runtime_of(celery)
     shown = None if status is Status.ALL else status.value
     selection = Selection(shown, task, error, service or runtime.settings.service, tenant)
     groups: list[Group] = [group.value for group in by or ()]
@@ -85,6 +89,8 @@ def list_letters(
             rows = dead_letters.group_letters(connection, selection, groups, limit=limit)
         else:
             rows = dead_letters.list_letters(connection, selection, limit=limit)
+    if not rows:
+        check_known(celery, task, f"{'' if status is Status.ALL else status.value + ' '}dead letter")
     found = [row._asdict() for row in rows]
     if as_json:
         print_json(found)
@@ -98,7 +104,7 @@ _COLUMNS = ("id", "consumer_service", "task", "key", "reason", "status", "failed
 
 @letters.command("show")
 def show_letter(
-    letter: LetterArgument, service: ServiceOption = None, app: AppOption = "tasks", as_json: JsonOption = False
+    letter: LetterArgument, service: ServiceOption = None, app: AppOption = "", as_json: JsonOption = False
 ) -> None:
     """One dead letter with its errors; headers and payload only with --json."""
     celery = application(app)
@@ -124,7 +130,7 @@ def replay_letters(
     dry_run: DryRunOption = False,
     reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
     request_id: RequestOption = None,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Send dead letters again, each under the same key and in its own transaction."""
@@ -134,7 +140,7 @@ def replay_letters(
         request = None if request_id is None else f"{request_id}:{letter}"
         return _named(letter, "replayed", replay(celery, letter, Change(actor, reason, request)))
 
-    chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
+    chosen = _chosen(celery, ids, Selection("open", task_named(celery, task), error, service, tenant), limit)
     _each(chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
 
 
@@ -148,7 +154,7 @@ def discard_letters(
     tenant: TenantOption = None,
     limit: LimitOption = 1000,
     dry_run: DryRunOption = False,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Ask for dead letters to be discarded; another admin has to approve. Your token: IDEMPOTENCY_TOKEN."""
@@ -160,7 +166,7 @@ def discard_letters(
             discard.request(connection, person, letter, reason)
         return _named(letter, "requested", None)
 
-    chosen = _chosen(celery, ids, Selection("open", task, error, service, tenant), limit)
+    chosen = _chosen(celery, ids, Selection("open", task_named(celery, task), error, service, tenant), limit)
     _each(chosen, request, "requested", single=_single(ids), dry_run=dry_run, as_json=as_json)
 
 
@@ -168,7 +174,7 @@ def discard_letters(
 def approve_discards(
     ids: Annotated[list[int], typer.Argument(metavar="ID...")],
     service: ServiceOption = None,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Discard what another operator has asked to discard. Needs the role admin. Your token: IDEMPOTENCY_TOKEN."""
@@ -190,7 +196,7 @@ def report_letters(
     weekly: Annotated[bool, typer.Option("--weekly", help="The last seven days.")] = False,
     mail: Annotated[bool, typer.Option("--mail", help="Mail it to idempotency_report_mail_to as well.")] = False,
     service: ServiceOption = None,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Per service: what has become a dead letter, what was done about it, and what is open."""
@@ -210,7 +216,7 @@ def report_letters(
 @letters.command("consume")
 def consume(
     once: Annotated[bool, typer.Option("--once", help="Stop when the queues are empty.")] = False,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Store what the broker's dead-letter queues hold. The relay does so continuously."""
@@ -245,10 +251,8 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
     with runtime.autocommit() as connection:
         own = replace(selection, service=selection.service or runtime.settings.service)
         chosen = dead_letters.select_ids(connection, own, limit=limit)
-    if not chosen and (name := selection.task) is not None:
-        app.loader.import_default_modules()
-        if name not in app.tasks:
-            raise IdempotencyError(f"--task {name}: no open dead letter matches, and the application has no such task")
+    if not chosen:
+        check_known(app, selection.task, "open dead letter")
     return chosen
 
 

@@ -19,7 +19,7 @@ from ..store import operations
 from ..store import overview as stored
 from ..upkeep import overview
 from .options import AppOption, JsonOption, KeyArgument, ServiceOption, TaskOption, TenantOption
-from .terminal import application, console, plain, print_json, print_table
+from .terminal import application, check_known, console, plain, print_json, print_table, task_named
 
 commands = typer.Typer()
 
@@ -33,7 +33,7 @@ class Status(StrEnum):
 
 
 @commands.command("status")
-def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+def print_status(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Queues, processes, operations by status, and what has waited longest; other applications in the database."""
     celery = application(app)
     given = settings_of(celery)
@@ -92,8 +92,8 @@ def print_status(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
 
 @commands.command("list")
 def list_operations(
-    app: AppOption = "tasks",
-    task: Annotated[str | None, typer.Option(help="Only this task name.")] = None,
+    app: AppOption = "",
+    task: Annotated[str | None, typer.Option(help="Only this task, by its name or the end of it after a dot.")] = None,
     status: Annotated[Status | None, typer.Option(help="Only this status.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     service: ServiceOption = None,
@@ -103,8 +103,10 @@ def list_operations(
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """The oldest operations, without arguments and results. The accepted ones have no record yet."""
-    settings = settings_of(application(app))
+    """The newest operations, without arguments and results. The accepted ones have no record yet."""
+    celery = application(app)
+    task = task_named(celery, task)
+    settings = settings_of(celery)
     with stored.monitoring_connection(settings) as connection:
         rows = stored.list_operations(
             connection,
@@ -115,6 +117,8 @@ def list_operations(
             older_than=older_than,
             limit=limit,
         )
+    if not rows:
+        check_known(celery, task, "operation")
     if as_json:
         print_json([row._asdict() | {"error": row.error and json.loads(row.error)} for row in rows])
         return
@@ -131,7 +135,7 @@ def list_operations(
 @commands.command("show")
 def show_operation(
     key: KeyArgument,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     task: TaskOption = None,
     tenant: TenantOption = None,
     service: ServiceOption = None,

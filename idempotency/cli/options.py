@@ -18,7 +18,14 @@ def this_user() -> str:
 
 
 AppOption = Annotated[
-    str, typer.Option("--app", "-A", envvar="CELERY_APP", help="The Celery application, as for celery -A.")
+    str,
+    typer.Option(
+        "--app",
+        "-A",
+        envvar="CELERY_APP",
+        show_default=False,
+        help="The Celery application, as for celery -A; required.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 KeyArgument = Annotated[str, typer.Argument(help="The idempotency key.")]

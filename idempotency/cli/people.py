@@ -15,7 +15,9 @@ from ..store import people as known
 from .options import AppOption, JsonOption, this_user
 from .terminal import application, console, operators_token, print_json, print_table
 
+commands = typer.Typer()
 people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
+commands.add_typer(people, name="operators")
 errors = Console(stderr=True)
 
 
@@ -29,7 +31,7 @@ def add_operator(
     name: str,
     role: Role = Role.OPERATOR,
     days: Annotated[int, typer.Option(min=1, max=366, help="How long the token is valid.")] = 90,
-    app: AppOption = "tasks",
+    app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Add an operator and print the token, once. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
@@ -45,7 +47,7 @@ def add_operator(
 
 
 @people.command("list")
-def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+def list_operators(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Who has a token, and until when."""
     with runtime_of(application(app)).autocommit() as connection:
         rows = [row._asdict() for row in known.operators(connection)]
@@ -57,7 +59,7 @@ def list_operators(app: AppOption = "tasks", as_json: JsonOption = False) -> Non
 
 
 @people.command("remove")
-def remove_operator(name: str, app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+def remove_operator(name: str, app: AppOption = "", as_json: JsonOption = False) -> None:
     """Remove an operator; their token stops working. Once there is an admin, only an admin may: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
     actor = operate.authenticate_admin(runtime, operators_token(), action="operators remove", first=this_user())

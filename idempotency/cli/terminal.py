@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from celery import Celery
 from celery.app.utils import find_app
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ..environment import environment
 from ..errors import IdempotencyError
 
-console = Console()
+# A table of so many columns is readable with folded cells.
+FOLDED = 3
+# Columns, for whatever reads a pipe or a file: there, a row is a line.
+UNFOLDED = 10_000
+console = Console() if sys.stdout.isatty() else Console(width=UNFOLDED)
+_NAME_IT = "name your Celery application with -A, or in CELERY_APP"
 
 
 def application(name: str) -> Celery:
-    """Find the Celery application of this name. Raises `IdempotencyError`."""
+    """Find the Celery application of this name. Raises `IdempotencyError`, also without a name."""
+    if not name:
+        raise IdempotencyError(f"no application: {_NAME_IT}")
     try:
         return find_app(name)
     except (ImportError, AttributeError) as error:
-        raise IdempotencyError(
-            f"--app {name}: {error}; name your Celery application with -A, or in CELERY_APP"
-        ) from None
+        raise IdempotencyError(f"--app {name}: {error}; {_NAME_IT}") from None
+
+
+def task_named(app: Celery, name: str | None) -> str | None:
+    """The task that a filter means, by its name or the part of it after a dot.
+
+    A name that the application does not know is left as it is: it may be the name of a task of the past. Raises
+    `IdempotencyError` if several tasks end in it.
+    """
+    if name is None:
+        return None
+    app.loader.import_default_modules()
+    if name in app.tasks:
+        return name
+    found = sorted(known for known in app.tasks if known.endswith(f".{name}"))
+    if len(found) > 1:
+        raise IdempotencyError(f"--task {name}: several tasks end in it: {', '.join(found)}")
+    return found[0] if found else name
+
+
+def check_known(app: Celery, name: str | None, what: str) -> None:
+    """Say that a task does not exist, once nothing was found under its name. Raises `IdempotencyError`."""
+    if name is not None and name not in app.tasks:
+        raise IdempotencyError(f"--task {name}: no {what} matches, and the application has no such task")
 
 
 def print_json(document: Any) -> None:
@@ -34,13 +64,30 @@ def print_json(document: Any) -> None:
 
 
 def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
-    """Print a table of plain text: no markup is interpreted and no control character reaches the terminal."""
+    """Print a table of plain text: no markup is interpreted and no control character reaches the terminal.
+
+    Of a table that is too wide for the terminal, each row is printed on its own, with a line for each column.
+    """
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if hasattr(cell, "__rich_console__") else Text(plain(cell)) for cell in row))
-    console.print(table)
+    cells = [[cell if hasattr(cell, "__rich_console__") else Text(plain(cell)) for cell in row] for row in rows]
+    for row in cells:
+        table.add_row(*row)
+    if len(columns) <= FOLDED or _width(table) <= console.width:
+        console.print(table)
+        return
+    for number, row in enumerate(cells, 1):
+        console.rule(f"{title or 'row'} {number} of {len(cells)}", align="left", characters="─")
+        one = Table.grid(padding=(0, 2))
+        for column, cell in zip(columns, row, strict=True):
+            one.add_row(Text(column), cell)
+        console.print(one)
+
+
+def _width(table: Table) -> int:
+    """How wide a table is that nothing folds."""
+    return Measurement.get(console, console.options.update(max_width=UNFOLDED), table).maximum
 
 
 def plain(value: Any) -> str:

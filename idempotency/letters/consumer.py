@@ -36,8 +36,9 @@ from ..broker.channel import declare_queues, forward, points_to_shared
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
+from ..observe.outages import Pauses
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
-from ..store.statements import describe
+from ..store.statements import describe, is_news
 from ..wire.foreign_headers import accept_any_timestamp
 from .owner import owner_of
 from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
@@ -96,14 +97,18 @@ class DeadLetterConsumer:
 
     def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
         """Consume until `stop` is set. `periodic` is called between passes, even while the broker is away."""
+        pauses = Pauses()
         while not stop.is_set():
-            taken = 0
+            taken, pause = 0, POLL
             try:
                 periodic()
                 taken = self.run_once()
+                pauses.end()
             except OperationalError as error:
                 self.close()
-                log.warning("postgres_unavailable", error=type(error.orig).__name__)
+                pause = pauses.next()
+                if is_news(error):
+                    log.warning("postgres_unavailable", error=type(error.orig).__name__)
             except _BROKER_ERRORS as error:
                 self.close()
                 log.warning("broker_unavailable", error=type(error).__name__)
@@ -111,7 +116,7 @@ class DeadLetterConsumer:
                 self.close()
                 log.exception("dead_letter_pass_failed")
             if not taken:
-                stop.wait(POLL)
+                stop.wait(pause)
         self.close()
 
     def run_once(self, *, limit: int = BATCH) -> int:

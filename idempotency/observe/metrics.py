@@ -2,21 +2,22 @@
 
 Flower shows a task that ran twice as one success; these counters show both runs. Processes share them through
 `PROMETHEUS_MULTIPROC_DIR` (prometheus-client's multiprocess mode). Creating a counter opens its file, so they are not
-created by importing this module but by `prepare`, or on first use.
+created by importing this module but by `prepare`, or on first use. Without the extra `metrics`, nothing is counted.
 """
 
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
-from prometheus_client.multiprocess import MultiProcessCollector
+from ..extras import extra
 
-from ..environment import environment
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Histogram
 
 claims: Counter
 takeovers: Counter
@@ -47,11 +48,30 @@ attempt_seconds: Histogram
 phase_seconds: Histogram
 
 _lock = threading.Lock()
-_made: _Metrics | None = None
+_made: _Metrics | _NoMetrics | None = None
+
+
+class _NoMetrics:
+    """Stands in for the counters, and for each of them, where prometheus-client is not installed."""
+
+    def __getattr__(self, name: str) -> _NoMetrics:
+        return self
+
+    def labels(self, *_: object) -> _NoMetrics:
+        return self
+
+    def inc(self, _: float = 1) -> None: ...
+
+    def observe(self, _: float) -> None: ...
+
+    def time(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class _Metrics:
     def __init__(self, directory: Path | None) -> None:
+        from prometheus_client import REGISTRY, Counter, Histogram
+
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)  # prometheus-client does not create it
         # Registered once all are made, so that a failure leaves nothing for the next try to collide with.
@@ -125,16 +145,26 @@ class _Metrics:
             REGISTRY.register(each)
 
 
-def _metrics() -> _Metrics:
+def _metrics() -> _Metrics | _NoMetrics:
+    from ..environment import environment  # needs pydantic-settings, which importing the library does without
+
     global _made
     with _lock:
         if _made is None:
-            _made = _Metrics(environment().prometheus_multiproc_dir)
+            directory = environment().prometheus_multiproc_dir
+            if directory is None and find_spec("prometheus_client") is None:
+                _made = _NoMetrics()
+            else:
+                with extra("metrics"):
+                    _made = _Metrics(directory)
         return _made
 
 
 def prepare() -> None:
-    """Make the counters now, where a process can still refuse to start. Raises `OSError`."""
+    """Make the counters now, where a process can still refuse to start.
+
+    Raises `OSError`, and `MissingExtra` if `PROMETHEUS_MULTIPROC_DIR` asks for counters that cannot be made.
+    """
     _metrics()
 
 
@@ -157,7 +187,14 @@ def phase(task: str, name: str) -> AbstractContextManager[object]:
 
 
 def combined_registry(directory: Path | None = None) -> CollectorRegistry:
-    """The metrics of all processes, running or ended, that share a directory (default: `PROMETHEUS_MULTIPROC_DIR`)."""
+    """The metrics of all processes, running or ended, that share a directory (default: `PROMETHEUS_MULTIPROC_DIR`).
+
+    Raises `MissingExtra`.
+    """
+    with extra("metrics"):
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.multiprocess import MultiProcessCollector
+
     shared = CollectorRegistry()
     MultiProcessCollector(shared, path=directory and str(directory))  # type: ignore[no-untyped-call]
     return shared

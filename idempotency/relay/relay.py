@@ -28,8 +28,10 @@ from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
+from ..observe.outages import Pauses
 from ..store import outbox
 from ..store.outbox import Lane
+from ..store.statements import is_news
 from ..wire.message import Message
 from ..worker.task import idempotent_tasks
 
@@ -43,7 +45,7 @@ CONFIRM_TIMEOUT = 10.0
 POLL = 0.5
 # After a partial batch, wait a moment for more rows: a pass costs the same for one row as for a hundred.
 GATHER = 0.05
-# How long to leave a broker or a Postgres alone after it did not answer.
+# How long to leave a broker alone after it did not answer, or anything after an unexpected error.
 AWAY_PAUSE = 1.0
 # The longest back-off of an unroutable row. It is retried forever, since its queue may come back.
 BACKOFF_CAP = 60.0
@@ -72,10 +74,12 @@ class Relay:
 
     def run(self, stop: threading.Event, periodic: Callable[[], object] = lambda: None) -> None:
         """Relay until `stop` is set. `periodic` is called between passes, whether or not the broker is available."""
+        pauses = Pauses()
         while not stop.is_set():
             try:
                 periodic()
                 relayed = self.run_once()
+                pauses.end()
                 if relayed.broker_unavailable:
                     stop.wait(AWAY_PAUSE)
                 elif relayed.published == 0:
@@ -83,9 +87,10 @@ class Relay:
                 elif relayed.published < self._batch:
                     stop.wait(GATHER)
             except (OperationalError, psycopg.OperationalError) as error:
-                log.warning("postgres_unavailable", error=type(error).__name__)
+                if is_news(error):
+                    log.warning("postgres_unavailable", error=type(error).__name__)
                 self._stop_listening()
-                stop.wait(AWAY_PAUSE)
+                stop.wait(pauses.next())
             except Exception:  # an unexpected error must not stop all messages
                 log.exception("relay_pass_failed")
                 stop.wait(AWAY_PAUSE)

@@ -160,12 +160,12 @@ WHERE {condition} AND (service = %(service)s) IS NOT FALSE
   AND (%(status)s::text IS NULL OR status = %(status)s)
   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
   AND (%(older_than)s::float8 IS NULL OR opened_at < clock_timestamp() - make_interval(secs => %(older_than)s))
-ORDER BY opened_at, tenant, task, key LIMIT %(limit)s
+ORDER BY opened_at DESC, tenant, task, key LIMIT %(limit)s
 """
 # Equivalent to the status, but indexed.
 _INDEXED = {"started": "locked_until IS NOT NULL", "released": "available_at IS NOT NULL"}
 
-# The columns of _LIST for operations that are only in the outbox, among the oldest rows of each queue.
+# The columns of _LIST for operations that are only in the outbox, among the newest rows of each queue.
 _LIST_ACCEPTED = f"""
 {_WAITING_QUEUES}
 SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
@@ -175,14 +175,14 @@ SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 
 FROM queues q CROSS JOIN LATERAL (
     SELECT o.tenant, o.task, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at, o.service,
            coalesce(o.published_at, o.created_at) AS updated_at
-    FROM ({_WINDOW}) o {_BEGUN}
+    FROM ({_WINDOW.replace("o.id", "o.id DESC")}) o {_BEGUN}
     WHERE {_ACCEPTED_ONLY}
       AND (%(task)s::text IS NULL OR o.task = %(task)s)
       AND (%(tenant)s::text IS NULL OR o.tenant = %(tenant)s)
       AND (%(older_than)s::float8 IS NULL OR o.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
-    ORDER BY o.id LIMIT %(limit)s
+    ORDER BY o.id DESC LIMIT %(limit)s
 ) accepted WHERE q.queue IS NOT NULL
-GROUP BY tenant, task, key ORDER BY min(created_at), tenant, task, key LIMIT %(limit)s
+GROUP BY tenant, task, key ORDER BY min(created_at) DESC, tenant, task, key LIMIT %(limit)s
 """
 
 
@@ -306,7 +306,7 @@ def list_operations(
     older_than: float | None = None,
     limit: int = 100,
 ) -> Sequence[Row[Any]]:
-    """List operations of `service`, oldest first, of one task, status, tenant or minimum age in seconds.
+    """List operations of `service`, newest first, of one task, status, tenant or minimum age in seconds.
 
     Status `accepted`: those without a record yet. Without a status, they are included.
     """
@@ -320,4 +320,4 @@ def list_operations(
     if status != "accepted":
         statement = _LIST.format(condition=_INDEXED.get(status or "", "true"))
         found += connection.exec_driver_sql(statement, parameters)
-    return sorted(found, key=lambda row: row.created_at)[:limit]
+    return sorted(found, key=lambda row: row.created_at, reverse=True)[:limit]

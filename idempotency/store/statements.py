@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from ..errors import NotConnected
+from ..observe import outages
 
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
@@ -160,6 +161,19 @@ def driver_error(error: BaseException) -> BaseException | None:
     if isinstance(cause, psycopg.Error) and cause.args == error.args:
         return cause
     return error if isinstance(error, psycopg.Error) else None
+
+
+def is_news(error: BaseException) -> bool:
+    """Whether to log a failure: not if it is one more of an outage that this process has logged. Call it for each."""
+    return not _is_outage(error) or outages.postgres.is_news()
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Whether Postgres is away: nothing answered, or it is starting, stopping, full, or only a standby."""
+    if not isinstance(error, OperationalError | psycopg.OperationalError):
+        return False
+    state = getattr(error.orig if isinstance(error, OperationalError) else error, "sqlstate", None)
+    return state is None or state == READ_ONLY or state.startswith(("08", "53", "57P"))
 
 
 def describe(error: BaseException) -> str:

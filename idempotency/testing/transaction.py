@@ -17,6 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from ..application import runtime_replaced, settings_of
 from ..attempt.runtime import Runtime
+from ..attempt.session import use_sessions
 from ..settings import DAY, Settings
 from ..store.connections import make_engine
 
@@ -56,6 +57,7 @@ class JoinedRuntime(Runtime):
         self._connection = connection
         # what a session is bound to; an engine would open another connection
         self.engine = cast(Engine, connection)
+        use_sessions(connection, settings.session)
 
     @property
     def _engines(self) -> tuple[Engine, ...]:

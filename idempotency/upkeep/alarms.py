@@ -20,6 +20,7 @@ from ..observe.logs import log
 from ..settings import Settings
 from ..store import alarms as stored
 from ..store.overview import Look, QueueState, monitoring_connection
+from ..store.statements import is_news
 from . import overview
 from .alerts import ALARM_INTERVALS, post
 
@@ -99,7 +100,8 @@ def run_once(app: Celery) -> int:
         with monitoring_connection(settings) as connection:
             found = overview.look(connection, app, settings)
     except DBAPIError as error:
-        log.warning("alarms_unknown", error=type(error.orig).__name__)
+        if is_news(error):
+            log.warning("alarms_unknown", error=type(error.orig).__name__)
         return 0
     alarms = {alarm.name: alarm for alarm in lasting(found, settings)}
     unknown = [f"no_consumers/{name}" for name, queue in found.queues.items() if queue.consumers is None]

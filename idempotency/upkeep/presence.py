@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from celery import Celery, bootsteps
@@ -26,9 +25,11 @@ from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
 from ..attempt.heartbeat import native
+from ..extras import installed_version
 from ..observe.logs import log
 from ..store import processes
 from ..store.connections import make_engine
+from ..store.statements import is_news
 from ..worker.task import idempotent_tasks
 
 # Seconds to connect, and for each statement. Removing the row delays the end of a process by a few times this at most.
@@ -53,7 +54,7 @@ class SignOfLife:
             "host": host,
             "pid": os.getpid(),
             "service": given.service,
-            "version": _version(),
+            "version": installed_version(),
             "retention": given.retention_processes,
         }
         self._engine = make_engine(
@@ -115,7 +116,8 @@ class SignOfLife:
                 self._write(processes.succeed)
             self._write(processes.sign)
         except SQLAlchemyError as error:
-            log.warning("sign_of_life_not_written", error=type(error).__name__)
+            if is_news(error):
+                log.warning("sign_of_life_not_written", error=type(error).__name__)
             return False
         self._is_known = True
         return True
@@ -194,10 +196,3 @@ def sign_as_beat(sender: Any, **_: Any) -> None:
     scheduler.tick, scheduler.close = tick_and_report, close_and_end
     life.progressed()
     life.start()
-
-
-def _version() -> str:
-    try:
-        return version("celery-idempotency")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"

@@ -18,7 +18,7 @@ class _DatetimeMeta(type):
 
 
 class _LenientDatetime(metaclass=_DatetimeMeta):
-    """The part of `datetime` that py-amqp uses: `fromtimestamp` and `isinstance`."""
+    """The part of `datetime` that py-amqp uses: `fromtimestamp` (until 5.3 `utcfromtimestamp`) and `isinstance`."""
 
     @staticmethod
     def fromtimestamp(seconds: float, tz: tzinfo | None = None) -> datetime:
@@ -26,6 +26,10 @@ class _LenientDatetime(metaclass=_DatetimeMeta):
             return datetime.fromtimestamp(seconds, tz)
         except (ValueError, OverflowError, OSError):
             return datetime.max.replace(tzinfo=tz or UTC)
+
+    @classmethod
+    def utcfromtimestamp(cls, seconds: float) -> datetime:
+        return cls.fromtimestamp(seconds, UTC).replace(tzinfo=None)
 
 
 def accept_any_timestamp() -> None:

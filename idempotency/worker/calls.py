@@ -21,6 +21,7 @@ from ..framework import framework
 from ..handle import Handle, R_co
 from ..store import outbox
 from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
+from ..store.refused import explained
 from ..wire import keys
 from ..wire.delivery import Named
 from ..wire.keys import KeyFunction, OperationId
@@ -34,10 +35,20 @@ from ..wire.message import (
     Message,
 )
 from . import eager, publishing
+from .spelling import check_spelling
 from .using import CallOptions, Using
 
 if TYPE_CHECKING:
+    from celery import Task as TypedTask
     from celery.result import AsyncResult
+else:
+
+    class TypedTask:
+        """`Task`, where Celery's own has no parameters: before Celery 5.7."""
+
+        def __class_getitem__(cls, parameters: Any) -> Any:
+            return Task
+
 
 # The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
 P = ParamSpec("P", default=...)
@@ -76,7 +87,7 @@ def _needs_session(enqueue: Callable[Concatenate[TaskT, Q], T]) -> Callable[Conc
     return checked
 
 
-class KeyedTask(Task[P, R_co], Generic[P, R_co]):
+class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
     """A Celery task that is called under a key. Use `IdempotentTask`."""
 
     abstract = True
@@ -86,6 +97,7 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_spelling(cls, KeyedTask)
         if inspect.isfunction(key := cls.__dict__.get("key")):
             cls.key = staticmethod(key)
         cls._key_function = keys.template(cls.key) if isinstance(cls.key, str) else cls.key
@@ -104,7 +116,8 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         priority, queue, task_id, headers, idempotency_key, tenant and ordering_key; an argument of the task wins over an
         option of its name. A type checker knows the arguments only: to it, give the options with `using`. Celery's signals
         `before_task_publish` and `after_task_publish` are sent here.
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written. Raises `SettingsError` where
+        the tables, or a right on them, are missing.
         """
         parameters = self.signature_of_run.parameters
         named = [name for name in ENQUEUE_OPTIONS if name in kwargs and name not in parameters]
@@ -142,17 +155,18 @@ class KeyedTask(Task[P, R_co], Generic[P, R_co]):
         connection = in_transaction_of(session)
 
         def write(message: Message) -> None:
-            outbox.insert(
-                connection,
-                id,
-                headers[FINGERPRINT_HEADER],
-                message,
-                service=runtime_of(self.app).settings.service,
-                queue=message.queue(self.app),
-                countdown=countdown,
-                eta=eta,
-                ordering_key=ordering_key,
-            )
+            with explained():
+                outbox.insert(
+                    connection,
+                    id,
+                    headers[FINGERPRINT_HEADER],
+                    message,
+                    service=runtime_of(self.app).settings.service,
+                    queue=message.queue(self.app),
+                    countdown=countdown,
+                    eta=eta,
+                    ordering_key=ordering_key,
+                )
 
         headers = {**own, **headers}
         publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **_shown(id), **options)

@@ -13,7 +13,6 @@ from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
-from celery.app.task import get_actual_ignore_result
 from celery.states import STARTED
 
 from ..errors import SettingsError
@@ -57,7 +56,7 @@ def move_into_attempt(cls: Any, base: Any) -> None:
 def run_in_attempt(task: Any) -> Any:
     """Run the task's own `before_start`, and its body, through its own `__call__` if it has one."""
     request = task.request
-    if task.tracks_attempts and not request.is_eager and not get_actual_ignore_result(task, request):
+    if task.tracks_attempts and not request.is_eager and not _ignores_result(task, request):
         _store_started(task, request)
     if task.own_before_start is not None:
         task.own_before_start(request.id, request.args, request.kwargs)
@@ -65,6 +64,12 @@ def run_in_attempt(task: Any) -> Any:
         return task.run(*request.args, **request.kwargs)
     request.calls_super = True
     return task.own_call(*request.args, **request.kwargs)
+
+
+def _ignores_result(task: Any, request: Any) -> bool:
+    """What the message says, else what the task does. Celery's function for it is there since 5.7 only."""
+    said = vars(request).get("ignore_result")  # its class has a default, which nobody said
+    return bool(task.ignore_result if said is None else said)
 
 
 def _store_started(task: Any, request: Any) -> None:

@@ -113,6 +113,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     acks_on_timeout = False
     # An exception leaves the wrapper only after the record says failed.
     acks_on_failure = True
+    if not hasattr(Task, "acks_on_timeout"):  # Celery 5.5 and 5.6 have one option for both
+        acks_on_failure_or_timeout = False
     # Celery logs results and sends them to Flower; a result may hold what neither should show.
     resultrepr_maxsize = 1
 

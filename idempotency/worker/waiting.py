@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from ..errors import CallRefused, Unanswered, UnknownVersion
 from ..observe import metrics
 from ..observe.logs import log
-from ..store.statements import describe
+from ..store.statements import describe, is_news
 
 T = TypeVar("T")
 
@@ -80,8 +80,10 @@ class Waiting:
             time.sleep(min(left, GLANCE))
 
     def _log_once(self, error: BaseException) -> None:
+        news = is_news(error)  # asked each time, so that a long outage stays one
         if not self._is_logged:
-            log.warning("claim_waits", task=self._task, error=describe(error))
+            if news:
+                log.warning("claim_waits", task=self._task, error=describe(error))
             metrics.waiting.labels(self._task, type(getattr(error, "orig", None) or error).__name__).inc()
         self._is_logged = True
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
-from idempotency.cli.main import cli
+from idempotency.cli.root import cli
 from idempotency.errors import IdempotencyError, ServiceMismatch
 from idempotency.events import publish
 from idempotency.handle import Handle

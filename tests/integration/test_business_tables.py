@@ -49,7 +49,7 @@ def test_in_an_empty_database_make_migrate_makes_what_a_payment_needs(
     servers: services.Services, empty_database: str, engine: Engine
 ) -> None:
     environment = {**os.environ, "DATABASE_URL": empty_database, "BROKER_URL": servers.broker_url}
-    for command in (["-m", "idempotency.cli", "migrate"], ["-m", "tasks.migrate"], ["-c", SUBMIT]):
+    for command in (["-m", "idempotency.cli", "migrate", "-A", "tasks"], ["-m", "tasks.migrate"], ["-c", SUBMIT]):
         subprocess.run([sys.executable, *command], env=environment, check=True, timeout=60, capture_output=True)
     with engine.connect() as connection:
         accepted = connection.execute(text("SELECT p.status, o.key FROM payments p, idempotency.outbox o")).all()

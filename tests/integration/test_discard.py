@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from typer.testing import CliRunner, Result
 
 from idempotency.application import runtime_of
-from idempotency.cli.main import cli
+from idempotency.cli.root import cli
 from idempotency.errors import DiscardRefused, IdempotencyError, NotAllowed
 from idempotency.operate import discard, people
 from idempotency.operate.change import Change

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from idempotency import DidNotHappen, OperationId, PermanentError
 from idempotency.broker.channel import declare_queues
 from idempotency.cli.dead_letter_commands import _each
-from idempotency.cli.main import cli
+from idempotency.cli.root import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
 from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer

@@ -26,7 +26,7 @@ from tests.support.dead_messages import die
 from tests.support.processes import Processes, eventually
 
 # The module: its package exports a function of the same name.
-cli = importlib.import_module("idempotency.cli.main")
+cli = importlib.import_module("idempotency.cli.deployment")
 
 
 def seen(connection: Connection, kind: str) -> list[Any]:

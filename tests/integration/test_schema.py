@@ -139,7 +139,7 @@ from alembic import op
 
 from idempotency.store.migrations.indexes import create_index
 
-revision = "with_an_index"
+revision = "9999"
 down_revision = "{{head}}"
 
 
@@ -158,14 +158,8 @@ def with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more migration: a column and an index of a table in use."""
     copy = tmp_path / "migrations"
     shutil.copytree(Path(idempotency.__file__).parent / "store/migrations", copy)
-    (copy / "versions" / "with_an_index.py").write_text(WITH_AN_INDEX.format(head=schema._known()[0]))
-    monkeypatch.setattr(schema, "_config", lambda: config_at(copy))
-
-
-def config_at(directory: Path) -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(directory))
-    return config
+    (copy / "versions" / "v9999_with_an_index.py").write_text(WITH_AN_INDEX.format(head=schema._known()[0]))
+    monkeypatch.setattr(schema, "MIGRATIONS", copy)
 
 
 @pytest.fixture
@@ -251,7 +245,7 @@ def test_an_index_is_built_while_a_transaction_that_uses_its_table_is_open(
         insert(other, "outbox", OUTBOX)  # nothing waits for the index
         other.commit()
         writer.commit()
-        assert migrated.result(30) == "with_an_index"
+        assert migrated.result(30) == "9999"
         assert watcher.execute(text("SHOW lock_timeout")).scalar_one() == "0"
     assert "idempotency.outbox_by_origin" in indexes(empty)
 
@@ -275,7 +269,7 @@ def test_an_index_whose_build_was_interrupted_is_rebuilt(empty: Engine, with_an_
 def test_four_callers_at_once_build_an_index_once(empty: Engine, with_an_index: None, quick: None) -> None:
     """The index build would wait for a migration that waited for its turn in a statement."""
     schema.migrate(empty, schema._known()[1])
-    assert at_once(4, lambda _: schema.migrate(empty)) == ["with_an_index"] * 4
+    assert at_once(4, lambda _: schema.migrate(empty)) == ["9999"] * 4
     assert "idempotency.outbox_by_origin" in indexes(empty)
 
 

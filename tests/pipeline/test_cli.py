@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -191,11 +197,11 @@ def test_list_answers_by_status_task_tenant_and_age(run: Run, deliveries: Delive
     def keys(*options: object) -> list[str]:
         return [row["key"] for row in run("list", *options, "--json").document]
 
-    assert keys() == ["a", "b", "c"]
-    assert keys("--status", "failed") == keys("--task", b.failing.name) == ["c"]
+    assert keys() == ["c", "b", "a"]
+    assert keys("--status", "failed") == keys("--task", b.failing.name) == keys("--task", "failing") == ["c"]
     assert keys("--tenant", "other") == ["b"]
     assert keys("--older-than", 60) == []
-    assert keys("--limit", 1) == ["a"]
+    assert keys("--limit", 1) == ["c"]
     assert "failed" in run("list").out
 
 
@@ -212,11 +218,11 @@ def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, d
     def keys(*options: object) -> list[str]:
         return [row["key"] for row in run("list", *options, "--json").document]
 
-    assert keys("--status", "accepted") == ["a", "c", "d"]
+    assert keys("--status", "accepted") == ["d", "c", "a"]
     assert keys("--status", "completed") == ["begun"]
     assert sorted(keys()) == ["a", "begun", "c", "d"]
     assert keys("--status", "accepted", "--tenant", "other") == ["d"]
-    assert keys("--status", "accepted", "--limit", 1) == ["a"]
+    assert keys("--status", "accepted", "--limit", 1) == ["d"]
     assert keys("--status", "accepted", "--task", b.failing.name) == []
     assert keys("--status", "accepted", "--older-than", 60) == []
     assert "accepted" in run("list").out
@@ -410,20 +416,75 @@ def test_the_end_of_a_name_after_a_dot_chooses_the_operation(run: Run, engine: E
     assert "no operation has it" in found("hop.pay").error
 
 
-def test_a_bulk_command_for_a_task_that_is_not_there_says_so(run: Run, deliveries: Deliveries) -> None:
+def test_a_filter_by_a_task_that_is_not_there_says_so(run: Run) -> None:
+    def refused(*command: str, what: str) -> None:
+        answer = run(*command, "--task", "failling")
+        said = f"idempotency: --task failling: no {what} matches, and the application has no such task\n"
+        assert answer == Answer(1, "", said)
+
+    refused("list", what="operation")
+    refused("dead-letters", "list", what="open dead letter")
+    refused("dead-letters", "list", "--status", "all", what="dead letter")
+    refused("dead-letters", "replay", "--dry-run", what="open dead letter")
+    assert run("list", "--task", b.deposit.name).status == 0
+
+
+def test_a_filter_takes_the_end_of_a_task_name_after_a_dot(
+    run: Run, bank: Celery, deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key in ("a", "b"):
         deliveries.deliver(b.failing, key, "permanent")
-    missing = run("dead-letters", "replay", "--task", "failing", "--dry-run")
-    assert (missing.status, missing.error) == (
-        1,
-        "idempotency: --task failing: no open dead letter matches, and the application has no such task\n",
-    )
-    assert run("dead-letters", "replay", "--task", b.deposit.name, "--dry-run").out == "would be replayed: 0\n"
-    ids = sorted(row["id"] for row in run("dead-letters", "list", "--json").document)
-    named = run("dead-letters", "replay", "--task", b.failing.name, "--dry-run").out
-    assert named == f"would be replayed: 2 (dead letters {ids[0]}, {ids[1]})\n"
+    assert run("dead-letters", "replay", "--task", "deposit", "--dry-run").out == "would be replayed: 0\n"
+    ids = [row["id"] for row in run("dead-letters", "list", "--task", "failing", "--json").document]
+    assert ids == sorted(ids, reverse=True)  # newest first
+    for name in ("failing", b.failing.name):
+        replayed = run("dead-letters", "replay", "--task", name, "--dry-run").out
+        assert replayed == f"would be replayed: 2 (dead letters {ids[1]}, {ids[0]})\n"
     one = run("dead-letters", "replay", ids[0]).out
     assert one in {f"dead letter {ids[0]} replayed {b.failing.name} {key}\n" for key in "ab"}
+    monkeypatch.setitem(bank.tasks, "shop.failing", b.failing)
+    assert "several tasks end in it: shop.failing, tests.support.bank.failing" in run("list", "--task", "failing").error
+
+
+def test_a_pipe_gets_a_row_on_a_line(run: Run, deliveries: Deliveries) -> None:
+    key = "k" * 200
+    deliveries.deliver(b.deposit, key)
+    (line,) = (line for line in run("list").out.splitlines() if key in line)
+    assert b.deposit.name in line
+    assert "completed" in line
+
+
+def test_a_terminal_of_80_columns_gets_a_line_for_each_column(
+    environment: dict[str, str], deliveries: Deliveries
+) -> None:
+    key = "f6d3a8f0-6d4c-4b8e-9f53-0c2d5b1c9e11"
+    deliveries.deliver(b.failing, key, "permanent")
+    command = [sys.executable, "-m", "idempotency.cli", "dead-letters", "list", "-A", "tests.support.bank"]
+    terminal, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    plain = environment | {"TERM": "dumb", "NO_COLOR": "1"}
+    done = subprocess.Popen(command, env=plain, stdin=its, stdout=its, stderr=its, close_fds=True)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while part := os.read(terminal, 65536):
+            shown += part
+    assert done.wait(30) == 0
+    os.close(terminal)
+    lines = shown.decode().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.rstrip() for line in lines if line.startswith(("task", "key", "reason"))] == [
+        "task              tests.support.bank.failing",
+        f"key               {key}",
+        "reason            no_account",
+    ]
+
+
+def test_without_an_application_every_command_asks_for_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CELERY_APP")
+    said = "idempotency: no application: name your Celery application with -A, or in CELERY_APP\n"
+    for command in (("migrate",), ("doctor",), ("relay",), ("status",), ("list",), ("dead-letters", "list")):
+        assert run(*command) == Answer(1, "", said)
 
 
 def test_an_application_that_is_not_there_names_what_names_one(run: Run) -> None:

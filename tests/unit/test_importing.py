@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -53,3 +55,34 @@ def test_importing_every_module_connects_and_makes_nothing(tmp_path: Path) -> No
     assert after == before
     assert not listening
     assert not made
+
+
+# What an extra brings, and what a process may never use. Each costs every process that imports it.
+HEAVY = ["alembic", "prometheus_client", "rich", "typer", "redis", "pydantic_settings", "structlog"]
+
+
+def loaded(code: str, *names: str) -> list[str]:
+    """Which of these packages a new interpreter has loaded after running the code."""
+    report = f"\nimport sys; print([name for name in {list(names)!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code + report], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[str] = json.loads(done.stderr.splitlines()[-1].replace("'", '"'))
+    return found
+
+
+def test_the_public_names_load_no_optional_package() -> None:
+    assert loaded("from idempotency import *\nfrom idempotency.queues import quorum_queue", *HEAVY) == []
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_load_neither_celery_nor_sqlalchemy(option: str) -> None:
+    code = f"""
+import sys
+from idempotency import cli
+sys.argv = ["idempotency", {option!r}]
+try:
+    cli.main()
+except SystemExit as ended:
+    assert ended.code == 0
+"""
+    assert loaded(code, "celery", "sqlalchemy", "pydantic", "psycopg", "redis", "alembic") == []

@@ -48,6 +48,7 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
 LAYERS = (
     ("text", "environment"),
     ("errors",),
+    ("extras",),
     ("observe",),
     ("wire",),
     ("settings", "queues", "providers", "framework"),

@@ -1,4 +1,4 @@
-"""`idempotency …`: what an operator does from a shell. Tables for people, `--json` for programs."""
+"""`idempotency migrate, relay, doctor, metrics, recover, purge`: what a deployment runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Annotated
 
 import typer
 from celery import Celery
-from prometheus_client import start_http_server
 from rich.markup import escape
 from rich.table import Column, Table
-from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
+from sqlalchemy.exc import OperationalError
 
 from ..application import runtime_of, settings_of
 from ..checks.broker import require_broker_address
@@ -26,30 +25,24 @@ from ..checks.findings import Level
 from ..checks.startup import require_safe_setup
 from ..checks.unreachable import WRONG_ADDRESS, reason
 from ..environment import environment
-from ..errors import IdempotencyError, SettingsError
+from ..errors import SettingsError
+from ..extras import extra
 from ..letters.consumer import DeadLetterConsumer
-from ..observe import metrics
+from ..observe import metrics, outages
 from ..observe.logs import log
-from ..relay.relay import AWAY_PAUSE, Relay
+from ..observe.outages import Pauses
+from ..relay.relay import Relay
 from ..relay.resend import resend_lost
 from ..store import schema
 from ..store.connections import make_migrations_engine
-from ..store.statements import describe
+from ..store.statements import is_news
 from ..upkeep import alarms, alerts, maintenance
-from ..upkeep.backlog import Backlog
 from ..upkeep.presence import SignOfLife
-from . import change, look
-from .dead_letter_commands import letters
 from .options import AppOption, JsonOption
-from .people import people
 from .terminal import application as _app
 from .terminal import console, print_json
 
-cli = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Operate celery-idempotency.")
-cli.add_typer(look.commands)
-cli.add_typer(change.commands)
-cli.add_typer(letters, name="dead-letters")
-cli.add_typer(people, name="operators")
+commands = typer.Typer()
 
 # How often upkeep checks whether anything is due.
 UPKEEP_PAUSE = 1.0
@@ -60,12 +53,10 @@ ALERT_WATCH = 5.0
 # How often it purges, and how many rows at a time; while there are more, it goes on without a pause.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
-# undefined_table, undefined_column, invalid_schema_name
-NOT_MIGRATED = ("42P01", "42703", "3F000")
 
 
-@cli.command()
-def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+@commands.command()
+def migrate(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Bring the database's tables to this version."""
     revision = schema.migrate(make_migrations_engine(settings_of(_app(app))))
     if as_json:
@@ -74,8 +65,8 @@ def migrate(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
         console.print(f"database schema at revision {revision}")
 
 
-@cli.command()
-def relay(app: AppOption = "tasks") -> None:
+@commands.command()
+def relay(app: AppOption = "") -> None:
     """Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number."""
     celery = _app(app)
     celery.loader.import_default_modules()  # the check looks at its tasks
@@ -130,9 +121,10 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
 def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
     """Send alerts, raise alarms and purge until `stop` is set."""
     alert_at = purge_at = time.monotonic()
+    pauses = Pauses()
     while not stop.is_set():
         progressed()
-        now = time.monotonic()
+        now, pause = time.monotonic(), UPKEEP_PAUSE
         try:
             if now >= alert_at:
                 alert_at = now + ALERT_WATCH
@@ -142,15 +134,19 @@ def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], obje
                 purge_at = now + PURGE_WATCH
                 if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
                     purge_at = now
+            pauses.end()
         except OperationalError as error:
-            log.warning("postgres_unavailable", error=type(error.orig).__name__)
+            pause = pauses.next()
+            if is_news(error):
+                log.warning("postgres_unavailable", error=type(error.orig).__name__)
         except Exception:  # an unexpected error must not end the thread
             log.exception("upkeep_failed")
-        stop.wait(UPKEEP_PAUSE)
+        stop.wait(pause)
 
 
 def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | None) -> None:
     """Return once the set-up is checked against the database, which may be starting. Raises what waiting cannot fix."""
+    pauses = Pauses()
     while not stop.is_set():
         if unanswered is None:
             try:
@@ -161,13 +157,14 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
                 unanswered = reason(error)
         if unanswered in WRONG_ADDRESS:
             raise SettingsError(f"idempotency_database_url: {unanswered}")
-        log.warning("postgres_unavailable", error=unanswered)
-        stop.wait(AWAY_PAUSE)
+        if outages.postgres.is_news():
+            log.warning("postgres_unavailable", error=unanswered)
+        stop.wait(pauses.next())
         unanswered = require_safe_setup(celery)
 
 
-@cli.command()
-def doctor(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+@commands.command()
+def doctor(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Check for anything that would lose work or do it twice. Exit status 1 if there is."""
     findings = diagnose(_app(app))
     if as_json:
@@ -183,7 +180,7 @@ def doctor(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-@cli.command("metrics")
+@commands.command("metrics")
 def serve_metrics(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 9540,
     address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
@@ -198,6 +195,10 @@ def serve_metrics(
             "PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this command need the same directory there"
         )
     counted = metrics.combined_registry()
+    with extra("metrics"):
+        from prometheus_client import start_http_server
+
+        from ..upkeep.backlog import Backlog
     if app is not None:
         counted.register(Backlog(_app(app)))
     stop = threading.Event()
@@ -213,42 +214,16 @@ def serve_metrics(
     thread.join()
 
 
-@cli.command()
-def recover(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+@commands.command()
+def recover(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Release operations that have lost their holder, once."""
     _print_count("recovered", maintenance.recover(_app(app)), as_json)
 
 
-@cli.command()
-def purge(app: AppOption = "tasks", as_json: JsonOption = False) -> None:
+@commands.command()
+def purge(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Delete what is past its retention, once."""
     _print_count("purged", maintenance.purge(_app(app)), as_json)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line, by default that of the process; an error is one line on stderr and exit status 1."""
-    try:
-        cli(arguments)
-    except IdempotencyError as error:
-        raise SystemExit(f"idempotency: {error}") from None
-    except OperationalError as error:
-        raise SystemExit(f"idempotency: {_no_answer(error)}") from None
-    except ProgrammingError as error:
-        if getattr(error.orig, "sqlstate", None) not in NOT_MIGRATED:
-            raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
-        raise SystemExit(
-            f"idempotency: the database does not have the tables of this version ({describe(error)}); run `idempotency migrate`"
-        ) from None
-    except DBAPIError as error:
-        raise SystemExit(f"idempotency: the database refused: {describe(error)}") from None
-
-
-def _no_answer(error: OperationalError) -> str:
-    """Why the database did not do what was asked, without SQLAlchemy's own text, which would show the address."""
-    if getattr(error.orig, "sqlstate", None) is not None:  # it did answer: a lock timed out, say
-        return f"the database refused: {describe(error)}"
-    why = reason(error)
-    return f"idempotency_database_url: {why}" if why in WRONG_ADDRESS else f"the database did not answer: {why}"
 
 
 def _print_count(what: str, count: int, as_json: bool) -> None:

@@ -1,0 +1,30 @@
+"""What the command line says of an error: one line, without addresses."""
+
+from __future__ import annotations
+
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from ..checks.unreachable import WRONG_ADDRESS, reason
+from ..errors import IdempotencyError
+from ..store.refused import remedy
+from ..store.statements import describe
+
+
+def sentence(error: Exception) -> str | None:
+    """What to tell the operator; None if the error is a defect of ours."""
+    match error:
+        case IdempotencyError():
+            return str(error)
+        case OperationalError():
+            return _no_answer(error)
+        case DBAPIError():
+            return remedy(error) or f"the database refused: {describe(error)}"
+    return None
+
+
+def _no_answer(error: OperationalError) -> str:
+    """Why the database did not do what was asked, without SQLAlchemy's own text, which would show the address."""
+    if getattr(error.orig, "sqlstate", None) is not None:  # it did answer: a lock timed out, say
+        return f"the database refused: {describe(error)}"
+    why = reason(error)
+    return f"idempotency_database_url: {why}" if why in WRONG_ADDRESS else f"the database did not answer: {why}"

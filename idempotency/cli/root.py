@@ -1,0 +1,85 @@
+"""The commands of `idempotency`, and which module has each.
+
+A module is imported when one of its commands is called, so `--help` and `--version` need neither Celery nor SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
+
+from ..extras import PACKAGE, installed_version
+
+# In the order of the help, with the first sentence of each one's own.
+COMMANDS = {
+    "migrate": ("deployment", "Bring the database's tables to this version."),
+    "relay": (
+        "deployment",
+        "Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number.",
+    ),
+    "doctor": ("deployment", "Check for anything that would lose work or do it twice. Exit status 1 if there is."),
+    "metrics": (
+        "deployment",
+        "Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped.",
+    ),
+    "recover": ("deployment", "Release operations that have lost their holder, once."),
+    "purge": ("deployment", "Delete what is past its retention, once."),
+    "status": (
+        "look",
+        "Queues, processes, operations by status, and what has waited longest; other applications in the database.",
+    ),
+    "list": (
+        "look",
+        "The newest operations, without arguments and results. The accepted ones have no record yet.",
+    ),
+    "show": ("look", "One operation: its record, effects, deliveries, dead letters, and what people have changed."),
+    "release": ("change", "Take a started operation from its holder, and deliver it again now."),
+    "cancel": (
+        "change",
+        "End an operation that has not begun or waits for its next attempt: failed as cancelled, with a dead letter.",
+    ),
+    "forget": ("change", "Forget a worker, relay or beat that is silent and will not come back: its alarm ends."),
+    "effects": ("change", "Calls outside whose outcome only a person can find out."),
+    "dead-letters": ("dead_letter_commands", "What has ended without success and waits for a person."),
+    "operators": ("people", "Who may discard dead letters, and who may approve it."),
+}
+
+
+def command(name: str) -> Any:
+    """Import the module of a command; returns the command."""
+    module = import_module(f".{COMMANDS[name][0]}", __package__)
+    return get_group(module.commands).commands[name]
+
+
+class _Commands(TyperGroup):
+    """Lists every command by name and help; imports the one that is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {name: TyperCommand(name, help=text) for name, (_, text) in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, command(name) if name else None, rest
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"{PACKAGE} {installed_version()}")  # noqa: T201
+        raise typer.Exit
+
+
+cli = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Operate celery-idempotency."""

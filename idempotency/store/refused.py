@@ -1,0 +1,46 @@
+"""What to do about a statement of ours that Postgres refuses: our tables are missing, or a right on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.exc import DBAPIError
+
+from ..errors import SettingsError
+from .schema import SCHEMA
+from .statements import describe
+
+# undefined_table, undefined_column, invalid_schema_name
+_NOT_MIGRATED = ("42P01", "42703", "3F000")
+_INSUFFICIENT_PRIVILEGE = "42501"
+# What a role needs on each of our tables, except that the audit table is append-only.
+_RIGHTS, _AUDIT_RIGHTS = "SELECT, INSERT, UPDATE, DELETE", "SELECT, INSERT"
+
+
+def remedy(error: DBAPIError) -> str | None:
+    """What a person has to do, in one line that names the command or the rights; None if it is something else."""
+    state = getattr(error.orig, "sqlstate", None)
+    if state in _NOT_MIGRATED:
+        return f"the database does not have the tables of this version ({describe(error)}); run `idempotency migrate`"
+    if state == _INSUFFICIENT_PRIVILEGE:
+        return f"a right is missing ({describe(error)}); {_needed(error.statement or '')}"
+    return None
+
+
+def _needed(statement: str) -> str:
+    tables = sorted(set(re.findall(rf"\b{SCHEMA}\.(\w+)", statement)))
+    needs = (f"; {_AUDIT_RIGHTS if table == 'audit' else _RIGHTS} on {SCHEMA}.{table}" for table in tables)
+    return f"this role needs USAGE on schema {SCHEMA}" + "".join(needs)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise `SettingsError` with the remedy for what a statement of ours meets in a caller's transaction."""
+    try:
+        yield
+    except DBAPIError as error:
+        if (said := remedy(error)) is None:
+            raise
+        raise SettingsError(said) from error

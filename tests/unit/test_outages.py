@@ -1,0 +1,67 @@
+"""What a process logs of an outage of Postgres, and how long it leaves Postgres alone."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from idempotency.observe import outages
+from idempotency.observe.outages import Outage, Pauses
+from idempotency.store.statements import is_news
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(outages, "time", clock)
+    monkeypatch.setattr(outages, "postgres", Outage())
+    return clock
+
+
+def refused(orig: BaseException) -> OperationalError:
+    return OperationalError("SELECT 1", None, orig)
+
+
+def test_an_outage_is_news_once_however_long_it_lasts(clock: Clock) -> None:
+    away = refused(psycopg.OperationalError("connection refused"))
+    assert is_news(away)
+    for _ in range(1000):
+        clock.now += 30.0
+        assert not is_news(away)
+    clock.now += outages.QUIET + 1
+    assert is_news(away)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        psycopg.errors.AdminShutdown(),
+        psycopg.errors.CannotConnectNow(),
+        psycopg.errors.TooManyConnections(),
+        psycopg.errors.ConnectionFailure(),
+    ],
+)
+def test_a_server_that_says_it_is_not_there_is_away(clock: Clock, error: psycopg.Error) -> None:
+    assert [is_news(refused(error)), is_news(error)] == [True, False]
+
+
+@pytest.mark.parametrize("error", [psycopg.errors.LockNotAvailable(), psycopg.errors.QueryCanceled()])
+def test_what_an_answering_server_refuses_is_always_news(clock: Clock, error: psycopg.Error) -> None:
+    assert is_news(refused(psycopg.OperationalError()))
+    assert [is_news(refused(error)), is_news(refused(error)), is_news(ValueError())] == [True] * 3
+
+
+def test_pauses_grow_until_there_is_an_answer() -> None:
+    pauses = Pauses()
+    assert [pauses.next() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    pauses.end()
+    assert pauses.next() == 1.0

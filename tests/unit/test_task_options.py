@@ -1,0 +1,78 @@
+"""What the decorator is given: a misspelt option is refused, and an application's own is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery, exceptions
+
+from idempotency import IdempotentTask, SettingsError
+from idempotency.checks.doctor import check_configuration
+from idempotency.checks.findings import Level
+
+
+@pytest.fixture
+def app() -> Celery:
+    return Celery("options", set_as_current=False)
+
+
+def task(app: Celery, base: type[IdempotentTask] = IdempotentTask, **options: Any) -> Any:
+    @app.task(base=base, lazy=False, shared=False, **options)
+    def pay(payment_id: str) -> None: ...
+
+    return pay
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("kye", "key"),
+        ("keys", "key"),
+        ("on_fail", "on_failed"),
+        ("permanent_error", "permanent_errors"),
+        ("max_attempt", "max_attempts"),
+        ("retention_complete", "retention_completed"),
+        ("onbusy", "on_busy"),
+    ],
+)
+def test_a_misspelt_option_is_refused_with_the_one_that_was_meant(app: Celery, given: str, meant: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        task(app, IdempotentTask, **{given: None})
+    assert str(refused.value) == f"{given} of pay: no such option; did you mean {meant}?"
+
+
+def test_options_of_celery_and_of_the_application_are_taken(app: Celery) -> None:
+    made = task(
+        app,
+        key="{payment_id}",
+        time_limit=5,
+        autoretry_for=(OSError,),
+        retry_backoff=True,
+        rate_limit="1/s",
+        team="books",
+    )
+    assert (made.key, made.time_limit, made.team) == ("{payment_id}", 5, "books")
+
+
+def test_a_base_of_the_application_has_the_attributes_that_it_likes(app: Celery) -> None:
+    class Base(IdempotentTask):
+        keys: tuple[str, ...] = ("a",)
+
+    assert task(app, Base, key="{payment_id}").keys == ("a",)
+
+
+def test_two_functions_of_one_name_are_refused_at_the_start(app: Celery) -> None:
+    noticed = getattr(exceptions, "DuplicateTaskNameWarning", None)
+    if noticed is None:
+        pytest.skip("Celery notices them since 5.7")
+    task(app, name="shop.pay", key="{payment_id}")
+    assert "shop.pay" not in refused(app)
+    with pytest.warns(noticed):
+        task(app, name="shop.pay", key="{payment_id}")
+    assert "task shop.pay: two functions have this name; only the first one runs" in refused(app)
+
+
+def refused(app: Celery) -> str:
+    findings = check_configuration(app, None)
+    return "\n".join(str(finding) for finding in findings if finding.level is Level.REFUSAL)
