@@ -17,6 +17,7 @@ from idempotency import SettingsError, publish
 from tests.support import bank as b
 from tests.support.processes import Processes, eventually
 from tests.support.proxy import Proxy
+from tests.support.tasks import enqueued
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_relay_logs_one_line_for_an_outage_whoever_notices(
             # three loops and the signs of life, each several times
             eventually(lambda before=refused: proxy.refusals >= before + 12, timeout=60)
             proxy.heal()
-            b.deposit.enqueue(connection, f"a{number}")
+            enqueued(connection, b.deposit, f"a{number}")
             eventually(lambda wanted=number: published(connection) == wanted)
     finally:
         relay.terminate()

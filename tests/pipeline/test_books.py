@@ -25,6 +25,7 @@ from sandbox.process import Sandbox
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
 from tests.support.operators import ANN
+from tests.support.tasks import transactional
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +78,14 @@ class Shop:
         requests.post(f"{self.provider.url}/_sandbox/faults", json=body, timeout=10).raise_for_status()
 
     def buy(self, payment_id: str, amount: int = 1000) -> OperationId:
-        with Session(self.engine) as session, session.begin():
+        with Session(transactional(self.engine)) as session, session.begin():
             self.payments.submit_payment(
                 session, payment_id=payment_id, customer_id="c1", amount=amount, currency="USD"
             )
         return OperationId("default", "payments.capture_payment", payment_id)
 
     def give_back(self, refund_id: str, payment_id: str, amount: int) -> OperationId:
-        with Session(self.engine) as session, session.begin():
+        with Session(transactional(self.engine)) as session, session.begin():
             self.refunds.submit_refund(
                 session, refund_id=refund_id, payment_id=payment_id, amount=amount, reason="test"
             )
@@ -105,11 +106,11 @@ class Shop:
     def cancel(self, id: OperationId) -> Any:
         """Stop waiting for what may have happened: one of many ways to `effect_unknown`."""
         with self.engine.connect() as connection:
-            return cancel(self.app, read(connection, id, "bank"), ANN, may_have_happened=True)
+            return cancel(self.app, read(connection, id, "tasks"), ANN, may_have_happened=True)
 
     def resolve(self, id: OperationId, name: str, word: Any, **options: Any) -> None:
         with self.engine.connect() as connection:
-            resolve_effect(self.app, read(connection, id, "bank"), name, word, ANN, **options)
+            resolve_effect(self.app, read(connection, id, "tasks"), name, word, ANN, **options)
 
     def row(self, table: str, id: str, column: str = "id") -> Any:
         with self.engine.connect() as connection:

@@ -36,6 +36,7 @@ def test_the_public_names_are_these() -> None:
         "OperationId",
         "OperationNotFound",
         "PermanentError",
+        "ServiceMismatch",
         "SessionNotYours",
         "SettingsError",
         "StillUnknown",
