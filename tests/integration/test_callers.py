@@ -320,7 +320,7 @@ NOT_A_CALLER: dict[str, Any] = {
 @pytest.mark.parametrize("described", NOT_A_CALLER)
 def test_what_has_no_transaction_is_refused_with_what_to_give_instead(bank: Celery, described: str) -> None:
     with pytest.raises(InvalidArguments, match=f"^session: must be a Session or Connection .*; got {described}$"):
-        publish(NOT_A_CALLER[described], "order.paid", {"order": 1}, app=bank)
+        publish(NOT_A_CALLER[described], "order.paid", {"order": 1}, exchange="orders", app=bank)
 
 
 def test_an_engine_is_refused_with_how_to_begin(bank: Celery, database: str) -> None:
