@@ -134,12 +134,14 @@ class People(Claims):
             and (record.status, record.generation) == ("failed", letter.generation)
             and record.fingerprint == letter.fingerprint
         )
-        may = letter.status == "open" and letter.fingerprint is not None and (reopens or record is None)
+        # its delivery could not be published, and nothing else brings it
+        waits = record is not None and record.status == "released" and letter.reason == "unpublishable"
+        may = letter.status == "open" and letter.fingerprint is not None and (reopens or waits or record is None)
         with refused(not may, ReplayRefused), self.transaction() as connection:
             dead_letters.replay(connection, number, service=self.runtime.settings.service, app=self.app)
         if not may:
             return
-        if record is not None:
+        if record is not None and reopens:
             record.release(due=True)
             if record.revoked is None:  # what a worker remembers was revoked before
                 record.revoked = record.generation
