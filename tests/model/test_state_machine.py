@@ -87,6 +87,20 @@ def test_what_was_accepted_when_shown_and_replayed_since_is_not_cancelled(machin
     )
 
 
+def test_a_replay_that_could_not_be_published_is_replayed(machine: Machine) -> None:
+    run(
+        machine,
+        lambda: machine.give_up(ACME, 1, None, unknown=False),
+        lambda: machine.replay(0, twice=False),
+        lambda: machine.relay_leases(None),
+        lambda: machine.the_outbox_ages(failed_before=True),
+        lambda: machine.relay_leases(["own fault"]),
+        lambda: machine.replay(0, twice=True),
+        lambda: machine.relay_leases(["confirmed"]),
+    )
+    assert [letter.status for letter in machine.letters.values()] == ["replayed", "replayed"]
+
+
 # ---------------------------------------------------------------- all the others
 
 
