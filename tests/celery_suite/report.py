@@ -84,7 +84,7 @@ class Comparison:
             "",
             f"The integration tests of Celery {version('celery')} (`t/integration` of its source distribution), run",
             "twice against real servers: on the tasks as they are, and with every task of the suite on `IdempotentTask`,",
-            "each call under a key of its own, with a relay beside the worker. A test that fails on ours without a reason",
+            "each call under its own key, with a relay beside the worker. A test that fails on ours without a reason",
             "is run again, alone, before it counts. `make celery-suite` does all that and writes this page. Tests that fail on plain",
             "tasks, or that Celery skips here, say nothing about ours.",
             "",

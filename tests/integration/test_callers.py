@@ -56,9 +56,9 @@ def a_session(database: str) -> Iterator[Any]:
 
 @contextmanager
 def a_scoped_session(database: str) -> Iterator[Any]:
-    registry = scoped_session(sessionmaker(sqlalchemy_engine(database)))
-    yield registry
-    registry.remove()
+    sessions = scoped_session(sessionmaker(sqlalchemy_engine(database)))
+    yield sessions
+    sessions.remove()
 
 
 @contextmanager
@@ -197,9 +197,9 @@ def async_connection_by_asyncpg(database: str) -> AbstractAsyncContextManager[An
 @asynccontextmanager
 async def scoped_async_session(database: str) -> AsyncIterator[Any]:
     engine = create_async_engine(make_url(database).set(drivername="postgresql+asyncpg"))
-    registry = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
-    yield registry
-    await registry.remove()
+    sessions = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
+    yield sessions
+    await sessions.remove()
     await engine.dispose()
 
 
