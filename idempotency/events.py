@@ -115,8 +115,9 @@ def publish(
         "datacontenttype": "application/json",
     }
     data = json.loads(keys.canonical_json({"data": payload}))["data"]
-    settings = runtime_of(application).settings
-    connection = in_transaction_of(session)
+    runtime = runtime_of(application)
+    settings = runtime.settings
+    connection = in_transaction_of(session, runtime.home)
     if (size := len(json.dumps(data))) > settings.arguments_limit:
         raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
     for subscription in _subscriptions_of(application):

@@ -111,6 +111,12 @@ def _refuse_commit(session: AttemptSession) -> None:
 
 
 def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
+    owned = session._owned
+    if owned is not None and owned is not connection and not owned.closed:
+        raise SessionNotYours(
+            "the session has begun on a second connection (by its binds or get_bind): what is written there would not "
+            "be committed with the operation"
+        )
     connection.info[_OWNER] = session
     session._owned = connection
 

@@ -152,7 +152,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         _check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
-        connection = in_transaction_of(session)
+        connection = in_transaction_of(session, runtime_of(self.app).home)
 
         def write(message: Message) -> None:
             with explained():

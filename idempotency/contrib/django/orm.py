@@ -20,6 +20,7 @@ from django.db.transaction import Atomic
 from django.db.utils import DatabaseError
 from django.db.utils import OperationalError as DatabaseUnavailable
 from psycopg.adapt import AdaptersMap
+from psycopg.sql import Composable
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, SessionTransaction
@@ -27,7 +28,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 from ...attempt.session import refuse_end_of_transaction
 from ...errors import SessionNotYours, SettingsError
 from ...observe.logs import log
-from ...store.statements import READ_ONLY
+from ...store.statements import READ_ONLY, OneStatement
 
 _NOT_YOURS = "the connection's transaction belongs to the attempt, which commits it with the result"
 
@@ -108,7 +109,8 @@ class AttemptWrapper(BaseDatabaseWrapper):
         # as inside an atomic block: a durable one, which commits by itself, is refused by Django
         self.atomic_blocks = [Atomic(self.alias, savepoint=False, durable=False)]
         self.autocommit = False
-        self.connection = BorrowedConnection(owner, AdaptersMap(parameters["context"]), parameters["cursor_factory"])
+        cursors = _cursor_class(parameters["cursor_factory"])
+        self.connection = BorrowedConnection(owner, AdaptersMap(parameters["context"]), cursors)
         self._configure_connection(self.connection)
         # as for one that Django opens: receivers register types, or set what policies on rows need
         connection_created.send(sender=type(self), connection=self)
@@ -143,8 +145,7 @@ class AttemptWrapper(BaseDatabaseWrapper):
             yield cursor
 
     def _execute(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
-        if isinstance(sql, str):
-            refuse_end_of_transaction(sql)
+        refuse_end_of_transaction(sql.as_string(self.connection) if isinstance(sql, Composable) else str(sql))
         try:
             return execute(sql, params, many, context)
         except DatabaseError as error:
@@ -187,6 +188,11 @@ def own_wrapper(alias: str) -> BaseDatabaseWrapper:
 @cache
 def _attempt_class(backend: type[BaseDatabaseWrapper]) -> type[AttemptWrapper]:
     return type(f"Attempt{backend.__name__}", (AttemptWrapper, backend), {})
+
+
+@cache
+def _cursor_class(cursors: type[psycopg.Cursor[Any]]) -> type[psycopg.Cursor[Any]]:
+    return type(cursors.__name__, (OneStatement, cursors), {})
 
 
 @contextmanager
