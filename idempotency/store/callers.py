@@ -151,7 +151,8 @@ def _check_transaction(driver: Any) -> None:
         return
     # psycopg's `with connection.transaction()` begins one on a connection in AUTOCOMMIT mode, too
     info = getattr(driver, "info", None)
-    if info is None or info.transaction_status == TransactionStatus.IDLE:
+    # ACTIVE is a pipeline, whose next sync would commit the message alone
+    if info is None or info.transaction_status not in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
         raise InvalidArguments(
             "session: its connection is in AUTOCOMMIT mode, where the message would leave at once and not with your "
             "commit; begin a transaction"

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import psycopg
 from sqlalchemy import Connection, Engine, create_engine, event
@@ -21,6 +22,8 @@ from .statements import (
     treat_read_only_as_unavailable,
     use_checked_connections,
 )
+
+_made: WeakSet[Engine] = WeakSet()
 
 
 def make_engine(
@@ -66,7 +69,11 @@ def make_engine(
         **options,
     )
     if not isinstance(engine, Engine) or engine.driver != "psycopg":
-        raise SettingsError(f"idempotency_engine: must return an Engine with the driver psycopg, got {engine!r:.100}")
+        got = f"{engine!r:.100}" if isinstance(engine, Engine) else type(engine).__name__  # a text may be the address
+        raise SettingsError(f"idempotency_engine: must return an Engine with the driver psycopg, got {got}")
+    if engine in _made:
+        raise SettingsError("idempotency_engine: must return a new Engine each time: each has other options")
+    _made.add(engine)
     use_checked_connections(engine, patience=patience, set_local=_set_local(given, in_session))
     event.listen(engine, "connect", _check)
 

@@ -210,8 +210,10 @@ def _is_outage(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Describe an error in one line for the record: type and message, without parameters or values of a row."""
     if (driver := driver_error(error)) is not None:
-        primary = getattr(getattr(driver, "diag", None), "message_primary", None)
-        return f"{type(driver).__name__}: {primary or 'no answer from the database'}"
+        said = getattr(getattr(driver, "diag", None), "message_primary", None)
+        if said is None and not isinstance(driver, psycopg.OperationalError):
+            said = str(driver).partition("\n")[0][:ERROR_LIMIT]  # the lines below have values
+        return f"{type(driver).__name__}: {said or 'no answer from the database'}"
     return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
 
 

@@ -170,7 +170,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
 
         headers = {**own, **headers}
         publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **_shown(id), **options)
-        return Handle(self.app, id, task_id)
+        return Handle(self.app, id, task_id, headers[FINGERPRINT_HEADER])
 
     @_needs_session
     async def aenqueue(self, session: AsyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:

@@ -433,6 +433,15 @@ def test_a_caller_connected_to_the_same_database_under_another_name_is_accepted(
     call(make_url(database).set(host="localhost").render_as_string(hide_password=False))
 
 
+def test_a_pipeline_in_autocommit_mode_is_refused(bank: Celery, database: str, rows: Rows) -> None:
+    """Its sync would commit the message alone."""
+    with psycopg.connect(plain(database), autocommit=True) as connection, connection.pipeline():
+        connection.execute("SELECT 1")
+        with pytest.raises(InvalidArguments, match="AUTOCOMMIT"):
+            b.deposit.enqueue(connection, "a1")
+    assert rows() == []
+
+
 def test_an_invalid_call_is_refused_before_the_async_session_is_used(bank: Celery) -> None:
     with pytest.raises(InvalidArguments, match="countdown"):
         asyncio.run(b.deposit.aenqueue(AsyncSession(), "a1", countdown=-1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import sqlmodel
@@ -106,7 +107,8 @@ def uses_another_driver(address: str, **options: Any) -> Engine:
             marks=pytest.mark.direct,
         ),
         (uses_another_driver, r"^idempotency_engine: must return an Engine with the driver psycopg, got Engine\("),
-        (lambda *_, **__: None, r"^idempotency_engine: must return an Engine with the driver psycopg, got None$"),
+        (lambda *_, **__: None, r"^idempotency_engine: must return an Engine with the driver psycopg, got NoneType$"),
+        (lambda address, **_: address, r"^idempotency_engine: must return an Engine with the driver psycopg, got str$"),
         pytest.param(
             lambda address, **_: create_engine(address),
             r"^idempotency_engine: must pass all its arguments on to create_engine; some were lost$",
@@ -127,6 +129,48 @@ def test_a_statement_of_ours_needs_an_engine_that_passes_on_its_mode(changed: Ce
     )
     with pytest.raises(SettingsError, match=r"^idempotency_engine: must pass all"), runtime_of(changed).autocommit():
         pass
+
+
+def test_an_engine_that_is_made_once_is_refused(changed: Celery, database: str) -> None:
+    """The first one's options are not the second one's."""
+    made: list[Engine] = []
+
+    def engine(address: str, **options: Any) -> Engine:
+        made[:] = made or [create_engine(address, **options)]
+        return made[0]
+
+    changed.conf.idempotency_engine = engine
+    with pytest.raises(SettingsError, match=r"^idempotency_engine: must return a new Engine each time"):
+        runtime_of(changed)
+
+
+@pytest.fixture
+def tenant(engine: Engine) -> Iterator[str]:
+    """A role that may write the application's table, and none of ours."""
+    role = f"tenant_{uuid4().hex[:8]}"
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE ROLE {role}"))
+        connection.execute(text(f"GRANT ALL ON entries, entries_id_seq TO {role}"))
+    yield role
+    with engine.connect() as connection:
+        connection.execute(text(f"DROP OWNED BY {role}"))
+        connection.execute(text(f"DROP ROLE {role}"))
+
+
+def test_a_body_may_take_on_a_role_that_has_no_rights_on_our_tables(
+    changed: Celery, deliveries: Deliveries, entries: Entries, tenant: str
+) -> None:
+    def in_step(session: Any) -> None:
+        session.execute(text(f"SET LOCAL ROLE {tenant}"))
+        session.execute(ROW)
+
+    def body(self: IdempotentTask) -> None:
+        self.step("first", in_step)
+        self.session.execute(text("SELECT set_config('role', :role, true)"), {"role": tenant})
+        self.session.execute(ROW)
+
+    assert deliveries.deliver(make_task(changed, body), key="k").state == "SUCCESS"
+    assert entries("row") == 2
 
 
 def test_no_attempt_is_used_up_while_the_service_that_gives_passwords_is_away(
@@ -283,7 +327,8 @@ def test_a_body_may_copy(changed: Celery, deliveries: Deliveries, entries: Entri
 
 
 @pytest.mark.parametrize(
-    "options", [{"binds": {Audited: create_engine("postgresql+psycopg://")}}, {"autobegin": False}]
+    "options",
+    [{"binds": {Audited: create_engine("postgresql+psycopg://")}}, {"autobegin": False}, {"twophase": True}],
 )
 def test_a_maker_whose_sessions_could_not_be_committed_is_refused(changed: Celery, options: dict[str, Any]) -> None:
     changed.conf.idempotency_session = sessionmaker(**options)

@@ -17,6 +17,8 @@ from sqlalchemy.exc import OperationalError
 from idempotency import IdempotentTask, SettingsError
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.heartbeat import Holding
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Level
 from idempotency.relay.relay import Relay
 from idempotency.store import connections, overview, schema
 from idempotency.upkeep.presence import SignOfLife
@@ -107,6 +109,7 @@ def test_the_options_of_the_address_hold_behind_a_pooler(
     assert deliveries.deliver(task, key="k").value == ["shop,public", "Etc/UTC"]
     with runtime_of(bank).autocommit() as connection:
         assert tuple(connection.exec_driver_sql(shown).one()) == ("shop,public", "Etc/UTC")
+    assert [each for each in doctor(bank) if each.subject == "database" and each.level is not Level.OK] == []
     close_runtime(bank)
 
 
