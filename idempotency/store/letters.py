@@ -233,7 +233,7 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation =
 def update_open_letter(
     connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str
 ) -> None:
-    """Update the reason of a failed operation's open letter after a correction, so that it is not replayed for the old one."""
+    """Give a failed operation's open letter the reason of its corrected end, so that it is not replayed for the old one."""
     connection.exec_driver_sql(
         _UPDATE_OPEN_LETTER,
         {
