@@ -102,7 +102,13 @@ def serve_metrics(
     address: Annotated[str, typer.Option(help="Where to listen; there is no password.")] = "127.0.0.1",
     app: Annotated[
         str | None,
-        typer.Option("--app", "-A", help="Also serve the backlog and the workers of this Celery application."),
+        typer.Option(
+            "--app",
+            "-A",
+            envvar="CELERY_APP",
+            show_default=False,
+            help="Also serve the backlog and the workers of this Celery application.",
+        ),
     ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
@@ -115,7 +121,7 @@ def serve_metrics(
         from prometheus_client import start_http_server
 
         from ..upkeep.backlog import Backlog
-    if app is not None:
+    if app:
         counted.register(Backlog(application(app)))
     stop = stopped_by_signals()
     try:
