@@ -181,7 +181,6 @@ class Attempt:
         )
         letters.store_failure(
             session.connection(),
-            self.claim.id,
             self.delivery,
             self.claim,
             reason=concluded.reason,

@@ -126,7 +126,6 @@ RETURNING d.id
 
 def store_failure(
     connection: Connection,
-    id: OperationId,
     delivery: Delivery,
     claim: Claimed,
     *,
@@ -135,12 +134,11 @@ def store_failure(
     service: str,
 ) -> None:
     """Store the dead letter of a failing operation, in the transaction that fails it."""
-    _store(connection, id, delivery, claim.generation, reason, last_error, claim.attempts, service)
+    _store(connection, delivery, claim.generation, reason, last_error, claim.attempts, service)
 
 
 def store_refusal(
     connection: Connection,
-    id: OperationId,
     delivery: Delivery,
     *,
     generation: int,
@@ -149,7 +147,7 @@ def store_refusal(
     service: str,
 ) -> None:
     """Store a delivery that was refused because of its fingerprint; the record under its key does not change."""
-    _store(connection, id, delivery, generation, reason, error, 0, service)
+    _store(connection, delivery, generation, reason, error, 0, service)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,6 @@ def store_end(connection: Connection, letter: BrokerLetter) -> int | None:
 
 def _store(
     connection: Connection,
-    id: OperationId,
     delivery: Delivery,
     generation: int,
     reason: str,
@@ -199,9 +196,9 @@ def _store(
     connection.exec_driver_sql(
         _STORE,
         {
-            "tenant": id.tenant,
-            "task": id.task,
-            "key": id.key,
+            "tenant": delivery.id.tenant,
+            "task": delivery.id.task,
+            "key": delivery.id.key,
             "generation": generation,
             "fingerprint": delivery.fingerprint,
             "queue": delivery.queue,

@@ -83,7 +83,6 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
     delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
     letters.store_failure(
         connection,
-        id,
         delivery,
         claim,
         reason=concluded.reason,
