@@ -104,8 +104,8 @@ class Handle(Generic[R_co]):
     def __await__(self) -> Generator[Any, None, R_co]:
         """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.
 
-        Waits for as long as it takes: `async with asyncio.timeout(5): await handle` limits that. Several may await the
-        same handle, and each time anew.
+        Waits for as long as it takes: `async with asyncio.timeout(5): await handle` limits that. A handle may be
+        awaited by several callers, and more than once.
         """
         return self._aresult().__await__()
 

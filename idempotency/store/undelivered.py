@@ -116,7 +116,7 @@ WITH own AS (
                          AND split_part(fingerprint, ':', 1) = ANY(%(rules)s)))
 ), again AS (
     UPDATE idempotency.outbox o
-    -- it reached a worker, so resends are counted anew
+    -- it reached a worker, so resends are counted from 0 again
     SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
         first_refused_at = coalesce(first_refused_at, clock_timestamp()),
         available_at = clock_timestamp()
