@@ -70,7 +70,7 @@ class Handle(Generic[R_co]):
         return StoredOperation(self.id, row.status, row.generation, row.attempts, row.duplicates, row.result, error)
 
     def status(self) -> str:
-        """Ask how far it is: "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
+        """How far it is: "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
         operation = self.lookup()
         return "waiting" if operation is None else operation.status
 
