@@ -36,7 +36,7 @@ from ..wire.message import (
 )
 from . import eager, publishing
 from .spelling import check_spelling
-from .using import CallOptions, Using
+from .using import CallOptions, P, Using
 
 if TYPE_CHECKING:
     from celery import Task as TypedTask
@@ -50,8 +50,6 @@ else:
             return Task
 
 
-# The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
-P = ParamSpec("P", default=...)
 Q = ParamSpec("Q")
 T = TypeVar("T")
 TaskT = TypeVar("TaskT", bound="KeyedTask")

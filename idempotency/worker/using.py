@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from .calls import KeyedTask
 
+# The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
 P = ParamSpec("P", default=...)
 
 
