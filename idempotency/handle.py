@@ -86,7 +86,7 @@ class Handle(Generic[R_co]):
         return self.fingerprint is not None and is_comparable and recorded != self.fingerprint
 
     def status(self) -> str:
-        """ "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
+        """How far it is: "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
         operation = self.lookup()
         return "waiting" if operation is None else operation.status
 
@@ -124,8 +124,8 @@ class Handle(Generic[R_co]):
     def __await__(self) -> Generator[Any, None, R_co]:
         """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.
 
-        Waits for as long as it takes, also for a Postgres that is away: `async with asyncio.timeout(5): await handle` limits that. Several may await the
-        same handle, and each time anew.
+        Waits for as long as it takes, also for a Postgres that is away: `async with asyncio.timeout(5): await handle`
+        limits that. A handle may be awaited by several callers, and more than once.
         """
         return self._aresult().__await__()
 

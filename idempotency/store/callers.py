@@ -29,7 +29,7 @@ _PARAMETER = re.compile(r"%\((\w+)\)s")
 
 
 class Executes(Protocol):
-    """Runs a statement in a transaction that somebody else commits. SQLAlchemy's `Connection` is one."""
+    """Runs a statement in a transaction that its owner commits. SQLAlchemy's `Connection` is one."""
 
     def exec_driver_sql(self, statement: str, parameters: Any, /) -> Any: ...
 
@@ -160,7 +160,7 @@ def _check_transaction(driver: Any) -> None:
 
 
 def _is_psycopg2(driver: Any) -> bool:
-    extensions: Any = sys.modules.get("psycopg2.extensions")  # whoever has such a connection has imported it
+    extensions: Any = sys.modules.get("psycopg2.extensions")  # a caller with such a connection has imported it
     return extensions is not None and isinstance(driver, extensions.connection)
 
 

@@ -61,7 +61,7 @@ def check_may_begin(app: Celery, id: OperationId) -> None:
     if caller is None or caller.ends_as is None:
         return
     stored = Handle(app, id).lookup()
-    if stored is None or stored.status not in ("completed", "failed"):
+    if stored is None or not stored.has_ended:
         caller.check_may_begin()
 
 

@@ -33,19 +33,29 @@ from ...store.statements import READ_ONLY, OneStatement
 _NOT_YOURS = "the connection's transaction belongs to the attempt, which commits it with the result"
 
 
-class BorrowedConnection(psycopg.Connection[Any]):
-    """A second face of a connection that SQLAlchemy has opened, with Django's types and cursors.
+class Face(psycopg.Connection[Any]):
+    """A second face of a connection: the same session of Postgres, with other types or rules. Its owner closes it."""
+
+    def __init__(self, owner: psycopg.Connection[Any]) -> None:
+        handlers = owner.pgconn.notice_handler, owner.pgconn.notify_handler
+        super().__init__(owner.pgconn)
+        owner.pgconn.notice_handler, owner.pgconn.notify_handler = handlers  # a new face takes them over
+        self.prepare_threshold = None  # the names of prepared statements are the owner's
+
+    def __del__(self, *_: Any) -> None:
+        """Psycopg would warn of a connection that was not closed."""
+
+
+class BorrowedConnection(Face):
+    """A face of a connection that SQLAlchemy has opened, with Django's types and cursors.
 
     It never ends the transaction, and cannot be used once that has ended, when the connection may be another attempt's.
     """
 
     def __init__(self, owner: psycopg.Connection[Any], adapters: AdaptersMap, cursor_factory: Any) -> None:
-        handlers = owner.pgconn.notice_handler, owner.pgconn.notify_handler
-        super().__init__(owner.pgconn)
-        owner.pgconn.notice_handler, owner.pgconn.notify_handler = handlers  # its owner's: a new face takes them over
+        super().__init__(owner)
         self._types = adapters
         self.cursor_factory = cursor_factory
-        self.prepare_threshold = None  # the names of prepared statements are the owner's
         self.is_returned = False
 
     @property
@@ -68,9 +78,6 @@ class BorrowedConnection(psycopg.Connection[Any]):
 
     def _set_autocommit(self, value: bool) -> None:
         raise SessionNotYours(_NOT_YOURS)
-
-    def __del__(self, *_: Any) -> None:
-        """Its owner closes it."""
 
 
 class AttemptWrapper(BaseDatabaseWrapper):
