@@ -31,7 +31,7 @@ CANVAS = "t/integration/test_canvas.py"
 CHORDS = f"{CANVAS}::test_chord"
 PARTS = ((CHORDS,), (CANVAS, f"--deselect={CHORDS}"), ("t/integration", f"--ignore={CANVAS}"))
 # Seconds: of each part's run, and of one test alone.
-RUN_LIMIT, ALONE_LIMIT = 1000.0, 90.0
+RUN_LIMIT, ALONE_LIMIT = 1000.0, 240.0
 
 
 def main() -> int:
