@@ -7,10 +7,12 @@ under the same task id. Arguments are kept as the text that was sent.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidArguments
 from . import encoding
 from .keys import OperationId
 
@@ -64,6 +66,11 @@ _PROTOCOL_HEADERS = (
     "stamped_headers",
     "stamps",
 )
+# Of Celery's message, the fields that decide what becomes of it; among the headers, each would replace Celery's own.
+CELERYS_FIELDS = frozenset(
+    ("task", "id", "eta", "expires", "retries", "timelimit", "group", "group_index", "root_id", "parent_id",
+     "replaced_task_nesting")
+)  # fmt: skip
 _OURS = "idempotency-"
 # Added by the relay to each delivery; not part of the stored message.
 MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER, SERVICE_HEADER)
@@ -134,9 +141,9 @@ class Message:
         properties: dict[str, Any] = {"correlation_id": correlation_id}
         if priority is not None:
             properties["priority"] = priority
-        return cls(
-            _without_times(headers), encoding.dumps(body), {"queue": declare[0].name} if declare else route, properties
-        )
+        if declare and (exchange, routing_key) in (("", declare[0].name), _place(declare[0])):
+            route = {"queue": declare[0].name}
+        return cls(_without_times(headers), encoding.dumps(body), route, properties)
 
     @classmethod
     def delivered(cls, request: Any) -> Message:
@@ -217,10 +224,10 @@ class Message:
             known = app.amqp.queues[queue]
             return known.exchange.name, known.routing_key
         if (delayed := self.route.get("delayed")) is not None:
-            for known in app.amqp.queues.values():
-                if delayed in (known.routing_key, known.name):
-                    return known.exchange.name, known.routing_key
-            raise KeyError(delayed)
+            if (arrived := _bound(app, delayed)) is None:
+                raise KeyError(delayed)
+            # by a pattern: to the queue alone, because others may be bound to it, too
+            return _place(arrived) if delayed in (arrived.routing_key, arrived.name) else ("", arrived.name)
         if not {"exchange", "routing_key"} <= self.route.keys():
             raise ValueError("route: must name a queue, or an exchange and a routing key")
         return self.route["exchange"], self.route["routing_key"]
@@ -230,17 +237,50 @@ class Message:
         if (queue := self.route.get("queue")) is not None:
             return str(queue)
         if (delayed := self.route.get("delayed")) is not None:
-            return str(delayed)
+            found = _bound(app, delayed)
+            return str(delayed if found is None else found.name)
         exchange, routing_key = self.route["exchange"], self.route["routing_key"]
-        for known in app.amqp.queues.values():
-            if (known.exchange.name, known.routing_key) == (exchange, routing_key):
-                return str(known.name)
-        return str(routing_key)
+        found = _bound(app, routing_key, exchange)
+        return str(routing_key if found is None else found.name)
+
+
+def _place(queue: Any) -> tuple[str, str]:
+    return queue.exchange.name, queue.routing_key
+
+
+def _bound(app: Celery, routing_key: str, exchange: str | None = None) -> Any:
+    """The queue that a routing key leads to, through this exchange if one is given. A name or the key itself goes first."""
+    queues = [each for each in app.amqp.queues.values() if exchange in (None, each.exchange.name)]
+    for known in queues:
+        if routing_key == known.routing_key or (exchange is None and routing_key == known.name):
+            return known
+    return next((known for known in queues if known.exchange.type == "topic" and _matches(known, routing_key)), None)
+
+
+def _matches(queue: Any, routing_key: str) -> bool:
+    """Whether a topic exchange gives a message with this key to a queue: `*` is one word, `#` any number of words."""
+    words = (re.escape(word) for word in queue.routing_key.split("."))
+    pattern = "".join({r"\*": r"\.[^.]+", r"\#": r"(\.[^.]+)*"}.get(word, rf"\.{word}") for word in words)
+    return re.fullmatch(pattern, f".{routing_key}") is not None
 
 
 def is_brokers(header: str) -> bool:
     """Whether the broker has added a header of this name, rather than the message's sender."""
     return header.startswith(_BROKERS_HEADERS)
+
+
+def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the headers that a caller gives, those that are its own; the key and the tenant, too, unless they came along.
+
+    A body that passes its message's headers on, with a trace in them, means that. The key in them is its own operation's.
+    Those of a message that a worker has received have a version. Raises `InvalidArguments` for a field of Celery's.
+    """
+    if fields := sorted(CELERYS_FIELDS & given.keys()):
+        raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
+    kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
+    return {
+        name: value for name, value in given.items() if name in kept or not (name.startswith(_OURS) or is_brokers(name))
+    }
 
 
 def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Celery acknowledges a revoked message without running it, which would leave its record open forever, or leave none at
 all. So a revoked message is delivered with a mark, and its claim fails the operation as `revoked` instead of running
 the body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
+A revoked duplicate of an operation that runs, or was accepted, under another task id is dropped, and changes nothing.
 When a running attempt is terminated, its record is marked before the message is acknowledged; the first claim after
 its holder is gone ends it.
 
@@ -24,7 +25,7 @@ from ..attempt.last_look import REVOKED
 from ..observe.logs import log
 from ..store import claims, ends
 from ..store.answers import Claimed
-from ..wire.message import REVOKED_HEADER, all_headers
+from ..wire.message import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
 
@@ -36,7 +37,9 @@ class Request(request.Request):
         super().__init__(message, **options)
         # Celery's rule for what counts as a sender's header, without its exception for a header called `headers`.
         own = Context({name: value for name, value in self._request_dict.items() if name != "headers"}).headers
-        self._request_dict["headers"] = all_headers({**(own or {}), **_nested(self._request_dict)})
+        received = all_headers({**(own or {}), **_nested(self._request_dict)})
+        # whoever passes these headers on does not mean the key in them: see `senders_headers`
+        self._request_dict["headers"] = {VERSION_HEADER: MESSAGE_VERSION} | received
 
     def revoked(self) -> bool:
         super().revoked()

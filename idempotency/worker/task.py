@@ -9,7 +9,8 @@ ever leaves the wrapper here:
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, and the next delivery is committed: acknowledged
     Ignore                                   a duplicate in flight that was counted: acknowledged
-    Ignore("revoked")                        the record is failed; Celery's state is REVOKED (`revocation.py`): acknowledged
+    Ignore("revoked")                        the record is failed, or this is a duplicate of one that is not revoked;
+                                             Celery's state is REVOKED (`revocation.py`): acknowledged
     Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
                                              dead-letter queue
     Ignore, Reject(requeue=True)             no answer from Postgres: it is back in the outbox or the queue (`parking.py`)
@@ -56,10 +57,10 @@ from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
-from ..wire.message import DUE_HEADER
-from . import hooks, parking
+from ..wire.message import DUE_HEADER, GENERATION_HEADER
+from . import following, hooks, parking
 from .control import ControlledTask, is_replacement
-from .deliveries import as_accepted, delivery_of, store_refusal
+from .deliveries import as_accepted, delivery_of, is_anothers, store_refusal
 from .using import P
 from .waiting import Waiting
 
@@ -68,6 +69,7 @@ T = TypeVar("T")
 INSTALL = "idempotency.installation:install"
 # Another request has used the key.
 Refusal = FingerprintMismatch | ServiceMismatch
+KeptT = TypeVar("KeptT", Refusal, UnsupportedControl)
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -152,8 +154,12 @@ class IdempotentTask(ControlledTask[P, R_co]):
     # ------------------------------------------------------------ one delivery
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        if hooks.is_super_call(self.request):
-            return cast(R_co, self.run(*args, **kwargs))
+        if self.own_call is not None and self._is_running:
+            return cast(R_co, self.run(*args, **kwargs))  # reached as `super().__call__` alone: see `hooks`
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R_co:
+        """A call from outside the body: a delivery, or an eager call under its key."""
         if self.request.called_directly or self._is_running:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):
@@ -166,6 +172,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 raise
             log.exception("rejected", task=self.name, task_id=self.request.id)
             raise Reject(describe(error), requeue=False) from error
+        following.note(self, outcome.error if isinstance(outcome, Raised) else None)
         if isinstance(outcome, Raised):
             raise outcome.error
         return cast(R_co, outcome.value)
@@ -176,6 +183,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             if (varies or delivery.eta is not None) and self._answer(delivery, lambda: self._parked(delivery, varies)):
                 return Raised(Ignore())
             delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
+            if delivery.is_revoked and self._answer(delivery, partial(is_anothers, runtime_of(self.app), delivery)):
+                return Raised(Ignore(REVOKED))
             return self._seen(delivery, self._run(delivery))
         except Unanswered as unanswered:
             if delivery.is_eager:
@@ -198,10 +207,12 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _body(self, attempt: Attempt) -> Any:
         request = self.request
-        request.retries, request.attempt = max(attempt.claim.attempts - 1, 0), attempt
+        request.retries, request.attempt, request.asked = max(attempt.claim.attempts - 1, 0), attempt, None
         request.eta = (request.headers or {}).get(DUE_HEADER)
         try:
             result = hooks.run_in_attempt(self)
+            if request.asked is not None:
+                raise request.asked
             # as Celery stores it
             return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
@@ -217,9 +228,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
         """What Celery sees of an outcome."""
         match outcome:
             case Finished(result=result):
-                return self._returned(result)
+                return self._returned(delivery, result)
             case Completed():
-                return self._returned(outcome.value())
+                return self._returned(delivery, outcome.value())
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:
                 return Raised(Ignore(REVOKED))
             case Ended(error):
@@ -237,13 +248,15 @@ class IdempotentTask(ControlledTask[P, R_co]):
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
 
-    def _returned(self, result: Any) -> Returned | Raised:
+    def _returned(self, delivery: Delivery, result: Any) -> Returned | Raised:
         if not is_replacement(result):
             return Returned(result)
         try:
             return Returned(self._hand_over(result))
-        except (Ignore, UnsupportedControl) as replaced:
+        except Ignore as replaced:
             return Raised(replaced)
+        except UnsupportedControl as error:
+            return Raised(self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), error))
 
     def _run_as_errback(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run here as an errback of the new style, once for each failed task id.
@@ -264,10 +277,14 @@ class IdempotentTask(ControlledTask[P, R_co]):
         return outcome.value
 
     def _refuse(self, delivery: Delivery, generation: int, error: Refusal) -> Refusal:
-        """A request under a key that another one has used: keep it as a dead letter, and change nothing else."""
+        """A request under a key that another one has used."""
+        metrics.mismatches.labels(self.name).inc()
+        return self._kept(delivery, generation, error)
+
+    def _kept(self, delivery: Delivery, generation: int, error: KeptT) -> KeptT:
+        """Keep a message, and what is wrong with it, as a dead letter, and change nothing else."""
         if not delivery.is_eager:
             self._answer(delivery, lambda: store_refusal(runtime_of(self.app), delivery, generation, error))
-        metrics.mismatches.labels(self.name).inc()
         log.warning(error.code, task=self.name, key=delivery.id.key)
         return error
 
