@@ -230,7 +230,11 @@ def test_what_was_delivered_too_often_does_not_come_back(
 ) -> None:
     consumer.run_once()  # declares the queue
     dead = f"{bank.conf.task_default_queue}-dead"
-    publish(bank, queue=dead, headers=headers(**{"x-first-death-reason": "delivery_limit"}))
+    publish(
+        bank,
+        queue=dead,
+        headers=headers(**{"x-death": [{"queue": bank.conf.task_default_queue, "reason": "delivery_limit"}]}),
+    )
     assert eventually(consumer.run_once) == 1
     assert [letter.reason for letter in op.dead_letters(connection)] == ["delivery_limit"]
 
