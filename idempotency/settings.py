@@ -86,6 +86,8 @@ def _key(value: str) -> str:
 def _service(value: str) -> str:
     if not value.isprintable() or not 0 < len(value.encode()) <= SERVICE_LIMIT:
         raise ValueError(f"must be 1 to {SERVICE_LIMIT} bytes of printable text: it is part of a queue's name")
+    if value == "__main__":
+        raise ValueError("is '__main__', as Celery(__name__) is in a script; set it, to the same in all processes")
     return value
 
 
