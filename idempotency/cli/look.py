@@ -190,7 +190,7 @@ def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
 
 
 def _shared_with(other: dict[str, Any]) -> str:
-    due = f"{other['due']:,} rows due"
+    due = f"{other['due']:,} rows due, {other['lease_over']:,} begun whose lease is over"
     if other["service"] is None:
         return f"rows without a service, whose tasks this application does not know: {other['due']:,}"
     relay = "its relay is running" if other["has_relay"] else "no relay of it is running"
