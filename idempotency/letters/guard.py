@@ -152,4 +152,5 @@ def add_guard(sender: Any, **_: Any) -> None:
     """Add the guard to a worker whose application has idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
         accept_any_timestamp()
+        runtime_of(sender.app)  # opened before the pool forks: no child copies its lock while it is held
         sender.app.steps["consumer"].add(Guard)

@@ -38,7 +38,7 @@ from .examine import Examined
 
 # Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
-    "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key",
+    "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key", "other_service",
 )  # fmt: skip
 # The letter's error, by its reason.
 EXPLANATIONS = {
@@ -55,6 +55,7 @@ EXPLANATIONS = {
     "invalid_key": "the idempotency key breaks a rule",
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
     "expired": "past its expires",
+    "other_service": "in the outbox of another application, which is to run it",
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
     "maxlen": "the queue was full",
     "rejected": "rejected by the worker",
@@ -147,6 +148,8 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
+    if examined.reason == "other_service":
+        return examined.reason  # however it died, this application must not end it
     if death in ("delivery_limit", "maxlen"):
         return str(death)
     # the broker says "expired" of a message's time to live, `examine` of Celery's `expires`

@@ -42,6 +42,8 @@ VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(messag
 """
 _INSERT_FIRST = f"{_INSERT} ON CONFLICT (message_id) DO NOTHING"
 
+_SERVICE = "SELECT service FROM idempotency.outbox WHERE message_id = %(id)s"
+
 _REFRESH = """
 SELECT idempotency.refresh_lane(task, ordering_key)
 FROM unnest(%(tasks)s::text[], %(keys)s::text[]) lane(task, ordering_key)
@@ -230,6 +232,12 @@ def insert(
 def external_task(service: str) -> str:
     """The task name of an application's rows for external consumers: its lanes are not those of others."""
     return f"{EXTERNAL}@{service}"
+
+
+def service_of(connection: Connection, message_id: str | None) -> str | None:
+    """The application that a row belongs to now. None: there is no such row, or it has no name."""
+    service: str | None = connection.exec_driver_sql(_SERVICE, {"id": message_id}).scalar_one_or_none()
+    return service
 
 
 def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:

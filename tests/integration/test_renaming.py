@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, text
 from typer.testing import CliRunner, Result
 
 from idempotency.application import close_runtime, runtime_of
+from idempotency.checks.startup import require_safe_setup
 from idempotency.cli.root import cli
 from idempotency.errors import ChangeRefused
+from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.letters.examine import examine
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from idempotency.store import services
@@ -22,8 +25,10 @@ from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support import queues
+from tests.support.dead_messages import waiting
 from tests.support.deliveries import Deliveries
 from tests.support.operators import ANN
+from tests.support.processes import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +98,40 @@ def test_rows_lanes_and_dead_letters_of_the_old_name_go_on_under_the_new_one(
     replay(bank, letter.id, ANN)
     assert [(row.key, row.origin, row.service) for row in op.outbox(connection)][-1] == ("f1", "replay", "ledger")
     assert renamed() == {"change": "renamed", "old": "bank", "new": "ledger"} | dict.fromkeys(counts, 0)
+
+
+def test_what_a_relay_of_the_old_name_publishes_is_left_to_its_own_workers(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, record: op.Record
+) -> None:
+    """The workers were deployed before the relay. What the one runs, the other would take for another's."""
+    consumer.run_once()  # declares the queue
+    b.enqueue_deposit()
+    relay = Relay(bank)
+    assert relay.run_once().published == 1
+    relay.close()
+    rename(bank, "ledger")
+    name = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        channel = broker.default_channel
+        message = channel.message_to_python(eventually(lambda: channel.basic_get(name, no_ack=False)))
+        message.accept = {"application/json"}
+        assert examine(bank, message).reason == "other_service"  # so the guard rejects it
+        channel.basic_reject(message.delivery_tag, requeue=False)
+        eventually(lambda: waiting(bank) == 1)
+    consumer.run_once()
+    (row,) = op.outbox(connection)
+    assert (row.status, row.service, row.refusals) == ("pending", "bank", 1)
+    assert (record("a1"), op.dead_letters(connection)) == (None, [])
+
+
+def test_a_worker_does_not_start_on_a_queue_that_another_application_consumes(bank: Celery, engine: Engine) -> None:
+    name = bank.conf.task_default_queue
+    SignOfLife(bank, "worker", "w1@host", queues=lambda: [name]).sign()
+    assert require_safe_setup(bank, consumed=[name]) is None
+    rename(bank, "ledger")
+    with pytest.raises(SystemExit, match=f"queue {name}: also consumed by w1@host of the application bank"):
+        require_safe_setup(bank, consumed=[name])
+    assert require_safe_setup(bank, consumed=["elsewhere"]) is None
 
 
 def test_a_name_is_not_taken_from_an_application_that_is_running(bank: Celery, connection: Connection) -> None:
