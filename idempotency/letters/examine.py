@@ -26,6 +26,8 @@ class Examined:
     task: IdempotentTask | None = None
     id: OperationId | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    # names of parameters or limits, never values
+    detail: str | None = None
 
 
 def examine(app: Celery, message: Message) -> Examined:
@@ -104,8 +106,8 @@ def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Ex
         named = task.named_by(args, kwargs, headers)
     except MissingKey:
         return Examined("missing_key", task)
-    except InvalidArguments:
-        return Examined("invalid_arguments", task)
+    except InvalidArguments as error:
+        return Examined("invalid_arguments", task, detail=str(error))
     except CallRefused:
         return Examined("invalid_key", task)
     except SettingsError:

@@ -103,7 +103,12 @@ def dead_of(
 
 
 def letter_of(
-    app: Celery, message: BrokerMessage, headers: Mapping[str, Any], reason: str, id: OperationId | None
+    app: Celery,
+    message: BrokerMessage,
+    headers: Mapping[str, Any],
+    reason: str,
+    id: OperationId | None,
+    detail: str | None = None,
 ) -> BrokerLetter:
     delivery, death = message.delivery_info or {}, death_of(message.headers)
     queue = death.queue or delivery.get("routing_key")
@@ -128,7 +133,7 @@ def letter_of(
         service=runtime_of(app).settings.service,
         reason=reason,
         first_error=None,
-        last_error=error_text(reason, EXPLANATIONS[reason]),
+        last_error=error_text(reason, ": ".join(filter(None, [EXPLANATIONS[reason], detail and storable(detail)]))),
         attempts=0,
         headers=letters.headers_text(stored),
         payload=payload.to_text(),

@@ -82,7 +82,7 @@ def store(
             fingerprints = _as_accepted(app, message, examined.id, fingerprints)
         except CallRefused:  # NaN, say: JSON to no reader but Python's
             examined = Examined("invalid_arguments", examined.task)
-    letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id)
+    letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id, examined.detail)
     dead = dead_of(app, message, examined, fingerprints, letter)
     sender = str(message.headers.get(SERVICE_HEADER))
     try:
@@ -153,7 +153,9 @@ def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, send
         if grace == 0:
             return False
         _wait_at_most(connection, patience)
-        answer = undelivered.put_back(connection, dead, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=grace)
+        answer = undelivered.put_back(
+            connection, dead, error=letter.last_error, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=grace
+        )
         if answer is PutBack.COPY:
             undelivered.count_copy(connection, dead)
     log.warning("dead_message", answer=answer.value, reason=letter.reason, task=letter.header_task, key=letter.key)

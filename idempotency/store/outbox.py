@@ -137,10 +137,12 @@ WHERE o.message_id = sent.id
   AND o.{_STILL_PENDING}
 """
 
+# Why a worker refused a row, as JSON, is kept until it is refused again; why it could not be published, in words, is not.
 # A join rather than "= ANY", so that rows are marked in the order in which they were sent.
 _MARK_PUBLISHED = f"""
 UPDATE idempotency.outbox o
-SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
+SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL,
+    last_error = CASE WHEN starts_with(last_error, '{{') THEN last_error END
 {_AS_SENT}
 RETURNING {_UNFLUSHED}
 """
