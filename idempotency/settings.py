@@ -239,7 +239,10 @@ class Settings(BaseModel):
 
     @property
     def owner(self) -> str:
-        """Database and application, without credentials: whose a hint in Redis is."""
+        """Database and application, without credentials: whose a hint in Redis is.
+
+        Databases whose addresses read the same must not share a Redis.
+        """
         return f"{self.database_name} {self.service}"
 
     @property
