@@ -22,7 +22,7 @@ from .application import runtime_of
 from .errors import InvalidArguments, SettingsError
 from .store import outbox
 from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
-from .store.outbox import EXTERNAL
+from .store.outbox import external_task
 from .store.refused import explained
 from .wire import keys
 from .wire.keys import OperationId
@@ -130,7 +130,7 @@ def publish(
         headers = {f"cloudEvents:{name}": value for name, value in attributes.items() if name != "datacontenttype"}
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
-        id = OperationId(tenant or settings.tenant, EXTERNAL, event_id)
+        id = OperationId(tenant or settings.tenant, external_task(settings.service), event_id)
         fingerprint = keys.fingerprint({"data": data})
         with explained():
             outbox.insert(

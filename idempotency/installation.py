@@ -30,7 +30,7 @@ _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (worker_init, presence.sign_as_worker),
     (worker_init, waiting.note_start),
     (worker_shutting_down, waiting.note_shutdown),
-    (beat_init, startup.check_worker_start),
+    (beat_init, startup.check_beat_start),
     (beat_init, presence.sign_as_beat),
 )
 

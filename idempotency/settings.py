@@ -86,6 +86,8 @@ def _key(value: str) -> str:
 def _service(value: str) -> str:
     if not value.isprintable() or not 0 < len(value.encode()) <= SERVICE_LIMIT:
         raise ValueError(f"must be 1 to {SERVICE_LIMIT} bytes of printable text: it is part of a queue's name")
+    if value == "__main__":
+        raise ValueError("is '__main__', as Celery(__name__) is in a script; set it, to the same in all processes")
     return value
 
 
@@ -237,7 +239,10 @@ class Settings(BaseModel):
 
     @property
     def owner(self) -> str:
-        """Database and application, without credentials: whose a hint in Redis is."""
+        """Database and application, without credentials: whose a hint in Redis is.
+
+        Databases whose addresses read the same must not share a Redis.
+        """
         return f"{self.database_name} {self.service}"
 
     @property

@@ -153,14 +153,21 @@ def points_to_shared(channel: Any, queues: Iterable[Queue]) -> bool:
     return any(isinstance(queue, QuorumQueue) and queue.points_to_shared(channel) for queue in queues)
 
 
-def forward(connection: BrokerConnection, message: BrokerMessage, queue: Queue) -> None:
-    """Declare a queue and publish a message to it as it is. Returns once the broker has confirmed it."""
+def forward(connection: BrokerConnection, message: BrokerMessage, queue: str) -> bool:
+    """Publish a message to a queue as it is. Returns once the broker has confirmed it; False if there is no such queue.
+
+    The queue is not declared here: a name in a header would make a queue for ever.
+    """
     with connection.channel() as channel:
-        queue(channel).queue_declare()
+        try:
+            channel.queue_declare(queue, passive=True)
+        except NotFound:
+            return False
         copy = AmqpMessage(message.body, **{**message.properties, "delivery_mode": 2})
         channel.basic_publish_confirm(
-            copy, exchange="", routing_key=queue.name, mandatory=True, confirm_timeout=FORWARD_TIMEOUT
+            copy, exchange="", routing_key=queue, mandatory=True, confirm_timeout=FORWARD_TIMEOUT
         )
+    return True
 
 
 def _seen(channel: Any, queue: str) -> Seen:

@@ -10,6 +10,7 @@ from sqlalchemy import Row
 
 from ..settings import Settings
 from ..store.overview import Look, monitoring_connection
+from ..store.processes import processes
 from ..upkeep import alarms, overview
 from .findings import Finding, ok, refusal, warning
 
@@ -31,16 +32,31 @@ def _sharing(app: Celery, found: Look, given: Settings) -> list[Finding]:
         if row.service is not None
     ]
     own = set(app.amqp.queues)
-    for other in _alive(found.others, given):
-        for queue in sorted(own & set(other.queues)):
-            who = f"also consumed by {other.name} of the application {other.service}"
-            findings.append(refusal(f"queue {queue}", who, "give each application its own queues"))
+    findings += _consumed_by_others(found.others, own, given)
     for process in _alive(found.processes, given):
         if unknown := sorted(set(process.queues) - own):
             who = f"{process.name} has this name, and consumes {', '.join(unknown)}, which this application does not declare"
             advice = "if it is another application, give each its own idempotency_service; it may be another version"
             findings.append(warning(f"idempotency_service {given.service}", who, advice))
     return findings
+
+
+def check_consumed(given: Settings, queues: Iterable[str]) -> list[Finding]:
+    """Whether a worker of another application on this database takes messages from one of these queues."""
+    if not (own := set(queues)):
+        return []
+    with monitoring_connection(given) as connection:
+        found = processes(connection)
+    return _consumed_by_others((process for process in found if process.service != given.service), own, given)
+
+
+def _consumed_by_others(others: Iterable[Row[Any]], own: set[str], given: Settings) -> list[Finding]:
+    advice = "give each application its own queues; if one was renamed, stop the processes of its old name"
+    return [
+        refusal(f"queue {queue}", f"also consumed by {other.name} of the application {other.service}", advice)
+        for other in _alive(others, given)
+        for queue in sorted(own & set(other.queues))
+    ]
 
 
 def _alive(processes: Iterable[Row[Any]], given: Settings) -> list[Row[Any]]:

@@ -60,15 +60,28 @@ def warn_about_pool_size(instance: Any, **_: Any) -> None:
 
 def check_worker_start(sender: Any, **_: Any) -> None:
     """Exit with status 1 and one line per reason if the set-up is unsafe."""
-    if (unanswered := require_safe_setup(sender.app)) is not None:
+    _note(require_safe_setup(sender.app, consumed=sender.app.amqp.queues.consume_from))
+
+
+def check_beat_start(sender: Any, **_: Any) -> None:
+    """Exit with status 1 and one line per reason if the set-up is unsafe."""
+    _note(require_safe_setup(sender.app))
+
+
+def _note(unanswered: str | None) -> None:
+    if unanswered is not None:
         print(f"idempotency: the database does not answer ({unanswered}): claims wait", file=sys.stderr)  # noqa: T201
 
 
-def require_safe_setup(app: Celery) -> str | None:
-    """Raise `SystemExit` with one line per reason not to start. Returns why the database could not be checked, if so."""
+def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | None:
+    """Raise `SystemExit` with one line per reason not to start. Returns why the database could not be checked, if so.
+
+    `consumed`: the queues that a worker takes messages from. A worker of another application must not.
+    """
     # only these processes need them
     from .doctor import check_configuration
     from .postgres import check_database
+    from .processes import check_consumed
 
     if not idempotent_tasks(app):
         return None
@@ -78,6 +91,8 @@ def require_safe_setup(app: Celery) -> str | None:
     if settings is not None:
         try:
             findings += check_database(settings)
+            if not any(finding.level is Level.REFUSAL for finding in findings):
+                findings += check_consumed(settings, consumed)
         except DBAPIError as error:
             unanswered = reason(error)
     if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:

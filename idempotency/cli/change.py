@@ -1,4 +1,4 @@
-"""`idempotency release, cancel, forget, effects resolve`: what an operator changes.
+"""`idempotency release, cancel, forget, rename-service, effects resolve`: what an operator changes.
 
 Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the command line is wrong.
 """
@@ -17,6 +17,7 @@ from ..operate.cancel import cancel
 from ..operate.change import Change, Shown, find, read
 from ..operate.forget import forget_process
 from ..operate.release import release
+from ..operate.rename import rename_service
 from ..operate.resolve import resolve_effect
 from ..store import dead_letters
 from .options import (
@@ -98,6 +99,24 @@ def forget(
         print_json({"change": "forgotten", "name": name, "processes": forgotten})
     else:
         print_line(f"forgotten: {name}")
+
+
+@commands.command("rename-service")
+def rename(
+    old: Annotated[str, typer.Argument(help="The application's old name, as `status` prints it.")],
+    new: Annotated[str, typer.Argument(help="Its name now: that of the application given with -A.")],
+    reason: ReasonOption,
+    actor: ActorOption,
+    app: AppOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Give what an application had under its old name to this one. Stop all processes of the old name first."""
+    renamed = rename_service(application(app), old, new, Change(actor, reason))
+    if as_json:
+        print_json({"change": "renamed", "old": old, "new": new} | renamed)
+    else:
+        counts = ", ".join(f"{table} {rows}" for table, rows in renamed.items())
+        print_line(f"renamed: {old} is {new}: {counts}")
 
 
 @effects.command("resolve")

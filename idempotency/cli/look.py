@@ -126,7 +126,7 @@ def list_operations(
         "task", "key", "status", "attempts", "created", "error",
         rows=[
             (row.task, row.key, row.status, row.attempts, row.created_at,
-             _refused(row.refusals, row.first_refused_at) or (row.error and json.loads(row.error)["code"]))
+             " ".join(filter(None, [_refused(row.refusals, row.first_refused_at), row.error and json.loads(row.error)["code"]])))
             for row in rows
         ],
     )  # fmt: skip
@@ -158,11 +158,9 @@ def show_operation(
         console.print("accepted: it has not begun" if waiting else "no record: it has not begun or has been purged")
         if refused:
             last = max(refused, key=lambda row: row["refusals"])
-            console.print(
-                f"{_refused(last['refusals'], last['first_refused_at'])}: no worker that received it knows its task or the "
-                "version of its message",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+            why = last["last_error"] if isinstance(last["last_error"], dict) else {"message": "no worker can run it"}
+            text = f"{_refused(last['refusals'], last['first_refused_at'])}: {why['message']}"
+            print_line(text)
     else:
         fields = [name for name, value in record.items() if value is not None and name not in shown]
         print_table("record", "", rows=[(name, record[name]) for name in fields])
@@ -190,7 +188,7 @@ def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
 
 
 def _shared_with(other: dict[str, Any]) -> str:
-    due = f"{other['due']:,} rows due"
+    due = f"{other['due']:,} rows due, {other['lease_over']:,} begun whose lease is over"
     if other["service"] is None:
         return f"rows without a service, whose tasks this application does not know: {other['due']:,}"
     relay = "its relay is running" if other["has_relay"] else "no relay of it is running"

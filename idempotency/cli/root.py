@@ -43,6 +43,10 @@ COMMANDS = {
         "End an operation that has not begun or waits for its next attempt: failed as cancelled, with a dead letter.",
     ),
     "forget": ("change", "Forget a worker, relay or beat that is silent and will not come back: its alarm ends."),
+    "rename-service": (
+        "change",
+        "Give what an application had under its old name to this one. Stop all processes of the old name first.",
+    ),
     "effects": ("change", "Calls outside whose outcome only a person can find out."),
     "dead-letters": ("dead_letter_commands", "What has ended without success and waits for a person."),
     "operators": ("people", "Who may discard dead letters, and who may approve it."),

@@ -5,8 +5,8 @@ between the message is redelivered, which makes no second row. If the operation 
 a duplicate and gets no letter. A message that was rejected without a visible defect (by a worker from before a deploy,
 say) is retried for a while before its operation ends. Any number of consumers may run; the relay runs one.
 
-What another application has sent is neither stored nor ended here: it is forwarded to that one's queue, and acknowledged
-once the broker has confirmed it.
+What another application has sent is not ended here: it is forwarded to the queue that this one's relay has declared for
+it, and acknowledged once the broker has confirmed it.
 
 Messages come from anywhere, so their headers may hold anything. Whatever goes wrong with one message, it stays
 unacknowledged until its next try while others go on.
@@ -37,7 +37,7 @@ from ..observe.outages import Pauses
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe, is_news
 from ..wire.foreign_headers import accept_any_timestamp
-from .owner import owner_of
+from .owner import is_left_to_others, owner_of
 from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
 
 # Seconds between polls of an empty queue.
@@ -151,34 +151,43 @@ class DeadLetterConsumer:
         return taken
 
     def _handle(self, taken: _Taken) -> None:
-        service = runtime_of(self._app).settings.service
-        owner = owner_of(self._app, taken.message, taken.queue)
-        if owner is None:
-            self._parked.append(taken.message.delivery_tag)
-            return
         try:
-            if owner != service:
-                self._forward(taken, owner)
-            elif taken.surprises < ON_FAILED_TRIES:
-                patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
-                store(self._app, taken.message, self._interrupted, patience=patience)
-            else:
-                store_unhandled(self._app, taken.message)
+            is_left = not self._forwarded_or_stored(taken)
         except Exception as error:
             with runtime_of(self._app).autocommit() as connection:
                 connection.exec_driver_sql("SELECT 1")  # raises if Postgres is away: not the letter's fault
             taken.surprises += not isinstance(error, _NOT_THE_LETTERS)
             self._hold(taken, error)
-        else:
-            crash_point("dead_letter.stored")
-            taken.message.ack()
+            return
+        if is_left:
+            self._parked.append(taken.message.delivery_tag)
+            return
+        crash_point("dead_letter.stored")
+        taken.message.ack()
 
-    def _forward(self, taken: _Taken, owner: str) -> None:
-        """Send a message of another application to the queue where that one looks for it."""
+    def _forwarded_or_stored(self, taken: _Taken) -> bool:
+        """Bring a message where it belongs. False: it is left to other applications for now."""
+        service = runtime_of(self._app).settings.service
+        owner = owner_of(self._app, taken.message, taken.queue)
+        if owner not in (None, service) and self._forward(taken, str(owner)):
+            return True
+        if owner != service and is_left_to_others(self._app, taken.message):
+            return False
+        if owner in (None, service) and taken.surprises < ON_FAILED_TRIES:
+            patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
+            store(self._app, taken.message, self._interrupted, patience=patience)
+        else:  # of an application that nobody has heard of, perhaps: what it names is not for this one to end
+            store_unhandled(self._app, taken.message)
+        return True
+
+    def _forward(self, taken: _Taken, owner: str) -> bool:
+        """Send a message of another application to the queue where that one looks for it. False: it has none."""
         assert self._broker is not None
         target = forwarded_dead_letters(owner)
-        forward(self._broker, taken.message, dead_letter_queue(target))
+        if not forward(self._broker, taken.message, target):
+            return False
         log.warning("dead_letter_forwarded", queue=taken.queue, to=target)
+        return True
 
     def _hold(self, taken: _Taken, error: Exception) -> None:
         pause = HELD_PAUSE * 2 ** min(taken.tries - 1, 20) if taken.tries else 0.0

@@ -11,9 +11,10 @@ from celery import Celery
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 
+from ..application import runtime_of
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..wire.keys import OperationId
-from ..wire.message import MESSAGE_VERSION, VERSION_HEADER
+from ..wire.message import MESSAGE_VERSION, OUTBOX_HEADER, SERVICE_HEADER, VERSION_HEADER
 from ..worker.task import IdempotentTask
 
 
@@ -25,6 +26,8 @@ class Examined:
     task: IdempotentTask | None = None
     id: OperationId | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    # names of parameters or limits, never values
+    detail: str | None = None
 
 
 def examine(app: Celery, message: Message) -> Examined:
@@ -67,10 +70,21 @@ def examine(app: Celery, message: Message) -> Examined:
     if not isinstance(headers.get("headers"), dict | None):
         return Examined("invalid_header")
     examined = _named(task, payload, headers)
+    if examined.reason is None and _is_row_of_another(app, headers):
+        return replace(examined, reason="other_service")
     if examined.reason is None and "expires" in times and times["expires"] < datetime.now(UTC):
         # Celery would acknowledge it; an accepted operation is never just dropped
         return replace(examined, reason="expired")
     return examined
+
+
+def _is_row_of_another(app: Celery, headers: Mapping[str, Any]) -> bool:
+    """Whether another application's relay has published this from its outbox: its own workers are to run it.
+
+    What a caller has sent itself belongs to whoever has the queue.
+    """
+    service = headers.get(SERVICE_HEADER)
+    return OUTBOX_HEADER in headers and isinstance(service, str) and service != runtime_of(app).settings.service
 
 
 def _is_envelope(payload: object) -> bool:
@@ -92,8 +106,8 @@ def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Ex
         named = task.named_by(args, kwargs, headers)
     except MissingKey:
         return Examined("missing_key", task)
-    except InvalidArguments:
-        return Examined("invalid_arguments", task)
+    except InvalidArguments as error:
+        return Examined("invalid_arguments", task, detail=str(error))
     except CallRefused:
         return Examined("invalid_key", task)
     except SettingsError:

@@ -69,9 +69,9 @@ class Guard(bootsteps.StartStopStep):
                 return
             if not self._broker_keeps:
                 self._store_when_rejected(message)
-            reason = examine(self._app, message).reason
-            if reason is not None:
-                self._refuse(message, reason)
+            examined = examine(self._app, message)
+            if examined.reason is not None:
+                self._refuse(message, examined.reason, examined.detail)
                 return
             if isinstance(self._app.tasks.get(message.headers["task"]), IdempotentTask):
                 _keep_out_of_memory(message)
@@ -91,12 +91,13 @@ class Guard(bootsteps.StartStopStep):
         runtime = runtime_of(self._app)  # here: a fork must not copy its lock while it is held
         threading.Thread(target=_note_marker, args=(runtime, marker), daemon=True).start()
 
-    def _refuse(self, message: Message, reason: str) -> None:
+    def _refuse(self, message: Message, reason: str, detail: str | None = None) -> None:
         if not self._broker_keeps:
             self._store_when_rejected(message)
         log.warning(
             "refused",
             reason=reason,
+            **({} if detail is None else {"detail": detail}),
             task=f"{message.headers.get('task')}"[:100],
             task_id=f"{message.headers.get('id')}"[:100],
             queue=(message.delivery_info or {}).get("routing_key"),
@@ -152,4 +153,5 @@ def add_guard(sender: Any, **_: Any) -> None:
     """Add the guard to a worker whose application has idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
         accept_any_timestamp()
+        runtime_of(sender.app)  # opened before the pool forks: no child copies its lock while it is held
         sender.app.steps["consumer"].add(Guard)

@@ -30,13 +30,15 @@ from ..wire.message import (
     TENANT_HEADER,
     Message,
     is_brokers,
+    route_without_delay,
 )
 from ..worker.task import IdempotentTask
+from .death import Death, death_of
 from .examine import Examined
 
 # Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
-    "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key",
+    "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key", "other_service",
 )  # fmt: skip
 # The letter's error, by its reason.
 EXPLANATIONS = {
@@ -53,6 +55,7 @@ EXPLANATIONS = {
     "invalid_key": "the idempotency key breaks a rule",
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
     "expired": "past its expires",
+    "other_service": "in the outbox of another application, which is to run it",
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
     "maxlen": "the queue was full",
     "rejected": "rejected by the worker",
@@ -100,16 +103,19 @@ def dead_of(
 
 
 def letter_of(
-    app: Celery, message: BrokerMessage, headers: Mapping[str, Any], reason: str, id: OperationId | None
+    app: Celery,
+    message: BrokerMessage,
+    headers: Mapping[str, Any],
+    reason: str,
+    id: OperationId | None,
+    detail: str | None = None,
 ) -> BrokerLetter:
-    delivery = message.delivery_info or {}
-    queue = headers.get("x-first-death-queue")
-    if not isinstance(queue, str) or not queue:
-        queue = delivery.get("routing_key")
+    delivery, death = message.delivery_info or {}, death_of(message.headers)
+    queue = death.queue or delivery.get("routing_key")
     own = {name: value for name, value in headers.items() if not is_brokers(name) and name not in _NOT_REPLAYED}
     body, is_text = body_of(message.body)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
-    payload = Message(json.loads(letters.headers_text(own)), body, _route(app, headers, delivery), properties)
+    payload = Message(json.loads(letters.headers_text(own)), body, _route(app, death, delivery), properties)
     if id is not None:
         payload = payload.naming(id)
     stored = dict(headers) | {"content-type": message.content_type, "content-encoding": message.content_encoding}
@@ -127,7 +133,7 @@ def letter_of(
         service=runtime_of(app).settings.service,
         reason=reason,
         first_error=None,
-        last_error=error_text(reason, EXPLANATIONS[reason]),
+        last_error=error_text(reason, ": ".join(filter(None, [EXPLANATIONS[reason], detail and storable(detail)]))),
         attempts=0,
         headers=letters.headers_text(stored),
         payload=payload.to_text(),
@@ -142,27 +148,27 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
     """
     task = app.tasks.get(name) if isinstance(name := message.headers.get("task"), str) else None
     is_plain = task is not None and not isinstance(task, IdempotentTask)
-    return is_plain and message.headers.get("x-first-death-reason") == "expired"
+    return is_plain and death_of(message.headers).reason == "expired"
 
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
-    death = message.headers.get("x-first-death-reason")
+    death = death_of(message.headers).reason
+    if examined.reason == "other_service":
+        return examined.reason  # however it died, this application must not end it
     if death in ("delivery_limit", "maxlen"):
         return str(death)
     # the broker says "expired" of a message's time to live, `examine` of Celery's `expires`
     return examined.reason or ("expired" if death == "expired" else "rejected")
 
 
-def _route(app: Celery, headers: Mapping[str, Any], delivery: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a replay goes: to the queue that the message died in, or to its first exchange and routing key."""
-    queue = headers.get("x-first-death-queue")
-    if isinstance(queue, str) and queue in app.amqp.queues:
-        return {"queue": queue}
-    exchange, routing_key = delivery.get("exchange"), delivery.get("routing_key")
-    match headers.get("x-death"):
-        case [*_, {"exchange": str(first_exchange), "routing-keys": [str(first_key), *_]}]:
-            exchange, routing_key = first_exchange, first_key
-    return {"exchange": shown(exchange) or "", "routing_key": shown(routing_key) or ""}
+def _route(app: Celery, death: Death, delivery: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a replay goes: to the queue that the message died in, or to where that death says it had been published."""
+    if death.queue is not None and death.queue in app.amqp.queues:
+        return {"queue": death.queue}
+    exchange, routing_key = death.exchange, death.routing_key
+    if exchange is None or routing_key is None:
+        exchange, routing_key = delivery.get("exchange"), delivery.get("routing_key")
+    return route_without_delay(shown(exchange) or "", shown(routing_key) or "")
 
 
 def body_of(body: Any) -> tuple[str, bool]:

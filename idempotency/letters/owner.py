@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 from celery import Celery
 from kombu import Message
 
 from ..application import runtime_of
-from ..queues import SHARED_DEAD_LETTERS, forwarded_dead_letters
+from ..queues import forwarded_dead_letters, own_dead_letter_queue
 from ..settings import SERVICE_LIMIT
 from ..wire.message import SERVICE_HEADER
+from .death import death_of
 
 
 def owner_of(app: Celery, message: Message, queue: str) -> str | None:
-    """The service whose message this is, found in this dead-letter queue. None: it is not known, leave it to others.
+    """The service whose message this is, found in this dead-letter queue. None: nothing says so.
 
-    A queue belongs to one application, so what died in one of this application's is its own. Other messages name their
-    application, unless an earlier version or another producer has sent them. Those are this application's if they are
-    for one of its tasks, or in a dead-letter queue of its own. In the shared one, the others have `unknown_task_grace`
-    seconds to take them; then this application keeps them, so that they are not there forever.
+    A queue belongs to one application, and so does the dead-letter queue with its name. What is there, or died in a
+    queue of this application, is its own, whatever else it says: its sender may have another name. In a dead-letter
+    queue that several may have, a message names its application, unless an earlier version or another producer has sent
+    it. Such a message is this application's if it is for one of its tasks.
     """
-    settings, headers = runtime_of(app).settings, message.headers
-    if queue == forwarded_dead_letters(settings.service) or _is_one_of(app.amqp.queues, headers, "x-first-death-queue"):
-        return settings.service
+    service, headers = runtime_of(app).settings.service, message.headers
+    own = [forwarded_dead_letters(service), *map(own_dead_letter_queue, app.amqp.queues)]
+    if queue in own or death_of(headers).queue in app.amqp.queues:
+        return service
     named = headers.get(SERVICE_HEADER)
     if isinstance(named, str) and 0 < len(named.encode(errors="replace")) <= SERVICE_LIMIT and named.isprintable():
         return named
-    if queue != SHARED_DEAD_LETTERS or _is_one_of(app.tasks, headers, "task"):
-        return settings.service
-    died_at = _died_at(headers)
-    waited = None if died_at is None else (datetime.now(UTC) - died_at).total_seconds()
-    return settings.service if waited is None or waited > settings.unknown_task_grace else None
+    return service if isinstance(task := headers.get("task"), str) and task in app.tasks else None
 
 
-def _is_one_of(known: Any, headers: Any, name: str) -> bool:
-    return isinstance(value := headers.get(name), str) and value in known
+def is_left_to_others(app: Celery, message: Message) -> bool:
+    """Whether other applications still have time to take a message that is not known to be this one's.
 
-
-def _died_at(headers: Any) -> datetime | None:
-    match headers.get("x-death"):
-        case [*_, {"time": datetime() as time}]:
-            return time.replace(tzinfo=time.tzinfo or UTC)
-    return None
+    They have `unknown_task_grace` seconds. Then this application keeps it, so that it is not there forever.
+    """
+    died_at = death_of(message.headers).time
+    if died_at is None:
+        return False
+    return (datetime.now(UTC) - died_at).total_seconds() <= runtime_of(app).settings.unknown_task_grace

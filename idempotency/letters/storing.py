@@ -20,7 +20,7 @@ from ..attempt.runtime import Runtime
 from ..errors import CallRefused, PermanentError, TransactionEnded, UnknownVersion
 from ..observe import metrics
 from ..observe.logs import log
-from ..store import claims, ends, letters, undelivered
+from ..store import claims, ends, letters, outbox, undelivered
 from ..store.answers import Busy, Changed, Foreign, Mismatch
 from ..store.ends import FailedEnd
 from ..store.letters import BrokerLetter
@@ -31,6 +31,7 @@ from ..wire.keys import OperationId
 from ..wire.message import (
     FINGERPRINT_HEADER,
     MARKER_HEADER,
+    SERVICE_HEADER,
 )
 from .examine import Examined, examine
 from .letter import (
@@ -53,6 +54,8 @@ ON_FAILED_TRIES = 8
 # What no worker took is sent again after PUT_BACK_PAUSE seconds, doubling up to PUT_BACK_CAP: within a minute of a deploy.
 PUT_BACK_PAUSE = 1.0
 PUT_BACK_CAP = 60.0
+# Seconds: longer than anything lasts.
+FOREVER = 1e9
 
 
 def store(
@@ -79,10 +82,11 @@ def store(
             fingerprints = _as_accepted(app, message, examined.id, fingerprints)
         except CallRefused:  # NaN, say: JSON to no reader but Python's
             examined = Examined("invalid_arguments", examined.task)
-    letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id)
+    letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id, examined.detail)
     dead = dead_of(app, message, examined, fingerprints, letter)
+    sender = str(message.headers.get(SERVICE_HEADER))
     try:
-        if dead is not None and letter.reason in PERHAPS_A_DEPLOY and _came_back(app, dead, letter, patience):
+        if dead is not None and letter.reason in PERHAPS_A_DEPLOY and _came_back(app, dead, letter, sender, patience):
             return None
         if dead is None or examined.task is None or examined.id is None:
             stored = _store_alone(app, letter, patience)
@@ -136,18 +140,21 @@ def _wait_at_most(connection: Connection, patience: str) -> None:
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{patience}'")
 
 
-def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, patience: str) -> bool:
+def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, sender: str, patience: str) -> bool:
     """Send a message again that a worker of another version may have refused, or count it as a duplicate.
 
     Returns False once `unknown_task_grace` is over: then it has to be stored.
     """
     runtime = runtime_of(app)
-    if runtime.settings.unknown_task_grace == 0:
-        return False
+    grace = runtime.settings.unknown_task_grace
     with runtime.engine.begin() as connection:
+        if letter.reason == "other_service":  # it waits for that one, or until that one is renamed: not ours to end
+            dead, grace = replace(dead, service=outbox.service_of(connection, dead.message_id) or sender), FOREVER
+        if grace == 0:
+            return False
         _wait_at_most(connection, patience)
         answer = undelivered.put_back(
-            connection, dead, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=runtime.settings.unknown_task_grace
+            connection, dead, error=letter.last_error, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=grace
         )
         if answer is PutBack.COPY:
             undelivered.count_copy(connection, dead)

@@ -101,7 +101,8 @@ class Relay:
         runtime = runtime_of(self._app)
         service = runtime.settings.service
         with runtime.autocommit() as connection:
-            outbox.adopt(connection, service, [task.name for task in idempotent_tasks(self._app)])
+            tasks = [task.name for task in idempotent_tasks(self._app)]
+            outbox.adopt(connection, service, tasks, self._app.amqp.queues)
             rows = outbox.reserve_rows(connection, service, batch=self._batch, seconds=RESERVATION)
             ordered = outbox.reserve_lanes(connection, service, batch=self._batch, seconds=RESERVATION)
         lanes: list[Lane] = list(dict.fromkeys((row.task, row.ordering_key) for row in ordered))

@@ -55,7 +55,8 @@ def resend_lost(
     """
     runtime = runtime_of(app)
     with runtime.autocommit() as connection:
-        outbox.adopt(connection, runtime.settings.service, [task.name for task in idempotent_tasks(app)])
+        tasks = [task.name for task in idempotent_tasks(app)]
+        outbox.adopt(connection, runtime.settings.service, tasks, app.amqp.queues)
         settled = lost.settle(connection)
         if depth is not None:
             return _resend_by_count(app, runtime, connection, depth, settled)

@@ -18,11 +18,14 @@ from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import Connection, Row
+from sqlalchemy.exc import DBAPIError
 
 from ..wire.keys import OperationId
 from ..wire.message import Message
+from . import sweeps
 from .callers import Executes
 from .letters import insert_for_rows_sql
+from .sweeps import Sweep
 
 # A row that the broker has refused this many times raises an alert; it is still retried. The index outbox_stuck contains
 # the same number.
@@ -39,6 +42,8 @@ VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(messag
 """
 _INSERT_FIRST = f"{_INSERT} ON CONFLICT (message_id) DO NOTHING"
 
+_SERVICE = "SELECT service FROM idempotency.outbox WHERE message_id = %(id)s"
+
 _REFRESH = """
 SELECT idempotency.refresh_lane(task, ordering_key)
 FROM unnest(%(tasks)s::text[], %(keys)s::text[]) lane(task, ordering_key)
@@ -53,13 +58,18 @@ _STILL_PENDING = "status NOT IN ('published', 'failed')"
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
 # The condition is that of the index outbox_unnamed, which is empty but for rows that older code has written.
-_ADOPT = """
-WITH unnamed AS MATERIALIZED (
-    SELECT id FROM idempotency.outbox
-    WHERE service IS NULL AND (status = 'pending' OR settled_at IS NULL) AND task = ANY(%(tasks)s)
-    LIMIT %(batch)s FOR UPDATE SKIP LOCKED
-), adopted AS (
-    UPDATE idempotency.outbox o SET service = %(service)s FROM unnamed WHERE o.id = unnamed.id
+ADOPT = Sweep(
+    "adopt",
+    table="outbox",
+    columns="r.id",
+    due="""r.service IS NULL AND (r.status = 'pending' OR r.settled_at IS NULL) AND r.task = ANY(%(tasks)s)
+      AND (r.queue = '' OR r.queue = ANY(%(queues)s))""",
+    order="r.task",
+    one="r.id = %(id)s",
+    id="r.id::text",
+    then="""
+, adopted AS (
+    UPDATE idempotency.outbox o SET service = %(service)s FROM due WHERE o.id = due.id
     RETURNING o.task, o.ordering_key
 ), unnamed_lanes AS MATERIALIZED (
     -- in the order in which all lanes are locked
@@ -70,8 +80,8 @@ WITH unnamed AS MATERIALIZED (
     UPDATE idempotency.lanes l SET service = %(service)s
     FROM unnamed_lanes u WHERE (l.task, l.ordering_key) = (u.task, u.ordering_key)
 )
-SELECT count(*) FROM adopted
-"""
+SELECT (SELECT count(*) FROM adopted)""",
+)
 
 # MATERIALIZED: otherwise the planner may run the locking subquery once per row and lock more than the batch.
 # (SELECT clock_timestamp()): a volatile condition would read the whole index, including delayed rows.
@@ -127,10 +137,12 @@ WHERE o.message_id = sent.id
   AND o.{_STILL_PENDING}
 """
 
+# Why a worker refused a row, as JSON, is kept until it is refused again; why it could not be published, in words, is not.
 # A join rather than "= ANY", so that rows are marked in the order in which they were sent.
 _MARK_PUBLISHED = f"""
 UPDATE idempotency.outbox o
-SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL, last_error = NULL
+SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL,
+    last_error = CASE WHEN starts_with(last_error, '{{') THEN last_error END
 {_AS_SENT}
 RETURNING {_UNFLUSHED}
 """
@@ -165,7 +177,8 @@ UPDATE idempotency.relay_sleep SET until = clock_timestamp() + make_interval(sec
 
 # A task's name and an ordering key.
 Lane = tuple[str, str]
-# The task name of rows for external consumers of events; such a row has no operation, and every application knows it.
+# The task name of rows for external consumers of events begins with this. Such a row has no operation. What was written
+# before the name had the application in it ends here, and is of any.
 EXTERNAL = "idempotency.external_event"
 # Rows without a name per pass, for short transactions.
 ADOPTED = 1000
@@ -218,6 +231,17 @@ def insert(
     return message_id
 
 
+def external_task(service: str) -> str:
+    """The task name of an application's rows for external consumers: its lanes are not those of others."""
+    return f"{EXTERNAL}@{service}"
+
+
+def service_of(connection: Connection, message_id: str | None) -> str | None:
+    """The application that a row belongs to now. None: there is no such row, or it has no name."""
+    service: str | None = connection.exec_driver_sql(_SERVICE, {"id": message_id}).scalar_one_or_none()
+    return service
+
+
 def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
     """Update the heads of these lanes for the relay, in the transaction that changed their rows."""
     ordered = sorted(set(lanes))  # a fixed order of locks
@@ -229,10 +253,26 @@ def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
 # ---------------------------------------------------------------- for the relay
 
 
-def adopt(connection: Connection, service: str, tasks: Iterable[str]) -> int:
-    """Give rows without a name, of these tasks or of events for external consumers, to `service`. Returns how many."""
-    fields = {"service": service, "tasks": [*tasks, EXTERNAL], "batch": ADOPTED}
-    adopted: int = connection.exec_driver_sql(_ADOPT, fields).scalar_one()
+def adopt(connection: Connection, service: str, tasks: Iterable[str], queues: Iterable[str]) -> int:
+    """Give rows without a name to `service`, if it has their task and their queue. Returns how many.
+
+    Every application has the task of events for external consumers, and a row may have no queue. A row that Postgres
+    refuses to change is set aside, and stops no other.
+    """
+    fields = {"service": service, "tasks": [*tasks, EXTERNAL], "queues": list(queues), "batch": ADOPTED}
+    try:
+        adopted: int = connection.exec_driver_sql(ADOPT.batch, fields).one()[0]
+        return adopted
+    except DBAPIError as error:
+        if not sweeps.is_row_error(error):
+            raise
+    found = connection.exec_driver_sql(ADOPT.find, fields).all()
+    adopted, _ = sweeps.one_by_one(
+        connection,
+        ADOPT,
+        found,
+        lambda row: int(connection.exec_driver_sql(ADOPT.single, fields | sweeps.names(row)).scalar_one()),
+    )
     return adopted
 
 

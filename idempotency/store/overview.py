@@ -159,8 +159,8 @@ WHERE {condition} AND (service = %(service)s) IS NOT FALSE
   AND (%(task)s::text IS NULL OR task = %(task)s)
   AND (%(status)s::text IS NULL OR status = %(status)s)
   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-  AND (%(older_than)s::float8 IS NULL OR opened_at < clock_timestamp() - make_interval(secs => %(older_than)s))
-ORDER BY opened_at DESC, tenant, task, key LIMIT %(limit)s
+  AND (%(older_than)s::float8 IS NULL OR created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
+ORDER BY created_at DESC, tenant, task, key LIMIT %(limit)s
 """
 # Equivalent to the status, but indexed.
 _INDEXED = {"started": "locked_until IS NOT NULL", "released": "available_at IS NOT NULL"}
@@ -170,11 +170,12 @@ _LIST_ACCEPTED = f"""
 {_WAITING_QUEUES}
 SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
        NULL AS locked_until, min(available_at) AS available_at, min(created_at) AS created_at,
-       max(updated_at) AS updated_at, NULL AS completed_at, NULL AS error, max(refusals) AS refusals,
+       max(updated_at) AS updated_at, NULL AS completed_at, max(error) AS error, max(refusals) AS refusals,
        min(first_refused_at) AS first_refused_at, max(service) AS service
 FROM queues q CROSS JOIN LATERAL (
     SELECT o.tenant, o.task, o.key, o.available_at, o.created_at, o.refusals, o.first_refused_at, o.service,
-           coalesce(o.published_at, o.created_at) AS updated_at
+           coalesce(o.published_at, o.created_at) AS updated_at,
+           CASE WHEN starts_with(o.last_error, '{{') THEN o.last_error END AS error
     FROM ({_WINDOW.replace("o.id", "o.id DESC")}) o {_BEGUN}
     WHERE {_ACCEPTED_ONLY}
       AND (%(task)s::text IS NULL OR o.task = %(task)s)

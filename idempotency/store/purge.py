@@ -22,15 +22,16 @@ REMEMBER = 86400.0
 _OWN = "r.service = %(service)s"
 
 # Outbox rows are deleted with their record: a row without one would be resent and run again. A record stays while it has
-# an unpublished row, an unsettled row of another request, or an open dead letter. It also stays for the redelivery
-# horizon after its last row was published, settled or not, since it prevents a late delivery from running again.
+# an unpublished row, an unsettled row of another request or application, or an open dead letter. It also stays for the
+# redelivery horizon after its last row was published, settled or not, since it prevents a late delivery from running again.
 OPERATIONS = Sweep(
     "purge",
     table="records",
     columns="""greatest(
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.outbox o
          WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key
-           AND (o.status = 'pending' OR o.settled_at IS NULL AND (o.status <> 'published' OR o.fingerprint <> r.fingerprint))
+           AND (o.status = 'pending' OR o.settled_at IS NULL AND (
+                o.status <> 'published' OR o.fingerprint <> r.fingerprint OR o.service <> r.service))
          LIMIT 1),
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.dead_letters d
          WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),

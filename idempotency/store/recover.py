@@ -33,9 +33,9 @@ _KNOWN = """coalesce(
 _SPENT = f"""{_KNOWN} AND r.attempts > {_MOST}
       AND r.attempts >= coalesce(r.spent_at + %(spare)s - 1, {_MOST} + 2 * %(spare)s)"""
 
-# The first condition selects the index. A record without a name is that of an application that knows the task.
+# The first condition selects the index. A record without a name is that of an application that has its task and its queue.
 _ORPHANED = f"""r.locked_until IS NOT NULL AND r.status = 'started'
-      AND (r.service = %(service)s OR r.service IS NULL AND {_KNOWN})
+      AND (r.service = %(service)s OR r.service IS NULL AND {_KNOWN} AND (r.queue = '' OR r.queue = ANY(%(queues)s)))
       AND (r.locked_until < clock_timestamp() OR r.locked_by = ANY(%(dead)s))"""
 
 # Spent operations that `EXHAUST` skipped because they were locked must not be released here.
@@ -85,6 +85,7 @@ class Bounds:
     known: Sequence[str]
     tasks: Sequence[str]  # names of tasks with their own limit
     attempts: Sequence[int]
+    queues: Sequence[str]
     otherwise: int
     spare: int = SPARE_CLAIMS
 

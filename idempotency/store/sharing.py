@@ -19,19 +19,25 @@ _SKIPPING = """
 """
 _PENDING = "status = 'pending' AND ordering_key IS NULL"
 
-# Those that have rows to send, those whose processes were seen lately, and what waits without a name.
+# Those that have rows to send or operations whose lease is over, those whose processes were seen lately, and what waits
+# without a name.
 _SHARERS = f"""
 WITH RECURSIVE senders(service) AS (
     {_SKIPPING.format(table="outbox", condition=_PENDING, name="senders")}
 ), lane_senders(service) AS (
     {_SKIPPING.format(table="lanes", condition="NOT blocked", name="lane_senders")}
+), over AS MATERIALIZED (
+    SELECT service FROM idempotency.records
+    WHERE locked_until IS NOT NULL AND locked_until < (SELECT clock_timestamp()) ORDER BY locked_until LIMIT %(bound)s
 ), named AS (
     SELECT service FROM senders
+    UNION SELECT service FROM over WHERE service IS NOT NULL
     UNION SELECT service FROM lane_senders
     UNION SELECT service FROM idempotency.processes
           WHERE seen_at > clock_timestamp() - make_interval(secs => %(remembered)s)
 )
-SELECT n.service, due.rows + lanes.rows AS due, coalesce(signs.has_relay, false) AS has_relay, signs.silent_seconds
+SELECT n.service, due.rows + lanes.rows AS due, (SELECT count(*) FROM over WHERE over.service = n.service) AS lease_over,
+       coalesce(signs.has_relay, false) AS has_relay, signs.silent_seconds
 FROM named n
 CROSS JOIN LATERAL (
     SELECT count(*) AS rows FROM (
@@ -50,7 +56,7 @@ CROSS JOIN LATERAL (
 ) signs
 WHERE n.service <> %(service)s
 UNION ALL
-SELECT NULL, count(*), false, NULL FROM (
+SELECT NULL, count(*), 0, false, NULL FROM (
     (SELECT 1 FROM idempotency.outbox WHERE service IS NULL AND (status = 'pending' OR settled_at IS NULL)
      LIMIT %(bound)s)
     UNION ALL
@@ -64,7 +70,7 @@ ORDER BY 1
 
 
 def sharers(connection: Connection, settings: Settings, *, bound: int) -> Sequence[Row[Any]]:
-    """The other services, the rows that are due for each (a lane counts as one), and whether a relay of it is alive.
+    """The other services: rows that are due (a lane counts as one), operations whose lease is over, whether a relay is alive.
 
     The one without a name: unsettled rows that code of schema 0011 wrote and no relay has adopted, and operations that it
     began, whose lease is over. Counts stop at `bound`.

@@ -118,7 +118,7 @@ WITH own AS (
     UPDATE idempotency.outbox o
     -- it reached a worker, so resends are counted from 0 again
     SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
-        first_refused_at = coalesce(first_refused_at, clock_timestamp()),
+        first_refused_at = coalesce(first_refused_at, clock_timestamp()), last_error = %(error)s,
         available_at = clock_timestamp()
             + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))
     FROM own, in_time
@@ -128,10 +128,10 @@ WITH own AS (
 ), first AS (
     INSERT INTO idempotency.outbox
         (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation, refusals,
-         first_refused_at, service)
+         first_refused_at, service, last_error)
     SELECT gen_random_uuid()::text, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s,
            'retry', clock_timestamp() + make_interval(secs => %(pause)s), coalesce(%(generation)s::int, 1), 1,
-           clock_timestamp(), %(service)s
+           clock_timestamp(), %(service)s, %(error)s
     FROM in_time WHERE NOT EXISTS (SELECT FROM own)
     RETURNING 1
 )
@@ -186,14 +186,16 @@ class UndeliveredMessage:
         }
 
 
-def put_back(connection: Connection, dead: UndeliveredMessage, *, pause: float, cap: float, grace: float) -> PutBack:
+def put_back(
+    connection: Connection, dead: UndeliveredMessage, *, error: str, pause: float, cap: float, grace: float
+) -> PutBack:
     """Send a message again after a pause, by its own outbox row or a new one, until `grace` seconds have passed.
 
-    The pause doubles each time from `pause` up to `cap` seconds.
+    The pause doubles each time from `pause` up to `cap` seconds. `error`: why it was refused, as `error_text` writes it.
     """
     # a record whose fingerprint has none of these rules may belong to the same request
     rules = [keys.fingerprint_version(each) for each in (dead.fingerprint, *dead.also)]
-    parameters = {"pause": pause, "cap": cap, "grace": grace, "rules": rules}
+    parameters = {"error": error, "pause": pause, "cap": cap, "grace": grace, "rules": rules}
     return PutBack(execute(connection, _PUT_BACK, dead.parameters() | parameters).fetchone().answer)
 
 

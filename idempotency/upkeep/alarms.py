@@ -60,9 +60,11 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
             waiting = f"{row.due:,}, of tasks that this application does not know"
             advice = "run a relay of the application that has them, or idempotency cancel --without-task"
             alarms.append(Alarm("unnamed_rows", "rows without a service", waiting, advice, settings.alarm_unconsumed))
-        elif row.due and not row.has_relay:
-            waiting = f"no relay of it is running; rows due: {row.due:,}"
-            advice = "start its `idempotency relay`; processes of one application need the same idempotency_service"
+        elif (row.due or row.lease_over) and not row.has_relay:
+            waiting = (
+                f"no relay of it is running; rows due: {row.due:,}, begun and without a holder: {row.lease_over:,}"
+            )
+            advice = "start its `idempotency relay`; if it has another name now, idempotency rename-service"
             name = f"no_relay/{row.service}"
             alarms.append(Alarm(name, f"application {row.service}", waiting, advice, settings.alarm_unconsumed))
     for name, queue in sorted(found.queues.items()):

@@ -98,7 +98,15 @@ def _bounds(app: Celery, runtime: Runtime, dead: list[str]) -> Bounds:
     known = {name: task for name, task in app.tasks.items() if isinstance(task, IdempotentTask)}
     own = {name: task.max_attempts for name, task in known.items() if task.max_attempts}
     settings = runtime.settings
-    return Bounds(settings.service, dead, list(known), list(own), list(own.values()), otherwise=settings.max_attempts)
+    return Bounds(
+        settings.service,
+        dead,
+        list(known),
+        list(own),
+        list(own.values()),
+        list(app.amqp.queues),
+        otherwise=settings.max_attempts,
+    )
 
 
 @dataclass(frozen=True, slots=True)

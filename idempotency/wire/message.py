@@ -87,8 +87,8 @@ _FIELDS = {
     "properties": (dict, "an object"),
 }
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
-# A natively delayed message arrives through this exchange; its routing key starts with the delay, one word per bit.
-_DELAY_EXCHANGE = "celery_delayed_"
+# A natively delayed message arrives through an exchange, and waits in queues, of such names; its routing key starts with the delay, one word per bit.
+_DELAY_PLACE = "celery_delayed_"
 _DELAY_BITS = 28
 
 
@@ -163,10 +163,7 @@ class Message:
             properties["reply_to"] = request.reply_to
         if delivery.get("priority"):
             properties["priority"] = delivery["priority"]
-        exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
-        route = {"exchange": exchange, "routing_key": routing_key}
-        if cls.was_delayed(exchange):
-            route = {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
+        route = route_without_delay(delivery.get("exchange") or "", delivery.get("routing_key") or "")
         return cls({**headers, **custom}, encoding.dumps(body), route, properties)
 
     def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
@@ -195,9 +192,9 @@ class Message:
         return cls(fields["headers"], fields["body"], fields["route"], fields["properties"])
 
     @staticmethod
-    def was_delayed(exchange: str | None) -> bool:
-        """Whether the broker delayed a message, judging by the exchange it came through."""
-        return (exchange or "").startswith(_DELAY_EXCHANGE)
+    def was_delayed(place: str | None) -> bool:
+        """Whether the broker delayed a message, judging by the exchange it came through or the queue it was in."""
+        return (place or "").startswith(_DELAY_PLACE)
 
     def to_text(self) -> str:
         fields = {"headers": self.headers, "properties": self.properties, "route": self.route, "body": self.body}
@@ -262,6 +259,13 @@ def _matches(queue: Any, routing_key: str) -> bool:
     words = (re.escape(word) for word in queue.routing_key.split("."))
     pattern = "".join({r"\*": r"\.[^.]+", r"\#": r"(\.[^.]+)*"}.get(word, rf"\.{word}") for word in words)
     return re.fullmatch(pattern, f".{routing_key}") is not None
+
+
+def route_without_delay(exchange: str, routing_key: str) -> dict[str, Any]:
+    """The route of a message that came by this exchange and key: the next time it does not wait in the broker again."""
+    if Message.was_delayed(exchange):
+        return {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
+    return {"exchange": exchange, "routing_key": routing_key}
 
 
 def is_brokers(header: str) -> bool:

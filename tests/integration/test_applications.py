@@ -172,6 +172,20 @@ def test_events_for_external_consumers_are_published_by_their_application(
     assert relay_once(orders) == 1
 
 
+def test_events_for_external_consumers_wait_behind_those_of_their_own_application_alone(
+    bank: Celery, orders: Celery, connection: Connection
+) -> None:
+    """The ordering key is a customer's number; the other application's relay is away."""
+    for app in (orders, bank):
+        with runtime_of(app).engine.begin() as transaction:
+            publish(transaction, "order.placed", {}, exchange="amq.topic", ordering_key="customer-7", app=app)
+    assert relay_once(bank) == 1
+    assert {(row.service, row.status) for row in op.outbox(connection)} == {
+        ("orders", "pending"),
+        ("bank", "published"),
+    }
+
+
 def test_a_relay_reads_nothing_of_the_rows_of_another_application(bank: Celery, connection: Connection) -> None:
     connection.execute(
         text("""
@@ -187,8 +201,8 @@ def test_a_relay_reads_nothing_of_the_rows_of_another_application(bank: Celery, 
     reserving = {"service": "bank", "batch": 200, "seconds": 30.0}
     assert rows_read(bank, outbox._RESERVE_ROWS, **reserving) <= 2
     assert rows_read(bank, outbox._RESERVE_LANES, **reserving) <= 2
-    adopting = {"service": "bank", "batch": 1000, "tasks": [DEPOSIT]}
-    assert rows_read(bank, outbox._ADOPT, **adopting) <= 2
+    adopting = {"service": "bank", "batch": 1000, "tasks": [DEPOSIT], "queues": [bank.conf.task_default_queue]}
+    assert rows_read(bank, outbox.ADOPT.batch, **adopting) <= 2
 
 
 # ---------------------------------------------------------------- rows of schema 0011
@@ -243,6 +257,49 @@ def test_a_record_without_a_name_is_purged_by_any_application(
     connection.execute(text(OLD_END), {"key": "a1"})
     assert maintenance.purge(bank) == 1
     assert record("a1") is None
+
+
+def test_a_row_without_a_name_is_left_to_the_application_that_has_its_queue(
+    bank: Celery, orders: Celery, connection: Connection
+) -> None:
+    """Both import the same tasks."""
+    write_as_0011(connection, bank, DEPOSIT, "a1")
+    assert relay_once(orders) == 0
+    assert by_key(connection) == {"a1": ("pending", None)}
+    assert relay_once(bank) == 1
+
+
+def test_a_row_without_a_name_that_postgres_refuses_to_change_stops_no_other(
+    bank: Celery, connection: Connection
+) -> None:
+    connection.execute(
+        text("""
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'refused'; END $$;
+        CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.outbox FOR EACH ROW
+        WHEN (OLD.key = 'bad') EXECUTE FUNCTION refuse()""")
+    )
+    try:
+        for key in ("bad", "a1"):
+            write_as_0011(connection, bank, DEPOSIT, key)
+        enqueue_deposit(idempotency_key="a2")
+        assert relay_once(bank) == 2
+        assert by_key(connection) == {
+            "bad": ("pending", None),
+            "a1": ("published", "bank"),
+            "a2": ("published", "bank"),
+        }
+    finally:
+        connection.execute(text("DROP FUNCTION refuse() CASCADE"))
+
+
+def test_a_record_without_a_name_is_left_to_the_application_that_has_its_queue(
+    bank: Celery, orders: Celery, connection: Connection, record: op.Record
+) -> None:
+    connection.execute(text(OLD_CLAIM), {"task": DEPOSIT, "key": "a1", "message": op.MESSAGE})
+    connection.execute(text("UPDATE idempotency.records SET queue = :queue"), {"queue": bank.conf.task_default_queue})
+    assert maintenance.recover(orders) == 0
+    assert maintenance.recover(bank) == 1
+    assert record("a1").service == "bank"
 
 
 # ---------------------------------------------------------------- operations
@@ -322,6 +379,21 @@ def test_an_application_purges_by_its_own_retentions_alone(
     assert maintenance.purge(orders) == 0
     assert record("a1") is not None
     assert maintenance.purge(bank) == 1
+
+
+def test_a_purge_keeps_the_record_while_another_application_has_accepted_its_key(
+    bank: Celery, orders: Celery, deliveries: Deliveries, connection: Connection, record: op.Record
+) -> None:
+    """Its workers are away for a day, and the broker is wiped. Its relay then says that the key is used."""
+    assert deliveries.deliver(b.deposit, "a1").state == "SUCCESS"
+    enqueue(orders, DEPOSIT, "a1")
+    assert relay_once(orders) == 1
+    connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '2 days'"))
+    connection.execute(text("UPDATE idempotency.records SET expires_at = clock_timestamp() - interval '1 s'"))
+    queues.drained(orders)
+    assert maintenance.purge(bank) == 0
+    resend_lost(orders)
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["service_mismatch"]
 
 
 def test_a_letter_alerts_the_application_that_it_belongs_to(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +25,11 @@ from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters, outbox
 from idempotency.wire import keys
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import FINGERPRINT_HEADER, VERSION_HEADER, Message
+from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, VERSION_HEADER, Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.bank import enqueue_deposit
-from tests.support.dead_messages import die, headers, publish
+from tests.support.dead_messages import die, headers, publish, reject
 from tests.support.deliveries import Deliveries
 from tests.support.operators import ANN
 from tests.support.processes import Processes, eventually
@@ -225,12 +226,36 @@ def test_what_names_no_operation_or_has_a_defect_is_a_letter_at_once(
     assert op.outbox(connection) == []
 
 
+def test_a_row_that_comes_back_says_why_it_was_refused(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    """The names of the parameters, and no values. Publishing it again does not hide it."""
+    consumer.run_once()
+    reject(bank, '[["a1"], {"colour": "blue"}, {}]', headers=headers(**{KEY_HEADER: "a1", FINGERPRINT_HEADER: "v1:f"}))
+    consumer.run_once()
+    relay = Relay(bank)
+    for _ in range(2):
+        (row,) = op.outbox(connection)
+        why = json.loads(row.last_error)
+        assert why["code"] == "invalid_arguments"
+        assert "'colour'" in why["message"]
+        assert "blue" not in why["message"]
+        make_due(connection)
+        relay.run_once()
+    relay.close()
+    assert op.outbox(connection)[0].status == "published"
+
+
 def test_what_was_delivered_too_often_does_not_come_back(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
     consumer.run_once()  # declares the queue
     dead = f"{bank.conf.task_default_queue}-dead"
-    publish(bank, queue=dead, headers=headers(**{"x-first-death-reason": "delivery_limit"}))
+    publish(
+        bank,
+        queue=dead,
+        headers=headers(**{"x-death": [{"queue": bank.conf.task_default_queue, "reason": "delivery_limit"}]}),
+    )
     assert eventually(consumer.run_once) == 1
     assert [letter.reason for letter in op.dead_letters(connection)] == ["delivery_limit"]
 

@@ -156,6 +156,7 @@ def test_what_another_application_has_in_a_shared_dead_letter_queue_is_forwarded
     ours = start("ours", quorum_queue("payments", dead_letter_queue="dead"))
     for app in (orders, ours):
         declare(app, *app.amqp.queues.values())
+    consume(orders)  # its relay has run before
     rejected(orders, PLACE, "o1")
     consume(ours)
     assert reasons(connection) == []
@@ -175,6 +176,7 @@ def test_a_message_that_cannot_be_forwarded_stays_where_it_is(
     ours = start("ours", quorum_queue("payments", dead_letter_queue="dead"))
     for app in (orders, ours):
         declare(app, *app.amqp.queues.values())
+    consume(orders)
     rejected(orders, PLACE, "o1")
 
     def away(*_: Any) -> None:
@@ -187,6 +189,38 @@ def test_a_message_that_cannot_be_forwarded_stays_where_it_is(
     assert reasons(connection) == []
     consume(ours)
     assert depth(ours, "dead_letters.orders") == 1
+
+
+def test_what_names_an_application_that_nobody_has_heard_of_is_kept_without_ending_what_it_names(
+    start: Start, connection: Connection
+) -> None:
+    """A name in a header declares no queue."""
+    orders = start("orders", quorum_queue("orders", dead_letter_queue="dead"))
+    ours = start("ours", quorum_queue("payments", dead_letter_queue="dead"))
+    for app in (orders, ours):
+        declare(app, *app.amqp.queues.values())
+    rejected(orders, b.deposit.name, "a1")
+    eventually(lambda: (consume(ours), reasons(connection))[1])  # without a time of grace
+    assert reasons(connection) == [("unhandled", "ours")]
+    assert op.record(connection, OperationId("default", b.deposit.name, "a1")) is None
+    with ours.connection_for_write() as broker, pytest.raises(broker.channel_errors, match="NOT_FOUND"):
+        broker.default_channel.queue_declare("dead_letters.orders", passive=True)
+
+
+def test_what_names_nobody_in_a_dead_letter_queue_that_two_have_chosen_is_left_to_the_other_for_a_while(
+    start: Start, connection: Connection, others: Connection
+) -> None:
+    orders = start("orders", quorum_queue("orders", dead_letter_queue="dead"))
+    ours = start("ours", quorum_queue("payments", dead_letter_queue="dead"))
+    for app in (orders, ours):
+        declare(app, *app.amqp.queues.values())
+    ours.conf.idempotency_unknown_task_grace = 3600.0
+    close_runtime(ours)
+    rejected(orders, PLACE, "o1", named=False)
+    consume(ours)
+    assert reasons(connection) == []
+    eventually(lambda: (consume(orders), reasons(others))[1])
+    assert reasons(others) == [("rejected", "orders")]
 
 
 # ---------------------------------------------------------------- queues of an earlier version

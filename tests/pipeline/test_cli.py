@@ -228,11 +228,24 @@ def test_list_shows_what_is_accepted_and_has_no_record(run: Run, bank: Celery, d
     assert "accepted" in run("list").out
 
 
+def test_a_limited_list_shows_the_newest_of_all(run: Run, bank: Celery, engine: Engine) -> None:
+    with engine.connect() as connection:
+        for key in ("older", "newer"):
+            op.completed(connection, op.operation(b.deposit, key))
+        connection.execute(
+            text("""UPDATE idempotency.records SET created_at = created_at - interval '1 day',
+                    opened_at = clock_timestamp() + interval '1 s' WHERE key = 'older'""")  # replayed
+        )
+    (row,) = run("list", "--limit", "1", "--json").document
+    assert row["key"] == "newer"
+
+
 def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: Engine) -> None:
     with runtime_of(bank).engine.begin() as connection:
         enqueued(connection, b.deposit, "a")
         put_back = """UPDATE idempotency.outbox SET origin = 'retry', refusals = 3, published_at = clock_timestamp(),
-                      first_refused_at = clock_timestamp() - interval '90 s'"""
+                      first_refused_at = clock_timestamp() - interval '90 s',
+                      last_error = '{"code": "unknown_task", "message": "no task of this name is registered"}'"""
         connection.execute(text(put_back))
     (row,) = run("list", "--status", "accepted", "--json").document
     assert (row["key"], row["status"], row["refusals"]) == ("a", "accepted", 3)
@@ -241,11 +254,11 @@ def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: 
     assert state["accepted"] == 1
     assert 90 <= state["oldest_accepted_seconds"] < 150
     words = run("list").out.replace("│", " ").split()  # cells are folded
-    assert {"accepted", "refused", "times"} <= set(words)
+    assert {"accepted", "refused", "times", "unknown_task"} <= set(words)
     people = run("show", "a").out
     assert "accepted: it has not begun" in people
     assert "refused 3 times since " in people
-    assert "+0000: no worker that received it knows its task" in people
+    assert "+0000: no task of this name is registered" in people
     with engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.outbox SET settled_at = clock_timestamp()"))
     assert "no record" in run("show", "a").out

@@ -384,7 +384,7 @@ class World:
                 application.app,
                 BrokerMessage(
                     body=message.body.encode(),
-                    headers=message.headers | {"x-first-death-queue": application.QUEUE, "x-first-death-reason": why},
+                    headers=message.headers | {"x-death": [{"queue": application.QUEUE, "reason": why}]},
                     content_type="application/json",
                     content_encoding="utf-8",
                     delivery_info={"exchange": "", "routing_key": application.QUEUE},

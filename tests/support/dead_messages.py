@@ -62,7 +62,7 @@ def reject(app: Celery, body: str = BODY, *, dead: int = 1, **options: Any) -> N
 def bury(app: Celery, accounts: Collection[str], changes: Iterable[dict[str, Any]] = repeat({})) -> None:
     """Put messages into the dead-letter queue itself, as if a worker had rejected them; `changes` are their headers."""
     home = app.conf.task_default_queue
-    death = {"x-first-death-queue": home, "x-first-death-reason": "rejected"}
+    death = {"x-death": [{"queue": home, "reason": "rejected"}]}
     with app.connection_for_write() as broker:
         channel = broker.channel()
         before = channel.queue_declare(f"{home}-dead", passive=True).message_count

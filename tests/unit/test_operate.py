@@ -26,6 +26,7 @@ CHANGES = {
     "forget_process",
     "release",
     "remove_operator",
+    "rename_service",
     "replay",
     "request",
     "resolve_effect",

@@ -31,6 +31,16 @@ def refusal(**given: Any) -> str:
     return str(refused.value)
 
 
+def test_the_name_of_a_script_is_no_name_of_an_application() -> None:
+    """`Celery(__name__)`: its workers import the same module under another name."""
+    script = Celery("__main__", set_as_current=False)
+    script.conf.idempotency_database_url = URLS["database_url"]
+    with pytest.raises(SettingsError, match=r"idempotency_service: is '__main__'.*set it"):
+        settings_of(script)
+    script.conf.idempotency_service = "shop"
+    assert settings_of(script).service == "shop"
+
+
 def test_the_defaults_are_the_documented_ones() -> None:
     defaults = settings()
     assert (defaults.lease, defaults.heartbeat) == (60, 20)

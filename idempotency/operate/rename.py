@@ -1,0 +1,37 @@
+"""Rename: give what an application had under its old name to the one that has its tasks and queues now."""
+
+from __future__ import annotations
+
+from celery import Celery
+
+from ..application import runtime_of
+from ..errors import ChangeRefused
+from ..store import services
+from .change import Change, audit
+
+
+def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str, int]:
+    """Give the records, outbox rows, lanes and dead letters of the application `old` to this one, which is called `new`.
+
+    Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
+    `ChangeRefused` while a process of `old` is running, since it would go on to write under that name, and unless `new`
+    is this application's name.
+    """
+    runtime = runtime_of(app)
+    settings = runtime.settings
+    if new != settings.service or old == new:
+        raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
+    renamed, tables, after = dict.fromkeys(services.TABLES, 0), list(services.TABLES), None
+    while tables:
+        with runtime.engine.begin() as connection:
+            if running := services.alive(connection, old, silence=settings.alarm_silence):
+                names = ", ".join(f"{process.kind} {process.name}" for process in running)
+                raise ChangeRefused(f"{old}: is running ({names}); stop its processes first")
+            rows, after = services.rename(connection, tables[0], old, new, after=after)
+            if rows:
+                details = {"old": old, "new": new, "table": tables[0], "rows": rows}
+                audit(connection, change, "rename_service", None, None, details=details)
+        renamed[tables[0]] += rows
+        if after is None:
+            tables.pop(0)
+    return renamed

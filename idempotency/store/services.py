@@ -1,0 +1,71 @@
+"""Giving what one application has to another name, in short transactions.
+
+Records come before rows: a row that is published under the new name must not find the record of another application.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+# Rows that one statement reads, in the order of the primary key; of those it changes the ones with the old name.
+PAGE = 5000
+# For a row that is locked; the command can be repeated.
+_PATIENCE = "SET LOCAL lock_timeout = '5s'"
+
+# For each table: its primary key with the types, and its column. In this order.
+TABLES = {
+    "records": ({"tenant": "text", "task": "text", "key": "text"}, "service"),
+    "dead_letters": ({"id": "bigint"}, "consumer_service"),
+    "lanes": ({"task": "text", "ordering_key": "text"}, "service"),
+    "outbox": ({"id": "bigint"}, "service"),
+}
+
+# The first page has no `after`.
+_RENAME = """
+WITH page AS MATERIALIZED (
+    SELECT {keys}, {column} AS service FROM idempotency.{table} WHERE {after} ORDER BY {keys} LIMIT %(page)s
+), renamed AS (
+    UPDATE idempotency.{table} r SET {column} = %(new)s
+    FROM page WHERE page.service = %(old)s AND ({its_keys}) = ({page_keys}) AND r.{column} = %(old)s
+    RETURNING 1
+)
+SELECT {keys}, (SELECT count(*) FROM renamed) AS renamed FROM page ORDER BY {descending} LIMIT 1
+"""
+
+_ALIVE = """
+SELECT kind, name FROM idempotency.processes
+WHERE service = %(service)s AND seen_at > clock_timestamp() - make_interval(secs => %(silence)s) ORDER BY kind, name
+"""
+
+
+def alive(connection: Connection, service: str, *, silence: float) -> Sequence[Row[Any]]:
+    """The processes of `service` that were seen within the last `silence` seconds."""
+    return connection.exec_driver_sql(_ALIVE, {"service": service, "silence": silence}).all()
+
+
+def rename(
+    connection: Connection, table: str, old: str, new: str, *, after: Sequence[Any] | None
+) -> tuple[int, Sequence[Any] | None]:
+    """Rename what a page of one of `TABLES` has of `old`, in the caller's transaction. `after`: the last key before it.
+
+    Returns how many rows, and the last key of the page; None behind the last one.
+    """
+    keys, column = TABLES[table]
+    names = list(keys)
+    places = ", ".join(f"%(after_{name})s::{kind}" for name, kind in keys.items())
+    statement = _RENAME.format(
+        table=table,
+        column=column,
+        keys=", ".join(names),
+        its_keys=", ".join(f"r.{name}" for name in names),
+        page_keys=", ".join(f"page.{name}" for name in names),
+        descending=", ".join(f"{name} DESC" for name in names),
+        after="true" if after is None else f"({', '.join(names)}) > ({places})",
+    )
+    fields = {f"after_{name}": value for name, value in zip(names, after or (), strict=False)}
+    connection.exec_driver_sql(_PATIENCE)
+    last = connection.exec_driver_sql(statement, fields | {"old": old, "new": new, "page": PAGE}).one_or_none()
+    return (0, None) if last is None else (last.renamed, [getattr(last, name) for name in names])

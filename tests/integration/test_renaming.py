@@ -1,0 +1,145 @@
+"""An application gets another name: nothing of the old one is recovered, published or changed until it is renamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+from typer.testing import CliRunner, Result
+
+from idempotency.application import close_runtime, runtime_of
+from idempotency.checks.startup import require_safe_setup
+from idempotency.cli.root import cli
+from idempotency.errors import ChangeRefused
+from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.letters.examine import examine
+from idempotency.operate.replay import replay
+from idempotency.relay.relay import Relay
+from idempotency.store import services
+from idempotency.store.overview import monitoring_connection
+from idempotency.upkeep import alarms, maintenance, overview
+from idempotency.upkeep.presence import SignOfLife
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support import queues
+from tests.support.dead_messages import waiting
+from tests.support.deliveries import Deliveries
+from tests.support.operators import ANN
+from tests.support.processes import eventually
+
+
+@pytest.fixture(autouse=True)
+def named_as_before(bank: Celery) -> Iterator[None]:
+    yield
+    rename(bank, None)
+
+
+def rename(app: Celery, name: str | None) -> None:
+    """What a deploy with another `idempotency_service` does; None: as at first."""
+    app.conf.changes.pop("idempotency_service", None)
+    app.conf.pop("idempotency_service", None)
+    if name is not None:
+        app.conf.idempotency_service = name
+    close_runtime(app)
+
+
+def command(*typed: object) -> Result:
+    return CliRunner().invoke(cli, [*map(str, typed), "--reason", "renamed", "--as", "ann", "-A", "tests.support.bank"])
+
+
+def renamed(old: str = "bank", new: str = "ledger") -> dict[str, object]:
+    result = command("rename-service", old, new, "--json")
+    assert result.exit_code == 0, result.exception
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+def test_what_was_begun_under_the_old_name_is_recovered_under_the_new_one(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: op.Record
+) -> None:
+    op.expired(connection, op.operation(b.deposit, "a1"), fingerprint=b.fingerprint_of("a1"))  # its worker died
+    rename(bank, "ledger")
+    assert maintenance.recover(bank) == 0
+    settings = runtime_of(bank).settings
+    with monitoring_connection(settings) as monitoring:
+        state = overview.status(monitoring, bank, settings)
+        lasting = alarms.lasting(overview.look(monitoring, bank, settings), settings)
+    assert [(row["service"], row["lease_over"]) for row in state["other_services"]] == [("bank", 1)]
+    assert "no_relay/bank" in [alarm.name for alarm in lasting]
+    assert "no operation of 'ledger' has it" in str(command("release", "a1").exception)
+    assert renamed()["records"] == 1
+    assert maintenance.recover(bank) == 1
+    assert deliveries.deliver(b.deposit, "a1", origin="recover").state == "SUCCESS"
+    assert (record("a1").status, record("a1").service) == ("completed", "ledger")
+    query = text("SELECT actor, action, details ->> 'table' FROM idempotency.audit")
+    assert connection.execute(query).all() == [("ann", "rename_service", "records")]
+
+
+def test_rows_lanes_and_dead_letters_of_the_old_name_go_on_under_the_new_one(
+    bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "PAGE", 1)
+    deliveries.deliver(b.failing, "f1", "permanent")
+    deliveries.deliver(b.failing, "f2", "permanent")
+    b.enqueue_deposit()
+    b.enqueue_deposit(idempotency_key="a2", ordering_key="lane")
+    rename(bank, "ledger")
+    relay = Relay(bank)
+    assert relay.run_once().published == 0
+    counts = {"records": 2, "dead_letters": 2, "lanes": 1, "outbox": 2}
+    assert renamed() == {"change": "renamed", "old": "bank", "new": "ledger"} | counts
+    assert relay.run_once().published == 2
+    relay.close()
+    assert queues.keys(queues.drained(bank)) == ["a1", "a2"]
+    (letter, _) = op.dead_letters(connection)
+    replay(bank, letter.id, ANN)
+    assert [(row.key, row.origin, row.service) for row in op.outbox(connection)][-1] == ("f1", "replay", "ledger")
+    assert renamed() == {"change": "renamed", "old": "bank", "new": "ledger"} | dict.fromkeys(counts, 0)
+
+
+def test_what_a_relay_of_the_old_name_publishes_is_left_to_its_own_workers(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, record: op.Record
+) -> None:
+    """The workers were deployed before the relay. What the one runs, the other would take for another's."""
+    consumer.run_once()  # declares the queue
+    b.enqueue_deposit()
+    relay = Relay(bank)
+    assert relay.run_once().published == 1
+    relay.close()
+    rename(bank, "ledger")
+    name = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        channel = broker.default_channel
+        message = channel.message_to_python(eventually(lambda: channel.basic_get(name, no_ack=False)))
+        message.accept = {"application/json"}
+        assert examine(bank, message).reason == "other_service"  # so the guard rejects it
+        channel.basic_reject(message.delivery_tag, requeue=False)
+        eventually(lambda: waiting(bank) == 1)
+    consumer.run_once()
+    (row,) = op.outbox(connection)
+    assert (row.status, row.service, row.refusals) == ("pending", "bank", 1)
+    assert (record("a1"), op.dead_letters(connection)) == (None, [])
+
+
+def test_a_worker_does_not_start_on_a_queue_that_another_application_consumes(bank: Celery, engine: Engine) -> None:
+    name = bank.conf.task_default_queue
+    SignOfLife(bank, "worker", "w1@host", queues=lambda: [name]).sign()
+    assert require_safe_setup(bank, consumed=[name]) is None
+    rename(bank, "ledger")
+    with pytest.raises(SystemExit, match=f"queue {name}: also consumed by w1@host of the application bank"):
+        require_safe_setup(bank, consumed=[name])
+    assert require_safe_setup(bank, consumed=["elsewhere"]) is None
+
+
+def test_a_name_is_not_taken_from_an_application_that_is_running(bank: Celery, connection: Connection) -> None:
+    SignOfLife(bank, "relay", "relay@host").sign()
+    op.started(connection, op.operation(b.deposit, "a1"))
+    rename(bank, "ledger")
+    refused = command("rename-service", "bank", "ledger").exception
+    assert isinstance(refused, ChangeRefused)
+    assert str(refused) == "bank: is running (relay relay@host); stop its processes first"
+    refused = command("rename-service", "bank", "leger").exception
+    assert str(refused) == "NEW: must be this application's name, 'ledger', and OLD another; got 'leger'"
