@@ -14,7 +14,7 @@ from kombu.utils.uuid import uuid
 from typing_extensions import ParamSpec
 
 from ..application import runtime_of
-from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
+from ..errors import CallRefused, InvalidArguments, InvalidKey, MissingKey, SettingsError
 from ..framework import framework
 from ..handle import Handle, R_co
 from ..observe.logs import log
@@ -36,7 +36,7 @@ from ..wire.message import (
 )
 from . import eager, following, publishing
 from .following import FOLLOWS
-from .spelling import check_spelling
+from .options import check_spelling
 from .using import NEVER_DROPPED, CallOptions, P, Using, check_options, checked_delay
 
 if TYPE_CHECKING:
@@ -226,8 +226,8 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
             raise InvalidArguments(NEVER_DROPPED)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
-        if self.app.conf.task_protocol != 2:
-            raise InvalidArguments(f"task_protocol: must be 2, which workers accept, got {self.app.conf.task_protocol}")
+        if (protocol := self.app.conf.task_protocol) != 2:
+            raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
         given = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
@@ -319,13 +319,16 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         return headers.get(KEY_HEADER) is None and not hasattr(self._key_function, "fields")
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
-        if key is None and (function := type(self)._key_function) is not None:
-            key = keys.made_by(function, arguments, task=self.name)
-        if key is None:
-            raise MissingKey(f"{self.name}: give idempotency_key=, or the task a key template")
+        function = type(self)._key_function
         if tenant is None:
             tenant = runtime_of(self.app).settings.tenant
-        return OperationId(keys.check_key(tenant, field="tenant"), self.name, keys.check_key(key))
+        try:
+            if key is None and function is None:
+                raise MissingKey("give idempotency_key=, or the task a key template")
+            key = keys.made_by(function, arguments) if key is None and function is not None else keys.check_key(key)
+            return OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
+        except (MissingKey, InvalidKey) as refused:
+            raise type(refused)(f"{self.name}: {refused}") from None
 
     @property
     def signature_of_run(self) -> inspect.Signature:

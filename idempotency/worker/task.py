@@ -45,7 +45,6 @@ from ..errors import (
     OperationFailed,
     PermanentError,
     ServiceMismatch,
-    SettingsError,
     Unanswered,
     UnsupportedControl,
 )
@@ -61,6 +60,7 @@ from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, is_anothers, store_refusal
+from .options import check_values
 from .using import P
 from .waiting import Waiting
 
@@ -140,14 +140,14 @@ class IdempotentTask(ControlledTask[P, R_co]):
         hooks.check_class(cls, IdempotentTask)
         if inspect.isfunction(on_failed := cls.__dict__.get("on_failed")):
             cls.on_failed = staticmethod(on_failed)
-        if cls.on_busy not in ("ack", "wait", "raise"):
-            raise SettingsError(f"on_busy: must be 'ack', 'wait' or 'raise', got {cls.on_busy!r}")
+        check_values(cls)
 
     @classmethod
     def bind(cls, app: Celery) -> Celery:
         # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
         bound: Celery = super().bind(app)
+        check_values(cls)  # from task_annotations
         hooks.move_into_attempt(cls, IdempotentTask)
         return bound
 
@@ -217,7 +217,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
             delay = float(retry.when) if isinstance(retry.when, int | float) else None
-            raise Again(delay, retry.exc or retry) from retry
+            raise Again(delay, retry.__cause__ or retry.exc or retry) from retry
         except (Ignore, Reject) as error:
             if (replacement := self._replacement()) is not None:
                 return replacement
