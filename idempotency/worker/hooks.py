@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -48,9 +49,21 @@ def move_into_attempt(cls: Any, base: Any) -> None:
     if cls.before_start is not Task.before_start:
         cls.own_before_start = inspect.getattr_static(cls, "before_start")
         cls.before_start = Task.before_start
-    if cls.__call__ is not base.__call__:
+    if cls.__call__ is not base.__call__ and not hasattr(cls.__call__, "own"):
         cls.own_call = inspect.getattr_static(cls, "__call__")
-        cls.__call__ = base.__call__
+        cls.__call__ = _entrance(cls.own_call, base)
+
+
+def _entrance(own: Callable[..., Any], base: Any) -> Callable[..., Any]:
+    """What a task with a `__call__` of its own is called by: a delivery. Its `super().__call__` is `base.__call__`."""
+
+    def enter(task: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(task).own_call is own:
+            return base._enter(task, args, kwargs)
+        return own(task, *args, **kwargs)  # `super().__call__` of a subclass
+
+    enter.own = own  # type: ignore[attr-defined]
+    return enter
 
 
 def run_in_attempt(task: Any) -> Any:
@@ -62,7 +75,6 @@ def run_in_attempt(task: Any) -> Any:
         task.own_before_start(request.id, request.args, request.kwargs)
     if task.own_call is None:
         return task.run(*request.args, **request.kwargs)
-    request.calls_super = True
     return task.own_call(*request.args, **request.kwargs)
 
 
@@ -80,11 +92,3 @@ def _store_started(task: Any, request: Any) -> None:
         raise
     except Exception as error:
         log.warning("started_not_stored", task=task.name, error=type(error).__name__)
-
-
-def is_super_call(request: Any) -> bool:
-    """Whether this call comes from the task's own `__call__`, inside the attempt. True once."""
-    if not request.get("calls_super"):
-        return False
-    request.calls_super = False
-    return True

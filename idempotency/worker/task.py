@@ -152,8 +152,12 @@ class IdempotentTask(ControlledTask[P, R_co]):
     # ------------------------------------------------------------ one delivery
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        if hooks.is_super_call(self.request):
-            return cast(R_co, self.run(*args, **kwargs))
+        if self.own_call is not None and self._is_running:
+            return cast(R_co, self.run(*args, **kwargs))  # reached as `super().__call__` alone: see `hooks`
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R_co:
+        """A call from outside the body: a delivery, or an eager call under its key."""
         if self.request.called_directly or self._is_running:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):

@@ -189,6 +189,93 @@ def test_a_call_that_would_never_run_is_refused_with_its_remedy() -> None:
             abstract = True
 
 
+class TriesAgain(IdempotentTask):
+    """As for deadlocks: the call is made once more."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.session.execute(text("SELECT 1"))
+        try:
+            return super().__call__(*args, **kwargs)
+        except KeyError:
+            self.session.rollback()
+            return super().__call__(*args, **kwargs)
+
+
+def test_a_call_of_the_base_may_call_the_body_again(make: Any, deliveries: Deliveries, entries: Entries) -> None:
+    runs: list[str] = []
+
+    def fails_once(self: Any, a: str) -> str:
+        runs.append(a)
+        pay(self)
+        if len(runs) == 1:
+            raise KeyError(a)
+        return a
+
+    assert deliveries.deliver(make(TriesAgain, fails_once), "k").value == "k"
+    assert (runs, entries("paid")) == (["k", "k"], 1)
+
+
+class GoesToSuper(IdempotentTask):
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+class GoesToRun(IdempotentTask):
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+@pytest.mark.parametrize("base", [GoesToSuper, GoesToRun])
+def test_a_call_in_a_body_runs_under_its_own_key_whatever_the_base_calls(
+    base: Any, make: Any, deliveries: Deliveries, entries: Entries
+) -> None:
+    made: list[Any] = []
+
+    def calls_itself(self: Any, a: str) -> str:
+        if a == "parent":
+            made[0]("child")
+        pay(self)
+        return a
+
+    made.append(make(base, calls_itself))
+    assert [deliveries.deliver(made[0], a).value for a in ("parent", "child")] == ["parent", "child"]
+    assert entries("paid") == 2
+
+
+def test_a_task_derived_from_a_registered_one_goes_through_both_calls(
+    bank: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    class First(CallsSuper):
+        name = "test.first"
+        key = "{a}"
+
+        def run(self, a: str) -> str:
+            return body(self, a)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs) + "!"
+
+    class Second(First):
+        name = "test.second"
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs) + "?"
+
+    try:
+        first, second = bank.register_task(First()), bank.register_task(Second())
+        assert [deliveries.deliver(task, "k").value for task in (first, second)] == ["paid!", "paid!?"]
+        assert (entries("call"), entries("paid")) == (2, 2)
+    finally:
+        for task in (First, Second):
+            bank.tasks.pop(task.name, None)
+
+
 # ---------------------------------------------------------------- other ways around the claim
 
 
