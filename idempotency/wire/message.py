@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidArguments
 from . import encoding
 from .keys import OperationId
 
@@ -64,6 +65,11 @@ _PROTOCOL_HEADERS = (
     "stamped_headers",
     "stamps",
 )
+# Of Celery's message, the fields that decide what becomes of it; among the headers, each would replace Celery's own.
+CELERYS_FIELDS = frozenset(
+    ("task", "id", "eta", "expires", "retries", "timelimit", "group", "group_index", "root_id", "parent_id",
+     "replaced_task_nesting")
+)  # fmt: skip
 _OURS = "idempotency-"
 # Added by the relay to each delivery; not part of the stored message.
 MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER, SERVICE_HEADER)
@@ -241,6 +247,20 @@ class Message:
 def is_brokers(header: str) -> bool:
     """Whether the broker has added a header of this name, rather than the message's sender."""
     return header.startswith(_BROKERS_HEADERS)
+
+
+def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the headers that a caller gives, those that are its own; the key and the tenant, too, unless they came along.
+
+    A body that passes its message's headers on, with a trace in them, means that. The key in them is its own operation's.
+    Those of a message that a worker has received have a version. Raises `InvalidArguments` for a field of Celery's.
+    """
+    if fields := sorted(CELERYS_FIELDS & given.keys()):
+        raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
+    kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
+    return {
+        name: value for name, value in given.items() if name in kept or not (name.startswith(_OURS) or is_brokers(name))
+    }
 
 
 def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from ..wire.message import (
     TENANT_HEADER,
     VERSION_HEADER,
     Message,
+    senders_headers,
 )
 from . import eager, publishing
 from .spelling import check_spelling
@@ -143,7 +144,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         options = dict(given)
         countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
-        own = options.pop("headers", None) or {}
+        own = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(
             args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None), own
         )
@@ -207,15 +208,17 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         then nothing was sent.
         """
         args, kwargs = self._as_sent(args, kwargs)
-        if (options.get("expires") or self.expires) is not None:
+        if options.get("expires", self.expires) is not None:
             raise InvalidArguments(NEVER_DROPPED)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
         if self.app.conf.task_protocol != 2:
             raise InvalidArguments(f"task_protocol: must be 2, which workers accept, got {self.app.conf.task_protocol}")
-        given = options.pop("headers", None) or {}
+        given = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         celerys = (task_id, producer, link, link_error, shadow)
+        if self.app.conf.task_always_eager:  # Celery goes on to `apply`
+            options |= {"idempotency_key": id.key, "tenant": id.tenant}
         return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
@@ -234,7 +237,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         framework().check_no_transaction()
         eager.check_no_transaction(runtime_of(self.app))
         args, kwargs = self._as_sent(args, kwargs)
-        given = options.pop("headers", None) or {}
+        given = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         eager.check_may_begin(self.app, id)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
@@ -265,13 +268,15 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         }
         return id, sent
 
-    def _check_call(self, call: Signature) -> None:
-        """Raise the `CallRefused` that sending this signature would raise."""
+    def _check_call(self, call: Signature) -> OperationId:
+        """The operation that this signature is for. Raises the `CallRefused` that sending it would raise."""
         options = call.options
         if options.get("expires") is not None:
             raise InvalidArguments(NEVER_DROPPED)
         args, kwargs = self._as_sent(call.args, call.kwargs)
-        self._checked(args, kwargs, options.get("idempotency_key"), options.get("tenant"), options.get("headers") or {})
+        headers = senders_headers(options.get("headers") or {})
+        id, _ = self._checked(args, kwargs, options.get("idempotency_key"), options.get("tenant"), headers)
+        return id
 
     def named_by(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
         """The operation that a message names, by its headers or by its arguments. Raises `CallRefused`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import Literal
 from uuid import NAMESPACE_OID, uuid5
@@ -39,10 +40,11 @@ def park_if_early(connection: Connection, delivery: Delivery, *, service: str) -
 def park_under_its_key(connection: Connection, delivery: Delivery, *, service: str) -> Literal[True]:
     """Let a message come back with its key in its header, the same one for all deliveries of this message.
 
-    The first delivery of a task id decides: its row has an id made from that.
+    The first delivery of a message decides: its row has an id made from the message. Another one may have its task id.
     """
-    message_id = str(uuid5(NAMESPACE_OID, f"{delivery.id.task} {delivery.task_id}"))
-    _park(connection, delivery, Message.from_text(delivery.message), service, eta=delivery.eta, message_id=message_id)
+    message = Message.from_text(delivery.message)
+    same = json.dumps([delivery.id.tenant, delivery.id.task, delivery.task_id, message.body])
+    _park(connection, delivery, message, service, eta=delivery.eta, message_id=str(uuid5(NAMESPACE_OID, same)))
     return True
 
 

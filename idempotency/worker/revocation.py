@@ -24,7 +24,7 @@ from ..attempt.last_look import REVOKED
 from ..observe.logs import log
 from ..store import claims, ends
 from ..store.answers import Claimed
-from ..wire.message import REVOKED_HEADER, all_headers
+from ..wire.message import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
 
@@ -36,7 +36,9 @@ class Request(request.Request):
         super().__init__(message, **options)
         # Celery's rule for what counts as a sender's header, without its exception for a header called `headers`.
         own = Context({name: value for name, value in self._request_dict.items() if name != "headers"}).headers
-        self._request_dict["headers"] = all_headers({**(own or {}), **_nested(self._request_dict)})
+        received = all_headers({**(own or {}), **_nested(self._request_dict)})
+        # whoever passes these headers on does not mean the key in them: see `senders_headers`
+        self._request_dict["headers"] = {VERSION_HEADER: MESSAGE_VERSION} | received
 
     def revoked(self) -> bool:
         super().revoked()

@@ -345,6 +345,17 @@ def test_a_redelivered_message_without_a_key_keeps_its_first_key(
     assert entries("a") == 1
 
 
+def test_two_messages_without_a_key_under_one_task_id_both_run(
+    deliveries: Deliveries, connection: Connection, entries: Entries
+) -> None:
+    """`send_task("import", [file], task_id=f"import-{customer}")`: another file on another day."""
+    for account in ("monday", "tuesday"):
+        assert deliveries.deliver(hooked.named_at_random, account, task_id="import-7").state == "IGNORED"
+    for row in op.outbox(connection):
+        assert deliver_row(deliveries, hooked.named_at_random, row).state == "SUCCESS"
+    assert (entries("monday"), entries("tuesday")) == (1, 1)
+
+
 def test_a_retry_of_a_message_without_a_key_survives_another_key_template(
     make: Any, deliveries: Deliveries, engine: Engine, connection: Connection, record: op.Record
 ) -> None:

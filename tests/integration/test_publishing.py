@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -16,7 +17,17 @@ from idempotency import InvalidArguments, SettingsError
 from idempotency.application import runtime_of
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
-from idempotency.wire.message import Message
+from idempotency.wire.message import (
+    DUE_HEADER,
+    KEY_HEADER,
+    ORIGIN_HEADER,
+    OUTBOX_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    Message,
+    senders_headers,
+)
+from idempotency.worker.revocation import Request
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
@@ -144,6 +155,55 @@ def test_headers_of_the_caller_are_kept_over_retries_and_replays(
     deliver_row(deliveries, task, op.outbox(connection)[-1])
     kept = ("r-1", "00-a-b-01", None, None)
     assert seen == [("r-1", "00-a-b-01", [{"count": 1}], 1), kept, kept]
+
+
+WAYS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "enqueue": lambda session, headers: b.deposit.enqueue(session, "child", headers=headers),
+    "apply_async": lambda _, headers: b.deposit.apply_async(("child",), headers=headers),
+    "a signature": lambda _, headers: b.deposit.s("child").set(headers=headers).apply_async(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_headers_passed_on_by_a_body_name_no_operation_in_their_new_message(way: str, bank: Celery) -> None:
+    """As a worker has them: the key is the operation's own, and the marks are its message's."""
+    received = {"x-request-id": "r-1", KEY_HEADER: "parent", TENANT_HEADER: "t", OUTBOX_HEADER: "o", DUE_HEADER: "2020"}
+    received |= {VERSION_HEADER: 1, "x-death": [{"count": 1}], "x-delivery-count": 1}
+    sent: list[dict[str, Any]] = []
+
+    def before(headers: dict[str, Any], **_: Any) -> None:
+        sent.append(headers)
+
+    with runtime_of(bank).engine.connect() as session, heard((signals.before_task_publish, before)):
+        WAYS[way](session, received)
+    (headers,) = sent
+    assert (headers["x-request-id"], headers[KEY_HEADER], headers[TENANT_HEADER]) == ("r-1", "child", "default")
+    assert not {OUTBOX_HEADER, DUE_HEADER, "x-death", "x-delivery-count"} & headers.keys()
+
+
+def test_a_key_and_a_tenant_may_be_given_as_headers(bank: Celery, connection: Connection) -> None:
+    b.deposit.enqueue(connection, "a", headers={KEY_HEADER: "mine", TENANT_HEADER: "t", ORIGIN_HEADER: "replay"})
+    (row,) = op.outbox(connection)
+    assert (row.tenant, row.key, ORIGIN_HEADER in Message.from_text(row.message).headers) == ("t", "mine", False)
+
+
+def test_headers_that_a_worker_received_are_told_from_given_ones(bank: Celery) -> None:
+    """Also those of a message that was sent by name, with a key alone."""
+    headers = {"task": b.deposit.name, "id": "t-1", KEY_HEADER: "k", "x-request-id": "r-1"}
+    message = SimpleNamespace(
+        headers=headers, properties={}, delivery_info={}, payload=(["a"], {}, {}), body=b"", content_type="",
+        content_encoding="", decode=lambda: (["a"], {}, {}),
+    )  # fmt: skip
+    request = Request(message, app=bank, task=b.deposit, headers=headers)
+    assert senders_headers(request.request_dict["headers"]) == {"x-request-id": "r-1"}
+
+
+def test_a_header_that_decides_over_its_message_is_refused(bank: Celery, connection: Connection) -> None:
+    with pytest.raises(InvalidArguments, match=r"^headers: 'id' is a field of Celery's message$"):
+        b.deposit.enqueue(connection, "a", headers={"id": 17})
+    with pytest.raises(InvalidArguments, match=r"^headers: 'task' is a field"):
+        b.deposit.apply_async(("a",), headers={"task": "other"})
+    assert op.outbox(connection) == []
 
 
 def test_a_header_that_json_lacks_is_kept_as_text(bank: Celery, deliveries: Deliveries, connection: Connection) -> None:

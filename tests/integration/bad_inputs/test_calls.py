@@ -122,6 +122,7 @@ def test_arguments_that_are_unusual_arrive_as_they_were_sent(value: Any, deliver
 
 EXPIRING: dict[str, Callable[[Any, Session], Any]] = {
     "20-expires-in-the-call": lambda _, session: b.deposit.apply_async((SECRET,), expires=-1),
+    "20-expires-at-once": lambda _, session: b.deposit.apply_async((SECRET,), expires=0),
     "20-expires-in-a-signature": lambda _, session: b.deposit.s(SECRET).set(expires=PAST).apply_async(),
     "20-expires-of-the-task": lambda expiring, session: expiring.delay(SECRET),
     "20-expires-in-enqueue": lambda _, session: b.deposit.enqueue(session, SECRET, expires=60),
