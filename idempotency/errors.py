@@ -176,7 +176,8 @@ class SessionNotYours(PermanentError):
 class UnsupportedControl(PermanentError):
     """A body raised `Ignore` or `Reject`, which would acknowledge the message while the record says otherwise.
 
-    Also from `retry` with other arguments, and from `replace` after a thousand replacements in a row.
+    Also from `retry` with other arguments or more retries than the task has, and from `replace` after a thousand
+    replacements in a row, or of what can never be sent.
     """
 
     default_code = "unsupported_control"

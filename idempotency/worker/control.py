@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NoReturn
 
 from celery import Celery, Signature, signature
+from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, ImproperlyConfigured, Reject, Retry
 from celery.result import allow_join_result
 from celery.utils.time import maybe_make_aware
+from kombu.exceptions import SerializationError
 
 from ..application import runtime_of
 from ..attempt.endings import MAX_DELAY
 from ..attempt.policy import Policy
 from ..errors import (
+    CallRefused,
     Defer,
     InvalidArguments,
     LeaseLost,
@@ -26,6 +29,7 @@ from ..errors import (
     UnsupportedControl,
 )
 from ..handle import R_co
+from ..store.statements import describe
 from ..wire import keys, results
 from .body import RunningTask
 from .calls import KeyedTask
@@ -33,6 +37,9 @@ from .using import P
 
 # The result of an operation that was replaced: its only member, with the signature of the replacement as JSON.
 REPLACED = "idempotency-replaced-by"
+# Wrong with the replacement or the application's settings, whatever the broker says: no such queue, no arguments that fit.
+NEVER_SENT = (CallRefused, ImproperlyConfigured, SerializationError, NotImplementedError, ValueError, TypeError,
+              LookupError, AttributeError)  # fmt: skip
 # Operations that replace each other in a circle would send each other forever.
 LONGEST_REPLACEMENT = 1_000
 
@@ -65,16 +72,24 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
     def _read_max_retries(cls) -> None:
         """Celery's `max_retries` is the same limit as `max_attempts`, which counts the first attempt, too."""
         given = inspect.getattr_static(cls, "max_retries")
-        if isinstance(given, property):
-            return
-        if type(given) is not int or given < 0:
-            raise SettingsError(
-                f"max_retries of {cls.__name__}: must be 0 or more, got {given!r}; every operation ends"
-            )
-        if (attempts := cls.__dict__.get("max_attempts")) not in (None, given + 1):
-            raise SettingsError(f"max_retries={given} and max_attempts={attempts} of {cls.__name__}: give one of them")
-        cls.max_attempts = given + 1
-        cls.max_retries = ControlledTask.__dict__["max_retries"]  # type: ignore[method-assign]
+        if not isinstance(given, property):
+            _check_retries(f"max_retries of {cls.__name__}", given)
+            if (attempts := cls.__dict__.get("max_attempts")) not in (None, given + 1):
+                raise SettingsError(
+                    f"max_retries={given} and max_attempts={attempts} of {cls.__name__}: give one of them"
+                )
+            cls.max_attempts = given + 1
+            cls.max_retries = ControlledTask.__dict__["max_retries"]  # type: ignore[method-assign]
+        of_autoretry = getattr(cls, "retry_kwargs", None) or {}
+        if "max_retries" in of_autoretry:
+            _check_retries(f"retry_kwargs of {cls.__name__}: max_retries", retries := of_autoretry["max_retries"])
+            if cls.max_attempts is None:
+                cls.max_attempts = retries + 1
+            elif cls.max_attempts <= retries:
+                raise SettingsError(
+                    f"retry_kwargs of {cls.__name__}: max_retries={retries} is more than its max_attempts={cls.max_attempts} "
+                    f"allow; give the task max_retries={retries}"
+                )
 
     @property
     def max_retries(self) -> int:
@@ -98,15 +113,20 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
     ) -> Retry:
         """Let go and try again later, under the same key and task id; the delay is kept in Postgres.
 
-        `countdown` in seconds, `eta` as an aware datetime. Raises `Retry`, or returns it with `throw=False`; an `exc`
-        that is a final error; `RetriesExhausted` beyond `max_retries`, and without an `exc` beyond the task's own;
-        `InvalidArguments` for a delay of more than ten years; `UnsupportedControl` for other arguments, which would be
-        another operation.
+        `countdown` in seconds, `eta` as an aware datetime. Raises `Retry`; with `throw=False` returns it, and the attempt is
+        let go once the body has returned. Raises an `exc` that is a final error; `RetriesExhausted` beyond `max_retries`,
+        and without an `exc` beyond the task's own; `InvalidArguments` for a delay of more than ten years;
+        `UnsupportedControl` for other arguments, which would be another operation, and for more retries than the task has.
         """
         if not self._is_this_call(args, kwargs):
             raise UnsupportedControl("retry: other arguments are another operation; enqueue it under its own key")
         if isinstance(exc, PermanentError | Defer | LeaseLost | OutcomeInDoubt | Ignore | Reject):
             raise exc  # autoretry_for must not turn a final error into another attempt
+        if max_retries is not None and max_retries > self.max_retries:
+            raise UnsupportedControl(
+                f"retry: max_retries={max_retries} is more than the task's own {self.max_retries}, after which the operation "
+                f"ends; give the task max_retries={max_retries}"
+            )
         if max_retries is None and exc is None:
             max_retries = self.max_retries
         if max_retries is not None and self.request.retries >= max_retries:
@@ -118,6 +138,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
         if throw:
             raise retry
+        self.request.asked = retry  # the body may go on; then it has not ended its operation
         return retry
 
     def _is_this_call(self, args: Any, kwargs: Any) -> bool:
@@ -140,7 +161,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         The operation completes with this attempt's writes. Then `sig` is sent under its task id, and again for each
         duplicate of this operation, so its tasks should be idempotent, too. Sent like the next task of a chain: not part
         of the commit. Raises `CallRefused` for a signature that could not be sent (also an `ImproperlyConfigured` where
-        Celery raises that), `UnsupportedControl` for the thousandth replacement in a row.
+        Celery raises that) or is this operation itself, `UnsupportedControl` for the thousandth replacement in a row.
         """
         if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
             raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
@@ -149,9 +170,18 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         replacement: Signature = signature(plain, app=self.app)
         if "chord" in replacement.options:
             raise InvalidReplacement("A signature replacing a task must not be part of a chord")
+        if (
+            replacement.subtask_type in ("group", "chord")
+            and not self.request.is_eager
+            and isinstance(self.backend, DisabledBackend)
+        ):
+            raise InvalidArguments("replace: a group or a chord needs a result backend")
         for first in _first_of(replacement):
-            if isinstance(task := self.app.tasks.get(first.task), KeyedTask):
-                task._check_call(first)
+            task = self.app.tasks.get(first.task)
+            if isinstance(task, KeyedTask) and task._check_call(first) == self._attempt.claim.id:
+                raise InvalidArguments(
+                    "replace: by this operation itself, which has then ended; retry it, or give another key"
+                )
         self.request.replacement = {REPLACED: plain}
         raise Ignore("replaced")
 
@@ -163,7 +193,8 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
     def _hand_over(self, result: Mapping[str, Any]) -> Any:
         """Send the replacement of an operation that is committed. Raises `Ignore`; returns its result if it is eager.
 
-        Raises `Unanswered` if it could not be sent: it is owed, so the message has to come back.
+        Raises `Unanswered` if it could not be sent: it is owed, so the message has to come back. Raises
+        `UnsupportedControl` if it never can be.
         """
         if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
             raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
@@ -172,6 +203,9 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         except Ignore:
             raise
         except Exception as error:
+            # an eager call has run it; some OSErrors are ValueErrors, too
+            if isinstance(error, NEVER_SENT) and not isinstance(error, OSError) and not self.request.is_eager:
+                raise UnsupportedControl(f"replace: its signature cannot be sent: {describe(error)}") from error
             raise Unanswered(f"{self.name}: its replacement could not be sent") from error
 
     def on_replace(self, sig: Signature) -> Any:
@@ -179,6 +213,11 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
             with allow_join_result():  # nothing waits: each result is there when it is asked for
                 return sig.apply().get()
         return super().on_replace(sig)
+
+
+def _check_retries(name: str, given: object) -> None:
+    if type(given) is not int or given < 0:
+        raise SettingsError(f"{name}: must be 0 or more, got {given!r}; every operation ends")
 
 
 def is_replacement(result: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..attempt.runtime import Runtime
-from ..errors import FingerprintMismatch, ServiceMismatch
+from ..errors import FingerprintMismatch, PermanentError, ServiceMismatch
 from ..store import claims, letters
 from ..store.answers import error_text
 from ..wire import keys
@@ -64,9 +64,9 @@ def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
 
 
 def store_refusal(
-    runtime: Runtime, delivery: Delivery, generation: int, error: FingerprintMismatch | ServiceMismatch
+    runtime: Runtime, delivery: Delivery, generation: int, error: FingerprintMismatch | ServiceMismatch | PermanentError
 ) -> None:
-    """Keep a request under a key that another one has used as a dead letter."""
+    """Keep a request under a key that another one has used, or what cannot be sent after its end, as a dead letter."""
     with runtime.autocommit() as connection:
         letters.store_refusal(
             connection,

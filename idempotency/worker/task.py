@@ -56,7 +56,7 @@ from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
-from ..wire.message import DUE_HEADER
+from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import hooks, parking
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, store_refusal
@@ -68,6 +68,7 @@ T = TypeVar("T")
 INSTALL = "idempotency.installation:install"
 # Another request has used the key.
 Refusal = FingerprintMismatch | ServiceMismatch
+KeptT = TypeVar("KeptT", Refusal, UnsupportedControl)
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -202,10 +203,12 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _body(self, attempt: Attempt) -> Any:
         request = self.request
-        request.retries, request.attempt = max(attempt.claim.attempts - 1, 0), attempt
+        request.retries, request.attempt, request.asked = max(attempt.claim.attempts - 1, 0), attempt, None
         request.eta = (request.headers or {}).get(DUE_HEADER)
         try:
             result = hooks.run_in_attempt(self)
+            if request.asked is not None:
+                raise request.asked
             # as Celery stores it
             return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
@@ -221,9 +224,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
         """What Celery sees of an outcome."""
         match outcome:
             case Finished(result=result):
-                return self._returned(result)
+                return self._returned(delivery, result)
             case Completed():
-                return self._returned(outcome.value())
+                return self._returned(delivery, outcome.value())
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:
                 return Raised(Ignore(REVOKED))
             case Ended(error):
@@ -241,13 +244,15 @@ class IdempotentTask(ControlledTask[P, R_co]):
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
 
-    def _returned(self, result: Any) -> Returned | Raised:
+    def _returned(self, delivery: Delivery, result: Any) -> Returned | Raised:
         if not is_replacement(result):
             return Returned(result)
         try:
             return Returned(self._hand_over(result))
-        except (Ignore, UnsupportedControl) as replaced:
+        except Ignore as replaced:
             return Raised(replaced)
+        except UnsupportedControl as error:
+            return Raised(self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), error))
 
     def _run_as_errback(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run here as an errback of the new style, once for each failed task id.
@@ -268,10 +273,14 @@ class IdempotentTask(ControlledTask[P, R_co]):
         return outcome.value
 
     def _refuse(self, delivery: Delivery, generation: int, error: Refusal) -> Refusal:
-        """A request under a key that another one has used: keep it as a dead letter, and change nothing else."""
+        """A request under a key that another one has used."""
+        metrics.mismatches.labels(self.name).inc()
+        return self._kept(delivery, generation, error)
+
+    def _kept(self, delivery: Delivery, generation: int, error: KeptT) -> KeptT:
+        """Keep a message, and what is wrong with it, as a dead letter, and change nothing else."""
         if not delivery.is_eager:
             self._answer(delivery, lambda: store_refusal(runtime_of(self.app), delivery, generation, error))
-        metrics.mismatches.labels(self.name).inc()
         log.warning(error.code, task=self.name, key=delivery.id.key)
         return error
 

@@ -20,7 +20,7 @@ from idempotency import IdempotentTask, InvalidArguments, SettingsError
 from tests.support import bank as app_module
 from tests.support import operations
 from tests.support.deliveries import Deliveries
-from tests.support.operations import Entries, Record
+from tests.support.operations import Entries, Record, make_due
 from tests.support.processes import Worker, eventually
 from tests.support.tasks import ROW, Provider, accept, make_task, transactional
 
@@ -180,6 +180,46 @@ def test_max_retries_is_the_limit_of_attempts(
     last = deliveries.deliver(task, key="a")
     assert (last.state, str(last.value)) == ("FAILURE", "1 of 1")
     assert (code(record("a")), record("a").attempts) == ("attempts_exhausted", 2)
+
+
+def test_a_retry_asked_for_without_raising_is_another_attempt(
+    bank: Celery, deliveries: Deliveries, record: Record, entries: Entries, engine: Engine
+) -> None:
+    def body(self: Any) -> str:
+        self.session.execute(ROW)
+        if self.request.retries == 0:
+            self.retry(countdown=0, throw=False)
+        return "paid"
+
+    task = make_task(bank, body)
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    assert (record("k").status, entries("row")) == ("released", 0)
+    make_due(engine, "k")
+    assert deliveries.deliver(task, key="k", origin="retry").value == "paid"
+    assert entries("row") == 1
+
+
+def test_more_retries_than_the_task_has_are_refused_at_the_first(
+    bank: Celery, deliveries: Deliveries, record: Record
+) -> None:
+    def body(self: Any) -> None:
+        raise self.retry(countdown=0, max_retries=10)
+
+    assert deliveries.deliver(make_task(bank, body), key="k").state == "FAILURE"
+    assert code(record("k")) == "unsupported_control"
+    assert "give the task max_retries=10" in record("k").error
+
+
+def test_retry_kwargs_set_the_limit_of_attempts_or_are_refused(bank: Celery) -> None:
+    def body(self: Any) -> None: ...
+
+    many = {"autoretry_for": (ValueError,), "retry_kwargs": {"max_retries": 10}}
+    assert make_task(bank, body, **many).max_retries == 10
+    assert make_task(bank, body, max_attempts=20, **many).max_retries == 19
+    with pytest.raises(SettingsError, match=r"^retry_kwargs of body: max_retries=10 is more than its max_attempts=5"):
+        make_task(bank, body, max_attempts=5, **many).max_retries  # noqa: B018
+    with pytest.raises(SettingsError, match=r"^retry_kwargs of body: max_retries: must be 0 or more, got None"):
+        make_task(bank, body, retry_kwargs={"max_retries": None}).max_retries  # noqa: B018
 
 
 def test_a_body_may_catch_that_no_retry_is_left(bank: Celery, deliveries: Deliveries) -> None:
@@ -374,12 +414,14 @@ def test_a_replaced_operation_completes_and_every_delivery_sends_the_replacement
 
 
 def test_a_replacement_that_cannot_be_sent_after_the_commit_stays_owed(
-    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+    configured: Celery, monkeypatch: pytest.MonkeyPatch, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
     def body(self: Any) -> None:
-        self.replace(app_module.deposit.s("a").set(queue="of no application"))
+        self.replace(app_module.deposit.s("a").set(retry=False))
 
-    task = make_task(bank, body)
+    task = make_task(configured, body)
+    configured.conf.broker_write_url = "amqp://127.0.0.1:9//"  # where no broker is
+    monkeypatch.setattr(configured.amqp, "_producer_pool", None)
     assert deliveries.deliver(task, key="k").state == "IGNORED"
     assert record("k").status == "completed"
     with engine.connect() as connection:
@@ -387,9 +429,24 @@ def test_a_replacement_that_cannot_be_sent_after_the_commit_stays_owed(
     assert (row.key, row.origin, row.settled_at) == ("k", "retry", None)
 
 
+def test_a_replacement_that_can_never_be_sent_ends_as_a_dead_letter(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
+    def body(self: Any) -> None:
+        self.replace(app_module.deposit.s("a").set(queue="of no application"))
+
+    task = make_task(bank, body)
+    assert [deliveries.deliver(task, key="k").state for _ in range(2)] == ["FAILURE", "FAILURE"]
+    assert record("k").status == "completed"
+    with engine.connect() as connection:
+        assert [letter.reason for letter in operations.dead_letters(connection)] == ["unsupported_control"]
+        assert operations.outbox(connection) == []
+
+
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
+        (lambda: group(app_module.deposit.s("a"), app_module.deposit.s("b")), "call_refused"),
         (lambda: app_module.returning.s("no key"), "call_refused"),
         (lambda: group(app_module.returning.s("no key"), app_module.deposit.s("a")), "call_refused"),
         (lambda: app_module.returning.s("no key") | app_module.deposit.s(), "call_refused"),
@@ -416,6 +473,17 @@ def test_what_celery_takes_for_no_replacement_is_its_own_error(bank: Celery, del
 
     failed = deliveries.deliver(make_task(bank, body), key="k")
     assert isinstance(failed.value, ImproperlyConfigured)
+
+
+def test_an_operation_does_not_replace_itself(bank: Celery, deliveries: Deliveries, record: Record) -> None:
+    made: list[Any] = []
+
+    def body(self: Any, a: str) -> None:
+        self.replace(made[0].si(a))
+
+    made.append(make_task(bank, body, key="{a}"))
+    assert deliveries.deliver(made[0], "k").state == "FAILURE"
+    assert code(record("k")) == "call_refused"
 
 
 def test_operations_do_not_replace_each_other_for_ever(bank: Celery, deliveries: Deliveries, record: Record) -> None:

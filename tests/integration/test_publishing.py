@@ -167,7 +167,13 @@ WAYS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_headers_passed_on_by_a_body_name_no_operation_in_their_new_message(way: str, bank: Celery) -> None:
     """As a worker has them: the key is the operation's own, and the marks are its message's."""
-    received = {"x-request-id": "r-1", KEY_HEADER: "parent", TENANT_HEADER: "t", OUTBOX_HEADER: "o", DUE_HEADER: "2020"}
+    received: dict[str, Any] = {
+        "x-request-id": "r-1",
+        KEY_HEADER: "parent",
+        TENANT_HEADER: "t",
+        OUTBOX_HEADER: "o",
+        DUE_HEADER: "2020",
+    }
     received |= {VERSION_HEADER: 1, "x-death": [{"count": 1}], "x-delivery-count": 1}
     sent: list[dict[str, Any]] = []
 
