@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Connection
@@ -121,6 +122,14 @@ UPDATE idempotency.records SET revoked_generation = generation, updated_at = clo
 WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND status IN ('started', 'released')
   AND (revoked_generation IS NULL OR NOT %(remembered)s)
 RETURNING 1
+"""
+
+_STANDING = f"""
+(SELECT true AS has_begun, message FROM idempotency.records
+ WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND status IN ('started', 'released'))
+UNION ALL
+(SELECT false, message FROM idempotency.outbox
+ WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND settled_at IS NULL ORDER BY id LIMIT 10)
 """
 
 
@@ -256,6 +265,18 @@ def is_accepted(connection: Connection, id: OperationId, fingerprint: str, body:
     """Whether a message with exactly this body was accepted under this fingerprint, so that its arguments are the same."""
     rows = execute(connection, _ACCEPTED, named(id) | {"fingerprint": fingerprint}).fetchall()
     return any(_body(row.message) == body for row in rows)
+
+
+def is_anothers(
+    connection: Connection, id: OperationId, fingerprint: str, task_id: str, *, service: str, also: Sequence[str] = ()
+) -> bool:
+    """Whether the operation has begun under another task id than this one, or before that was accepted under another, too."""
+    parameters = {"service": service, "fingerprints": [fingerprint, *also]}
+    ids: dict[bool, set[str]] = {True: set(), False: set()}
+    for row in execute(connection, _STANDING, named(id) | parameters).fetchall():
+        with suppress(ValueError):  # one that began without a message
+            ids[row.has_begun].add(Message.from_text(row.message).headers.get("id", task_id))
+    return bool((ids[True] or ids[False]) - {task_id})
 
 
 def _body(message: str) -> str | None:

@@ -7,6 +7,7 @@ under the same task id. Arguments are kept as the text that was sent.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -140,9 +141,9 @@ class Message:
         properties: dict[str, Any] = {"correlation_id": correlation_id}
         if priority is not None:
             properties["priority"] = priority
-        return cls(
-            _without_times(headers), encoding.dumps(body), {"queue": declare[0].name} if declare else route, properties
-        )
+        if declare and (exchange, routing_key) in (("", declare[0].name), _place(declare[0])):
+            route = {"queue": declare[0].name}
+        return cls(_without_times(headers), encoding.dumps(body), route, properties)
 
     @classmethod
     def delivered(cls, request: Any) -> Message:
@@ -223,10 +224,10 @@ class Message:
             known = app.amqp.queues[queue]
             return known.exchange.name, known.routing_key
         if (delayed := self.route.get("delayed")) is not None:
-            for known in app.amqp.queues.values():
-                if delayed in (known.routing_key, known.name):
-                    return known.exchange.name, known.routing_key
-            raise KeyError(delayed)
+            if (arrived := _bound(app, delayed)) is None:
+                raise KeyError(delayed)
+            # by a pattern: to the queue alone, because others may be bound to it, too
+            return _place(arrived) if delayed in (arrived.routing_key, arrived.name) else ("", arrived.name)
         if not {"exchange", "routing_key"} <= self.route.keys():
             raise ValueError("route: must name a queue, or an exchange and a routing key")
         return self.route["exchange"], self.route["routing_key"]
@@ -236,12 +237,31 @@ class Message:
         if (queue := self.route.get("queue")) is not None:
             return str(queue)
         if (delayed := self.route.get("delayed")) is not None:
-            return str(delayed)
+            found = _bound(app, delayed)
+            return str(delayed if found is None else found.name)
         exchange, routing_key = self.route["exchange"], self.route["routing_key"]
-        for known in app.amqp.queues.values():
-            if (known.exchange.name, known.routing_key) == (exchange, routing_key):
-                return str(known.name)
-        return str(routing_key)
+        found = _bound(app, routing_key, exchange)
+        return str(routing_key if found is None else found.name)
+
+
+def _place(queue: Any) -> tuple[str, str]:
+    return queue.exchange.name, queue.routing_key
+
+
+def _bound(app: Celery, routing_key: str, exchange: str | None = None) -> Any:
+    """The queue that a routing key leads to, through this exchange if one is given. A name or the key itself goes first."""
+    queues = [each for each in app.amqp.queues.values() if exchange in (None, each.exchange.name)]
+    for known in queues:
+        if routing_key == known.routing_key or (exchange is None and routing_key == known.name):
+            return known
+    return next((known for known in queues if known.exchange.type == "topic" and _matches(known, routing_key)), None)
+
+
+def _matches(queue: Any, routing_key: str) -> bool:
+    """Whether a topic exchange gives a message with this key to a queue: `*` is one word, `#` any number of words."""
+    words = (re.escape(word) for word in queue.routing_key.split("."))
+    pattern = "".join({r"\*": r"\.[^.]+", r"\#": r"(\.[^.]+)*"}.get(word, rf"\.{word}") for word in words)
+    return re.fullmatch(pattern, f".{routing_key}") is not None
 
 
 def is_brokers(header: str) -> bool:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, TypeVar, Unpack
 from uuid import UUID
 
-from celery import Celery, Signature, Task
+from celery import Signature, Task
 from kombu.utils.uuid import uuid
 from typing_extensions import ParamSpec
 
 from ..application import runtime_of
-from ..attempt.endings import MAX_DELAY
-from ..errors import InvalidArguments, MissingKey, SettingsError
+from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..framework import framework
 from ..handle import Handle, R_co
+from ..observe.logs import log
 from ..store import outbox
 from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from ..store.refused import explained
@@ -35,9 +34,10 @@ from ..wire.message import (
     Message,
     senders_headers,
 )
-from . import eager, publishing
+from . import eager, following, publishing
+from .following import FOLLOWS
 from .spelling import check_spelling
-from .using import CallOptions, P, Using
+from .using import NEVER_DROPPED, CallOptions, P, Using, check_options, checked_delay
 
 if TYPE_CHECKING:
     from celery import Task as TypedTask
@@ -58,9 +58,7 @@ TaskT = TypeVar("TaskT", bound="KeyedTask")
 # The options of enqueue() that are not arguments of the task.
 ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 # The options of the decorator that every enqueued message gets.
-TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
-
-NEVER_DROPPED = "expires: an accepted operation is never dropped; cancel it instead"
+TASK_OPTIONS = ("queue", "exchange", "routing_key", "priority", "time_limit", "soft_time_limit")
 
 
 # What stands in the session's place is an argument of the task if it is one of these.
@@ -142,14 +140,14 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
     ) -> Handle[R_co]:
         args, kwargs = self._as_sent(args, kwargs)
         options = dict(given)
-        countdown, eta = _delay(options.pop("countdown", None), options.pop("eta", None))
+        countdown, eta = checked_delay(options.pop("countdown", None), options.pop("eta", None))
         task_id = str(options.pop("task_id", None) or uuid())
         own = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(
             args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None), own
         )
         ordering_key = options.pop("ordering_key", None)
-        _check_options(self.app, task_id=task_id, **options)
+        check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
         connection = in_transaction_of(session, runtime_of(self.app).home)
@@ -207,7 +205,23 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires` and for a `serializer` other than json;
         then nothing was sent.
         """
-        args, kwargs = self._as_sent(args, kwargs)
+        follows = options.pop(FOLLOWS, False)
+        celerys = (task_id, producer, link, link_error, shadow)
+        named = {"idempotency_key": idempotency_key, "tenant": tenant}
+        try:
+            if not follows:
+                following.check(self.app, (link, options.get("chain"), options.get("chord")), link_error)
+            return self._apply_async(self._as_sent(args, kwargs), celerys, named, dict(options))
+        except CallRefused as error:
+            if not follows:
+                raise
+            log.warning("refused_call_sent", task=self.name, error=f"{error}")
+            return following.send_refused(self, args, kwargs, celerys, named, options)
+
+    def _apply_async(
+        self, call: Any, celerys: Any, named: dict[str, Any], options: dict[str, Any]
+    ) -> AsyncResult[R_co]:
+        args, kwargs = call
         if options.get("expires", self.expires) is not None:
             raise InvalidArguments(NEVER_DROPPED)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
@@ -215,8 +229,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         if self.app.conf.task_protocol != 2:
             raise InvalidArguments(f"task_protocol: must be 2, which workers accept, got {self.app.conf.task_protocol}")
         given = senders_headers(options.pop("headers", None) or {})
-        id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
-        celerys = (task_id, producer, link, link_error, shadow)
+        id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
         return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
@@ -325,23 +338,3 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
 def _shown(id: OperationId) -> dict[str, Any]:
     """What Flower and the logs may show of a call: its key, never its arguments."""
     return {"argsrepr": f"idempotency-key={id.key}", "kwargsrepr": "{}"}
-
-
-def _delay(countdown: object, eta: object) -> tuple[float, datetime | None]:
-    if countdown is None:
-        countdown = 0.0
-    if not isinstance(countdown, int | float) or not 0 <= countdown <= MAX_DELAY:
-        raise InvalidArguments(f"countdown: must be between 0 and {MAX_DELAY:.0f} seconds, got {countdown!r}")
-    if eta is not None and (not isinstance(eta, datetime) or eta.tzinfo is None):
-        raise InvalidArguments("eta: must be a datetime with a time zone")
-    return float(countdown), eta
-
-
-def _check_options(app: Celery, *, task_id: str, queue: object = None, priority: object = None) -> None:
-    """Refuse here what would otherwise fail in the relay, long after the caller's commit."""
-    if not 0 < len(task_id.encode()) <= 255:
-        raise InvalidArguments(f"task_id: at most 255 bytes, got {len(task_id.encode())}")
-    if queue is not None and queue not in app.amqp.queues:
-        raise InvalidArguments(f"queue: {queue!r} is not among this application's task_queues")
-    if priority is not None and (type(priority) is not int or not 0 <= priority <= 255):
-        raise InvalidArguments(f"priority: must be an integer from 0 to 255, got {priority!r}")

@@ -33,6 +33,7 @@ from ..store.statements import describe
 from ..wire import keys, results
 from .body import RunningTask
 from .calls import KeyedTask
+from .following import first_of
 from .using import P
 
 # The result of an operation that was replaced: its only member, with the signature of the replacement as JSON.
@@ -176,7 +177,9 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
             and isinstance(self.backend, DisabledBackend)
         ):
             raise InvalidArguments("replace: a group or a chord needs a result backend")
-        for first in _first_of(replacement):
+        if not (firsts := first_of(replacement)):
+            raise InvalidReplacement("Cannot replace with an empty chain")
+        for first in firsts:
             task = self.app.tasks.get(first.task)
             if isinstance(task, KeyedTask) and task._check_call(first) == self._attempt.claim.id:
                 raise InvalidArguments(
@@ -223,15 +226,3 @@ def _check_retries(name: str, given: object) -> None:
 def is_replacement(result: Any) -> bool:
     """Whether this is the stored result of an operation that was replaced."""
     return isinstance(result, dict) and result.keys() == {REPLACED}
-
-
-def _first_of(sig: Signature) -> list[Signature]:
-    """The signatures that are sent first: their arguments are known."""
-    match sig.subtask_type:
-        case "group" | "chord":
-            return [first for each in sig.tasks for first in _first_of(each)]
-        case "chain" if sig.tasks:
-            return _first_of(sig.tasks[0])
-        case "chain":
-            raise InvalidReplacement("Cannot replace with an empty chain")
-    return [sig]

@@ -63,6 +63,16 @@ def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
     return replace(delivery, fingerprint=str(given), also=computed)
 
 
+def is_anothers(runtime: Runtime, delivery: Delivery) -> bool:
+    """Whether this delivery is a mere duplicate: the operation runs or was accepted under another task id."""
+    with runtime.autocommit() as connection:
+        service = runtime.settings.service
+        also = delivery.also
+        return claims.is_anothers(
+            connection, delivery.id, delivery.fingerprint, delivery.task_id, service=service, also=also
+        )
+
+
 def store_refusal(
     runtime: Runtime, delivery: Delivery, generation: int, error: FingerprintMismatch | ServiceMismatch | PermanentError
 ) -> None:

@@ -8,10 +8,16 @@ dead letter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from celery import Celery, Signature, signature
+from celery.exceptions import Ignore, Reject, Retry
+
+from ..errors import InvalidArguments, MissingKey
+from ..wire.delivery import NamesItsOperation
+from ..wire.message import KEY_HEADER, TENANT_HEADER
+from .using import NEVER_DROPPED
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
@@ -37,12 +43,48 @@ def following(app: Celery, *embedded: Any) -> Iterator[Signature]:
             yield signature(sig, app=app)
 
 
-def note(task: KeyedTask, succeeded: bool) -> None:
-    """Mark what Celery is about to send after this task."""
+def check(app: Celery, callbacks: Sequence[Any], errbacks: Any) -> None:
+    """Raise the `CallRefused` of a call that follows one, and could not be sent, whatever that one returns."""
+    for sig in following(app, *callbacks):
+        for first in first_of(sig):
+            if (task := _ours(app, first)) is not None:
+                task._check_call(first) if first.immutable else _check_partial(task, first)
+    for sig in following(app, errbacks):
+        if sig.immutable and (task := _ours(app, sig)) is not None:
+            task._check_call(sig)
+
+
+def _check_partial(task: KeyedTask, call: Signature) -> None:
+    """Raise the `CallRefused` that sending this signature would raise whatever its first argument will be."""
+    if call.options.get("expires") is not None:
+        raise InvalidArguments(NEVER_DROPPED)
+    given = (call.options.get("idempotency_key"), (call.options.get("headers") or {}).get(KEY_HEADER))
+    if given == (None, None) and task._key_function is None:
+        raise MissingKey(f"{task.name}: give idempotency_key=, or the task a key template")
+
+
+def _ours(app: Celery, sig: Signature) -> KeyedTask | None:
+    task: Any = app.tasks.get(sig.task)
+    return cast("KeyedTask", task) if isinstance(task, NamesItsOperation) else None
+
+
+def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: Mapping[str, Any], given: Any) -> Any:
+    """Send what follows a task as it is, past Celery's check of the arguments: the guard refuses it, and it is kept."""
+    names = ("task_id", "producer", "link", "link_error", "shadow")
+    options = {**task._get_exec_options(), **dict(zip(names, celerys, strict=True)), **given}
+    keyed = {KEY_HEADER: named["idempotency_key"], TENANT_HEADER: named["tenant"]}
+    headers = options.pop("headers", None) or {}
+    options["headers"] = {**headers, **{name: f"{value}" for name, value in keyed.items() if value is not None}}
+    options |= {"serializer": "json", "argsrepr": "()", "kwargsrepr": "{}"}
+    return task.app.send_task(task.name, args, kwargs, task_type=task, result_cls=task.AsyncResult, **options)
+
+
+def note(task: KeyedTask, error: BaseException | None) -> None:
+    """Mark what Celery is about to send after this task, which has returned or raised `error`."""
     request = task.request
-    if request.is_eager:
+    if request.is_eager or isinstance(error, Ignore | Reject | Retry):
         return
-    if succeeded:
+    if error is None:
         request.callbacks = _marked(task.app, request.callbacks)
         if request.chain:
             request.chain = [*request.chain[:-1], *_marked(task.app, request.chain[-1:])]
@@ -54,5 +96,6 @@ def _marked(app: Celery, sigs: Sequence[Any] | None) -> list[Signature]:
     marked = list(following(app, sigs))
     for sig in marked:
         for first in first_of(sig):
-            first.options[FOLLOWS] = True
+            if _ours(app, first) is not None:
+                first.options[FOLLOWS] = True
     return marked

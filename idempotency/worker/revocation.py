@@ -3,6 +3,7 @@
 Celery acknowledges a revoked message without running it, which would leave its record open forever, or leave none at
 all. So a revoked message is delivered with a mark, and its claim fails the operation as `revoked` instead of running
 the body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
+A revoked duplicate of an operation that runs, or was accepted, under another task id is dropped, and changes nothing.
 When a running attempt is terminated, its record is marked before the message is acknowledged; the first claim after
 its holder is gone ends it.
 

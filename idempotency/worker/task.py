@@ -9,7 +9,8 @@ ever leaves the wrapper here:
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, and the next delivery is committed: acknowledged
     Ignore                                   a duplicate in flight that was counted: acknowledged
-    Ignore("revoked")                        the record is failed; Celery's state is REVOKED (`revocation.py`): acknowledged
+    Ignore("revoked")                        the record is failed, or this is a duplicate of one that is not revoked;
+                                             Celery's state is REVOKED (`revocation.py`): acknowledged
     Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
                                              dead-letter queue
     Ignore, Reject(requeue=True)             no answer from Postgres: it is back in the outbox or the queue (`parking.py`)
@@ -57,9 +58,9 @@ from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
-from . import hooks, parking
+from . import following, hooks, parking
 from .control import ControlledTask, is_replacement
-from .deliveries import as_accepted, delivery_of, store_refusal
+from .deliveries import as_accepted, delivery_of, is_anothers, store_refusal
 from .using import P
 from .waiting import Waiting
 
@@ -171,6 +172,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 raise
             log.exception("rejected", task=self.name, task_id=self.request.id)
             raise Reject(describe(error), requeue=False) from error
+        following.note(self, outcome.error if isinstance(outcome, Raised) else None)
         if isinstance(outcome, Raised):
             raise outcome.error
         return cast(R_co, outcome.value)
@@ -181,6 +183,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             if (varies or delivery.eta is not None) and self._answer(delivery, lambda: self._parked(delivery, varies)):
                 return Raised(Ignore())
             delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
+            if delivery.is_revoked and self._answer(delivery, partial(is_anothers, runtime_of(self.app), delivery)):
+                return Raised(Ignore(REVOKED))
             return self._seen(delivery, self._run(delivery))
         except Unanswered as unanswered:
             if delivery.is_eager:

@@ -12,8 +12,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, TypedDict
 from uuid import UUID
 
+from celery import Celery
 from typing_extensions import ParamSpec
 
+from ..attempt.endings import MAX_DELAY
 from ..errors import InvalidArguments
 from ..handle import Handle, R_co
 from ..store.callers import AsyncCaller, Caller, Pending
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 # The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
 P = ParamSpec("P", default=...)
+
+NEVER_DROPPED = "expires: an accepted operation is never dropped; cancel it instead"
 
 
 class CallOptions(TypedDict, total=False):
@@ -64,3 +68,23 @@ class Using(Generic[P, R_co]):
         if "ordering_key" in self._options:
             raise InvalidArguments("ordering_key: only messages that are enqueued have an order")
         return self._task.apply_async(args, kwargs, **self._options)
+
+
+def checked_delay(countdown: object, eta: object) -> tuple[float, datetime | None]:
+    if countdown is None:
+        countdown = 0.0
+    if not isinstance(countdown, int | float) or not 0 <= countdown <= MAX_DELAY:
+        raise InvalidArguments(f"countdown: must be between 0 and {MAX_DELAY:.0f} seconds, got {countdown!r}")
+    if eta is not None and (not isinstance(eta, datetime) or eta.tzinfo is None):
+        raise InvalidArguments("eta: must be a datetime with a time zone")
+    return float(countdown), eta
+
+
+def check_options(app: Celery, *, task_id: str, queue: object = None, priority: object = None) -> None:
+    """Refuse here what would otherwise fail in the relay, long after the caller's commit."""
+    if not 0 < len(task_id.encode()) <= 255:
+        raise InvalidArguments(f"task_id: at most 255 bytes, got {len(task_id.encode())}")
+    if queue is not None and queue not in app.amqp.queues:
+        raise InvalidArguments(f"queue: {queue!r} is not among this application's task_queues")
+    if priority is not None and (type(priority) is not int or not 0 <= priority <= 255):
+        raise InvalidArguments(f"priority: must be an integer from 0 to 255, got {priority!r}")

@@ -18,12 +18,14 @@ from idempotency.operate.release import release
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
 from idempotency.wire.message import REVOKED_HEADER
+from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.deliveries import Deliveries
+from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Entries, Record, code, make_due
 from tests.support.operators import ANN, shown
 from tests.support.tasks import (
     Provider,
+    enqueued,
     lost,
     make_task,
     on_failed,
@@ -321,3 +323,34 @@ def test_a_revoke_remembered_from_before_a_replay_does_not_end_it(
     row = op.outbox(connection)[-1]
     outcome = deliveries.deliver(task, key="k", task_id="t1", origin=row.origin, headers={REVOKED_HEADER: True})
     assert (outcome.value, record("k").status) == ("done", "completed")
+
+
+def test_revoking_a_duplicate_leaves_an_accepted_operation_alone(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, entries: Entries
+) -> None:
+    """Two clicks, two task ids; the second is revoked."""
+    for account, accepted in (("one", ["first"]), ("both", ["first", "second"])):
+        for id in accepted:
+            enqueued(connection, b.deposit, account, task_id=id)
+        outcome = deliveries.deliver(b.deposit, account, task_id="second", headers={REVOKED_HEADER: True})
+        assert (outcome.state, outcome.value.args, record(account)) == ("IGNORED", ("revoked",), None)
+    for row in op.outbox(connection):
+        if '"id": "first"' in row.message:
+            assert deliver_row(deliveries, b.deposit, row).state == "SUCCESS"
+    assert (entries("one"), entries("both")) == (1, 1)
+
+
+def test_revoking_a_duplicate_leaves_an_operation_between_two_attempts_alone(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    def body(self: Any) -> str:
+        raise ValueError("again")
+
+    task = make_task(bank, body)
+    deliveries.deliver(task, key="k", task_id="first")
+    make_due(engine, "k")
+    revoked = {REVOKED_HEADER: True}
+    assert deliveries.deliver(task, key="k", task_id="second", headers=revoked).state == "IGNORED"
+    assert record("k").status == "released"
+    deliveries.deliver(task, key="k", task_id="first", headers=revoked, origin="retry")
+    assert (record("k").status, code(record("k"))[0]) == ("failed", "revoked")

@@ -30,6 +30,7 @@ from idempotency.wire.message import (
 from idempotency.worker.revocation import Request
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support import queues
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import make_due
 from tests.support.tasks import make_task
@@ -251,3 +252,19 @@ def test_a_serializer_other_than_json_is_refused_by_the_call(way: str, bank: Cel
     assert isinstance(refused.value, TypeError)  # as for arguments that do not fit
     assert op.outbox(connection) == []
     del bank.tasks[task.name]
+
+
+@pytest.mark.filterwarnings("ignore::celery.exceptions.CDeprecationWarning")
+def test_enqueue_takes_the_route_of_the_decorator(bank: Celery, connection: Connection) -> None:
+    task = make_task(bank, lambda self: None, exchange="topics", routing_key="priority.high", key=lambda _: "k")
+    task.enqueue(connection)
+    (row,) = op.outbox(connection)
+    assert Message.from_text(row.message).destination(bank) == ("topics", "priority.high")
+
+
+def test_a_key_for_a_task_whose_code_is_elsewhere_is_given_as_a_header(bank: Celery) -> None:
+    web = Celery("web", set_as_current=False, broker=bank.conf.broker_url)
+    web.conf.update(task_queues=bank.conf.task_queues, task_default_queue=bank.conf.task_default_queue)
+    queues.drained(bank)
+    web.signature("elsewhere", ("a",)).set(headers={KEY_HEADER: "mine"}).apply_async()
+    assert queues.keys(queues.drained(bank)) == ["mine"]

@@ -11,6 +11,7 @@ from celery import Celery, chain
 from celery.app.task import Context
 from hypothesis import given
 from hypothesis import strategies as st
+from kombu import Exchange, Queue
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 from kombu.utils.json import loads
 
@@ -265,6 +266,30 @@ def test_a_later_delivery_says_where_it_comes_from(app: Celery, origin: str) -> 
 
 
 # ---------------------------------------------------------------- destinations
+
+
+@pytest.mark.parametrize(
+    ("binding", "key", "matches"),
+    [
+        ("payments.#", "payments.eu.de", True),
+        ("payments.#", "payments", True),
+        ("payments.*", "payments.eu", True),
+        ("payments.*", "payments.eu.de", False),
+        ("#.eu", "payments.eu", True),
+        ("payments.#", "paymentsx.eu", False),
+    ],
+)
+def test_a_message_that_came_by_a_pattern_goes_back_to_the_queue_it_came_from(
+    app: Celery, binding: str, key: str, matches: bool
+) -> None:
+    app.amqp.queues.add(Queue("bound", Exchange("topics", type="topic"), routing_key=binding))
+    delayed, sent = Message({}, "", {"delayed": key}, {}), {"exchange": "topics", "routing_key": key}
+    assert (delayed.queue(app) == "bound", Message({}, "", sent, {}).queue(app) == "bound") == (matches, matches)
+    if matches:
+        assert delayed.destination(app) == ("", "bound")
+    else:
+        with pytest.raises(KeyError):
+            delayed.destination(app)
 
 
 @pytest.mark.parametrize(("name", "exchange", "seconds"), [("money", "tasks", 1), ("mail.out", "post", 90_000)])
