@@ -29,9 +29,13 @@ def settings_of(app: Celery) -> Settings:
     prefixes = [PREFIX] if app.namespace is None else [PREFIX, f"{app.namespace}_{PREFIX}".upper()]
     names = {key.removeprefix(prefix).lower() for key in app.conf for prefix in prefixes if key.startswith(prefix)}
     given = {name: app.conf[PREFIX + name] for name in names}
-    if "database_url" not in given and (url := framework().database_url()) is not None:
+    is_frameworks = "database_url" not in given and (url := framework().database_url()) is not None
+    if is_frameworks:
         given["database_url"] = url
-    return Settings.read({"service": app.main or "celery"} | given)
+    settings = Settings.read({"service": app.main or "celery"} | given)
+    return (
+        settings.model_copy(update={"engine": framework().engine_maker(settings.engine)}) if is_frameworks else settings
+    )
 
 
 def runtime_of(app: Celery) -> Runtime:

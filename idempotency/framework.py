@@ -6,7 +6,7 @@ asks here, and `idempotency.contrib.django` answers once it is among the install
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,18 @@ class Framework:
         """The address of the library's database, where the configuration gives none."""
         return None
 
+    def engine_maker(self, chosen: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """What makes engines for that address: `chosen`, the application's own function, or something around it."""
+        return chosen
+
+    def is_elsewhere(self, found: str) -> str | None:
+        """The setting by which the framework's database is another one than this (`store.home.IDENTITY`); None if it is not."""
+        return None
+
+    def reader(self) -> Callable[[Callable[[], Any]], Awaitable[Any]] | None:
+        """What runs a read for an event loop, where the framework has a thread that must do it."""
+        return None
+
     def runtime(self, app: Celery) -> Any:
         """In a test whose transaction the framework rolls back, a runtime on the test's connection; otherwise None."""
         return None
@@ -29,9 +41,18 @@ class Framework:
     def joined(self, open_session: Callable[[], Session], *, ends: bool) -> AbstractContextManager[object]:
         """While entered, the framework's own connection is that of the session, which is opened on first use.
 
-        `ends`: the session's commit is final, so what waits for a commit can follow when this is left.
+        `ends`: the session's commit is final, so what waits for a commit can follow it.
         """
         return nullcontext()
+
+    def check_may_commit(self, session: Session) -> None:
+        """Raise the framework's error if by its rules this session's transaction has to be rolled back."""
+
+    def after_commit(self, session: Session) -> None:
+        """Call what waited in the framework for the commit of this session's transaction."""
+
+    def check_test_transaction(self) -> None:
+        """Raise `CallRefused` if the framework would not work in a transaction that a test opens with SQLAlchemy."""
 
     def check_no_transaction(self) -> None:
         """Raise `CallRefused` if the framework has a transaction open in this thread on the library's database."""

@@ -15,6 +15,7 @@ from typing_extensions import TypeVar
 
 from .application import runtime_of
 from .errors import FingerprintMismatch, OperationBusy, OperationFailed, OperationNotFound
+from .framework import framework
 from .store import operations
 from .store.answers import error_fields
 from .wire import results
@@ -118,6 +119,8 @@ class Handle(Generic[R_co]):
 
     async def alookup(self) -> StoredOperation[R_co] | None:
         """The stored operation, as `lookup()` returns it, read in a thread: the event loop is not blocked."""
+        if (reader := framework().reader()) is not None:
+            return cast("StoredOperation[R_co] | None", await reader(self.lookup))
         readers = runtime_of(self.app).readers
         return await asyncio.get_running_loop().run_in_executor(readers, self.lookup)
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import (
     Defer,
@@ -36,6 +36,9 @@ from .refusals import refusal_of
 
 if TYPE_CHECKING:
     from .attempt import Attempt
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
     attempt.check_lease()
     crash_point("effect.begun")
     try:
-        result = call.fn(*call.args, **call.kwargs, idempotency_key=entry["key"])
+        result = _run(attempt, lambda: call.fn(*call.args, **call.kwargs, idempotency_key=entry["key"]))
     except NotSent:
         if not repeated:
             _change(attempt, call.name, {"state": "not_happened", "sent": False})
@@ -172,7 +175,8 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
         now = clock.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
     ended_for = None if begun["ended_at"] is None else max(now - begun["ended_at"], 0.0)
-    answer = call.reconcile(*call.args, **call.kwargs, doubt=EffectInDoubt(begun["key"], age, ended_for))
+    reconcile, doubt = call.reconcile, EffectInDoubt(begun["key"], age, ended_for)
+    answer = _run(attempt, lambda: reconcile(*call.args, **call.kwargs, doubt=doubt))
     match answer:
         case Happened(result):
             return Happened(_record(attempt, call.name, result))
@@ -184,7 +188,7 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
                 | ({} if after is None else refusals.recorded(after, attempt.claim.generation)),
             )
         case StillUnknown():
-            pass
+            attempt.writes.roll_back()  # the call may follow, with no transaction open
         case _:  # a forgotten return must not count as an answer
             raise TypeError(
                 f"effect {call.name!r}: reconcile must return Happened, DidNotHappen() or StillUnknown, "
@@ -268,12 +272,28 @@ def _next_number(entry: Mapping[str, Any] | None) -> int:
 
 
 def _record(attempt: Attempt, name: str, result: Any) -> Any:
-    text = entries.as_text(attempt, name, result)
+    text = _run(attempt, lambda: entries.as_text(attempt, name, result))
     _change(attempt, name, {"state": "done", "result": text})
     crash_point("effect.recorded")
     return results.from_text(text)
 
 
+def _run(attempt: Attempt, part: Callable[[], T]) -> T:
+    """Call a function of the application. What it leaves in the session shares the commit of its recorded outcome.
+
+    Committed later, it would be lost if the attempt is repeated: then the outcome is known, and the function not called.
+    """
+    try:
+        return part()
+    except BaseException:
+        attempt.writes.roll_back()
+        raise
+
+
 def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
-    attempt.writes.alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
+    if attempt.writes.in_transaction:
+        lease = attempt.runtime.settings.lease
+        attempt.writes.together(lambda c: effects.change_effect_with(c, attempt.claim, name, change, lease=lease))
+    else:
+        attempt.writes.alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
     attempt.claim.effects[name] = attempt.claim.effects[name] | change

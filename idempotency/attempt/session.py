@@ -112,6 +112,16 @@ def _refuse_commit(session: AttemptSession) -> None:
         raise SessionNotYours(_REFUSAL)
 
 
+def takes_role(statement: str) -> bool:
+    """Whether a statement may take on another role."""
+    return _SETS_ROLE.search(statement) is not None
+
+
+def note_role(connection: Connection) -> None:
+    """Note that a connection may have another role, for `reset_role`."""
+    connection.info[_HAS_ROLE] = True
+
+
 def reset_role(connection: Connection) -> None:
     """Drop a role that a body has taken on: it need not have rights on our tables, and SET LOCAL lasts until COMMIT."""
     if connection.info.pop(_HAS_ROLE, False):
@@ -155,8 +165,8 @@ def refuse_others_commits(engine: Engine) -> None:
     def _(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
         if _OWNER in connection.info:
             refuse_end_of_transaction(statement)
-        if _SETS_ROLE.search(statement):
-            connection.info[_HAS_ROLE] = True
+        if takes_role(statement):
+            note_role(connection)
 
     @event.listens_for(engine, "checkin")
     def _(_: Any, record: Any) -> None:

@@ -2,6 +2,7 @@
 
     alone        one statement that commits by itself: an effect, a release
     in_session   one statement in the session's transaction, for `commit`: a step
+    together     both, with what the session has written: an effect whose function wrote something
     finish       the end: with the session's work in one commit, or by itself if no session was opened
 
 Each raises `LeaseLost` if the attempt no longer holds the operation. A commit raises `OutcomeInDoubt` if its answer was
@@ -18,6 +19,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError
 
 from ..errors import LeaseLost, OutcomeInDoubt
+from ..framework import framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -68,10 +70,21 @@ class FencedWrites:
 
     def in_session(self, write: Callable[[Connection], None]) -> None:
         """Write in the session's transaction. A statement that finds another holder rolls the session back."""
+        framework().check_may_commit(self.session)
         connection = self.session.connection()
         reset_role(connection)
         with self._fenced_by_division():
             write(connection)
+
+    def together(self, write: Callable[[Connection], None]) -> None:
+        """Write in the session's transaction and commit it."""
+        try:
+            self.session.flush()
+            self.in_session(write)
+        except BaseException:
+            self.roll_back()
+            raise
+        self.commit()
 
     def commit(self) -> None:
         """Commit the session's transaction."""
@@ -82,6 +95,7 @@ class FencedWrites:
             if _refused_by_server(error, driver):
                 raise
             self._doubt(error)
+        framework().after_commit(self.session)
 
     def finish(self, write: Callable[[Connection], None]) -> None:
         """Write the operation's end and commit it, together with the session's work if there is a session."""

@@ -12,9 +12,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from ..errors import SettingsError
+from ..framework import framework
 from ..settings import Settings
 from ..store import schema
 from ..store.connections import make_attempts_engine
+from ..store.home import IDENTITY
 from ..store.statements import use_checked_connections
 from .clock import check_clock
 from .findings import Finding, ok, refusal, warning
@@ -63,7 +65,7 @@ def _check_database(given: Settings) -> list[Finding]:
     )
     use_checked_connections(engine, patience=None, set_local="")  # with what a pooler refuses left out
     with engine.connect() as connection:
-        findings = [*_database(connection), *_tables(connection)]
+        findings = [*_database(connection), *_tables(connection), *_frameworks(connection)]
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
         return findings  # our own connections would be refused
     return [*findings, *_our_connections(given)]
@@ -94,6 +96,14 @@ def _database(connection: Connection) -> list[Finding]:
         )
     findings.append(check_clock("database clock", row.now - (asked + time.time()) / 2))
     return findings
+
+
+def _frameworks(connection: Connection) -> list[Finding]:
+    """Whether a web framework has its database elsewhere: what its requests enqueue would not be sent."""
+    elsewhere = framework().is_elsewhere(connection.exec_driver_sql(IDENTITY).scalar_one())
+    if elsewhere is None:
+        return []
+    return [refusal("database", f"another one than {elsewhere}", "remove idempotency_database_url, or name that one")]
 
 
 def _tables(connection: Connection) -> list[Finding]:

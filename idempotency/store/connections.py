@@ -172,4 +172,5 @@ def reset(driver: CheckedConnection, record: Any, state: PoolResetState) -> None
         record.invalidate(error)  # Postgres is unavailable; the next user will notice
 
 
-_RESET = "RESET SESSION AUTHORIZATION; RESET ALL"
+# the first also forgets the role of the connection's options, which the second brings back
+_RESET = "RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL"

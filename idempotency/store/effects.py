@@ -23,13 +23,14 @@ WHERE {MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' IN (
 RETURNING effects -> %(name)s ->> 'begun_at'
 """
 
+_CHANGED = "effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(change)s::jsonb)"
+_IS_BEGUN = f"{MINE} AND effects -> %(name)s ->> 'state' = 'begun'"
+
 _CHANGE_EFFECT = f"""
-UPDATE idempotency.records
-SET effects = jsonb_set(effects, ARRAY[%(name)s], (effects -> %(name)s) || %(change)s::jsonb),
-    updated_at = clock_timestamp()
-WHERE {MINE} AND effects -> %(name)s ->> 'state' = 'begun'
-RETURNING 1
+UPDATE idempotency.records SET {_CHANGED}, updated_at = clock_timestamp() WHERE {_IS_BEGUN} RETURNING 1
 """
+
+_CHANGE_EFFECT_WITH = FINISH.format(changes=_CHANGED, condition=_IS_BEGUN)
 
 _RECORD_STEP = FINISH.format(
     changes="""effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
@@ -48,6 +49,12 @@ def change_effect(connection: Connection, claim: Claimed, name: str, change: Par
     """Record the outcome of an effect that was begun. False: not the holder, or the effect is no longer open."""
     row = execute(connection, _CHANGE_EFFECT, mine(claim) | {"name": name, "change": json.dumps(change)}).fetchone()
     return row is not None
+
+
+def change_effect_with(connection: Connection, claim: Claimed, name: str, change: Parameters, *, lease: float) -> None:
+    """`change_effect` in the transaction of what the effect's function wrote. Raises `DivisionByZero` if not the holder."""
+    parameters = {"name": name, "change": json.dumps(change), "idle_ms": idle_ms(lease)}
+    execute(connection, _CHANGE_EFFECT_WITH, mine(claim) | parameters)
 
 
 def record_step(connection: Connection, claim: Claimed, name: str, effect: Parameters, *, lease: float) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy.pool import NullPool
 from ..application import runtime_replaced, settings_of
 from ..attempt.runtime import Runtime
 from ..attempt.session import use_sessions
+from ..framework import framework
 from ..settings import DAY, Settings
 from ..store.connections import make_engine
 
@@ -25,6 +26,7 @@ from ..store.connections import make_engine
 @contextmanager
 def rolled_back(app: Celery) -> Iterator[Connection]:
     """A new connection to the application's database, with `joined`, in a transaction that is rolled back in the end."""
+    framework().check_test_transaction()
     engine = make_engine(settings_of(app), poolclass=NullPool)
     with engine.connect() as connection, connection.begin() as transaction:
         with joined(app, connection):

@@ -12,7 +12,7 @@ from celery import Celery, _state
 from django.conf import settings
 from django.core.management import call_command
 from django.db import connections
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
@@ -97,6 +97,36 @@ def default(database: str) -> Iterator[Any]:
     yield connections["default"]
     use_framework(Framework())
     connections.close_all()
+
+
+@pytest.fixture
+def second(default: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Another alias of the same database, as projects have for a role or a pooler, with another spelling of its host."""
+    monkeypatch.setitem(connections.settings, "second", {**default.settings_dict, "HOST": "localhost"})
+    yield connections["second"]
+    connections["second"].close()
+    del connections["second"]
+
+
+@pytest.fixture
+def role(engine: Engine) -> Iterator[str]:
+    """A role for `assume_role`, which may do in the test's database what an application does."""
+    name = f"shop_{uuid4().hex[:8]}"
+    grants = (
+        f'CREATE ROLE "{name}"',
+        f'GRANT CREATE ON DATABASE {engine.url.database} TO "{name}"',
+        f'GRANT ALL ON SCHEMA public, idempotency TO "{name}"',
+        f'GRANT ALL ON ALL TABLES IN SCHEMA public, idempotency TO "{name}"',
+        f'GRANT ALL ON ALL SEQUENCES IN SCHEMA public, idempotency TO "{name}"',
+    )
+    with engine.connect() as connection:
+        for grant in grants:
+            connection.execute(text(grant))
+    yield name
+    connections.close_all()
+    with engine.connect() as connection:
+        connection.execute(text(f'DROP OWNED BY "{name}" CASCADE'))
+        connection.execute(text(f'DROP ROLE "{name}"'))
 
 
 @pytest.fixture

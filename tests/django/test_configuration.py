@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import Celery
 from django.conf import settings
 from django.db import connections
-from sqlalchemy import text
+from psycopg import IsolationLevel
+from sqlalchemy import Engine, text
 from sqlalchemy.engine import make_url
 
+import services
 from idempotency import SettingsError
-from idempotency.application import runtime_of, settings_of
+from idempotency.application import close_runtime, runtime_of, settings_of
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Level
 from idempotency.contrib.django.databases import database_url
 from tests.django.conftest import make_task
 from tests.support.deliveries import Deliveries
@@ -101,3 +106,75 @@ def test_an_address_of_another_database_makes_the_orm_in_a_body_an_error(
     assert isinstance(outcome.value, SettingsError)
     assert "DATABASES['default'] is 'another'" in str(outcome.value)
     assert record("k").status == "failed"
+
+
+@pytest.mark.parametrize(("level", "is_refused"), [("SERIALIZABLE", True), ("READ_COMMITTED", False)])
+def test_an_isolation_level_that_a_body_cannot_have_is_refused(
+    app: Celery, default: Any, monkeypatch: pytest.MonkeyPatch, level: str, is_refused: bool
+) -> None:
+    monkeypatch.setitem(default.settings_dict, "OPTIONS", {"isolation_level": IsolationLevel[level]})
+    found = [str(finding) for finding in doctor(app) if finding.level is Level.REFUSAL]
+    assert any("OPTIONS['isolation_level'] must be READ COMMITTED" in each for each in found) == is_refused
+
+
+def test_the_doctor_compares_djangos_database_with_the_one_that_is_named(
+    app: Celery, database: str, servers: services.Services
+) -> None:
+    def found() -> list[str]:
+        return [str(each) for each in doctor(app) if "DATABASES['default']" in str(each)]
+
+    assert found() == []
+    app.conf.update(idempotency_database_url=database)
+    assert found() == []
+    app.conf.update(idempotency_database_url=servers.database_url)
+    assert len(found()) == 1
+
+
+def test_the_role_that_django_assumes_is_that_of_every_connection(
+    app: Celery, deliveries: Deliveries, record: Record, default: Any, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default.close()
+    monkeypatch.setitem(default.settings_dict, "OPTIONS", {"assume_role": role})
+
+    def who(self: Any) -> list[str]:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT current_user")
+            by_orm = cursor.fetchone()[0]
+        found = [by_orm, self.session.execute(text("SELECT current_user")).scalar_one()]
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SET ROLE NONE")
+        self.session.execute(text("SET SESSION AUTHORIZATION DEFAULT"))
+        self.session.rollback()
+        return found
+
+    task = make_task(app, who)
+    assert [deliveries.deliver(task, key=key).value for key in ("first", "on the same connection")] == [
+        [role, role]
+    ] * 2
+    with runtime_of(app).autocommit() as connection:
+        assert connection.execute(text("SELECT current_user")).scalar_one() == role
+    close_runtime(app)
+
+
+def test_a_login_that_djangos_backend_renews_is_the_librarys_as_well(
+    app: Celery, default: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, original = f"login_{uuid4().hex[:8]}", type(default).get_connection_params
+    password = "first"
+    monkeypatch.setattr(
+        type(default), "get_connection_params", lambda self: original(self) | {"user": name, "password": password}
+    )
+    with engine.connect() as admin:
+        admin.execute(text(f"CREATE ROLE {name} LOGIN SUPERUSER PASSWORD 'first'"))
+
+        def user() -> Any:
+            with runtime_of(app).autocommit() as connection:
+                return connection.execute(text("SELECT current_user")).scalar_one()
+
+        assert user() == name
+        password = "second"
+        admin.execute(text(f"ALTER ROLE {name} PASSWORD 'second'"))
+        runtime_of(app)._autocommit_engine.dispose()
+        assert user() == name
+        close_runtime(app)
+        admin.execute(text(f"DROP ROLE {name}"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import Celery
 from django.db import IntegrityError, close_old_connections, connection, connections, transaction
 from django.db.backends.signals import connection_created
+from django.db.models.signals import post_delete
+from django.db.transaction import TransactionManagementError
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
@@ -69,9 +73,101 @@ def test_atomic_in_a_body_is_a_savepoint(app: Celery, deliveries: Deliveries, en
     assert entries() == ["a", "c"]
 
 
+def test_half_of_an_atomic_block_without_savepoint_is_not_committed(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    def book() -> None:
+        with suppress(ValueError), transaction.atomic(savepoint=False):
+            Entry.objects.create(account="debit")
+            raise ValueError("no credit")
+
+    def completes(self: Any) -> str:
+        book()
+        return "nothing was booked"
+
+    def steps(self: Any) -> str:
+        self.step("book", lambda session: book())
+        return "nothing was booked"
+
+    def goes_on(self: Any) -> str:
+        book()
+        with pytest.raises(TransactionManagementError), transaction.atomic():
+            Entry.objects.create(account="credit")
+        transaction.rollback()
+        Entry.objects.create(account="other")
+        return "other"
+
+    assert [deliveries.deliver(make_task(app, body), key=body.__name__).state for body in (completes, steps)] == [
+        "RETRY",
+        "RETRY",
+    ]
+    assert (record("completes").status, record("steps").effects, entries()) == ("released", {}, [])
+    assert "TransactionManagementError" in str(record("steps").error)
+    assert deliveries.deliver(make_task(app, goes_on), key="goes on").value == "other"
+    assert entries() == ["other"]
+
+
+def test_a_delete_whose_receiver_raises_is_all_or_nothing(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    Entry.objects.create(account="a")
+
+    def veto(**_: Any) -> None:
+        raise ValueError("is still used")
+
+    def clean(self: Any) -> str:
+        with suppress(ValueError):
+            Entry.objects.filter(account="a").delete()
+        return "kept"
+
+    def clean_in_a_block(self: Any) -> str:
+        with suppress(ValueError), transaction.atomic():
+            Entry.objects.filter(account="a").delete()
+        return "kept"
+
+    post_delete.connect(veto, sender=Entry)
+    try:
+        assert deliveries.deliver(make_task(app, clean), key="k").state == "RETRY"
+        assert deliveries.deliver(make_task(app, clean_in_a_block), key="b").value == "kept"
+    finally:
+        post_delete.disconnect(veto, sender=Entry)
+    assert (record("k").status, entries()) == ("released", ["a"])
+
+
+def test_an_on_failed_that_swallows_half_of_a_block_leaves_no_rows(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries
+) -> None:
+    def note(session: Session, operation: Operation, error: PermanentError) -> None:
+        with suppress(ValueError), transaction.atomic(savepoint=False):
+            Entry.objects.create(account="half")
+            raise ValueError("no other half")
+
+    def pay(self: Any) -> None:
+        raise PermanentError("no", "no")
+
+    deliveries.deliver(make_task(app, pay, on_failed=note), key="k")
+    assert (entries(), record("k").status) == ([], "failed")
+
+
+def test_a_rollback_of_the_session_inside_a_block_leaves_the_rest_of_the_body_usable(
+    app: Celery, deliveries: Deliveries, entries: Entries
+) -> None:
+    def pay(self: Any) -> str:
+        with transaction.atomic():
+            Entry.objects.create(account="rolled back")
+            self.session.rollback()
+            with pytest.raises(Exception, match="ended"):
+                Entry.objects.create(account="in the block")
+        with transaction.atomic():
+            Entry.objects.create(account="after it")
+        return "paid"
+
+    assert deliveries.deliver(make_task(app, pay), key="k").value == "paid"
+    assert entries() == ["after it"]
+
+
 def test_a_durable_atomic_block_in_a_body_is_refused_by_django(app: Celery, deliveries: Deliveries) -> None:
     def pay(self: Any) -> str:
-        connection.ensure_connection()
         with pytest.raises(RuntimeError, match="durable"), transaction.atomic(durable=True):
             pass
         return "refused"
@@ -141,6 +237,31 @@ def test_an_effect_after_a_query_is_refused_until_the_transaction_is_rolled_back
     assert entries() == ["charged None"]
 
 
+def test_what_an_effects_function_writes_and_enqueues_is_committed_with_its_outcome(
+    app: Celery, deliveries: Deliveries, entries: Entries, outbox: Entries
+) -> None:
+    def send(self: Any, number: str) -> None: ...
+
+    receipt = make_task(app, send, key="{number}")
+    ran: list[Any] = []
+
+    def charge_and_save(*, idempotency_key: str) -> str:
+        Entry.objects.create(account="the charge's own row")
+        receipt.enqueue("r1")
+        transaction.on_commit(lambda: ran.append(("told", entries(), outbox())))
+        return "ch_1"
+
+    def pay(self: Any) -> str:
+        self.effect("charge", charge_and_save)
+        ran.append("body")
+        raise ValueError("something after it")
+
+    task = make_task(app, pay)
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    assert ran == [("told", ["the charge's own row"], ["r1"]), "body"]
+    assert entries() == ["the charge's own row"]
+
+
 def test_a_step_is_committed_with_what_its_function_writes_by_the_orm(
     app: Celery, deliveries: Deliveries, entries: Entries
 ) -> None:
@@ -194,6 +315,51 @@ def test_functions_on_commit_follow_the_attempts_commit_and_only_that(
     assert called == []
     assert deliveries.deliver(task, True, key="b").value == "paid"
     assert called == [["a"]]
+
+
+def test_functions_on_commit_of_a_step_follow_its_commit(app: Celery, deliveries: Deliveries, entries: Entries) -> None:
+    seen: list[Any] = []
+
+    def reserve(session: Session) -> None:
+        Entry.objects.create(account="reserved")
+        transaction.on_commit(lambda: seen.append(entries()))
+
+    def order(self: Any) -> None:
+        self.step("reserve", reserve)
+        seen.append("the body goes on")
+        raise SystemExit  # a deploy
+
+    with pytest.raises(SystemExit):
+        deliveries.deliver(make_task(app, order), key="k")
+    assert seen == [["reserved"], "the body goes on"]
+
+
+def test_what_a_called_task_does_on_commit_is_not_its_callers(
+    app: Celery, deliveries: Deliveries, record: Record, entries: Entries, outbox: Entries
+) -> None:
+    def receipt(self: Any, number: str) -> None: ...
+
+    receipts = make_task(app, receipt, key="{number}")
+
+    def after() -> None:
+        Entry.objects.create(account="after the commit")
+        receipts.enqueue("r1")
+
+    def inner(self: Any) -> None:
+        Entry.objects.create(account="inner")
+        transaction.on_commit(after)
+
+    called = make_task(app, inner)
+
+    def outer(self: Any) -> None:
+        called.apply(idempotency_key="inner").get(disable_sync_subtasks=False)
+        self.effect("charge", charge, "no transaction is open")
+        Entry.objects.create(account="outer")
+        raise ValueError("later")
+
+    assert deliveries.deliver(make_task(app, outer), key="outer").state == "RETRY"
+    assert (record("inner").status, record("outer").status) == ("completed", "released")
+    assert (entries(), "r1" in outbox()) == (["inner", "after the commit"], True)
 
 
 def test_a_function_on_commit_that_raises_changes_no_end(
@@ -318,6 +484,23 @@ def test_an_on_failed_that_waits_for_a_commit_is_refused(app: Celery, deliveries
     deliveries.deliver(make_task(app, pay, on_failed=note), key="k")
     with engine.connect() as outside:
         assert outside.execute(text("SELECT reason FROM idempotency.dead_letters")).all() == [("on_failed_error",)]
+
+
+def test_a_role_that_a_body_takes_on_by_the_orm_does_not_write_its_end(
+    app: Celery, deliveries: Deliveries, record: Record, engine: Engine
+) -> None:
+    role = f"report_{uuid4().hex[:8]}"
+    with engine.connect() as admin:
+        admin.execute(text(f"CREATE ROLE {role}"))
+
+        def pay(self: Any) -> str:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SET LOCAL ROLE {role}")
+            return "paid"
+
+        assert deliveries.deliver(make_task(app, pay), key="k").value == "paid"
+        admin.execute(text(f"DROP ROLE {role}"))
+    assert record("k").status == "completed"
 
 
 def test_a_task_on_the_plain_base_is_joined_as_well(app: Celery, deliveries: Deliveries, entries: Entries) -> None:

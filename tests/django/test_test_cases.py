@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from celery import Celery
 from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import TestCase
+from django.test.utils import setup_test_environment, teardown_test_environment
 from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Operation, OperationFailed, PermanentError
+from idempotency.testing import rolled_back
 from tests.django.conftest import Entries, make_task
 from tests.django.ledger.models import Entry
 from tests.support.operations import Record
@@ -122,3 +126,24 @@ def test_flush_forgets_operations_and_messages(app: Celery, record: Record, outb
     call_command("flush", interactive=False, verbosity=0)
     assert (record("a"), outbox()) == (None, [])
     assert task("a") == ["a"]
+
+
+@pytest.mark.usefixtures("in_test_case")
+def test_a_handle_that_is_awaited_reads_in_the_tests_transaction(app: Celery) -> None:
+    async def read(handle: Any) -> tuple[str, Any]:
+        async with asyncio.timeout(10):
+            return (await handle.alookup()).status, await handle
+
+    task = make_task(app, pay, key="{account}")
+    handle = task.enqueue("a")
+    setup_test_environment()  # as every test runner of Django's
+    try:
+        assert task("a") == ["a"]
+        assert async_to_sync(read)(handle) == ("completed", ["a"])
+    finally:
+        teardown_test_environment()
+
+
+def test_the_fixtures_transaction_is_refused_where_django_has_a_connection_of_its_own(app: Celery) -> None:
+    with pytest.raises(CallRefused, match=r"use django\.test\.TestCase"), rolled_back(app):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from idempotency import (
     PermanentError,
     StillUnknown,
     StoredFailure,
+    StoredRefusal,
     Unfinished,
 )
 from idempotency.attempt.effects import provider_key
@@ -45,6 +47,55 @@ class Entry(Base):
     __tablename__ = "entries"
     id: Mapped[int] = mapped_column(primary_key=True)
     account: Mapped[str]
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(None, "done"), (StoredRefusal("declined", "declined"), "not_happened"), (ValueError("no answer"), "begun")],
+)
+def test_what_an_effects_function_writes_is_committed_with_its_outcome_unless_it_raises(
+    bank: Celery, deliveries: Deliveries, record: Record, entries: Entries, error: Exception | None, state: str
+) -> None:
+    def body(self: Any) -> None:
+        def charge(*, idempotency_key: str) -> str:
+            self.session.add(Entry(account="of the effect"))
+            if error is not None:
+                self.session.flush()
+                raise error
+            return "ch_1"
+
+        with nullcontext() if error is None else pytest.raises(type(error)):
+            assert self.effect("charge", charge) == "ch_1"
+        self.effect("next", lambda *, idempotency_key: None)  # no transaction is open
+        self.session.add(Entry(account="of the attempt"))
+        self.session.flush()
+        raise ConnectionError("something after it")
+
+    assert deliveries.deliver(make_task(bank, body), key="k").state == "RETRY"
+    assert (entries("of the effect"), entries("of the attempt")) == (int(error is None), 0)
+    assert record("k").effects["charge"]["state"] == state
+
+
+def test_a_function_that_wrote_what_the_database_refuses_leaves_its_effect_open(
+    bank: Celery, deliveries: Deliveries, record: Record, entries: Entries, engine: Engine
+) -> None:
+    called = []
+
+    def body(self: Any) -> Any:
+        def charge(*, idempotency_key: str) -> str:
+            called.append(idempotency_key)
+            self.session.add(Entry(account="a", id=1))
+            self.session.add(Entry(account="b", id=1 if len(called) == 1 else 2))
+            return "ch_1"
+
+        return self.effect("charge", charge)
+
+    task = make_task(bank, body)
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    assert record("k").effects["charge"]["state"] == "begun"
+    make_due(engine, "k")
+    assert deliveries.deliver(task, key="k").value == "ch_1"
+    assert (called[0] == called[1], entries("a"), entries("b")) == (True, 1, 1)
 
 
 def test_a_recorded_effect_is_not_called_again(

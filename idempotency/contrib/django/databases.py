@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from django.conf import settings
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg import IsolationLevel
+from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import URL
 
 from ...errors import SettingsError
+from ...store.home import IDENTITY
 
 # The one setting that is Django's and not Celery's: an alias in DATABASES.
 ALIAS_SETTING = "IDEMPOTENCY_DATABASE"
@@ -25,18 +30,28 @@ def database_alias() -> str:
 def database_url(alias: str) -> str:
     """The SQLAlchemy URL of one of Django's databases, as Django connects to it now: in tests, the test database.
 
-    Raises `SettingsError` for a database that is not Postgres.
+    Raises `SettingsError` for a database that is not Postgres, and for an isolation level that a body cannot have.
     """
     wrapper = connections[alias]
     if wrapper.vendor != "postgresql":
         raise SettingsError(f"DATABASES[{alias!r}]: must be Postgres, got {wrapper.vendor}")
+    level = wrapper.settings_dict["OPTIONS"].get("isolation_level", IsolationLevel.READ_COMMITTED)
+    if level != IsolationLevel.READ_COMMITTED:
+        raise SettingsError(
+            f"DATABASES[{alias!r}]: OPTIONS['isolation_level'] must be READ COMMITTED, in which attempts run and finish; "
+            "give another level to an alias of its own"
+        )
     parameters = {
         name: str(value)
         for name, value in wrapper.get_connection_params().items()
         if name not in _NOT_LIBPQ and value is not None
     }
     # from the start: else each attempt sets it, in a round trip of its own
-    parameters["options"] = f"{parameters.get('options', '')} -c TimeZone={wrapper.timezone_name}".strip()
+    options = [parameters.get("options", ""), f"-c TimeZone={wrapper.timezone_name}"]
+    if role := wrapper.settings_dict["OPTIONS"].get("assume_role"):
+        escaped = re.sub(r"([\\\s])", r"\\\1", role)
+        options.append(f"-c role={escaped}")
+    parameters["options"] = " ".join(options).strip()
     host = parameters.get("host", "")
     is_one = bool(host) and "/" not in host and "," not in host
     url = URL.create(
@@ -50,9 +65,45 @@ def database_url(alias: str) -> str:
     return url.render_as_string(hide_password=False)
 
 
-def is_same_database(wrapper: BaseDatabaseWrapper, alias: str) -> bool:
-    """Whether a connection of Django's is to the same database as this alias."""
-    return _place(wrapper.settings_dict) == _place(connections[alias].settings_dict)
+def engine_maker(alias: str, create: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`create_engine`, or what the project has in its place, with the login that Django's backend gives at each connect.
+
+    A backend may give another password each time, as for IAM or Vault.
+    """
+
+    def make(*args: Any, **options: Any) -> Any:
+        engine = (create or create_engine)(*args, **options)
+        if isinstance(engine, Engine):
+            event.listen(engine, "do_connect", log_in)
+        return engine
+
+    def log_in(_dialect: Any, _record: Any, _args: Any, parameters: dict[str, Any]) -> None:
+        given = connections[alias].get_connection_params()
+        parameters.update({name: given[name] for name in ("user", "password") if given.get(name) is not None})
+
+    return make
+
+
+def is_same_database(wrapper: BaseDatabaseWrapper, own: BaseDatabaseWrapper) -> bool:
+    """Whether two connections of Django's are to the same database: where the settings differ, the server answers."""
+    if wrapper is own or wrapper.vendor != own.vendor:
+        return wrapper is own
+    places = _place(wrapper.settings_dict), _place(own.settings_dict)
+    if places[0] == places[1]:
+        return True
+    if places not in _compared:
+        _compared[places] = identity(wrapper) == identity(own)
+    return _compared[places]
+
+
+_compared: dict[tuple[tuple[str, ...], tuple[str, ...]], bool] = {}
+
+
+def identity(wrapper: BaseDatabaseWrapper) -> str:
+    """What the server says that this connection's database is. Connects, if need be, for this question only."""
+    with wrapper.temporary_connection() as cursor:
+        cursor.execute(IDENTITY)
+        return str(cursor.fetchone()[0])
 
 
 def _place(given: dict[str, Any]) -> tuple[str, ...]:

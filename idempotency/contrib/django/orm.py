@@ -1,8 +1,8 @@
 """The ORM inside an attempt: while a body runs, Django's connection *is* the attempt's.
 
-What a body writes through the ORM is committed or rolled back with the operation's record. For Django, the connection is
-one with autocommit switched off ("manual transaction management"): `transaction.atomic()` is a savepoint,
-`transaction.rollback()` ends the transaction in front of an effect, and only the attempt commits.
+What a body writes through the ORM is committed or rolled back with the operation's record. For Django, the
+body is one atomic block: `transaction.atomic()` is a savepoint, and what marks the block for rollback keeps the attempt
+from committing. `transaction.rollback()` ends the transaction in front of an effect; only the attempt commits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from django.db.transaction import Atomic
 from django.db.utils import DatabaseError
 from django.db.utils import OperationalError as DatabaseUnavailable
 from psycopg.adapt import AdaptersMap
+from psycopg.pq import TransactionStatus
 from psycopg.sql import Composable
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, SessionTransaction
 
-from ...attempt.session import refuse_end_of_transaction
+from ...attempt.session import note_role, refuse_end_of_transaction, takes_role
 from ...errors import SessionNotYours, SettingsError
 from ...observe.logs import log
 from ...store.statements import READ_ONLY, OneStatement
@@ -91,6 +92,10 @@ class AttemptWrapper(BaseDatabaseWrapper):
         self.connection: BorrowedConnection | None = None
         self.run_on_commit: list[Any] = []
         self.execute_wrappers.append(self._execute)
+        self.autocommit = False
+        self.in_atomic_block = self.commit_on_exit = True
+        # a durable block inside it, which commits by itself, is refused by Django
+        self.atomic_blocks = [Atomic(self.alias, savepoint=False, durable=False)]
 
     @property
     def session(self) -> Session:
@@ -111,11 +116,6 @@ class AttemptWrapper(BaseDatabaseWrapper):
                 f"idempotency_database_url: is {owner.info.dbname!r}, and DATABASES[{self.alias!r}] is "
                 f"{self.settings_dict['NAME']!r}: what the ORM writes in a body would not be committed with its record"
             )
-        self.in_atomic_block = self.needs_rollback = self.closed_in_transaction = self.errors_occurred = False
-        self.savepoint_ids: list[str | None] = []
-        # as inside an atomic block: a durable one, which commits by itself, is refused by Django
-        self.atomic_blocks = [Atomic(self.alias, savepoint=False, durable=False)]
-        self.autocommit = False
         cursors = _cursor_class(parameters["cursor_factory"])
         self.connection = BorrowedConnection(owner, AdaptersMap(parameters["context"]), cursors)
         self._configure_connection(self.connection)
@@ -132,12 +132,61 @@ class AttemptWrapper(BaseDatabaseWrapper):
         self.run_on_commit.append((set(self.savepoint_ids), func, robust))
 
     def run_after_commit(self) -> None:
-        """Call what waited for a commit. An error is logged: the operation has ended, or goes on, without it."""
-        for _, func, _ in self._committed:
-            try:
-                func()
-            except Exception:
-                log.exception("on_commit_failed", function=getattr(func, "__qualname__", type(func).__name__))
+        """Call what waited for the commit, on Django's own connection, as after any commit.
+
+        An error is logged: the operation has ended, or goes on, without it.
+        """
+        waited, self._committed = self._committed, []
+        connections[self.alias] = self.own
+        try:
+            for _, func, _ in waited:
+                try:
+                    func()
+                except Exception:
+                    log.exception("on_commit_failed", function=getattr(func, "__qualname__", type(func).__name__))
+        finally:
+            connections[self.alias] = self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a query or an atomic block has begun something that the body has not ended."""
+        borrowed = self.connection
+        has_queried = (
+            borrowed is not None
+            and not borrowed.is_returned
+            and borrowed.info.transaction_status != TransactionStatus.IDLE
+        )
+        return has_queried or self._is_in_own_block
+
+    def is_of(self, session: Session) -> bool:
+        """Whether this wrapper works on the transaction of this session."""
+        return session is self._watched
+
+    @property
+    def _is_in_own_block(self) -> bool:
+        return len(self.atomic_blocks) > 1  # the first one is the body
+
+    @property
+    def _was_closed_in_block(self) -> bool:
+        """Whether the transaction was rolled back inside a block that has been left."""
+        return self.closed_in_transaction and not self._is_in_own_block
+
+    @property
+    def needs_rollback(self) -> bool:
+        return self._needs_rollback and not self._was_closed_in_block
+
+    @needs_rollback.setter
+    def needs_rollback(self, value: bool) -> None:
+        self._needs_rollback = value
+
+    def validate_no_atomic_block(self) -> None:
+        if self._is_in_own_block:
+            super().validate_no_atomic_block()
+
+    def ensure_connection(self) -> None:
+        if self._was_closed_in_block:
+            self._begin_anew()
+        super().ensure_connection()
 
     def close(self) -> None:
         if self.connection is not None:
@@ -152,13 +201,19 @@ class AttemptWrapper(BaseDatabaseWrapper):
             yield cursor
 
     def _execute(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
-        refuse_end_of_transaction(sql.as_string(self.connection) if isinstance(sql, Composable) else str(sql))
+        statement = sql.as_string(self.connection) if isinstance(sql, Composable) else str(sql)
+        refuse_end_of_transaction(statement)
+        if self._watched is not None and takes_role(statement):
+            note_role(self._watched.connection())
         try:
             return execute(sql, params, many, context)
         except DatabaseError as error:
             if getattr(error.__cause__, "sqlstate", None) == READ_ONLY:
                 self.session.invalidate()  # the primary is elsewhere: the next attempt must not find this connection
             raise
+
+    def _configure_role(self, _: Any) -> bool:
+        return False  # an option of the attempt's connection has it
 
     def _commit(self) -> None:
         raise SessionNotYours(_NOT_YOURS)
@@ -180,10 +235,14 @@ class AttemptWrapper(BaseDatabaseWrapper):
             return
         self.connection.is_returned = True
         self.run_on_commit = []
-        if self.in_atomic_block:
-            self.closed_in_transaction = self.needs_rollback = True  # Django forgets it when the block is left
+        if self._is_in_own_block:
+            self.closed_in_transaction = True
         else:
-            self.connection = None
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.connection = None
+        self.closed_in_transaction = self.needs_rollback = self.errors_occurred = False
 
 
 def own_wrapper(alias: str) -> BaseDatabaseWrapper:
@@ -204,10 +263,7 @@ def _cursor_class(cursors: type[psycopg.Cursor[Any]]) -> type[psycopg.Cursor[Any
 
 @contextmanager
 def joined(alias: str, open_session: Callable[[], Session], *, ends: bool) -> Iterator[None]:
-    """While entered, `connections[alias]` of this thread is the session's connection.
-
-    Left, it calls what waited for the session's commit.
-    """
+    """While entered, `connections[alias]` of this thread is the session's connection."""
     outer = connections[alias]
     own = own_wrapper(alias)
     backend: Any = type(own)
@@ -216,10 +272,11 @@ def joined(alias: str, open_session: Callable[[], Session], *, ends: bool) -> It
     connections[alias] = wrapper
     try:
         yield
+        if not ends:
+            wrapper.validate_no_broken_transaction()
     except DatabaseUnavailable as error:
         if ends:
             raise  # the body's own error, as it expects it
         raise OperationalError(None, None, error.__cause__ or error, hide_parameters=True) from error
     finally:
         connections[alias] = outer
-        wrapper.run_after_commit()
