@@ -48,6 +48,12 @@ AsyncCaller: TypeAlias = Union[
 ]
 
 
+def is_caller(value: Any) -> bool:
+    """Whether a value is a transaction to write in, and not a task's argument."""
+    kinds = (Pending, Session, scoped_session, Connection, psycopg.Connection)
+    return isinstance(value, kinds) or _is_psycopg2(value) or hasattr(value, "driver_connection")
+
+
 def in_transaction_of(caller: Any, home: Home) -> Executes:
     """What runs our statements in the caller's transaction.
 

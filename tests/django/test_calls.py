@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from celery import Celery
 from django.db import DatabaseError, transaction
 from django.db.transaction import TransactionManagementError
 from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
-from idempotency import CallRefused, MissingKey, subscribe
+from idempotency import CallRefused, MissingKey, SettingsError, subscribe
 from idempotency.contrib.django import publish
 from tests.django.conftest import Entries, make_task
 from tests.django.ledger.models import Entry
@@ -53,6 +55,49 @@ def test_what_is_enqueued_in_an_inner_block_is_rolled_back_with_that_alone(task:
             task.enqueue("inner")
             raise ValueError("no")
     assert outbox() == ["outer"]
+
+
+def test_inside_atomic_of_another_alias_of_the_database_a_call_is_refused_unless_it_names_that_transaction(
+    task: Any, second: Any, outbox: Entries, entries: Entries
+) -> None:
+    with transaction.atomic(using="second"):
+        for call in (task.enqueue, task.using(countdown=5).enqueue, task):
+            with pytest.raises(CallRefused, match="atomic"):
+                call("refused")
+        with transaction.atomic():
+            task.enqueue("in its own block")
+        assert task.enqueue(second.connection, "given").status() == "waiting"
+        assert outbox() == ["in its own block"]
+    assert (sorted(outbox()), entries()) == (["given", "in its own block"], [])
+
+
+def test_options_of_one_call_are_given_with_using(task: Any, outbox: Entries) -> None:
+    with transaction.atomic():
+        handle = task.using(countdown=60, idempotency_key="own").enqueue("a")
+        assert outbox() == []
+    assert (outbox(), handle.id.key) == (["own"], "own")
+
+
+def test_from_an_event_loop_it_is_enqueued_in_an_async_transaction(
+    task: Any, database: str, outbox: Entries, entries: Entries
+) -> None:
+    async def place() -> None:
+        engine = create_async_engine(database)
+        async with engine.begin() as caller:
+            await task.aenqueue(caller, "a")
+            await task.using(idempotency_key="own").aenqueue(caller, "a")
+        await engine.dispose()
+
+    asyncio.run(place())
+    assert outbox() == ["a", "own"]
+
+
+def test_without_the_tables_enqueue_says_migrate(task: Any, default: Any) -> None:
+    task.enqueue("warm")
+    with default.cursor() as cursor:
+        cursor.execute("DROP SCHEMA idempotency CASCADE")
+    with pytest.raises(SettingsError, match="migrate"):
+        task.enqueue("a")
 
 
 def test_what_is_enqueued_outside_of_atomic_is_accepted_at_once(task: Any, outbox: Entries) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from celery.contrib.django.task import DjangoTask
-from sqlalchemy import Connection
-from sqlalchemy.orm import Session
+from typing_extensions import Unpack
 
 from ... import events
 from ...handle import Handle
-from ...worker import task
+from ...store.callers import is_caller
+from ...worker import task, using
+from ...worker.using import CallOptions
 from .integration import current_transaction
 
 
@@ -24,13 +27,35 @@ class IdempotentTask(task.IdempotentTask, DjangoTask):
 
         In `transaction.atomic()` it leaves when the block commits, and never if that rolls back. In a body it leaves
         with the attempt's commit. Outside of both it is accepted at once, like anything else that the ORM writes there.
-        Arguments, options and errors are those of `idempotency.IdempotentTask.enqueue`; so is a SQLAlchemy session
+        Arguments, options and errors are those of `idempotency.IdempotentTask.enqueue`; so is a session or connection
         given first.
         """
-        if args and isinstance(args[0], Session | Connection):
-            return super().enqueue(*args, **kwargs)
+        with _transaction(args) as given:
+            return super().enqueue(*given, *args, **kwargs)
+
+    def using(self, **options: Unpack[CallOptions]) -> Using:
+        """The task with options for its next call: `welcome.using(countdown=60).enqueue(17)`."""
+        made = super().using(**options)
+        return Using(made._task, made._options)
+
+
+class Using(using.Using[..., Any]):
+    """Returned by `task.using(...)`."""
+
+    def enqueue(self, /, *args: Any, **kwargs: Any) -> Handle:
+        """Send the task as `task.enqueue` does."""
+        with _transaction(args) as given:
+            return super().enqueue(*given, *args, **kwargs)
+
+
+@contextmanager
+def _transaction(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Django's transaction, for a call that does not begin with one of its own."""
+    if args and is_caller(args[0]):
+        yield ()
+    else:
         with current_transaction() as session:
-            return super().enqueue(session, *args, **kwargs)
+            yield (session,)
 
 
 def publish(event_type: str, payload: Any, **options: Any) -> str:
