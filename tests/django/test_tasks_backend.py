@@ -12,9 +12,12 @@ from django.db import transaction
 from django.utils import timezone
 from sqlalchemy import Engine, text
 
+from idempotency import SettingsError
+from idempotency.contrib.django.backend import IdempotentBackend
 from idempotency.wire.message import Message
 from tests.django.conftest import Entries
 from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operations import Record
 
 if django.VERSION >= (6, 0):
     from django.tasks import TaskResultStatus
@@ -109,3 +112,22 @@ def test_the_signal_of_an_accepted_task_is_sent(work: Any) -> None:
     result = work.post.enqueue("a")
     task_enqueued.disconnect(note)
     assert sent == [result.id]
+
+
+@pytest.mark.parametrize(("grace", "end"), [(3600.0, ("released", None, 0)), (0.0, ("failed", "unknown_task", 1))])
+def test_a_function_that_this_worker_does_not_have_waits_for_one_that_has_it(
+    app: Celery, work: Any, deliver: Any, record: Record, monkeypatch: pytest.MonkeyPatch, grace: float, end: object
+) -> None:
+    app.conf.update(idempotency_unknown_task_grace=grace)
+    result, post = work.post.enqueue("a"), work.post
+    monkeypatch.delattr(work, "post")
+    deliver()
+    found = record(result.id)
+    assert (found.status, found.error_code, found.attempts) == end
+    with pytest.raises(TaskResultDoesNotExist, match=r"work\.post, which is gone"):
+        post.get_backend().get_result(result.id)
+
+
+def test_options_of_the_backend_are_refused() -> None:
+    with pytest.raises(SettingsError, match="TASKS\\['default'\\]: OPTIONS: there are none"):
+        IdempotentBackend("default", {"OPTIONS": {"max_attempts": 1}})

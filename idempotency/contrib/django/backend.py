@@ -33,6 +33,7 @@ else:
     from django_tasks.signals import task_enqueued
 
 from ...application import runtime_of
+from ...errors import Defer, PermanentError, SettingsError
 from ...store import operations
 from ...wire import results
 from ...wire.keys import OperationId
@@ -42,6 +43,8 @@ from .task import IdempotentTask
 
 # The name of the one Celery task that runs them all: part of every key, so it never changes.
 NAME = "idempotency.django_task"
+# Seconds until a worker is asked again for a function that it does not have: as long as it has waited, within these.
+FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0
 DEFAULT_QUEUE = "default"  # Django's name for it; Celery's has its own
 STATUS = {
     "started": TaskResultStatus.RUNNING,
@@ -54,7 +57,7 @@ STATUS = {
 @shared_task(base=IdempotentTask, bind=True, name=NAME)
 def run_django_task(self: IdempotentTask, path: str, args: list[Any], kwargs: dict[str, Any], backend: str) -> Any:
     """Call one of Django's tasks; `path` is where the decorated function is found."""
-    task = import_string(path)
+    task = _found(self, path)
     if not task.takes_context:
         return task.call(*args, **kwargs)
     attempts = self.request.retries + 1
@@ -65,12 +68,30 @@ def run_django_task(self: IdempotentTask, path: str, args: list[Any], kwargs: di
     return task.call(TaskContext(task_result=result), *args, **kwargs)
 
 
+def _found(self: IdempotentTask, path: str) -> Any:
+    """The function, or the answer of a worker to a task that it does not know: later, as one for a newer worker."""
+    try:
+        return import_string(path)
+    except ImportError as error:
+        age, grace = self._attempt.claim.age, runtime_of(self.app).settings.unknown_task_grace
+        if age >= grace:
+            raise PermanentError(f"{path}: {error}", "unknown_task") from error
+        raise Defer(min(max(age, FIRST_PAUSE), LAST_PAUSE), f"{path} cannot be imported: {error}") from error
+
+
 class IdempotentBackend(BaseTaskBackend):
     """Enqueues in Django's transaction; see the module."""
 
     supports_defer = True
     supports_async_task = True
     supports_get_result = True
+
+    def __init__(self, alias: str, params: dict[str, Any]) -> None:
+        super().__init__(alias, params)
+        if self.options:
+            raise SettingsError(
+                f"TASKS[{alias!r}]: OPTIONS: there are none; the options of {NAME} are Celery's and the library's settings"
+            )
 
     def enqueue(self, task: Any, args: Any, kwargs: Any) -> Any:
         """Enqueue with the open transaction, or at once outside of one. Raises `InvalidArguments` for what is not JSON."""
@@ -100,8 +121,12 @@ class IdempotentBackend(BaseTaskBackend):
             raise TaskResultDoesNotExist(result_id)
         (path, args, kwargs, backend), _, _ = json.loads(Message.from_text(message).body)
         status = STATUS.get(record.get("status", "released"), TaskResultStatus.READY)
+        try:
+            task = import_string(path)
+        except ImportError as error:
+            raise TaskResultDoesNotExist(f"{result_id}: of {path}, which is gone") from error
         result = _result(
-            import_string(path).using(backend=backend),
+            task.using(backend=backend),
             result_id,
             args,
             kwargs,
