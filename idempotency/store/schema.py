@@ -149,10 +149,15 @@ def require_compatible(connection: Connection) -> None:
         )
 
 
+def exists(cursor: Any) -> bool:
+    """Whether the database of a DB-API cursor has our tables."""
+    cursor.execute("SELECT to_regclass('idempotency.records') IS NOT NULL")
+    return bool(cursor.fetchone()[0])
+
+
 def empty(cursor: Any) -> None:
     """Delete all operations, messages and dead letters, in the transaction of a DB-API cursor. The audit stays."""
-    cursor.execute("SELECT to_regclass('idempotency.records') IS NOT NULL")
-    if cursor.fetchone()[0]:
+    if exists(cursor):
         cursor.execute("TRUNCATE " + ", ".join(f"{SCHEMA}.{table}" for table in WORK))
 
 

@@ -56,3 +56,30 @@ def test_a_database_that_has_the_tables_already_is_left_as_it_is(empty: Any, mon
     assert has_tables(empty)
     with pytest.raises(IrreversibleError):  # what was accepted is not dropped
         call_command("migrate", "idempotency", "zero", database="empty", verbosity=0)
+
+
+def test_the_tables_are_those_of_the_role_that_django_assumes(
+    role: str, empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "IDEMPOTENCY_DATABASE", "empty", raising=False)
+    with empty.cursor() as cursor:
+        cursor.execute(f"GRANT CREATE ON DATABASE {empty.settings_dict['NAME']} TO {role}")
+        cursor.execute(f"GRANT ALL ON SCHEMA public TO {role}")
+    empty.close()
+    monkeypatch.setitem(empty.settings_dict, "OPTIONS", {"assume_role": role})
+    call_command("migrate", "idempotency", database="empty", verbosity=0)
+    with empty.cursor() as cursor:
+        cursor.execute("SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname IN ('public', 'idempotency')")
+        assert cursor.fetchall() == [(role,)]
+
+
+def test_where_migrations_are_switched_off_the_tables_are_made_as_well(
+    empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `pytest --nomigrations`, and in many a project's settings for tests."""
+    monkeypatch.setattr(settings, "IDEMPOTENCY_DATABASE", "empty", raising=False)
+    apps = ("idempotency", "ledger", "django_celery_results", "django_celery_beat")
+    monkeypatch.setattr(settings, "MIGRATION_MODULES", dict.fromkeys(apps))
+    for _ in range(2):
+        call_command("migrate", database="empty", verbosity=0, run_syncdb=True)
+    assert has_tables(empty)

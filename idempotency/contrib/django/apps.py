@@ -6,6 +6,7 @@ from importlib import import_module
 
 from django.apps import AppConfig
 from django.conf import settings
+from django.db.models.signals import post_migrate
 
 from ...framework import use_framework
 
@@ -19,8 +20,10 @@ class IdempotencyConfig(AppConfig):
 
     def ready(self) -> None:
         from .integration import Django
+        from .schema import migrate_unless_django_does
 
         use_framework(Django())
+        post_migrate.connect(migrate_unless_django_does, dispatch_uid=self.name)
         backends = getattr(settings, "TASKS", {}).values()
         if any(each.get("BACKEND", "").startswith(BACKENDS) for each in backends):
             import_module(BACKENDS)  # a worker has to know the task that runs Django's

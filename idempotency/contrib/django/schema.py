@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from django.db import connections
+from django.db.migrations.loader import MigrationLoader
+
 from ...settings import Settings
 from ...store import schema
-from ...store.connections import make_engine
-from .databases import database_alias, database_url
+from ...store.connections import make_migrations_engine
+from .databases import database_alias, database_url, engine_maker
+
+LABEL = "idempotency"
 
 
 def migrate_to(revision: str) -> Callable[[Any, Any], None]:
@@ -18,8 +23,25 @@ def migrate_to(revision: str) -> Callable[[Any, Any], None]:
         alias = schema_editor.connection.alias
         if alias != database_alias():
             return
-        engine = make_engine(Settings.read({"database_url": database_url(alias)}))
-        schema.migrate(engine, revision)
-        engine.dispose()
+        _migrate(alias, revision)
 
     return migrate
+
+
+def migrate_unless_django_does(using: str, **_: Any) -> None:
+    """Make the tables where Django's migrations are off, as in many a project's tests; a receiver of `post_migrate`."""
+    module, _is_explicit = MigrationLoader.migrations_module(LABEL)
+    if module is None and using == database_alias() and _has_no_tables(using):
+        _migrate(using, "head")
+
+
+def _has_no_tables(alias: str) -> bool:
+    with connections[alias].cursor() as cursor:
+        return not schema.exists(cursor)
+
+
+def _migrate(alias: str, revision: str) -> None:
+    settings = Settings.read({"database_url": database_url(alias), "engine": engine_maker(alias, None)})
+    engine = make_migrations_engine(settings)
+    schema.migrate(engine, revision)
+    engine.dispose()
