@@ -33,7 +33,10 @@ def application(name: str) -> Celery:
     if not name:
         raise IdempotencyError(f"no application: {_NAME_IT}")
     try:
-        return find_app(name)
+        app = find_app(name)
+        if app._fixups:  # of Django, whose settings and ours are there once it is set up, as a worker does
+            app.loader.import_default_modules()
+        return app
     except (ImportError, AttributeError) as error:
         raise IdempotencyError(f"--app {name}: {error}; {_NAME_IT}") from None
 

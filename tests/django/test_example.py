@@ -121,7 +121,10 @@ def test_after_it_they_are_awarded_once(
         eventually(points, timeout=60)
         eventually(lambda: worker.log.count(" succeeded in ") >= 4, timeout=60)
         assert points() == 120
+        environment["CELERY_APP"] = "elsewhere"  # as in a shell of another project
         listed = manage("after", "idempotency", "list", "--json")
+        command = [sys.executable, "-m", "idempotency.cli", "list", "-A", "shop", "--json"]
+        assert subprocess.check_output(command, cwd=EXAMPLE / "after", env=environment, text=True) == listed
         assert listed.count('"orders.award_points"') == 1  # and none for the order that was rolled back
     finally:
         relay.terminate()
@@ -133,6 +136,6 @@ def test_after_it_they_are_awarded_once(
 
 
 def test_after_it_the_projects_own_tests_run_on_the_test_database(manage: Manage) -> None:
-    output = manage("after", "test", "--noinput")
+    output = manage("after", "test", "--noinput", "--parallel", "2")
     assert "Ran 5 tests" in output
     assert "OK" in output

@@ -22,5 +22,5 @@ class Command(BaseCommand):
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="As for the command `idempotency`, without -A.")
 
     def handle(self, *_: Any, arguments: list[str], **__: Any) -> None:
-        os.environ.setdefault("CELERY_APP", APP)
+        os.environ["CELERY_APP"] = APP  # whatever the shell names: this is the project's command
         main([argument for argument in arguments if argument != "--"])
