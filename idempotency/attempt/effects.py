@@ -297,3 +297,4 @@ def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
     else:
         attempt.writes.alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
     attempt.claim.effects[name] = attempt.claim.effects[name] | change
+    attempt.writes.follow_up()

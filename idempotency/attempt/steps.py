@@ -50,6 +50,7 @@ def step(
     attempt.writes.commit()
     attempt.claim.effects[name] = entry
     crash_point("step.committed")
+    attempt.writes.follow_up()
     return results.from_text(entry["result"])
 
 

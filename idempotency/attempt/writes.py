@@ -97,6 +97,11 @@ class FencedWrites:
             self._doubt(error)
         framework().after_commit(self.session)
 
+    def follow_up(self) -> None:
+        """Call what waited for the commit; not before the attempt knows what it has committed."""
+        if self._session is not None:
+            framework().after_commit(self._session)
+
     def finish(self, write: Callable[[Connection], None]) -> None:
         """Write the operation's end and commit it, together with the session's work if there is a session."""
         if self._session is None:
@@ -107,6 +112,7 @@ class FencedWrites:
             crash_point("finish.written")
             self.commit()
         crash_point("finish.committed")
+        self.follow_up()
 
     def _finish_without_session(self, write: Callable[[Connection], None]) -> None:
         """Statement and commit are one round trip."""

@@ -54,6 +54,11 @@ def is_caller(value: Any) -> bool:
     return isinstance(value, kinds) or _is_psycopg2(value) or hasattr(value, "driver_connection")
 
 
+def is_async_caller(value: Any) -> bool:
+    """Whether a value is a transaction that is written in by an event loop."""
+    return hasattr(value, "run_sync") or isinstance(value, psycopg.AsyncConnection)
+
+
 def in_transaction_of(caller: Any, home: Home) -> Executes:
     """What runs our statements in the caller's transaction.
 
@@ -174,7 +179,7 @@ def _described(caller: Any) -> str:
     if caller is None:
         return "None"
     name = f"the class {caller.__name__}" if isinstance(caller, type) else type(caller).__name__
-    if hasattr(caller, "run_sync") or isinstance(caller, psycopg.AsyncConnection):
+    if is_async_caller(caller):
         return f"{name}: `await` aenqueue or apublish with it"
     if isinstance(caller, Session | scoped_session | Connection | psycopg.Connection) or _is_psycopg2(caller):
         return f"{name}: call enqueue or publish with it"

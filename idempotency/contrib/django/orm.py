@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import psycopg
+from billiard.exceptions import SoftTimeLimitExceeded
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
@@ -136,12 +137,16 @@ class AttemptWrapper(BaseDatabaseWrapper):
 
         An error is logged: the operation has ended, or goes on, without it.
         """
+        if not self._committed:
+            return
         waited, self._committed = self._committed, []
         connections[self.alias] = self.own
         try:
             for _, func, _ in waited:
                 try:
                     func()
+                except SoftTimeLimitExceeded:
+                    raise
                 except Exception:
                     log.exception("on_commit_failed", function=getattr(func, "__qualname__", type(func).__name__))
         finally:

@@ -12,7 +12,7 @@ from typing_extensions import ParamSpec, Unpack
 
 from ... import events
 from ...handle import Handle, R_co
-from ...store.callers import is_caller
+from ...store.callers import is_async_caller, is_caller
 from ...worker import decorator, task, using
 from ...worker.using import CallOptions, P
 from .integration import current_transaction
@@ -59,8 +59,12 @@ class IdempotentTask(task.IdempotentTask[P, R_co], TypedDjangoTask[P, R_co], Gen
     async def aenqueue(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:  # type: ignore[override]
         """Send this task from an async view: `enqueue`, in Django's thread for sync code, as the ORM's async methods do.
 
-        Django has no async `atomic()`, so it is accepted at once; for a transaction call a function by `sync_to_async`.
+        Django has no async `atomic()`, so it is accepted at once; for a transaction call a function by `sync_to_async`,
+        or give an async session of SQLAlchemy first.
         """
+        if args and is_async_caller(args[0]):
+            aenqueue: Any = super().aenqueue
+            return await aenqueue(*args, **kwargs)  # type: ignore[no-any-return]
         return await sync_to_async(self.enqueue)(*args, **kwargs)
 
     def using(self, **options: Unpack[CallOptions]) -> Using[P, R_co]:
@@ -80,6 +84,9 @@ class Using(using.Using[P, R_co], Generic[P, R_co]):
 
     async def aenqueue(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:  # type: ignore[override]
         """Send the task as `task.aenqueue` does."""
+        if args and is_async_caller(args[0]):
+            aenqueue: Any = super().aenqueue
+            return await aenqueue(*args, **kwargs)  # type: ignore[no-any-return]
         return await sync_to_async(self.enqueue)(*args, **kwargs)
 
 
