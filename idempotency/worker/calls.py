@@ -35,7 +35,7 @@ from ..wire.message import (
     Message,
 )
 from . import eager, publishing
-from .spelling import check_spelling
+from .options import check_spelling
 from .using import CallOptions, P, Using
 
 if TYPE_CHECKING:

@@ -44,7 +44,6 @@ from ..errors import (
     OperationFailed,
     PermanentError,
     ServiceMismatch,
-    SettingsError,
     Unanswered,
     UnsupportedControl,
 )
@@ -60,7 +59,11 @@ from ..wire.message import DUE_HEADER
 from . import hooks, parking
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, store_refusal
+<<<<<<< HEAD
 from .using import P
+=======
+from .options import check_values
+>>>>>>> 157851b (Options of a task are checked by value where they are by name)
 from .waiting import Waiting
 
 T = TypeVar("T")
@@ -138,14 +141,14 @@ class IdempotentTask(ControlledTask[P, R_co]):
         hooks.check_class(cls, IdempotentTask)
         if inspect.isfunction(on_failed := cls.__dict__.get("on_failed")):
             cls.on_failed = staticmethod(on_failed)
-        if cls.on_busy not in ("ack", "wait", "raise"):
-            raise SettingsError(f"on_busy: must be 'ack', 'wait' or 'raise', got {cls.on_busy!r}")
+        check_values(cls)
 
     @classmethod
     def bind(cls, app: Celery) -> Celery:
         # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
         bound: Celery = super().bind(app)
+        check_values(cls)  # from task_annotations
         hooks.move_into_attempt(cls, IdempotentTask)
         return bound
 

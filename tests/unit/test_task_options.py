@@ -10,6 +10,7 @@ from celery import Celery, exceptions
 from idempotency import IdempotentTask, SettingsError
 from idempotency.checks.doctor import check_configuration
 from idempotency.checks.findings import Level
+from idempotency.providers import STRIPE
 
 # The warning of a second function of one name.
 DUPLICATE: Any = getattr(exceptions, "DuplicateTaskNameWarning", None)
@@ -43,6 +44,61 @@ def test_a_misspelt_option_is_refused_with_the_one_that_was_meant(app: Celery, g
     with pytest.raises(SettingsError) as refused:
         task(app, IdempotentTask, **{given: None})
     assert str(refused.value) == f"{given} of pay: no such option; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"),
+    [
+        ("key", 5, "a template, a function of the arguments, or None"),
+        ("key", lambda: "k", "a template, a function of the arguments, or None"),
+        ("on_failed", "note", "a function that takes (session, operation, error)"),
+        ("on_failed", lambda operation: None, "a function that takes (session, operation, error)"),
+        ("permanent_errors", "ValueError", "a tuple of exception classes"),
+        ("permanent_errors", (ValueError, "KeyError"), "a tuple of exception classes"),
+        ("permanent_errors", int, "a tuple of exception classes"),
+        ("provider", "stripe", "a ProviderContract, as idempotency.providers has them"),
+        ("effect_types", ["capture"], "a mapping of effects' names to types"),
+        ("on_busy", "queue", "'ack', 'wait' or 'raise'"),
+        ("max_attempts", "3", "a whole number from 1"),
+        ("max_attempts", 0, "a whole number from 1"),
+        ("max_attempts", True, "a whole number from 1"),
+        ("retention_completed", "1", "seconds above 0, as a number"),
+        ("retention_failed", 0, "seconds above 0, as a number"),
+        ("retention_failed", float("nan"), "seconds above 0, as a number"),
+    ],
+)
+def test_an_option_of_no_use_is_refused_with_its_task_and_what_is_needed(
+    app: Celery, option: str, value: Any, needed: str
+) -> None:
+    with pytest.raises(SettingsError) as refused:
+        task(app, **{option: value})
+    assert str(refused.value) == f"{option} of pay: must be {needed}, got {value!r}"
+
+
+def test_an_annotation_of_no_use_is_refused_like_an_option(app: Celery) -> None:
+    app.conf.task_annotations = {"*": {"max_attempts": "3"}}
+    with pytest.raises(SettingsError, match="max_attempts of pay: must be a whole number from 1, got '3'"):
+        task(app)
+
+
+def test_one_class_of_permanent_errors_is_a_tuple_of_one(app: Celery) -> None:
+    assert task(app, permanent_errors=ValueError).permanent_errors == (ValueError,)
+    assert task(app, name="listed", permanent_errors=[ValueError, KeyError]).permanent_errors == (ValueError, KeyError)
+
+
+def test_options_of_use_are_taken(app: Celery) -> None:
+    made = task(
+        app,
+        key=lambda arguments: str(arguments["payment_id"]),
+        on_failed=lambda *_: None,
+        provider=STRIPE,
+        effect_types={"charge": dict[str, str]},
+        on_busy="wait",
+        max_attempts=1,
+        retention_completed=90_000,
+        retention_failed=1e6,
+    )
+    assert (made.on_busy, made.max_attempts, made.retention_completed) == ("wait", 1, 90_000)
 
 
 def test_options_of_celery_and_of_the_application_are_taken(app: Celery) -> None:
