@@ -116,6 +116,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         if countdown is not None and countdown > MAX_DELAY:
             raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown:g}")
         retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
+        retry.__cause__ = exc  # Celery's own copy, `retry.exc`, is another error if this one cannot be pickled
         if throw:
             raise retry
         return retry

@@ -209,7 +209,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
             delay = float(retry.when) if isinstance(retry.when, int | float) else None
-            raise Again(delay, retry.exc or retry) from retry
+            raise Again(delay, retry.__cause__ or retry.exc or retry) from retry
         except (Ignore, Reject) as error:
             if (replacement := self._replacement()) is not None:
                 return replacement

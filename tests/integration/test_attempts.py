@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from email.message import Message
 from typing import Any
+from urllib.error import HTTPError
 from uuid import uuid4
 
 import psycopg
@@ -224,6 +227,28 @@ def test_a_lock_that_is_held_uses_no_attempt(
                 assert record("k").attempts == 0
                 make_due(engine, "k")
     assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
+
+
+@pytest.mark.parametrize("options", [{}, {"autoretry_for": (OSError,), "retry_backoff": False}], ids=["retry", "auto"])
+def test_an_error_that_cannot_be_pickled_is_recorded_as_itself(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, options: dict[str, Any]
+) -> None:
+    """Celery's Retry has an empty OSError in its place."""
+
+    def body(self: Any) -> None:
+        try:
+            raise HTTPError("http://provider", 503, "overloaded", Message(), None)
+        except HTTPError as error:
+            if options:
+                raise
+            raise self.retry(exc=error, countdown=0, throw=False) from error
+
+    task = make_task(bank, body, max_attempts=2, **options)
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    assert json.loads(record("k").error) == {"code": "HTTPError", "message": "HTTPError: HTTP Error 503: overloaded"}
+    make_due(engine, "k")
+    deliveries.deliver(task, key="k", origin="retry")
+    assert json.loads(record("k").error)["message"].endswith("HTTPError: HTTP Error 503: overloaded")
 
 
 def test_a_retry_beyond_the_calendar_ends_the_operation(bank: Celery, deliveries: Deliveries, record: Record) -> None:
