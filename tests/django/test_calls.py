@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.contrib.django.task import DjangoTask
 from django.db import DatabaseError, transaction
 from django.db.transaction import TransactionManagementError
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, MissingKey, subscribe
-from idempotency.contrib.django import publish
+from idempotency.contrib.django import IdempotentTask, idempotent_task, publish
 from tests.django.conftest import Entries, make_task
 from tests.django.ledger.models import Entry
 from tests.support.deliveries import Deliveries
@@ -36,6 +37,17 @@ def test_what_is_enqueued_in_atomic_leaves_with_its_commit(task: Any, outbox: En
         assert outbox() == entries() == []
     assert (outbox(), entries()) == (["a"], ["accepted"])
     assert (handle.status(), handle.id.key) == ("waiting", "a")
+
+
+def test_a_typed_task_is_enqueued_without_a_session(app: Celery, outbox: Entries) -> None:
+    @idempotent_task(app, name="ledger.typed", key="{account}", shared=False)
+    def typed(self: IdempotentTask, account: str) -> str:
+        return str(pay(self, account))
+
+    with transaction.atomic():
+        typed.enqueue("a")
+    assert outbox() == ["a"]
+    assert isinstance(typed, DjangoTask)
 
 
 def test_what_is_enqueued_in_atomic_is_rolled_back_with_it(task: Any, outbox: Entries, entries: Entries) -> None:

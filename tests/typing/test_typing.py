@@ -47,8 +47,8 @@ def first(errors: Iterable[tuple[str, int, str]]) -> Errors:
 
 
 def test_both_kinds_of_program_are_there() -> None:
-    assert [program.stem for program in PROGRAMS] == ["accepted", "rejected"]
-    assert {name for name, _ in expected(1)} == {"rejected.py"}
+    assert [program.stem for program in PROGRAMS] == ["accepted", "django_accepted", "django_rejected", "rejected"]
+    assert {name for name, _ in expected(1)} == {"django_rejected.py", "rejected.py"}
 
 
 def test_mypy_keeps_the_types_of_a_task_and_refuses_wrong_calls(application: Path) -> None:

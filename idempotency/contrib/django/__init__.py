@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .task import IdempotentTask, publish
+    from .task import IdempotentTask, idempotent_task, publish
 
-__all__ = ["IdempotentTask", "publish"]
+__all__ = ["IdempotentTask", "idempotent_task", "publish"]
 
 
 def __getattr__(name: str) -> Any:

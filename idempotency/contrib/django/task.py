@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Protocol, TypeVar, overload
 
-from celery.contrib.django.task import DjangoTask
+from celery import Celery
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
+from typing_extensions import ParamSpec
 
 from ... import events
-from ...handle import Handle
-from ...worker import task
+from ...handle import Handle, R_co
+from ...worker import decorator, task
+from ...worker.calls import P
 from .integration import current_transaction
 
+if TYPE_CHECKING:
 
-class IdempotentTask(task.IdempotentTask, DjangoTask):
+    class TypedDjangoTask(Generic[P, R_co]):
+        """`DjangoTask`, where Celery's own has no types."""
+
+        def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+        def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None: ...
+else:
+    from celery.contrib.django.task import DjangoTask
+
+    class TypedDjangoTask:
+        """`DjangoTask`, with the parameters that a type checker sees."""
+
+        def __class_getitem__(cls, parameters: Any) -> Any:
+            return DjangoTask
+
+
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+class IdempotentTask(task.IdempotentTask[P, R_co], TypedDjangoTask[P, R_co], Generic[P, R_co]):
     """`idempotency.IdempotentTask`, enqueued on Django's connection: `capture.enqueue(payment_id=payment.pk)`."""
 
     abstract = True
 
-    def enqueue(self, /, *args: Any, **kwargs: Any) -> Handle:
+    # without a session, which the base class's has
+    def enqueue(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:  # type: ignore[override]
         """Send this task with the transaction that is open on Django's connection.
 
         In `transaction.atomic()` it leaves when the block commits, and never if that rolls back. In a body it leaves
@@ -28,7 +52,8 @@ class IdempotentTask(task.IdempotentTask, DjangoTask):
         given first.
         """
         if args and isinstance(args[0], Session | Connection):
-            return super().enqueue(*args, **kwargs)
+            enqueue: Any = super().enqueue
+            return enqueue(*args, **kwargs)  # type: ignore[no-any-return]
         with current_transaction() as session:
             return super().enqueue(session, *args, **kwargs)
 
@@ -37,3 +62,27 @@ def publish(event_type: str, payload: Any, **options: Any) -> str:
     """Publish an event with the transaction that is open on Django's connection, as `idempotency.publish` does."""
     with current_transaction() as session:
         return events.publish(session, event_type, payload, **options)
+
+
+TaskT = TypeVar("TaskT", bound=IdempotentTask)
+TaskT_co = TypeVar("TaskT_co", bound=IdempotentTask, covariant=True)
+
+
+class MakesTask(Protocol[TaskT_co]):
+    """Turns a function, whose first parameter is the task, into that task."""
+
+    def __call__(self, function: Callable[Concatenate[TaskT_co, Q], R], /) -> IdempotentTask[Q, R]: ...
+
+
+@overload
+def idempotent_task(app: Celery | None = None, /, *, base: type[TaskT], **options: Any) -> MakesTask[TaskT]: ...
+@overload
+def idempotent_task(app: Celery | None = None, /, **options: Any) -> MakesTask[IdempotentTask]: ...
+def idempotent_task(
+    app: Celery | None = None, /, *, base: type[IdempotentTask] = IdempotentTask, **options: Any
+) -> Any:
+    """Make an idempotent task of a function whose first parameter is the task, and keep its types.
+
+    `idempotency.idempotent_task` for Django: a type checker knows `enqueue` without a session.
+    """
+    return decorator.idempotent_task(app, base=base, **options)
