@@ -149,18 +149,24 @@ def canonical_json(value: Any) -> str:
     return text
 
 
-def made_by(function: KeyFunction, arguments: Mapping[str, Any], *, task: str) -> str:
-    """The key that a key function makes. Raises `MissingKey` if it asks for an argument that the call does not give."""
+def made_by(function: KeyFunction, arguments: Mapping[str, Any]) -> str:
+    """The key that a key function makes. Raises `InvalidKey`, and `MissingKey` if it returns None.
+
+    Raises `MissingKey`, too, if it asks for an argument that the call does not give.
+    """
     given = _Given(arguments)
     try:
-        return function(given)
+        key = function(given)
     except KeyError as error:
         if not given.missed.intersection(error.args):
             raise  # of the function's own making
         raise MissingKey(
-            f"{task}: its key function asks for the argument {error.args[0]!r}, which this call does not give "
+            f"its key function asks for the argument {error.args[0]!r}, which this call does not give "
             "(defaults are not filled in)"
         ) from None
+    if key is None:
+        raise MissingKey("its key function has returned None for this call")
+    return check_key(key)
 
 
 class _Given(dict[str, Any]):
@@ -228,10 +234,11 @@ def template(text: str) -> KeyFunction:
 
 
 def _field(arguments: Mapping[str, Any], field: str) -> Any:
-    value = arguments.get(field)
-    if value is None:
-        raise MissingKey(f"argument {field}: required by the key template but missing")
-    return value
+    if field not in arguments:
+        raise MissingKey(f"argument {field}: used in the idempotency key, is missing (defaults are not filled in)")
+    if arguments[field] is None:
+        raise MissingKey(f"argument {field}: used in the idempotency key, must not be None")
+    return arguments[field]
 
 
 def _plain(field: str, value: Any) -> str:

@@ -16,7 +16,7 @@ from typing_extensions import ParamSpec
 
 from ..application import runtime_of
 from ..attempt.endings import MAX_DELAY
-from ..errors import InvalidArguments, MissingKey, SettingsError
+from ..errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
 from ..framework import framework
 from ..handle import Handle, R_co
 from ..store import outbox
@@ -301,13 +301,16 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         return headers.get(KEY_HEADER) is None and not hasattr(self._key_function, "fields")
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
-        if key is None and (function := type(self)._key_function) is not None:
-            key = keys.made_by(function, arguments, task=self.name)
-        if key is None:
-            raise MissingKey(f"{self.name}: give idempotency_key=, or the task a key template")
+        function = type(self)._key_function
         if tenant is None:
             tenant = runtime_of(self.app).settings.tenant
-        return OperationId(keys.check_key(tenant, field="tenant"), self.name, keys.check_key(key))
+        try:
+            if key is None and function is None:
+                raise MissingKey("give idempotency_key=, or the task a key template")
+            key = keys.made_by(function, arguments) if key is None and function is not None else keys.check_key(key)
+            return OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
+        except (MissingKey, InvalidKey) as refused:
+            raise type(refused)(f"{self.name}: {refused}") from None
 
     @property
     def signature_of_run(self) -> inspect.Signature:

@@ -59,11 +59,8 @@ from ..wire.message import DUE_HEADER
 from . import hooks, parking
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, store_refusal
-<<<<<<< HEAD
-from .using import P
-=======
 from .options import check_values
->>>>>>> 157851b (Options of a task are checked by value where they are by name)
+from .using import P
 from .waiting import Waiting
 
 T = TypeVar("T")

@@ -61,7 +61,7 @@ CALLS = {
     "01-no-key": Call(
         MissingKey, r"tests\.support\.bank\.returning: give idempotency_key=, or the task a key template"
     ),
-    "01-no-argument-for-the-key": Call(MissingKey, "argument account: .*missing", b.deposit, (None, 5)),
+    "01-no-argument-for-the-key": Call(MissingKey, "argument account: .*must not be None", b.deposit, (None, 5)),
     "02-key-empty": keyed(InvalidKey, "idempotency key: must not be empty or blank", ""),
     "02-key-blank": keyed(InvalidKey, "idempotency key: must not be empty or blank", " \t "),
     "02-argument-for-the-key-blank": Call(InvalidKey, "argument account: .*blank", b.deposit, (" ", 5)),
@@ -103,6 +103,8 @@ def test_a_call_is_refused_where_it_is_made(
                 with pytest.raises(call.error) as refused:
                     make(session)
                 assert re.search(call.says, str(refused.value)), way
+                if call.error in (MissingKey, InvalidKey):
+                    assert str(refused.value).startswith(f"{call.task.name}: "), way
                 assert SECRET not in "".join(traceback.format_exception_only(refused.value))
 
 
