@@ -47,11 +47,14 @@ def idempotency_app() -> Celery:
 
 
 @pytest.fixture(scope="session")
-def idempotency_database(idempotency_app: Celery) -> Iterator[None]:
+def idempotency_database(request: pytest.FixtureRequest, idempotency_app: Celery) -> Iterator[None]:
     """The library's tables in the application's test database, migrated to this version."""
     from idempotency.application import close_runtime
+    from idempotency.framework import framework
     from idempotency.testing import prepare
 
+    if request.config.pluginmanager.hasplugin("django") and framework().database_url() is not None:
+        request.getfixturevalue("django_db_setup")  # pytest-django's: from then on DATABASES has the test database
     prepare(idempotency_app)
     yield
     close_runtime(idempotency_app)

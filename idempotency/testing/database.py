@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -16,25 +17,25 @@ from ..settings import Settings
 from ..store.connections import make_engine
 from ..wire.keys import OperationId
 
-# In the name of a database for tests.
-MARK = "test"
+# The word in the name of a database for tests: test_shop, shop_test, shop_tests_1. Not latest, nor contest.
+MARK = re.compile(r"(?<![a-z0-9])tests?(?![a-z])", re.IGNORECASE)
 
 
 def require_test_database(connection: Connection, *, allowed: str | None = None) -> None:
-    """Raise `ValueError` unless the database has "test" in its name, or the name `allowed`."""
+    """Raise `ValueError` unless the database has the word "test" in its name, or the name `allowed`."""
     name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
-    if name != allowed and MARK not in name.lower():
+    if name != allowed and MARK.search(name) is None:
         raise ValueError(
-            f"a test empties tables, and the name of the database {name!r} does not say that it is one for tests; "
-            f"allow_database={name!r} does"
+            f"a test empties tables, and the name of the database {name!r} does not say that it is one for tests: it needs "
+            'the word "test", as in test_shop or shop_test_1'
         )
 
 
 def prepare(app: Celery, *, allow_database: str | None = None) -> None:
     """Bring the library's tables in the application's test database to this version.
 
-    The database has to exist; the application's own tables are its own business. `allow_database`: its name, if that does
-    not contain "test". Raises `ValueError` for any other database.
+    The database has to exist; the application's own tables are its own business. `allow_database`: its name, if the word
+    "test" is not in it. Raises `ValueError` for any other database.
     """
     from ..store import schema  # with alembic, which only a migration needs
 

@@ -50,8 +50,8 @@ class Ran:
 class Outbox:
     """The outbox of an application's test database. Messages run in this process: no relay, broker or worker is needed.
 
-    One process at a time: it runs whatever waits in the database. Raises `ValueError` for a database whose name does not
-    contain "test", unless it is `allow_database`.
+    One process at a time: it runs whatever waits in the database. Raises `ValueError` for a database without the
+    word "test" in its name, unless it is `allow_database`.
     """
 
     def __init__(self, app: Celery, *, allow_database: str | None = None) -> None:

@@ -527,7 +527,7 @@ def test_a_database_whose_name_does_not_say_test_is_left_alone(
             connection.execute(ROW)
         close_runtime(bank)
         bank.conf.idempotency_database_url = url
-        with pytest.raises(ValueError, match=f"allow_database='{name}' does"):
+        with pytest.raises(ValueError, match=f"'{name}' does not say that it is one for tests"):
             assert_idempotent(deposit, "a", tables=["entries"])
         with shop.connect() as connection:
             assert connection.execute(text("SELECT count(*) FROM entries")).scalar_one() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import services
 from idempotency import CallRefused, Defer, IdempotentTask, OperationFailed, PermanentError, events, publish, subscribe
 from idempotency.application import runtime_of
 from idempotency.testing import Outbox, prepare, rolled_back
+from idempotency.testing.database import MARK
 from tests.support.bank import INSERT, deposit
 from tests.support.documents import python_blocks
 from tests.support.operations import Entries, Record
@@ -115,6 +117,66 @@ def test_the_examples_of_the_page_about_testing_run_as_they_are(test_database: s
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert "2 passed" in done.stdout
+
+
+DJANGO = """
+import os
+
+import django
+import pytest
+from celery import Celery
+from django.conf import settings
+from django.db import connections
+from sqlalchemy.engine import make_url
+
+from idempotency.queues import quorum_queue
+
+url = make_url(os.environ["DATABASE_URL"])
+place = {"HOST": url.host, "PORT": url.port, "USER": url.username, "PASSWORD": url.password}
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "development", **place}},
+    INSTALLED_APPS=["idempotency.contrib.django"],
+    CELERY_TASK_QUEUES=[quorum_queue("shop")],
+    CELERY_TASK_DEFAULT_QUEUE="shop",
+    CELERY_BROKER_URL="amqp://127.0.0.1:1//",
+)
+django.setup()
+
+
+class PytestDjango:
+    @staticmethod
+    @pytest.fixture(scope="session")
+    def django_db_setup():
+        connections["default"].settings_dict["NAME"] = url.database
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(PytestDjango(), "django")
+
+
+@pytest.fixture(scope="session")
+def idempotency_app():
+    app = Celery("shop")
+    app.config_from_object("django.conf:settings", namespace="CELERY")
+    return app
+"""
+
+
+def test_with_pytest_django_the_fixtures_use_the_test_database_that_it_makes(
+    test_database: str, tmp_path: Path
+) -> None:
+    (tmp_path / "conftest.py").write_text(DJANGO)
+    (tmp_path / "test_it.py").write_text("def test_it(idempotency_outbox): assert idempotency_outbox.run() == []\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist"],
+        cwd=tmp_path,
+        env=os.environ | {"DATABASE_URL": test_database},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
 
 
 def test_without_an_application_the_fixtures_say_which_one_to_define(tmp_path: Path) -> None:
@@ -251,10 +313,24 @@ def test_reset_needs_no_redis(bank: Celery, engine: Engine, outbox: Outbox, monk
 
 
 def test_a_database_that_is_not_for_tests_is_refused(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idempotency.testing.database.MARK", "no such name")
+    monkeypatch.setattr("idempotency.testing.database.MARK", re.compile("no such name"))
     for refuses in (Outbox, prepare):
-        with pytest.raises(ValueError, match="allow_database='test_"):
+        with pytest.raises(
+            ValueError, match=r"'test_.*' does not say that it is one for tests: it needs the word"
+        ) as error:
             refuses(bank)
+        assert "allow_database" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_for_tests"),
+    [
+        *((name, True) for name in ("test", "tests", "test_shop", "shop_test", "shop_test_1", "shop-tests", "Test1")),
+        *((name, False) for name in ("latest", "contest", "shop_latest_1", "testimony", "attested", "shop")),
+    ],
+)
+def test_a_database_for_tests_has_the_word_in_its_name(name: str, is_for_tests: bool) -> None:
+    assert (MARK.search(name) is not None) is is_for_tests
 
 
 # ---------------------------------------------------------------- in the test's transaction
