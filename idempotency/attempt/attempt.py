@@ -153,7 +153,10 @@ class Attempt:
             self._ask_once_more()
         spent_at = self.claim.spent_at
         is_too_often = spent_at is not None and self.claim.attempts >= spent_at + ON_FAILED_TRIES
-        described = str(error) if cause in (None, error) else describe(cause)
+        described = str(error)
+        if cause is not None and cause is not error:
+            described = describe(cause)
+            error.__cause__ = error.__cause__ or cause  # for `on_failed`
         try:
             concluded = self._fail(
                 error, described, skip="it has ended its process too often" if is_too_often else None

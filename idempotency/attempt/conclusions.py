@@ -84,6 +84,8 @@ def conclude(
     described = (error.message if described is None else described)[:ERROR_LIMIT]
     cause = _cause(error, described)
     ended, undos = _verdict(entries, error)
+    if ended is not error:
+        ended.__cause__ = error  # for `on_failed`
     if undos and skip is not None:
         ended, undos = _unfinished(f"its steps were not undone: {skip}"), []
     broken: str | None = None
