@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class Framework:
     """No framework: the database is named in Celery's configuration, and connections are SQLAlchemy's."""
 
+    # How the command line is called here: what messages tell people to run.
+    command = "idempotency"
+
     def database_url(self) -> str | None:
         """The address of the library's database, where the configuration gives none."""
         return None

@@ -35,7 +35,10 @@ def application(name: str) -> Celery:
     try:
         return find_app(name)
     except (ImportError, AttributeError) as error:
-        raise IdempotencyError(f"--app {name}: {error}; {_NAME_IT}") from None
+        module, colon, attribute = name.partition(":")
+        absent = isinstance(error, ModuleNotFoundError) and error.name == name and module in sys.modules
+        why = f"the module {module} has no {attribute!r}" if colon and absent else error
+        raise IdempotencyError(f"--app {name}: {why}; {_NAME_IT}") from None
 
 
 def task_named(app: Celery, name: str | None) -> str | None:

@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, NotAllowed, OperationNotFound
+from ..framework import framework
 from ..store import people
 from .change import Change, audit
 
@@ -67,7 +68,7 @@ def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str
         row = people.who(connection, _hash(token or ""))
         if row is None:
             why = (
-                f"{TOKEN_VARIABLE}: not set; `idempotency operators add` prints one"
+                f"{TOKEN_VARIABLE}: not set; `{framework().command} operators add` prints one"
                 if not token
                 else f"{TOKEN_VARIABLE}: no operator has this token"
             )

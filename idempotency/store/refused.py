@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from sqlalchemy.exc import DBAPIError, StatementError
 
 from ..errors import SettingsError
+from ..framework import framework
 from .schema import SCHEMA
 from .statements import describe, driver_error
 
@@ -27,7 +28,8 @@ def remedy(error: BaseException) -> str | None:
     driver = (error.orig if isinstance(error, DBAPIError) else driver_error(error)) or error
     state = getattr(driver, "sqlstate", None) or getattr(driver, "pgcode", None)
     if state in _NOT_MIGRATED:
-        return f"the database does not have the tables of this version ({describe(driver)}); run `idempotency migrate`"
+        run = f"run `{framework().command} migrate`"
+        return f"the database does not have the tables of this version ({describe(driver)}); {run}"
     if state == _INSUFFICIENT_PRIVILEGE:
         return f"a right is missing ({describe(driver)}); {_needed(getattr(error, 'statement', None) or '')}"
     return None

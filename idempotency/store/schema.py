@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from ..errors import SettingsError
 from ..extras import extra
+from ..framework import framework
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -138,11 +139,15 @@ def require_compatible(connection: Connection) -> None:
     found = current_revision(connection)
     if found in known:
         if known.index(found) > known.index(OLDEST_SCHEMA):
-            raise SettingsError(f"database schema: at {found}, need {OLDEST_SCHEMA}; run `idempotency migrate`")
+            raise SettingsError(
+                f"database schema: at {found}, need {OLDEST_SCHEMA}; run `{framework().command} migrate`"
+            )
         return
     oldest_code = None if found is None else _compatible_from(connection)
     if oldest_code is None:
-        raise SettingsError(f"database schema: at {found or 'none'}, need {known[0]}; run `idempotency migrate`")
+        raise SettingsError(
+            f"database schema: at {found or 'none'}, need {known[0]}; run `{framework().command} migrate`"
+        )
     if oldest_code not in known:
         raise SettingsError(
             f"database schema: at {found}, needs code of revision {oldest_code}, this is {known[0]}; deploy newer code"

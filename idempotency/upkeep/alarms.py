@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
+from ..framework import framework
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
@@ -47,22 +48,24 @@ def lasting(found: Look, settings: Settings) -> list[Alarm]:
             f"silent/{process.kind}/{process.name}/{process.host}/{process.pid}",
             f"{process.kind} {process.name}",
             f"silent for {process.silent_seconds:.0f} s, pid {process.pid} on {process.host}",
-            "check the process; if it is gone for good, run idempotency forget",
+            f"check the process; if it is gone for good, run `{framework().command} forget`",
         )
         for process in found.processes
         if process.silent_seconds > settings.alarm_silence
     ]
     if found.outbox.unpublished and not found.has_relay(settings.alarm_silence):
         waiting = f"none is running; rows due: {found.outbox.unpublished:,}, for {max(found.outbox.oldest, 0.0):.0f} s"
-        alarms.append(Alarm("no_relay", "relay", waiting, "start `idempotency relay`", settings.alarm_unconsumed))
+        alarms.append(
+            Alarm("no_relay", "relay", waiting, f"start `{framework().command} relay`", settings.alarm_unconsumed)
+        )
     for row in found.sharers:
         if row.due and row.service is None:
             waiting = f"{row.due:,}, of tasks that this application does not know"
-            advice = "run a relay of the application that has them, or idempotency cancel --without-task"
+            advice = f"run a relay of the application that has them, or `{framework().command} cancel --without-task`"
             alarms.append(Alarm("unnamed_rows", "rows without a service", waiting, advice, settings.alarm_unconsumed))
         elif row.due and not row.has_relay:
             waiting = f"no relay of it is running; rows due: {row.due:,}"
-            advice = "start its `idempotency relay`; processes of one application need the same idempotency_service"
+            advice = "start its relay; processes of one application need the same idempotency_service"
             name = f"no_relay/{row.service}"
             alarms.append(Alarm(name, f"application {row.service}", waiting, advice, settings.alarm_unconsumed))
     for name, queue in sorted(found.queues.items()):

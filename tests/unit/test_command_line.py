@@ -5,9 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
+from psycopg.errors import UndefinedTable
 from typer.main import get_group
 
 from idempotency.cli import root
+from idempotency.cli.terminal import application
+from idempotency.contrib.django.integration import Django
+from idempotency.errors import IdempotencyError
+from idempotency.framework import Framework, framework, use_framework
+from idempotency.store.refused import remedy
 
 
 @pytest.mark.parametrize("name", root.COMMANDS)
@@ -21,3 +27,27 @@ def test_the_list_of_commands_is_complete() -> None:
         name for module in modules for name in get_group(import_module(f"idempotency.cli.{module}").commands).commands
     ]
     assert sorted(found) == sorted(root.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("tests.support.bank:nothing", "the module tests.support.bank has no 'nothing'"),
+        ("not_there:app", "No module named 'not_there'"),
+        ("not_there", "No module named 'not_there'"),
+    ],
+)
+def test_an_application_that_is_not_there_is_told_from_a_module_that_is_not(name: str, why: str) -> None:
+    with pytest.raises(IdempotencyError) as refused:
+        application(name)
+    assert str(refused.value) == f"--app {name}: {why}; name your Celery application with -A, or in CELERY_APP"
+
+
+@pytest.mark.parametrize(("used", "command"), [(Framework, "idempotency"), (Django, "manage.py idempotency")])
+def test_messages_name_the_command_as_it_is_called_here(used: type[Framework], command: str) -> None:
+    before = framework()
+    use_framework(used())
+    try:
+        assert str(remedy(UndefinedTable("no relation"))).endswith(f"run `{command} migrate`")
+    finally:
+        use_framework(before)

@@ -23,6 +23,8 @@ from .testing import is_in_test_case, test_runtime
 class Django(Framework):
     """The library in a Django project."""
 
+    command = "manage.py idempotency"
+
     def database_url(self) -> str:
         return database_url(database_alias())
 
