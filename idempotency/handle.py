@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Generic, cast
 
 from celery import Celery
@@ -66,12 +67,14 @@ class Handle(Generic[R_co]):
     def lookup(self) -> StoredOperation[R_co] | None:
         """The stored operation; None before its first attempt.
 
-        Raises `FingerprintMismatch`, as all that reads it does, if the key was used before with other arguments.
+        Raises, as all that reads it does, `FingerprintMismatch` if the key was used before with other arguments, and
+        `OperationNotFound` if there is no such operation and its task is a misspelt name of one of the application's.
         """
         runtime = runtime_of(self.app)
         with runtime.autocommit() as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
+            _check_spelling(self.app, self.id.task)
             return None
         if self._is_anothers(row.fingerprint):
             raise FingerprintMismatch(
@@ -86,9 +89,9 @@ class Handle(Generic[R_co]):
         return self.fingerprint is not None and is_comparable and recorded != self.fingerprint
 
     def status(self) -> str:
-        """How far it is: "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
+        """How far it is: "accepted" before the first attempt, then "started", "released", "completed" or "failed"."""
         operation = self.lookup()
-        return "waiting" if operation is None else operation.status
+        return "accepted" if operation is None else operation.status
 
     def wait(self, timeout: float) -> StoredOperation[R_co]:
         """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds, also if Postgres is away.
@@ -137,6 +140,14 @@ class Handle(Generic[R_co]):
                     return _result_of(operation)
             await asyncio.sleep(pause)
         raise AssertionError("the pauses never end")
+
+
+def _check_spelling(app: Celery, task: str) -> None:
+    if task in app.tasks:
+        return
+    app.loader.import_default_modules()
+    if task not in app.tasks and (near := get_close_matches(task, app.tasks, n=1, cutoff=0.8)):
+        raise OperationNotFound(f"{task}: the application has no such task; did you mean {near[0]}?")
 
 
 def _pauses() -> Iterator[float]:

@@ -69,11 +69,20 @@ def find(
         raise OperationNotFound(f"key {key!r}: no operation of {service!r} has it; this application has: {others}")
     found = [id for id in found if id.task == task] or found  # an exact name wins over the end of a longer one
     if not found:
+        if task is not None:
+            _check_task(connection, key, service, task, tenant)
         raise OperationNotFound(f"key {key!r}: no operation has it")
     if len(found) > 1:
         choices = "; ".join(f"--task {id.task} --tenant {id.tenant}" for id in found)
         raise ChangeRefused(f"key {key!r}: {len(found)} operations have it, choose one: {choices}")
     return found[0]
+
+
+def _check_task(connection: Connection, key: str, service: str, task: str, tenant: str | None) -> None:
+    """Raise `OperationNotFound` with the tasks of this application that do have the key."""
+    every = operations.find(connection, key, task=None, tenant=tenant, service=service)
+    if others := sorted({id.task for id, services in every if not services or service in services}):
+        raise OperationNotFound(f"key {key!r}: no operation of {task!r} has it, but one of {', '.join(others)} does")
 
 
 def read(connection: Connection, id: OperationId, service: str) -> Shown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from celery import Celery
 from celery.contrib.django.task import DjangoTask
 from django.db import DatabaseError, transaction
@@ -36,7 +37,7 @@ def test_what_is_enqueued_in_atomic_leaves_with_its_commit(task: Any, outbox: En
         handle = task.enqueue(account="a")
         assert outbox() == entries() == []
     assert (outbox(), entries()) == (["a"], ["accepted"])
-    assert (handle.status(), handle.id.key) == ("waiting", "a")
+    assert (handle.status(), handle.id.key) == ("accepted", "a")
 
 
 def test_a_typed_task_is_enqueued_without_a_session(app: Celery, outbox: Entries) -> None:
@@ -48,6 +49,13 @@ def test_a_typed_task_is_enqueued_without_a_session(app: Celery, outbox: Entries
         typed.enqueue("a")
     assert outbox() == ["a"]
     assert isinstance(typed, DjangoTask)
+
+
+def test_a_task_is_enqueued_from_an_async_view_on_djangos_connection(task: Any, outbox: Entries) -> None:
+    async def view() -> Any:
+        return await task.aenqueue("a")
+
+    assert (async_to_sync(view)().id.key, outbox()) == ("a", ["a"])
 
 
 def test_what_is_enqueued_in_atomic_is_rolled_back_with_it(task: Any, outbox: Entries, entries: Entries) -> None:

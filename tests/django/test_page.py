@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs/django.md"
 RUN_TESTS = """
 import unittest
 from django.db import transaction as t
-assert handle.status() == "waiting"
+assert handle.status() == "accepted"
 assert welcome(order.pk) is None and Customer.objects.get(name="ann").points == 10
 result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Welcome))
 assert result.wasSuccessful() and result.testsRun == 1

@@ -100,7 +100,7 @@ def test_an_atomic_block_of_the_code_under_test_still_refuses_an_eager_call(app:
 def test_a_handle_reads_what_the_test_enqueued_and_ran(app: Celery, outbox: Entries) -> None:
     task = make_task(app, pay, key="{account}")
     handle = task.enqueue("a")
-    assert handle.status() == "waiting"
+    assert handle.status() == "accepted"
     task("a")
     assert (handle.status(), handle.result()) == ("completed", ["a"])
     assert outbox() == []

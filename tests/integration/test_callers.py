@@ -147,7 +147,7 @@ def test_a_message_leaves_with_the_commit_of_its_caller_or_not_at_all(
         assert rows() == []
         caller.commit()
         assert rows() == [("entry", "business"), ("outbox", "a1")]
-    assert handle.status() == "waiting"
+    assert handle.status() == "accepted"
 
 
 @pytest.mark.parametrize("open_caller", SYNC, ids=lambda each: each.__name__)

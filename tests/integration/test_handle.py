@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from sqlalchemy.pool import NullPool
 from idempotency import FingerprintMismatch, Handle, OperationFailed, OperationId
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.runtime import READERS
-from idempotency.errors import OperationBusy
+from idempotency.errors import OperationBusy, OperationNotFound
 from idempotency.store import ends
 from tests.support import bank as b
 from tests.support import operations as op
@@ -137,6 +138,16 @@ def test_a_long_wait_asks_seldom_and_holds_no_connection_between_two_looks(
     assert 3 <= watched.taken <= 12
     assert free > seen / 2
     assert took >= 4.0
+
+
+def test_a_misspelt_task_is_not_waited_for(bank: Celery, connection: Connection) -> None:
+    misspelt = Handle(bank, OperationId("default", f"{b.deposit.name}s", "a"))
+    for ask in (misspelt.status, partial(misspelt.wait, 60)):
+        with pytest.raises(
+            OperationNotFound, match=f"{b.deposit.name}s: the application has no such task; did you mean"
+        ):
+            ask()
+    assert Handle(bank, OperationId("default", "of.another.application", "a")).status() == "accepted"
 
 
 def test_waiting_no_time_looks_once(bank: Celery, connection: Connection) -> None:

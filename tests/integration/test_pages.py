@@ -52,7 +52,7 @@ def payments(bank: Celery, engine: Engine, database: str, monkeypatch: pytest.Mo
 def test_the_page_on_psycopg_runs_as_it_is(payments: Any, engine: Engine, deliveries: Deliveries) -> None:
     names: dict[str, Any] = {}
     exec(example("docs/psycopg.md"), names)
-    assert names["handle"].status() == "waiting"
+    assert names["handle"].status() == "accepted"
     deliveries.deliver(payments.capture_payment, payment_id="p1")
     assert names["handle"].result() == {"charge": "charge of p1"}
 

@@ -27,6 +27,9 @@ def database_url(alias: str) -> str:
 
     Raises `SettingsError` for a database that is not Postgres.
     """
+    if alias not in connections.settings:
+        known = ", ".join(map(repr, sorted(connections.settings)))
+        raise SettingsError(f"{ALIAS_SETTING}: DATABASES has no {alias!r}; it has {known}")
     wrapper = connections[alias]
     if wrapper.vendor != "postgresql":
         raise SettingsError(f"DATABASES[{alias!r}]: must be Postgres, got {wrapper.vendor}")
