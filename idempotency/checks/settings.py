@@ -8,8 +8,9 @@ from typing import Any
 from celery import Celery
 
 from ..application import settings_of
-from ..errors import SettingsError
+from ..errors import InvalidArguments, SettingsError
 from ..settings import Settings
+from ..wire import keys
 from ..worker.task import IdempotentTask
 from .findings import Finding, ok, refusal, warning
 
@@ -56,14 +57,22 @@ def check_content(app: Celery) -> list[Finding]:
 
 
 def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
-    names = {task.name for task in tasks}
+    known = {task.name: task for task in tasks}
     findings = []
     for entry_name, entry in (app.conf.beat_schedule or {}).items():
         fields = entry if isinstance(entry, Mapping) else vars(entry)
         expires = (fields.get("options") or {}).get("expires")
-        if fields.get("task") in names and expires is not None:
-            found = f"expires={expires!r} for the idempotent task {fields['task']}, need none"
+        if (task := known.get(str(fields.get("task")))) is None:
+            continue
+        if expires is not None:
+            found = f"expires={expires!r} for the idempotent task {task.name}, need none"
             findings.append(refusal(f"beat_schedule {entry_name}", found, "each tick would be refused"))
+        try:
+            keys.bind(task.signature_of_run, fields.get("args") or (), fields.get("kwargs") or {})
+        except InvalidArguments as error:
+            if task.typing:
+                found = f"{error} of the idempotent task {task.name}"
+                findings.append(refusal(f"beat_schedule {entry_name}", found, "each tick would be refused"))
     return findings
 
 

@@ -75,6 +75,11 @@ def test_a_sound_set_up_has_nothing_to_refuse(configured: Celery, rabbitmq: None
             {"nightly": {"task": "tests.support.bank.deposit", "schedule": 60, "options": {"expires": 5}}},
             "beat_schedule nightly: expires=5 for the idempotent task tests.support.bank.deposit, need none",
         ),
+        (
+            "beat_schedule",
+            {"nightly": {"task": "tests.support.bank.deposit", "schedule": 60, "kwargs": {"amount": 5}}},
+            "beat_schedule nightly: arguments: missing a required argument: 'account' of the idempotent task tests.support",
+        ),
     ],
 )
 def test_a_setting_that_would_lose_work_is_refused_with_both_values(
@@ -88,8 +93,9 @@ def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Cel
     configured.conf.task_queues = [*configured.conf.task_queues, Queue("reports")]
     configured.amqp.__dict__.pop("queues", None)
     found = about(configured, "queue reports")
-    assert found
-    assert all(finding.level is Level.WARNING for finding in found)
+    assert [(each.level, each.found) for each in found] == [
+        (Level.WARNING, "not as quorum_queue declares it: x-queue-type and 4 more")
+    ]
 
 
 def test_a_message_that_may_outlive_its_record_is_a_warning(configured: Celery, rabbitmq: None) -> None:
