@@ -200,14 +200,12 @@ def approve_discards(
 @letters.command("report")
 def report_letters(
     days: Annotated[int, typer.Option(min=1, max=366)] = reports.DAYS,
-    weekly: Annotated[bool, typer.Option("--weekly", help="The last seven days.")] = False,
     mail: Annotated[bool, typer.Option("--mail", help="Mail it to idempotency_report_mail_to as well.")] = False,
     service: ServiceOption = None,
     app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Per service: what has become a dead letter, what was done about it, and what is open."""
-    days = reports.DAYS if weekly else days
     runtime = runtime_of(application(app))
     with runtime.autocommit() as connection:
         rows = dead_letters.report(connection, service or runtime.settings.service, days=days)

@@ -14,6 +14,7 @@ import typer
 from rich.bar import Bar
 
 from ..application import runtime_of, settings_of
+from ..framework import framework
 from ..operate.change import find
 from ..store import operations
 from ..store import overview as stored
@@ -50,7 +51,7 @@ def print_status(app: AppOption = "", as_json: JsonOption = False) -> None:
         console.print("the broker does not answer: ready and consumers are unknown")
     if seen["outbox"]["due"] and not seen["relay_is_running"]:
         waiting = f"rows due: {seen['outbox']['due']:,}, for {_age(seen['outbox']['oldest_due_seconds'])}"
-        console.print(f"no relay is running; {waiting}; start `idempotency relay`", soft_wrap=True)
+        console.print(f"no relay is running; {waiting}; start `{framework().command} relay`", soft_wrap=True)
     for other in seen["other_services"]:
         print_line(_shared_with(other))
     if seen["processes"]:
@@ -126,7 +127,7 @@ def list_operations(
         "task", "key", "status", "attempts", "created", "error",
         rows=[
             (row.task, row.key, row.status, row.attempts, row.created_at,
-             _refused(row.refusals, row.first_refused_at) or (row.error and json.loads(row.error)["code"]))
+             _refused(row.refusals, row.first_refused_at) or _error_of(row))
             for row in rows
         ],
     )  # fmt: skip
@@ -198,7 +199,13 @@ def _shared_with(other: dict[str, Any]) -> str:
 
 
 def _refused(refusals: int, since: Any) -> str:
-    return f"refused {refusals} times since {plain(since)}" if refusals else ""
+    times = "once, at" if refusals == 1 else f"{refusals} times since"
+    return f"refused {times} {plain(since)}" if refusals else ""
+
+
+def _error_of(row: Any) -> str | None:
+    """Why it is not completed; a completed operation keeps the error of an earlier attempt, which `show` prints."""
+    return None if row.error is None or row.status == "completed" else str(json.loads(row.error)["code"])
 
 
 def _queue_cells(queue: dict[str, Any]) -> Iterator[str]:

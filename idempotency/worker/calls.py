@@ -211,8 +211,8 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
             raise InvalidArguments(NEVER_DROPPED)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
-        if self.app.conf.task_protocol != 2:
-            raise InvalidArguments(f"task_protocol: must be 2, which workers accept, got {self.app.conf.task_protocol}")
+        if (protocol := self.app.conf.task_protocol) != 2:
+            raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
         given = options.pop("headers", None) or {}
         id, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         celerys = (task_id, producer, link, link_error, shadow)

@@ -36,7 +36,7 @@ class _OutboxProducer:
 
     def publish(self, body: Any, *, headers: Mapping[str, Any] | None = None, **options: Any) -> None:
         if not isinstance(body, tuple):
-            raise SettingsError("task_protocol: must be 2, got 1")
+            raise SettingsError("task_protocol: must be 2, which workers accept, got 1")
         message = Message.published(body, headers or {}, **options)
         _check_headers(message.headers)
         self._write(message)

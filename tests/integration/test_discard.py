@@ -284,5 +284,5 @@ def test_discard_and_approve_from_the_command_line(
     run("dead-letters", "approve", *ids, token=eve, status=1)
     assert json.loads(run("dead-letters", "approve", *ids, "--json", token=ann).stdout)["discarded"] == ids
     assert {letter.status for letter in op.dead_letters(connection)} == {"discarded"}
-    (service,) = json.loads(run("dead-letters", "report", "--weekly", "--json").stdout)
+    (service,) = json.loads(run("dead-letters", "report", "--json").stdout)
     assert (service["service"], service["new"], service["discarded"], service["open"]) == ("bank", 2, 2, 0)

@@ -14,7 +14,7 @@ from typing_extensions import ParamSpec
 from ... import events
 from ...handle import Handle, R_co
 from ...worker import decorator, task
-from ...worker.calls import P
+from ...worker.using import P
 from .integration import current_transaction
 
 if TYPE_CHECKING:

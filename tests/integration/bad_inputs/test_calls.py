@@ -23,6 +23,7 @@ from idempotency import (
     OperationBusy,
     OperationId,
     OperationNotFound,
+    SettingsError,
     lookup,
 )
 from idempotency.wire import keys
@@ -147,7 +148,7 @@ def test_a_message_of_celerys_first_protocol_is_refused_at_publish(
     configured: Celery, nothing_happens: Callable[[], Any]
 ) -> None:
     configured.conf.task_protocol = 1
-    with nothing_happens(), pytest.raises(InvalidArguments, match="task_protocol: must be 2"):
+    with nothing_happens(), pytest.raises(SettingsError, match="task_protocol: must be 2"):
         b.deposit.delay(SECRET)
 
 
