@@ -249,6 +249,17 @@ def test_on_failed_is_told_one_type_for_each_code(
         (EffectUnknown, "effect_unknown"),
         (AttemptsExhausted, "attempts_exhausted"),
     ]
+    assert isinstance(heard[0].__cause__, AttemptsExhausted)
+
+
+def test_on_failed_is_told_what_used_up_the_attempts(bank: Celery, deliveries: Deliveries) -> None:
+    heard: list[PermanentError] = []
+
+    def body(self: Any) -> None:
+        raise ConnectionError("the gateway is away")
+
+    deliveries.deliver(make_task(bank, body, max_attempts=1, on_failed=lambda *told: heard.append(told[2])), key="k")
+    assert isinstance(heard[0].__cause__, ConnectionError)
 
 
 # ---------------------------------------------------------------- what else it does

@@ -358,6 +358,8 @@ def test_a_key_of_several_operations_is_refused_with_the_choices(connection: Con
     assert find(connection, "a", op.SERVICE, task="one", tenant="t2") == OperationId("t2", "one", "a")
     with pytest.raises(OperationNotFound, match="key 'b': no operation has it"):
         find(connection, "b", op.SERVICE)
+    with pytest.raises(OperationNotFound, match="key 'a': no operation of 'on' has it, but one of one, two does"):
+        find(connection, "a", op.SERVICE, task="on")
 
 
 @pytest.mark.parametrize(("actor", "reason"), [("", "r"), ("a" * 256, "r"), ("a", " "), ("a", "r" * 501)])
