@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, MissingKey, SettingsError, subscribe
 from idempotency.contrib.django import IdempotentTask, idempotent_task, publish
+from idempotency.contrib.django.databases import database_url
 from tests.django.conftest import Entries, make_task
 from tests.django.ledger.models import Entry
 from tests.support.deliveries import Deliveries
@@ -58,6 +59,11 @@ def test_a_task_is_enqueued_from_an_async_view_on_djangos_connection(task: Any, 
         return await task.aenqueue("a")
 
     assert (async_to_sync(view)().id.key, outbox()) == ("a", ["a"])
+
+
+def test_a_misspelt_alias_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(SettingsError, match="IDEMPOTENCY_DATABASE: DATABASES has no 'orders'; it has 'default'"):
+        database_url("orders")
 
 
 def test_what_is_enqueued_in_atomic_is_rolled_back_with_it(task: Any, outbox: Entries, entries: Entries) -> None:

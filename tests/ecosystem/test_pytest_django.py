@@ -33,7 +33,7 @@ def test_a_task_commits(transactional_db, name):
     Customer.objects.create(name=name)
     with transaction.atomic():
         handle = award_points.enqueue(place_order(name, 12_000).pk)
-    assert handle.status() == "waiting"
+    assert handle.status() == "accepted"
 
 
 def test_what_the_block_sends_is_there_after_it(db, django_capture_on_commit_callbacks):

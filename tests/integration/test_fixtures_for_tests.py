@@ -124,9 +124,9 @@ import os
 
 import django
 import pytest
+import pytest_django
 from celery import Celery
 from django.conf import settings
-from django.db import connections
 from sqlalchemy.engine import make_url
 
 from idempotency.queues import quorum_queue
@@ -143,15 +143,8 @@ settings.configure(
 django.setup()
 
 
-class PytestDjango:
-    @staticmethod
-    @pytest.fixture(scope="session")
-    def django_db_setup():
-        connections["default"].settings_dict["NAME"] = url.database
-
-
 def pytest_configure(config):
-    config.pluginmanager.register(PytestDjango(), "django")
+    config.pluginmanager.register(pytest_django, "django")
 
 
 @pytest.fixture(scope="session")
@@ -161,11 +154,26 @@ def idempotency_app():
     return app
 """
 
+# What it does as far as this library sees: another name in DATABASES.
+PYTEST_DJANGO = """
+import os
+
+import pytest
+from django.db import connections
+from sqlalchemy.engine import make_url
+
+
+@pytest.fixture(scope="session")
+def django_db_setup():
+    connections["default"].settings_dict["NAME"] = make_url(os.environ["DATABASE_URL"]).database
+"""
+
 
 def test_with_pytest_django_the_fixtures_use_the_test_database_that_it_makes(
     test_database: str, tmp_path: Path
 ) -> None:
     (tmp_path / "conftest.py").write_text(DJANGO)
+    (tmp_path / "pytest_django.py").write_text(PYTEST_DJANGO)
     (tmp_path / "test_it.py").write_text("def test_it(idempotency_outbox): assert idempotency_outbox.run() == []\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist"],
