@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.pool import NullPool
 
 from idempotency import SettingsError, publish
+from idempotency.application import close_runtime
 from tests.support import bank as b
 from tests.support.processes import Processes, eventually
 from tests.support.proxy import Proxy
@@ -87,12 +88,15 @@ def test_a_worker_logs_one_line_for_the_deliveries_of_an_outage(
     assert worker.log.count("event=claim_waits") + worker.log.count("event=sign_of_life_not_written") == 1
 
 
-def test_enqueue_without_the_tables_names_the_command(bank: Celery, empty_database: str) -> None:
+def test_enqueue_without_the_tables_names_the_command(configured: Celery, empty_database: str) -> None:
+    configured.conf.idempotency_database_url = empty_database
+    close_runtime(configured)
     engine = create_engine(empty_database, poolclass=NullPool)
     with engine.connect() as connection, pytest.raises(SettingsError) as refused:
         b.deposit.enqueue(connection, "a")
     assert str(refused.value).startswith("the database does not have the tables of this version (UndefinedTable: ")
     assert str(refused.value).endswith("; run `idempotency migrate`")
+    close_runtime(configured)
 
 
 def test_enqueue_and_publish_without_a_right_name_it_and_its_table(
