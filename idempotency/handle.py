@@ -62,7 +62,7 @@ class Handle(Generic[R_co]):
     def lookup(self) -> StoredOperation[R_co] | None:
         """The stored operation; None before its first attempt."""
         runtime = runtime_of(self.app)
-        with runtime.autocommit() as connection:
+        with runtime.autocommit(self.id.tenant) as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
             return None

@@ -13,7 +13,7 @@ from sqlalchemy.pool import NullPool
 
 from ..errors import SettingsError
 from ..settings import Settings
-from ..store import schema
+from ..store import rights, schema
 from ..store.connections import make_attempts_engine
 from .clock import check_clock
 from .findings import Finding, ok, refusal, warning
@@ -96,23 +96,23 @@ def _database(connection: Connection) -> list[Finding]:
 
 def _tables(connection: Connection) -> list[Finding]:
     """Whether the tables are of this version, and whether this role may use them."""
-    rights = [
+    lacking = [
         warning(f"database rights on {row.name}", f"no {row.missing}", "only operators' commands need it")
         if row.for_people
         else refusal(
             f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
         )
-        for row in schema.missing_rights(connection)
+        for row in rights.missing_rights(connection)
     ]
-    if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in rights):
-        return rights  # the version cannot be read
+    if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in lacking):
+        return lacking  # the version cannot be read
     try:
         schema.require_compatible(connection)
     except SettingsError as error:
         subject, _, found = str(error).partition(": ")
         found, _, advice = found.partition("; ")
-        return [refusal(subject, found, advice), *rights]
-    return [ok("database schema", "compatible with this code"), *rights]
+        return [refusal(subject, found, advice), *lacking]
+    return [ok("database schema", "compatible with this code"), *lacking]
 
 
 def _our_connections(given: Settings) -> list[Finding]:
