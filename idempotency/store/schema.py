@@ -24,7 +24,7 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 # Several services may migrate at once during a deploy; one waits for the other. Any constant not used elsewhere.
 MIGRATION_LOCK = 0x1DE4907E
 # The oldest revision of the schema that this code can run on.
-OLDEST_SCHEMA = "0012"
+OLDEST_SCHEMA = "0013"
 # Seconds. A migration does not wait longer for a lock, since everything else that needs the table queues behind it.
 LOCK_TIMEOUT = 2.0
 # Seconds between two tries, in which the others go on.
@@ -35,9 +35,12 @@ MIGRATION_TIMEOUT = 600.0
 TRY_AGAIN = ("55P03", "40P01")
 
 # What is about operations and messages; the other tables are about people, processes and the schema.
-WORK = ("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside")
+WORK = (
+    *("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside"),
+    "waiters",
+)
 # Used only by operators' commands; a worker's role does not need rights to these.
-FOR_PEOPLE = ("audit", "operators", "discards")
+FOR_PEOPLE = ("audit", "operators", "discards", "api_keys")
 # What the roles of workers, relays and beats need. The audit table is append-only; identity sequences need no rights.
 _RIGHTS = text("""
 WITH needed(oid, name, privilege) AS (
