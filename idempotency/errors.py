@@ -289,7 +289,11 @@ class DiscardRefused(IdempotencyError):
 
 
 class NotAllowed(IdempotencyError):
-    """The token is missing, wrong or expired, or its role may not do this. Nothing was changed; the refusal is audited."""
+    """The token's role may not do this. Nothing was changed; the refusal is audited."""
+
+
+class NotAuthenticated(NotAllowed):
+    """There is no token, no operator has it, or it has expired. The refusal is audited."""
 
 
 class MailRefused(IdempotencyError):
