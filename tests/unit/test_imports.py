@@ -57,7 +57,7 @@ LAYERS = (
     ("broker",),
     ("attempt",),
     ("application", "waiting"),
-    ("handle",),
+    ("handle", "http"),
     ("worker",),
     ("events", "letters"),
     ("relay",),
