@@ -61,7 +61,7 @@ class Once:
 
 def create_app() -> FastAPI:
     """The application, which opens its connections when it is started."""
-    app = FastAPI(title="Shop", description=DESCRIPTION, version="1", lifespan=_lifespan)
+    app = FastAPI(title="Shop", description=DESCRIPTION, version="1", lifespan=_lifespan, redirect_slashes=False)
     app.openapi = lambda: problems.describe(app)  # type: ignore[method-assign]
     problems.install(app)
     tenants = [Depends(HTTPBearer(scheme_name="API key", auto_error=False))]

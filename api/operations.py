@@ -12,9 +12,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from idempotency import Handle, OperationId
 from idempotency.application import runtime_of
+from idempotency.errors import CallRefused
 from idempotency.http.asgi import Application, Message, Receive, Scope, Send
 from idempotency.store import operations
 from idempotency.waiting import Ends
+from idempotency.wire.keys import check_key
 from tasks import app as celery
 from tasks.payments import capture_payment
 from tasks.refunds import refund_payment
@@ -60,7 +62,7 @@ def applied(seconds: int) -> str:
 )
 async def read_operation(
     task: Annotated[str, Path(examples=["payments.capture_payment"])],
-    key: Annotated[str, Path(min_length=1, max_length=255)],
+    key: Annotated[str, Path(examples=["p-1"])],
     request: Request,
     response: Response,
 ) -> OperationDocument:
@@ -78,6 +80,10 @@ async def read_operation(
 
 async def document(id: OperationId) -> OperationDocument | None:
     """Read an operation, off the event loop; None if the tenant has no such one. Raises `SQLAlchemyError`."""
+    try:
+        check_key(id.key)
+    except CallRefused:
+        return None
     if id.task not in SHOWN:
         return None
     readers = runtime_of(celery).readers

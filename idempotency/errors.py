@@ -36,7 +36,8 @@
     ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
     ├── DiscardRefused
-    ├── NotAllowed                  no token, or a role that may not do this
+    ├── NotAllowed                  a role that may not do this
+    │   └── NotAuthenticated        no token, or none that is valid
     └── MailRefused                 the report could not be mailed
 
     Exception                       internal: never reaches a task or its caller
