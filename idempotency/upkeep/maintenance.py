@@ -127,7 +127,8 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     """Delete operations past their retention with their outbox rows, settled rows without operations, and closed letters.
 
     Of this application, and those without a name. At most about `limit` of each kind. An operation stays while it has an open dead letter, an unpublished outbox row, or
-    one published within the `redelivery_horizon`. The audit table is never purged.
+    one published within the `redelivery_horizon`. An HTTP request that did not end, and that nobody asks for again, goes
+    after `retention_http`, unless it is over an effect. The audit table is never purged.
     """
     runtime = runtime_of(app)
     settings, service = runtime.settings, runtime.settings.service
@@ -135,7 +136,8 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     with runtime.autocommit() as connection:
         deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit)
         operations, more_operations = past.operations(connection, service, horizon=horizon, limit=limit)
-        more, rows = more or more_operations, 0
+        requests, more_requests = past.requests(connection, service, retention=settings.retention_http, limit=limit)
+        more, rows = more or more_operations or more_requests, 0
         for status, retention in (
             ("published", settings.retention_completed),
             ("failed", settings.retention_failed),
@@ -148,5 +150,5 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
         waiters.forget(connection)
-    metrics.purged.inc(operations)
-    return Purged(operations, rows, deleted_letters, more)
+    metrics.purged.inc(operations + requests)
+    return Purged(operations + requests, rows, deleted_letters, more)
