@@ -45,6 +45,7 @@ COMMANDS = {
     "forget": ("change", "Forget a worker, relay or beat that is silent and will not come back: its alarm ends."),
     "effects": ("change", "Calls outside whose outcome only a person can find out."),
     "dead-letters": ("dead_letter_commands", "What has ended without success and waits for a person."),
+    "api-key": ("api_keys", "Which clients may call, as which tenant, and what they may do."),
     "operators": ("people", "Who may discard dead letters, and who may approve it."),
 }
 

@@ -23,12 +23,14 @@ CHANGES = {
     "add_operator",
     "approve",
     "cancel",
+    "create_api_key",
     "forget_process",
     "release",
     "remove_operator",
     "replay",
     "request",
     "resolve_effect",
+    "revoke_api_key",
 }
 
 
