@@ -12,6 +12,8 @@ import asyncio
 import threading
 from collections.abc import Collection
 from contextlib import closing, nullcontext, suppress
+from multiprocessing.connection import wait as ready
+from socket import socketpair
 
 import psycopg
 from sqlalchemy.exc import SQLAlchemyError
@@ -43,6 +45,7 @@ class Ends:
         self._by_digest: dict[str, OperationId] = {}
         self._ended: set[OperationId] = set()
         self._closed = threading.Event()
+        self._bell, self._ears = socketpair()  # ends the thread's wait for a NOTIFY
         self._thread = threading.Thread(target=self._run, name="idempotency-ends", daemon=True)
         self._thread.start()
 
@@ -68,7 +71,10 @@ class Ends:
     def close(self) -> None:
         """Stop listening. Those who still wait do so until their time is over."""
         self._closed.set()
+        self._bell.send(b".")
         self._thread.join(LOOK + PAUSE)
+        self._bell.close()
+        self._ears.close()
 
     # ------------------------------------------------------------ those who wait
 
@@ -115,7 +121,8 @@ class Ends:
                 if listener is None:
                     self._closed.wait(LOOK)
                 else:
-                    for notice in listener.notifies(timeout=LOOK):
+                    ready([listener.fileno(), self._ears], timeout=LOOK)
+                    for notice in listener.notifies(timeout=0):
                         self._wake_by_digest(notice.payload)
                 self._look()
 
