@@ -79,7 +79,7 @@ def _check(limit: Limit, caller: str) -> None:
 
 
 Operator = Annotated[Person, Depends(operator)]
-Filter = Annotated[str | None, Query(max_length=255)]
+Filter = Annotated[str | None, Query(max_length=255, pattern=r"^[^\x00]*$")]
 
 
 @router.get("", summary="The newest dead letters")

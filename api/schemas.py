@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from tasks.validation import (
     CURRENCIES,
+    LOCAL_PART,
     MAX_AMOUNT,
     MAX_LOCAL_PART,
     MAX_TEXT,
@@ -22,18 +23,34 @@ from tasks.validation import (
 MOST_LETTERS = 1000
 BIGINT = 2**63 - 1
 
-Id = Annotated[str, AfterValidator(lambda value: check_id("id", value)), Field(max_length=255)]
+# In the document only: the checks of `tasks.validation` decide, and name the field.
+PRINTABLE = {"pattern": "^[!-~]([ -~]*[!-~])?$"}
+
+Id = Annotated[
+    str,
+    AfterValidator(lambda value: check_id("id", value)),
+    Field(max_length=255, json_schema_extra={"minLength": 1, **PRINTABLE}),
+]
 CustomerId = Annotated[
     str,
     AfterValidator(lambda value: check_local_part("customer_id", value)),
-    Field(max_length=MAX_LOCAL_PART, description="Letters, digits and . _ + -", examples=["c-17"]),
+    Field(
+        max_length=MAX_LOCAL_PART,
+        description="Letters, digits and . _ + -",
+        examples=["c-17"],
+        json_schema_extra={"pattern": f"^{LOCAL_PART.pattern}$"},
+    ),
 ]
 Currency = Annotated[
     str,
     AfterValidator(lambda value: check_currency("currency", value)),
     Field(json_schema_extra={"enum": sorted(CURRENCIES)}),
 ]
-Reason = Annotated[str, AfterValidator(lambda value: check_text("reason", value)), Field(max_length=MAX_TEXT)]
+Reason = Annotated[
+    str,
+    AfterValidator(lambda value: check_text("reason", value)),
+    Field(max_length=MAX_TEXT, json_schema_extra=PRINTABLE),
+]
 MINOR_UNIT = "In the currency's minor unit: cents, whole yen, thousandths of a dinar (these end with 0)."
 
 
