@@ -36,7 +36,8 @@
     ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
     ├── DiscardRefused
-    ├── NotAllowed                  no token, or a role that may not do this
+    ├── NotAllowed                  a role that may not do this
+    │   └── NotAuthenticated        no token, or none that is valid
     └── MailRefused                 the report could not be mailed
 
     Exception                       internal: never reaches a task or its caller
@@ -290,7 +291,11 @@ class DiscardRefused(IdempotencyError):
 
 
 class NotAllowed(IdempotencyError):
-    """The token is missing, wrong or expired, or its role may not do this. Nothing was changed; the refusal is audited."""
+    """The token's role may not do this. Nothing was changed; the refusal is audited."""
+
+
+class NotAuthenticated(NotAllowed):
+    """There is no token, no operator has it, or it has expired. The refusal is audited."""
 
 
 class MailRefused(IdempotencyError):

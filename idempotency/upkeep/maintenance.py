@@ -22,7 +22,7 @@ from ..errors import AttemptsExhausted
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import ends, letters
+from ..store import ends, letters, waiters
 from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed
@@ -149,5 +149,6 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
+        waiters.forget(connection)
     metrics.purged.inc(operations + requests)
     return Purged(operations + requests, rows, deleted_letters, more)
