@@ -61,7 +61,7 @@ def _check_database(given: Settings) -> list[Finding]:
         connect_args={"connect_timeout": TIMEOUT},
     )
     with engine.connect() as connection:
-        findings = [*_database(connection), *_tables(connection)]
+        findings = [*_database(connection), *_tables(connection), *_wall(connection)]
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
         return findings  # our own connections would be refused
     return [*findings, *_our_connections(given)]
@@ -113,6 +113,17 @@ def _tables(connection: Connection) -> list[Finding]:
         found, _, advice = found.partition("; ")
         return [refusal(subject, found, advice), *lacking]
     return [ok("database schema", "compatible with this code"), *lacking]
+
+
+def _wall(connection: Connection) -> list[Finding]:
+    """Whether row-level security keeps tenants apart, and whether it does for this role; nothing if it is not used."""
+    subject, role = "database row-level security", rights.row_security(connection)
+    if role is None:
+        return []
+    if role.passes:
+        found = f"on, but {role.name!r} is a superuser or has BYPASSRLS"
+        return [warning(subject, found, "for it there is no wall between tenants; use a role of `migrate --roles`")]
+    return [ok(subject, f"on; {role.name!r} sees {'all tenants' if role.of_all else 'the tenants of a transaction'}")]
 
 
 def _our_connections(given: Settings) -> list[Finding]:

@@ -24,13 +24,15 @@ def remedy(error: DBAPIError) -> str | None:
     state = getattr(error.orig, "sqlstate", None)
     if state in _NOT_MIGRATED:
         return f"the database does not have the tables of this version ({describe(error)}); run `idempotency migrate`"
+    if state == _INSUFFICIENT_PRIVILEGE and "idempotency.tenant" in describe(error):
+        return f"{describe(error)}; `SELECT idempotency.about('tenant')` sets it for a transaction (docs/tenants.md)"
     if state == _INSUFFICIENT_PRIVILEGE:
         return f"a right is missing ({describe(error)}); {_needed(error.statement or '')}"
     return None
 
 
 def _needed(statement: str) -> str:
-    tables = sorted(set(re.findall(rf"\b{SCHEMA}\.(\w+)", statement)))
+    tables = sorted(set(re.findall(rf"\b{SCHEMA}\.(\w+)\b(?!\()", statement)))
     needs = (f"; {_AUDIT_RIGHTS if table == 'audit' else _RIGHTS} on {SCHEMA}.{table}" for table in tables)
     return f"this role needs USAGE on schema {SCHEMA}" + "".join(needs)
 

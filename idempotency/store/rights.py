@@ -71,6 +71,16 @@ WHERE r.rolname = ANY(:roles) AND pg_has_role(r.oid, 'USAGE')
   AND EXISTS (SELECT FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relforcerowsecurity)
 """)
 
+# What the policies of `roles.py` mean for this role; no row where there is no row-level security.
+_WALL = text("""
+SELECT r.rolname AS name, r.rolsuper OR r.rolbypassrls AS passes, EXISTS (
+    SELECT FROM pg_policy p, unnest(p.polroles) role
+    WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND pg_has_role(role, 'USAGE')) AS of_all
+FROM pg_class c, pg_roles r
+WHERE c.relnamespace = to_regnamespace(:schema) AND c.relname = 'records' AND c.relrowsecurity
+  AND r.rolname = current_user
+""")
+
 # Identity sequences need no rights.
 _RIGHTS = text("""
 WITH needed(oid, name, privilege) AS (
@@ -117,6 +127,14 @@ def missing_rights(connection: Connection) -> Sequence[Row[Any]]:
         "for_people": list(FOR_PEOPLE),
     }
     return connection.execute(_RIGHTS, names).all()
+
+
+def row_security(connection: Connection) -> Row[Any] | None:
+    """What row-level security means for this role: `name`, whether it `passes` the wall, and sees `of_all` tenants.
+
+    None where it is not used.
+    """
+    return connection.execute(_WALL, {"schema": SCHEMA}).one_or_none()
 
 
 def _together(wanted: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -43,6 +43,7 @@ def role(engine: Engine) -> Iterator[str]:
     name = f"role_{uuid4().hex[:8]}"
     with engine.connect() as connection:
         connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD 'p'"))
+        connection.execute(text(f"GRANT {name} TO CURRENT_USER"))  # to drop what it owns
         for statement in re.sub(r"\bapp\b", name, grants).split(";\n"):
             if statement.strip():
                 connection.execute(text(statement))

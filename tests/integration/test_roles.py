@@ -20,7 +20,8 @@ from idempotency.store.rights import APPLICATION, OPERATOR, OWNER, READ_ONLY, RE
 from idempotency.store.tenants import authenticate
 from idempotency.wire.keys import OperationId
 from tests.support import operations as op
-from tests.support.roles import PASSWORDS, database_of_a_deployer, url_of
+from tests.support.documents import python_blocks
+from tests.support.roles import PASSWORDS, url_of
 
 As = Callable[[str], Engine]
 
@@ -28,17 +29,19 @@ As = Callable[[str], Engine]
 @pytest.fixture(scope="module")
 def walled(servers: services.Services) -> Iterator[str]:
     """A database whose roles were made by its owner, with rows of the tenants `a` and `b` in every table that has one."""
-    with database_of_a_deployer(servers) as url:
-        owner = create_engine(url, poolclass=NullPool)
-        schema.migrate(owner)
-        roles.create(owner, PASSWORDS)
-        with owner.begin() as connection:
-            for tenant in ("a", "b"):
-                id = OperationId(tenant, "t", "k")
-                op.failed(connection, id)
-                connection.exec_driver_sql(ROWS.replace(":tenant", f"'{tenant}'"))
-                api_keys.create_api_key(connection, Change("ann", "test"), tenant, name="n", scopes=["*"])
-        yield url
+    name = f"roles_{uuid4().hex[:8]}"
+    url = servers.create_database(name)
+    owner = create_engine(url, poolclass=NullPool)
+    schema.migrate(owner)
+    roles.create(owner, PASSWORDS)
+    with owner.begin() as connection:
+        for tenant in ("a", "b"):
+            id = OperationId(tenant, "t", "k")
+            op.failed(connection, id)
+            connection.exec_driver_sql(ROWS.replace(":tenant", f"'{tenant}'"))
+            api_keys.create_api_key(connection, Change("ann", "test"), tenant, name="n", scopes=["*"])
+    yield url
+    servers.drop_database(name)
 
 
 ROWS = """
@@ -77,6 +80,13 @@ def trying(engine: Engine, statement: str, tenant: str | None = None) -> Any:
             return type(error.orig)
         finally:
             connection.rollback()
+
+
+def test_the_tests_own_login_is_no_superuser(walled: str) -> None:
+    owner = create_engine(walled, poolclass=NullPool)
+    with owner.connect() as connection:
+        query = "SELECT rolsuper OR rolbypassrls FROM pg_roles WHERE rolname = current_user"
+        assert connection.execute(text(query)).scalar_one() is False
 
 
 # ---------------------------------------------------------------- the wall
@@ -235,3 +245,21 @@ def test_a_table_of_the_application_gets_the_same_wall(walled: str, as_role: As)
     assert trying(application, "SELECT id FROM things", "a") == [1]
     assert trying(application, "INSERT INTO things VALUES ('b', 3)", "a") is REFUSED
     assert trying(application, "SELECT id FROM things") is REFUSED
+
+
+def test_the_examples_of_the_page_run_as_they_are(walled: str, as_role: As) -> None:
+    keys: dict[str, Any] = {}
+    wall: dict[str, Any] = {}
+    for source, names in zip(python_blocks("docs/tenants.md"), (keys, wall), strict=True):
+        exec(source, names)
+    with as_role(OPERATOR).begin() as connection:
+        key = api_keys.create_api_key(connection, Change("ann", "test"), "a", name="n", scopes=["payments:write"]).text
+    with as_role(APPLICATION).connect() as connection:
+        assert keys["caller_of"](connection, f"Bearer {key}").tenant == "a"
+        assert keys["caller_of"](connection, f"Basic {key}") is None
+    owner = create_engine(walled, poolclass=NullPool)
+    wall["protect_orders"](owner)
+    with owner.begin() as connection:
+        connection.execute(text("INSERT INTO orders VALUES ('a', '1'), ('b', '2')"))
+        connection.execute(text(f"GRANT SELECT ON orders TO {APPLICATION}"))
+    assert wall["orders_of"](as_role(APPLICATION), "b") == ["2"]

@@ -17,6 +17,7 @@ from idempotency import OperationId
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
+from idempotency.checks.processes import check_processes
 from idempotency.handle import Handle
 from idempotency.letters.consumer import consume_once
 from idempotency.relay.relay import Relay
@@ -135,6 +136,25 @@ def test_the_check_at_the_start_finds_nothing_missing(under: Under, role: str) -
     with under(role) as app:
         found = check_database(settings_of(app))
         assert [str(each) for each in found if each.level is not Level.OK] == []
+
+
+@pytest.mark.parametrize(
+    ("role", "said"), [(APPLICATION, "the tenants of a transaction"), (RELAY, "all tenants"), (OPERATOR, "all tenants")]
+)
+def test_the_doctor_says_what_row_security_means_for_a_role(under: Under, role: str, said: str) -> None:
+    with under(role) as app:
+        found = {finding.subject: finding for finding in check_database(settings_of(app))}
+        assert str(found["database row-level security"]).startswith(
+            f"database row-level security: on; {role!r} sees {said}"
+        )
+        looked = [str(finding) for finding in check_processes(app, settings_of(app))]
+        assert any("does not see all tenants" in line for line in looked) == (role == APPLICATION)
+
+
+def test_the_doctor_warns_of_a_superuser_behind_the_wall(walled: str, superuser: Engine, configured: Celery) -> None:
+    configured.conf.idempotency_database_url = superuser.url.render_as_string(hide_password=False)
+    (found,) = [each for each in check_database(settings_of(configured)) if "row-level" in each.subject]
+    assert (found.level, "'postgres' is a superuser" in str(found)) == (Level.WARNING, True)
 
 
 def test_one_renewal_covers_the_leases_of_several_tenants(under: Under, connection: Connection) -> None:
