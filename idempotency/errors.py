@@ -42,6 +42,7 @@
     Exception                       internal: never reaches a task or its caller
     ├── Unanswered                  Postgres did not answer within the time a delivery may wait
     ├── TransactionEnded            an undo or on_failed ended its transaction
+    ├── AnswerNotStored             an HTTP handler answered, and its operation is open
     ├── BrokerUnavailable
     └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
 
@@ -305,6 +306,10 @@ class Unanswered(Exception):
 
 class TransactionEnded(Exception):
     """An undo or `on_failed` committed or rolled back the transaction in which its operation ends."""
+
+
+class AnswerNotStored(Exception):
+    """An HTTP handler's answer does not end its operation: the next request under the key runs the handler again."""
 
 
 class BrokerUnavailable(Exception):

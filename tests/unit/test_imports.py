@@ -56,7 +56,7 @@ LAYERS = (
     ("broker",),
     ("attempt",),
     ("application",),
-    ("handle",),
+    ("handle", "http"),
     ("worker",),
     ("events", "letters"),
     ("relay",),
