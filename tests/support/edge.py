@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -38,6 +41,14 @@ class Edge:
             return connection.execute(
                 text("SELECT * FROM idempotency.records WHERE key = :key"), {"key": key}
             ).one_or_none()
+
+    def end_lease(self, key: str) -> None:
+        """What waiting for a lease does."""
+        with self.engine.connect() as connection:
+            statement = (
+                "UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1 s' WHERE key = :key"
+            )
+            connection.execute(text(statement), {"key": key})
 
     def entries(self, account: str) -> int:
         with self.engine.connect() as connection:
@@ -81,3 +92,24 @@ class Handler:
     async def answer(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         await send({"type": "http.response.body", "body": self.body})
+
+
+class Server:
+    """A uvicorn process on a free port of loopback."""
+
+    def __init__(self, environment: Mapping[str, str], app: str = "tests.support.edge_application:app") -> None:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(200)
+            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            command = [sys.executable, "-m", "uvicorn", app, "--fd", str(listening.fileno()), "--log-level", "warning"]
+            self.process = subprocess.Popen(command, env=dict(environment), pass_fds=[listening.fileno()])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """A graceful shutdown."""
+        self.process.terminate()
+        self.process.wait(30)

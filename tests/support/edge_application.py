@@ -1,0 +1,59 @@
+"""A FastAPI application behind the middleware, for server processes of their own.
+
+The environment names its database (DATABASE_URL), and where its crash points are armed (CRASH_DIRECTORY).
+"""
+
+from __future__ import annotations
+
+import os
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from sqlalchemy import text
+
+from idempotency.attempt.runtime import Runtime
+from idempotency.attempt.session import AttemptSession
+from idempotency.http import IdempotencyMiddleware
+from idempotency.http.fastapi import CurrentAttempt
+from idempotency.settings import Settings
+from tests.support import crashing
+from tests.support.edge import INSERT
+
+crashing.install()
+runtime = Runtime(Settings.read({"database_url": os.environ["DATABASE_URL"]}))
+app = FastAPI()
+app.add_middleware(IdempotencyMiddleware, runtime=runtime, required=True)
+
+# One row for each key, and a count of the calls under it: a provider that acts once per key.
+CHARGE = text(
+    "INSERT INTO charges (key, calls) VALUES (:key, 1) ON CONFLICT (key) DO UPDATE SET calls = charges.calls + 1"
+)
+
+
+class Payment(BaseModel):
+    account: str
+
+
+def charge(account: str, *, idempotency_key: str) -> str:
+    with runtime.engine.begin() as connection:
+        connection.execute(CHARGE, {"key": idempotency_key})
+    return account
+
+
+def reserve(session: AttemptSession, account: str) -> str:
+    session.execute(INSERT, {"account": f"reserved {account}"})
+    return account
+
+
+@app.post("/payments", status_code=201)
+def pay(payment: Payment, attempt: CurrentAttempt) -> dict[str, str]:
+    attempt.step("reserve", reserve, payment.account)
+    charged: str = attempt.effect("charge", charge, payment.account)
+    attempt.session.execute(INSERT, {"account": payment.account})
+    return {"charged": charged, "process": str(os.getpid())}
+
+
+@app.post("/entries", status_code=201)
+async def write(payment: Payment, attempt: CurrentAttempt) -> dict[str, str]:
+    await attempt.run_sync(lambda session: session.execute(INSERT, {"account": payment.account}))
+    return {"account": payment.account, "process": str(os.getpid())}
