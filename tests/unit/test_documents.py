@@ -15,6 +15,7 @@ RUN_BY = {
     "docs/django.md": ("tests/django/test_page.py", 3),
     "docs/engines.md": ("tests/integration/test_pages.py", 1),
     "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
+    "docs/http.md": ("tests/http/test_page.py", 1),
     "docs/psycopg.md": ("tests/integration/test_pages.py", 1),
     "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 3),
     "docs/types.md": ("tests/integration/test_readme.py", 1),
