@@ -111,7 +111,7 @@ doctor: up ## check the set-up for what would lose work or do it twice
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
+bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,http,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt
