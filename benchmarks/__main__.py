@@ -114,7 +114,7 @@ def main(
         engine.dispose()
 
 
-def show(as_json: bool, unit: str, name: str, ratio: float, also: str = "", **figures: list[float]) -> None:
+def show(as_json: bool, unit: str, name: str, ratio: float, also: str = "", /, **figures: list[float]) -> None:
     """Print a table or a JSON document, and the line for programs."""
     if as_json:
         print(json.dumps({name: ratio, **figures}))
