@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support import crashing
-from tests.support.edge import Edge, Server, new_key
+from tests.support.edge import Edge, Server, end_lease, new_key
 from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
 
@@ -88,7 +88,7 @@ def test_fifty_requests_get_one_answer_though_their_server_is_killed_and_started
     """The server dies before its COMMIT; its successor takes the operation over after the lease."""
     key = new_key()
     crashing.plan(tmp_path, "finish.written", crashing.KILL_CHILD)
-    first = Server(environment | {"CRASH_DIRECTORY": str(tmp_path)})
+    first = Server(environment, crash_directory=tmp_path)
     urls, servers = [first.url], [first]
 
     async def main() -> list[Answered]:
@@ -96,7 +96,7 @@ def test_fifty_requests_get_one_answer_though_their_server_is_killed_and_started
         await asyncio.to_thread(eventually, (tmp_path / "finish.written.reached").exists)
         servers.append(Server(environment))
         urls[:] = [servers[1].url]
-        edge.end_lease(key)
+        end_lease(edge.engine, key)
         return await requests
 
     try:
