@@ -15,7 +15,7 @@ api worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo api fuzz test test-lowest ecosystem celery-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo api fuzz test test-lowest ecosystem celery-suite edge-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part
 celery-suite: .venv/ready ## Celery's own integration tests on plain tasks and on ours, and write docs/celery-suite.md; ARGS='-k chord'
 	@$(VENV)/python -m tests.celery_suite $(ARGS)
 
+edge-suite: .venv/ready ## the tests of a published middleware for Idempotency-Key on it and on ours, and write docs/edge-suite.md
+	@$(VENV)/python -m tests.edge_suite
+
 check: .venv/ready ## what CI runs: all tests, lint and types
 	@$(MAKE) --no-print-directory --keep-going test lint types
 
@@ -117,7 +120,7 @@ doctor: up ## check the set-up for what would lose work or do it twice
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
+bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,http,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt

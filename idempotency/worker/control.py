@@ -28,7 +28,8 @@ from ..errors import (
 from ..handle import R_co
 from ..wire import keys, results
 from .body import RunningTask
-from .calls import KeyedTask, P
+from .calls import KeyedTask
+from .using import P
 
 # The result of an operation that was replaced: its only member, with the signature of the replacement as JSON.
 REPLACED = "idempotency-replaced-by"
