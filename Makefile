@@ -3,7 +3,7 @@
 #   ARGS='-k outbox -x'       passed to the tool behind the target
 #   WORKERS=3                 test processes, each with its own servers
 #   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
-#   PURCHASES= REFUNDS= COPIES=  options of the demo
+#   PURCHASES= REFUNDS= COPIES= VIA=http  options of the demo
 
 STARTED := $(shell date +%s)
 VENV := .venv/bin
@@ -11,11 +11,11 @@ VENV := .venv/bin
 export STRIPE_API_BASE ?= http://127.0.0.1:8420
 export SMTP_URL ?= smtp://127.0.0.1:8425
 # These processes share their counters here; `make metrics` shows the sums.
-worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
+api worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo test test-lowest ecosystem celery-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ status: .venv/ready ## show them
 
 demo: .venv/ready ## run the whole system under load and faults, then check the ledgers
 	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
-		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(ARGS)
+		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
 	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
@@ -46,18 +46,34 @@ ecosystem: .venv/ready ## install other packages of the Celery world into .venv,
 		--constraint constraints.txt --editable '.[ecosystem]'
 	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
 
-# Every kind of use, without the long ones: calls, deliveries, the relay, dead letters, the command line, the pools.
-LOWEST ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
-	tests/integration/test_versions.py tests/pipeline/test_cli.py tests/pipeline/test_pools.py
+# Every kind of use, without the long ones: bodies, deliveries, the relay, dead letters, the command line, the pools, Django.
+QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
+	tests/integration/test_versions.py tests/integration/test_publishing.py tests/integration/test_bodies.py tests/django \
+	tests/pipeline/test_cli.py tests/pipeline/test_pools.py
+quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(QUICK) $(ARGS)
 
-test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; LOWEST=tests/unit
-	@scripts/lowest --numprocesses $(or $(WORKERS),3) --dist loadfile $(LOWEST) $(ARGS)
+test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; QUICK=tests/unit
+	@scripts/with-versions lowest .venv/bin/python requirements/lowest.txt -- $(quick_tests)
+
+test-python: ## run them with another Python, from 3.12 on with Django 6; VERSION=3.13 QUICK=tests/unit
+	@scripts/with-versions $(or $(VERSION),3.12) python$(or $(VERSION),3.12) -- $(quick_tests)
+
+versions: ## all that a new version may break: lowest, Python 3.12 and 3.13, other packages, a pooler, Celery's own tests
+	@$(MAKE) --no-print-directory test-lowest
+	@$(MAKE) --no-print-directory test-python VERSION=3.12
+	@$(MAKE) --no-print-directory test-python VERSION=3.13
+	@$(MAKE) --no-print-directory ecosystem
+	@$(MAKE) --no-print-directory test POOLER=1
+	@$(MAKE) --no-print-directory celery-suite
 
 chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
 
 chaos-many: .venv/ready ## several chaos runs with random seeds, and a table of results; RUNS=10 SECONDS=300
 	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)
+
+fuzz: .venv/ready ## try requests made from the OpenAPI document; EXAMPLES=1000
+	@EXAMPLES=$(or $(EXAMPLES),1000) $(VENV)/python -m pytest tests/pipeline/test_api_fuzz.py --timeout 3600 $(ARGS)
 
 controls: .venv/ready ## remove each safeguard in turn: its test must fail
 	@$(VENV)/python -m tests.controls $(ARGS)
@@ -71,6 +87,9 @@ faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part
 
 celery-suite: .venv/ready ## Celery's own integration tests on plain tasks and on ours, and write docs/celery-suite.md; ARGS='-k chord'
 	@$(VENV)/python -m tests.celery_suite $(ARGS)
+
+edge-suite: .venv/ready ## the tests of a published middleware for Idempotency-Key on it and on ours, and write docs/edge-suite.md
+	@$(VENV)/python -m tests.edge_suite
 
 check: .venv/ready ## what CI runs: all tests, lint and types
 	@$(MAKE) --no-print-directory --keep-going test lint types
@@ -88,6 +107,9 @@ sandbox: .venv/ready ## run the payment provider's sandbox and the mail sink
 
 migrate: up ## migrate the development database
 	@$(with_services) sh -c '$(VENV)/idempotency migrate -A tasks && $(VENV)/python -m tasks.migrate'
+
+api: migrate ## serve the application over HTTP on 127.0.0.1:8000
+	@$(with_services) $(VENV)/python -m uvicorn --factory api.application:create_app $(ARGS)
 
 worker: migrate ## run a Celery worker
 	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)

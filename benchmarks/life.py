@@ -161,9 +161,7 @@ def _through_sql(number: int) -> None:
         completing = [claim for place, claim in enumerate(claims) if place % FAILED]
         _each(connection, ends._COMPLETE, completing, result="1", retention=SHORT, idle_ms="30000")
         for claim in failing:
-            dead_letter_store._store(
-                connection, claim.id, _delivery(claim.id, message), 1, "no_account", ERROR, 1, SERVICE
-            )
+            dead_letter_store._store(connection, _delivery(claim.id, message), 1, "no_account", ERROR, 1, SERVICE)
         _each(connection, ends._FAIL, failing, retention=SHORT, idle_ms="30000", **end.parameters())
         resend.resend_lost(jobs.app, lambda _: 0)
         letters = dead_letters.list_letters(connection, limit=number)

@@ -1,10 +1,11 @@
-"""The application's processes: workers, relay and beat, each in its own session and stopped by its pid."""
+"""The application's processes: workers, relay, beat and servers, each in its own session and stopped by its pid."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -39,7 +40,7 @@ class Processes:
         self._environment = {**os.environ, **environment}
         self._of_relay = {**self._environment, "DATABASE_URL": relay_database_url}
         self._running: list[str] = []
-        self._workers = 0
+        self._workers = self._servers = 0
 
     def start_worker(self) -> str:
         """Start a Celery worker on the queues of operations; returns its name."""
@@ -59,6 +60,15 @@ class Processes:
         schedule = self._directory / "beat-schedule"
         options = ["--schedule", str(schedule), "--pidfile", ""]
         self._start("beat", "-m", "celery", "-A", "tasks", "beat", *options, environment=self._of_relay)
+
+    def start_server(self) -> str:
+        """Start the application over HTTP on a free port; returns its address. It may not accept requests yet."""
+        self._servers += 1
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        self._start(f"server-{self._servers}", "-m", "uvicorn", "--factory", "api.application:create_app", *options)
+        return f"http://127.0.0.1:{port}"
 
     def pid(self, name: str) -> int | None:
         """The pid of a process; None if it has ended."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -44,6 +44,8 @@ TIMES = {
     "STRIPE_SEARCH_LAG": "0.2",
 }
 BATCH = 20
+# Over HTTP, the copies of a request go to different ones.
+SERVERS = 2
 # Operations that are accepted but have not ended: enough to keep the workers busy.
 WINDOW = 500
 # Smaller for a short file, or all of it would be accepted before the first fault.
@@ -59,12 +61,13 @@ class Stalled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a run. `copies`: how often each message is sent; `started`: seconds since the epoch."""
+    """Options of a run. `copies`: how often each message or request is sent; `started`: seconds since the epoch."""
 
     copies: int
     seed: int
     workers: int
     started: float
+    via: Literal["enqueue", "http"] = "enqueue"
 
 
 class Stopwatch:
@@ -142,10 +145,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 processes.start_relay()
                 processes.start_beat()
                 os.environ.update(environment)
-                # Importing the tasks reads the addresses from the environment.
-                from demo.submission import Submission
-
-                submission = Submission(submitting, intake, copies=options.copies)
+                submission = _submission(engine, submitting, intake, options, processes)
                 stack.callback(submission.close)
             faults = Faults(processes, victim, servers.redis_url, submission.wipe_broker)
             display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
@@ -155,6 +155,8 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 try:
                     with watch.phase("submitting"):
                         work.submit()
+                        for event in submission.events:
+                            display.event(event)
                     with watch.phase("until quiet"):
                         work.wait_for_quiet()
                 except Stalled as stalled:
@@ -203,6 +205,20 @@ def _roles(servers: services.Services, engine: Engine, database_url: str, consol
         role: url.set(username=role, password=password).render_as_string(hide_password=False)
         for role, password in passwords.items()
     }
+
+
+def _submission(
+    engine: Engine, submitting: Engine, intake: Intake, options: Options, processes: Processes
+) -> Submission:
+    """How lines are submitted. Importing the tasks reads the addresses from the environment."""
+    if options.via == "enqueue":
+        from demo.submission import Submission
+
+        return Submission(submitting, intake, copies=options.copies)
+    from demo.over_http import Requests
+
+    urls = [processes.start_server() for _ in range(SERVERS)]
+    return Requests(engine, intake, copies=options.copies, urls=urls, seed=options.seed)
 
 
 class _Work:

@@ -34,6 +34,11 @@ class Submission:
         self._producer: Any = self._open.enter_context(app.producer_or_acquire())
         self.accepted = 0
 
+    @property
+    def events(self) -> list[str]:
+        """What is worth a line once everything is submitted."""
+        return []
+
     def submit(self, batch: Sequence[Line]) -> None:
         """Accept a batch in one commit; invalid lines are recorded as refused."""
         accepted: list[tuple[Line, Handle]] = []

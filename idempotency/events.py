@@ -99,7 +99,7 @@ def publish(
     For each consumer, events with the same `ordering_key` are published in commit order; one that cannot be published
     blocks its key until a person replays or discards it. `exchange` names a topic exchange that gets the event as well,
     for external consumers: at least once, in CloudEvents' binary mode, with the event type as the routing key. Raises
-    `InvalidKey` or `InvalidArguments` before writing anything.
+    `InvalidKey` or `InvalidArguments` before writing anything, also when nobody has subscribed.
     """
     application = app or current_app._get_current_object()
     keys.check_key(event_type, field="event_type")
@@ -115,7 +115,9 @@ def publish(
         "datacontenttype": "application/json",
     }
     data = json.loads(keys.canonical_json({"data": payload}))["data"]
-    settings = runtime_of(application).settings
+    runtime = runtime_of(application)
+    settings = runtime.settings
+    connection = in_transaction_of(session, runtime.home)
     if (size := len(json.dumps(data))) > settings.arguments_limit:
         raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
     for subscription in _subscriptions_of(application):
@@ -130,7 +132,6 @@ def publish(
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
         id = OperationId(tenant or settings.tenant, EXTERNAL, event_id)
         fingerprint = keys.fingerprint({"data": data})
-        connection = in_transaction_of(session)
         with explained():
             outbox.insert(
                 connection,

@@ -23,7 +23,7 @@ class Framework:
         return None
 
     def runtime(self, app: Celery) -> Any:
-        """What the library runs on instead of connections of its own: in a test, the test's. None outside of one."""
+        """In a test whose transaction the framework rolls back, a runtime on the test's connection; otherwise None."""
         return None
 
     def joined(self, open_session: Callable[[], Session], *, ends: bool) -> AbstractContextManager[object]:

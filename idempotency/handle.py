@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 from celery import Celery
+from sqlalchemy.exc import OperationalError
 from typing_extensions import TypeVar
 
 from .application import runtime_of
-from .errors import OperationBusy, OperationFailed, OperationNotFound
+from .errors import FingerprintMismatch, OperationBusy, OperationFailed, OperationNotFound
 from .store import operations
 from .store.answers import error_fields
 from .wire import results
-from .wire.keys import OperationId
+from .wire.keys import OperationId, fingerprint_version
 
 # Seconds between two reads of the record. Most operations end within a few; for the others, a pause that grows with the
 # time waited delays the answer by at most half of it, and a hundred waiters cost Postgres a hundred reads a second.
@@ -58,36 +60,54 @@ class Handle(Generic[R_co]):
     app: Celery
     id: OperationId
     task_id: str | None = None
+    # of the call's arguments, from `enqueue`: the record of another call under the same key is not its own
+    fingerprint: str | None = None
 
     def lookup(self) -> StoredOperation[R_co] | None:
-        """The stored operation; None before its first attempt."""
+        """The stored operation; None before its first attempt.
+
+        Raises `FingerprintMismatch`, as all that reads it does, if the key was used before with other arguments.
+        """
         runtime = runtime_of(self.app)
         with runtime.autocommit(self.id.tenant) as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
             return None
+        if self._is_anothers(row.fingerprint):
+            raise FingerprintMismatch(
+                f"{self.id.task}: the key was used before with other arguments; this call never runs"
+            )
         error = None if row.error is None else error_fields(row.error)
         return StoredOperation(self.id, row.status, row.generation, row.attempts, row.duplicates, row.result, error)
 
+    def _is_anothers(self, recorded: str) -> bool:
+        # one by another rule cannot be compared
+        is_comparable = fingerprint_version(recorded) == fingerprint_version(self.fingerprint)
+        return self.fingerprint is not None and is_comparable and recorded != self.fingerprint
+
     def status(self) -> str:
-        """ "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
+        """How far it is: "waiting" before the first attempt, then "started", "released", "completed" or "failed"."""
         operation = self.lookup()
         return "waiting" if operation is None else operation.status
 
     def wait(self, timeout: float) -> StoredOperation[R_co]:
-        """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds.
+        """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds, also if Postgres is away.
 
         Reads the record after longer and longer pauses, up to a second, and holds no connection in between.
         """
         deadline = time.monotonic() + timeout
+        away = None
         for pause in _pauses():
-            operation = self.lookup()
+            try:
+                operation, away = self.lookup(), None
+            except OperationalError as error:  # Postgres may be back before the time is over
+                operation, away = None, error
             if operation is not None and operation.has_ended:
                 return operation
             if (left := deadline - time.monotonic()) <= 0:
                 break
             time.sleep(min(pause, left))
-        raise OperationBusy(f"{self.id.task}: not finished within {timeout} s")
+        raise OperationBusy(f"{self.id.task}: not finished within {timeout} s") from away
 
     def result(self, timeout: float = 0.0) -> R_co:
         """The result, waiting for it for up to `timeout` seconds.
@@ -104,16 +124,19 @@ class Handle(Generic[R_co]):
     def __await__(self) -> Generator[Any, None, R_co]:
         """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.
 
-        Waits for as long as it takes: `async with asyncio.timeout(5): await handle` limits that. Several may await the
-        same handle, and each time anew.
+        Waits for as long as it takes, also for a Postgres that is away: `async with asyncio.timeout(5): await handle`
+        limits that. A handle may be awaited by several callers, and more than once.
         """
         return self._aresult().__await__()
 
     async def _aresult(self) -> R_co:
-        pauses = _pauses()
-        while (operation := await self.alookup()) is None or not operation.has_ended:
-            await asyncio.sleep(next(pauses))
-        return _result_of(operation)
+        for pause in _pauses():
+            with suppress(OperationalError):  # waits for Postgres, too
+                operation = await self.alookup()
+                if operation is not None and operation.has_ended:
+                    return _result_of(operation)
+            await asyncio.sleep(pause)
+        raise AssertionError("the pauses never end")
 
 
 def _pauses() -> Iterator[float]:

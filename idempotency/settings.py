@@ -59,6 +59,10 @@ def _engine(value: Any) -> Any:
 def _session(value: Any) -> Any:
     if not isinstance(value, sessionmaker) and not (isinstance(value, type) and issubclass(value, Session)):
         raise ValueError("must be a subclass of SQLAlchemy's Session, a sessionmaker, or the name of one")
+    if isinstance(value, sessionmaker) and (value.kw.get("binds") or value.kw.get("twophase")):
+        raise ValueError("must have neither binds nor twophase: a body's writes and its record are one commit")
+    if isinstance(value, sessionmaker) and value.kw.get("autobegin") is False:
+        raise ValueError("must begin by itself: autobegin=False is the caller's promise to call begin()")
     return value
 
 

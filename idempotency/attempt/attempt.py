@@ -96,10 +96,12 @@ class Attempt:
 
         `state`: "begun" for effects whose outcome is unknown, "done" for those that have happened.
         """
-        effects = ((name, entry) for name, entry in self.claim.effects.items() if entry["kind"] == "effect")
-        return ", ".join(
-            sorted(repr(name) for name, entry in effects if entry["state"] == state and name not in self.calls)
+        passed = (
+            repr(name)
+            for name, entry in self.claim.effects.items()
+            if entry["kind"] == "effect" and entry["state"] == state and name not in self.calls
         )
+        return ", ".join(sorted(passed))
 
     def effect(
         self,
@@ -185,7 +187,6 @@ class Attempt:
         )
         letters.store_failure(
             session.connection(),
-            self.claim.id,
             self.delivery,
             self.claim,
             reason=concluded.reason,

@@ -96,14 +96,11 @@ def conclude(
         id.tenant, id.task, id.key, arguments, attempts, steps=_steps(entries), effects=_effects(entries)
     )
     reason = ended.code
-    if on_failed is not None and skip is not None:
-        reason, broken = "on_failed_error", broken or skip
-        log.error("on_failed_error", error=skip, task=id.task, key=id.key)
-    if on_failed is not None and skip is None:
-        unheard = _run(connection, lambda session: on_failed(session, operation, ended))
-        if unheard is not None:
-            reason, broken = "on_failed_error", unheard
-            log.error("on_failed_error", error=unheard, task=id.task, key=id.key)
+    if on_failed is not None:
+        failure = _run(connection, lambda session: on_failed(session, operation, ended)) if skip is None else skip
+        if failure is not None:
+            reason, broken = "on_failed_error", failure
+            log.error("on_failed_error", error=failure, task=id.task, key=id.key)
     stored = error_text(error.code, described, cause if cause["code"] != error.code else None)
     if ended is not error:
         stored = error_text(ended.code, str(ended), cause)

@@ -214,7 +214,7 @@ def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> 
 
 
 def _check_askable(call: Call) -> None:
-    """Raise `EffectUnknown` if there is no `reconcile`: after a stored failure, only a person can find out then."""
+    """Raise `EffectUnknown` without a `reconcile`: after a stored failure, only a person could find out."""
     if call.reconcile is None:
         raise EffectUnknown(f"effect {call.name!r}: the provider replays a stored failure, and there is no reconcile")
 

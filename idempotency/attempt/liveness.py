@@ -24,16 +24,17 @@ def is_provably_dead(holder: str) -> bool:
     with `hidepid` it hides the processes of other users.
     """
     try:
-        host, boot, namespace, pid, started = holder.split("|")
-    except ValueError:
+        host, boot, namespace, number, started = holder.split("|")
+        pid = int(number)
+    except ValueError:  # not a name as our processes write it
         return False
     mine = process_identity().split("|")
     if not boot or [host, boot, namespace] != mine[:3]:
         return False
-    if not pid.isdecimal() or int(pid) == 0:
+    if pid <= 0:
         return False
     try:
-        os.kill(int(pid), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):
@@ -48,7 +49,7 @@ def start_time(pid: int) -> str:
     return "" if state in ("Z", "X") else start
 
 
-def _state_and_start(pid: int | str) -> tuple[str, str]:
+def _state_and_start(pid: int) -> tuple[str, str]:
     """A process's state in one letter, and when it started; both empty if they cannot be read."""
     stat = _read(f"/proc/{pid}/stat")
     # The command in parentheses may hold anything; the fields after the last one are fixed (proc(5): 3 state, 22 start).
@@ -58,6 +59,7 @@ def _state_and_start(pid: int | str) -> tuple[str, str]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        # a process's name is bytes, and cut after fifteen of them, perhaps in the middle of a character
+        return Path(path).read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -22,6 +22,16 @@ class Policy:
     on_failed: OnFailed | None = None
 
     @classmethod
+    def by_settings(cls, settings: Settings) -> Policy:
+        """The policy of a task that sets no option."""
+        return cls(
+            settings.max_attempts,
+            settings.retention_completed,
+            settings.retention_failed,
+            settings.provider_key_retention,
+        )
+
+    @classmethod
     def of(cls, task: Any, settings: Settings) -> Policy:
         return cls(
             task.max_attempts or settings.max_attempts,

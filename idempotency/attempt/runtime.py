@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +21,12 @@ from ..settings import Settings
 from ..store import connections
 from ..store.answers import Claimed, Renewal
 from ..store.claims import renew
+from ..store.home import IDENTITY, Home
 from .heartbeat import Heartbeat
 from .hints import Hints
 from .liveness import process_identity
 from .session import refuse_others_commits, use_sessions
+from .threads import DaemonThreads
 
 # Threads that read records for an event loop; a read takes about a millisecond.
 READERS = 4
@@ -76,9 +77,10 @@ class Runtime:
             poolclass=StaticPool,
             pool_reset_on_return=None,
         )
+        self.home = Home(self.settings.database_url.get_secret_value(), self._identity)
         # For handles that are awaited. Not asyncio's own threads, which also resolve names: a Postgres that does not
         # answer must not use them up.
-        self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="idempotency-reader")
+        self.readers = DaemonThreads(READERS, "idempotency-reader")
         self.heartbeat = Heartbeat(
             self._renew,
             self.hints,
@@ -91,7 +93,7 @@ class Runtime:
         """Close everything; it is not used again."""
         self.heartbeat.stop()
         self.hints.flush()
-        self.readers.shutdown(wait=False, cancel_futures=True)
+        self.readers.shutdown(wait=False)
         for engine in self._engines:
             engine.dispose()
 
@@ -140,6 +142,11 @@ class Runtime:
         driver.execute(f"LISTEN {channel}")
         listener: psycopg.Connection[Any] = driver
         return listener
+
+    def _identity(self) -> str:
+        with self.autocommit() as connection:
+            identity: str = connection.exec_driver_sql(IDENTITY).scalar_one()
+            return identity
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
         with self._heartbeat_engine.connect() as connection:

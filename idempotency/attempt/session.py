@@ -101,6 +101,8 @@ _ENDS_TRANSACTION = re.compile(
 )
 # The key in `connection.info` of the session that works on the connection.
 _OWNER = "idempotency.session"
+_SETS_ROLE = re.compile(r"\bset\b.*\b(?:role|authorization)\b|\bset_config\W+role\b", re.IGNORECASE | re.DOTALL)
+_HAS_ROLE = "idempotency.role"
 
 
 def refuse_end_of_transaction(statement: str) -> None:
@@ -115,7 +117,19 @@ def _refuse_commit(session: AttemptSession) -> None:
         raise SessionNotYours(_REFUSAL)
 
 
+def reset_role(connection: Connection) -> None:
+    """Drop a role that a body has taken on: it need not have rights on our tables, and SET LOCAL lasts until COMMIT."""
+    if connection.info.pop(_HAS_ROLE, False):
+        connection.exec_driver_sql("RESET ROLE")
+
+
 def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
+    owned = session._owned
+    if owned is not None and owned is not connection and not owned.closed:
+        raise SessionNotYours(
+            "the session has begun on a second connection (by its binds or get_bind): what is written there would not "
+            "be committed with the operation"
+        )
     connection.info[_OWNER] = session
     session._owned = connection
     if session._tenant is not None:
@@ -148,6 +162,8 @@ def refuse_others_commits(engine: Engine) -> None:
     def _(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
         if _OWNER in connection.info:
             refuse_end_of_transaction(statement)
+        if _SETS_ROLE.search(statement):
+            connection.info[_HAS_ROLE] = True
 
     @event.listens_for(engine, "checkin")
     def _(_: Any, record: Any) -> None:

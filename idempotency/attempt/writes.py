@@ -24,7 +24,7 @@ from ..observe.logs import log
 from ..store.answers import Claimed
 from .heartbeat import Holding
 from .runtime import Runtime
-from .session import AttemptSession, sessions_of
+from .session import AttemptSession, reset_role, sessions_of
 
 T = TypeVar("T")
 # A finishing statement divides by zero (SQLSTATE 22012) when the attempt is not the holder.
@@ -68,8 +68,10 @@ class FencedWrites:
 
     def in_session(self, write: Callable[[Connection], None]) -> None:
         """Write in the session's transaction. A statement that finds another holder rolls the session back."""
+        connection = self.session.connection()
+        reset_role(connection)
         with self._fenced_by_division():
-            write(self.session.connection())
+            write(connection)
 
     def commit(self) -> None:
         """Commit the session's transaction."""

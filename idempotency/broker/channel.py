@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from ..errors import BrokerUnavailable
 from ..observe.logs import log
 from ..queues import QuorumQueue, dead_letter_queues
 
-BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)
+# What a broker that is away, or refuses, raises; a socket's time-out is an OSError.
+BROKER_ERRORS = (AMQPError, KombuError, OSError)
 # Seconds to wait for the confirm of a message that is forwarded.
 FORWARD_TIMEOUT = 5.0
 # Seconds that a worker may take to say what it holds: Celery's own patience.

@@ -15,6 +15,7 @@ from ..errors import SettingsError
 from ..settings import Settings
 from ..store import rights, schema
 from ..store.connections import make_attempts_engine
+from ..store.statements import use_checked_connections
 from .clock import check_clock
 from .findings import Finding, ok, refusal, warning
 from .unreachable import TIMEOUT
@@ -53,13 +54,14 @@ def check_database(given: Settings) -> list[Finding]:
 
 
 def _check_database(given: Settings) -> list[Finding]:
-    # No options on this connection: an application's sessions get the server's defaults.
+    # None of our options on this connection: an application's sessions get the server's defaults.
     engine = (given.engine or create_engine)(
         given.database_url.get_secret_value(),
         poolclass=NullPool,
         hide_parameters=True,
         connect_args={"connect_timeout": TIMEOUT},
     )
+    use_checked_connections(engine, patience=None, set_local="")  # with what a pooler refuses left out
     with engine.connect() as connection:
         findings = [*_database(connection), *_tables(connection), *_wall(connection)]
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):

@@ -73,7 +73,9 @@ def _declared(queue: Queue) -> list[Finding]:
         findings.append(refusal(subject, found, "use idempotency.queues.quorum_queue"))
     if (exchange, key) == ("", SHARED_DEAD_LETTERS):
         found = f"dead letters go to {key}, as those of all applications of an earlier version"
-        findings.append(warning(subject, found, "declare it without dead_letter_queue, once it can be made anew"))
+        findings.append(
+            warning(subject, found, "declare it without dead_letter_queue once you can delete and create it")
+        )
     if not queue.durable or queue.auto_delete or queue.no_ack:
         found = f"durable={queue.durable} auto_delete={queue.auto_delete} no_ack={queue.no_ack}, need True False False"
         findings.append(refusal(subject, found, "use idempotency.queues.quorum_queue"))
@@ -127,7 +129,7 @@ def _real(connection: Connection, queue: Queue) -> list[Finding]:
                 channel.close()
     if is_shared:
         found = f"made by an earlier version: its dead letters go to {SHARED_DEAD_LETTERS}, which others may share"
-        return [warning(subject, found, "delete the queue once it is empty; it is made anew with its own")]
+        return [warning(subject, found, "delete the queue once it is empty; it is then created with its own")]
     return []
 
 

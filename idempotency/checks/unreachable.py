@@ -10,6 +10,7 @@ from kombu.exceptions import OperationalError as BrokerError
 from redis import RedisError
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
+from ..settings import NOT_AN_ADDRESS
 from .findings import Finding, Level
 
 # Seconds to wait for a server.
@@ -41,7 +42,7 @@ def check_server(
     except (DBAPIError, RedisError, BrokerError, AMQPError, OSError) as error:
         return [Finding(level, subject, f"unreachable: {reason(error)}", f"check {setting} and the server")]
     except (ArgumentError, ValueError, KeyError):
-        return [Finding(level, setting, "not an address", "correct it")]
+        return [Finding(level, setting, NOT_AN_ADDRESS, "correct it")]
 
 
 def reason(error: BaseException) -> str:

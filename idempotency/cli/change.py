@@ -29,7 +29,7 @@ from .options import (
     TaskOption,
     TenantOption,
 )
-from .terminal import application, console, plain, print_json
+from .terminal import application, console, print_json, print_line
 
 commands = typer.Typer()
 effects = typer.Typer(no_args_is_help=True, help="Calls outside whose outcome only a person can find out.")
@@ -97,7 +97,7 @@ def forget(
     if as_json:
         print_json({"change": "forgotten", "name": name, "processes": forgotten})
     else:
-        console.print(plain(f"forgotten: {name}"), markup=False, highlight=False, soft_wrap=True)
+        print_line(f"forgotten: {name}")
 
 
 @effects.command("resolve")
@@ -160,5 +160,4 @@ def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:
         id = shown.id
         print_json({"change": what, "tenant": id.tenant, "task": id.task, "key": id.key} | more)
     else:
-        text = " ".join([f"{what}:", shown.id.task, shown.id.key, *more.values()])
-        console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
+        print_line(" ".join([f"{what}:", shown.id.task, shown.id.key, *more.values()]))

@@ -5,8 +5,6 @@ Exit status 0: done. 1: something was refused, with one line each on stderr. 2: 
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import StrEnum
@@ -14,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from celery import Celery
-from rich.console import Console
 from rich.progress import track
 from sqlalchemy.exc import DBAPIError
 
@@ -33,12 +30,22 @@ from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
 from .options import ActorOption, AppOption, JsonOption, RequestOption, ServiceOption
-from .terminal import application, check_known, console, operators_token, plain, print_json, print_table, task_named
+from .terminal import (
+    application,
+    check_known,
+    console,
+    errors,
+    operators_token,
+    print_json,
+    print_line,
+    print_table,
+    stopped_by_signals,
+    task_named,
+)
 
 commands = typer.Typer()
 letters = typer.Typer(no_args_is_help=True, help="What has ended without success and waits for a person.")
 commands.add_typer(letters, name="dead-letters")
-errors = Console(stderr=True)
 
 
 class Status(StrEnum):
@@ -223,9 +230,7 @@ def consume(
     celery = application(app)
     require_broker_address(celery)
     if not once:
-        stop = threading.Event()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, lambda *_: stop.set())
+        stop = stopped_by_signals()
         errors.print("consuming until stopped")
         DeadLetterConsumer(celery).run(stop)
         return
@@ -287,9 +292,7 @@ def _each(
             print_json(document)
         else:
             named = " ".join(str(document[name]) for name in ("task", "key") if name in document)
-            console.print(
-                plain(f"dead letter {single} {done} {named}".rstrip()), markup=False, highlight=False, soft_wrap=True
-            )
+            print_line(f"dead letter {single} {done} {named}".rstrip())
         return
     succeeded: list[int] = []
     refused: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from ..store import operations
 from ..store import overview as stored
 from ..upkeep import overview
 from .options import AppOption, JsonOption, KeyArgument, ServiceOption, TaskOption, TenantOption
-from .terminal import application, check_known, console, plain, print_json, print_table, task_named
+from .terminal import application, check_known, console, plain, print_json, print_line, print_table, task_named
 
 commands = typer.Typer()
 
@@ -52,7 +52,7 @@ def print_status(app: AppOption = "", as_json: JsonOption = False) -> None:
         waiting = f"rows due: {seen['outbox']['due']:,}, for {_age(seen['outbox']['oldest_due_seconds'])}"
         console.print(f"no relay is running; {waiting}; start `idempotency relay`", soft_wrap=True)
     for other in seen["other_services"]:
-        console.print(plain(_shared_with(other)), markup=False, highlight=False, soft_wrap=True)
+        print_line(_shared_with(other))
     if seen["processes"]:
         print_table(
             "process", "name", "host", "last sign", "queues", "version",

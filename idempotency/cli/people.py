@@ -6,19 +6,17 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ..application import runtime_of
 from ..operate import people as operate
 from ..operate.change import Change
 from ..store import people as known
 from .options import AppOption, JsonOption, this_user
-from .terminal import application, console, operators_token, print_json, print_table
+from .terminal import application, console, errors, operators_token, print_json, print_table
 
 commands = typer.Typer()
 people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
 commands.add_typer(people, name="operators")
-errors = Console(stderr=True)
 
 
 class Role(StrEnum):

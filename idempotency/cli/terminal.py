@@ -1,9 +1,11 @@
-"""What all commands share: the application, the operator's token, and how answers are printed."""
+"""What all commands share: the application, the operator's token, signals, and how answers are printed."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +24,7 @@ FOLDED = 3
 # Columns, for whatever reads a pipe or a file: there, a row is a line.
 UNFOLDED = 10_000
 console = Console() if sys.stdout.isatty() else Console(width=UNFOLDED)
+errors = Console(stderr=True)
 _NAME_IT = "name your Celery application with -A, or in CELERY_APP"
 
 
@@ -61,6 +64,11 @@ def check_known(app: Celery, name: str | None, what: str) -> None:
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout; times are ISO 8601."""
     print(json.dumps(document, default=_as_text))  # noqa: T201
+
+
+def print_line(text: str) -> None:
+    """Print a line of plain text, which may have names in it that others have chosen; as long as it is."""
+    console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
@@ -103,6 +111,14 @@ def plain(value: Any) -> str:
 
 def _as_text(value: Any) -> str:
     return str(value.isoformat() if hasattr(value, "isoformat") else value)
+
+
+def stopped_by_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set, for a command that runs until it is stopped."""
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    return stop
 
 
 def operators_token() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -79,7 +79,8 @@ class Exchange:
     def work(self) -> Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError:
         """Claim, run, commit. What `run` raises is returned: the request that waits may be gone."""
         settings = self._runtime.settings
-        policy = Policy(UNLIMITED, settings.retention_http, settings.retention_failed, settings.provider_key_retention)
+        usual = Policy.by_settings(settings)
+        policy = replace(usual, max_attempts=UNLIMITED, retention_completed=settings.retention_http)
         try:
             fingerprint = self._request.fingerprint(self._id.tenant)
             if (exceeded := self._quotas.refusal(self._runtime, self._id)) is not None:

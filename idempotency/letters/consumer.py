@@ -14,7 +14,6 @@ unacknowledged until its next try while others go on.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import traceback
@@ -22,17 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from amqp.exceptions import AMQPError
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from kombu import Message as BrokerMessage
-from kombu.exceptions import KombuError
 from kombu.serialization import prepare_accept_content
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..application import runtime_of
-from ..broker.channel import declare_queues, forward, points_to_shared
+from ..broker.channel import BROKER_ERRORS, declare_queues, forward, points_to_shared
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -109,7 +106,7 @@ class DeadLetterConsumer:
                 pause = pauses.next()
                 if is_news(error):
                     log.warning("postgres_unavailable", error=type(error.orig).__name__)
-            except _BROKER_ERRORS as error:
+            except BROKER_ERRORS as error:
                 self.close()
                 log.warning("broker_unavailable", error=type(error).__name__)
             except Exception:  # an unexpected error must not end the thread
@@ -241,4 +238,3 @@ def consume_once(app: Celery) -> int:
 
 # The database's or the set-up's fault, never one letter's.
 _NOT_THE_LETTERS = (OperationalError, PoolTimeout, SettingsError)
-_BROKER_ERRORS = (AMQPError, KombuError, OSError, socket.timeout)

@@ -44,7 +44,6 @@ def cancel(
             concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
             letters.store_failure(
                 connection,
-                shown.id,
                 _delivery(shown.id, row, arguments),
                 claim_of(shown.id, row),
                 reason=concluded.reason,

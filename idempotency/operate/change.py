@@ -49,8 +49,8 @@ class Change:
             raise ChangeRefused(f"--request-id: 1 to 255 characters, got {len(self.request_id)}")
         if not 0 < len(self.actor.strip()) <= 255:
             raise ChangeRefused("--as: 1 to 255 characters")
-        if not 0 < len(self.reason.strip()) <= REASON_LIMIT:
-            raise ChangeRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {len(self.reason)}")
+        if not 0 < (length := len(self.reason.strip())) <= REASON_LIMIT:
+            raise ChangeRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {length}")
 
 
 # ---------------------------------------------------------------- what a person is shown

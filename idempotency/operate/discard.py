@@ -11,18 +11,17 @@ from ..errors import DiscardRefused, NotAllowed
 from ..store import dead_letters, discards, operations
 from ..wire import keys
 from ..wire.keys import OperationId
-from .change import REASON_LIMIT, Change, audit
+from .change import Change, audit
 from .people import Person
 
 
 def request(connection: Connection, person: Person, letter: int, reason: str) -> None:
     """Ask for a dead letter to be discarded; it stays open until another person approves.
 
-    One transaction, which the caller commits. Raises `OperationNotFound` and `DiscardRefused`, also while an effect of
-    the operation has an unknown outcome.
+    One transaction, which the caller commits. Raises `OperationNotFound`, `ChangeRefused` for the reason, and
+    `DiscardRefused`, also while an effect of the operation has an unknown outcome.
     """
-    if not 0 < len(reason.strip()) <= REASON_LIMIT:
-        raise DiscardRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {len(reason.strip())}")
+    change = Change(person.name, reason)
     if not discards.request(connection, letter, by=person.name, reason=reason):
         row = dead_letters.show(connection, letter)
         if row.status != "open":
@@ -35,7 +34,6 @@ def request(connection: Connection, person: Person, letter: int, reason: str) ->
     row = dead_letters.show(connection, letter)
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
-    change = Change(person.name, reason)
     audit(connection, change, "discard_requested", id, record, details={"dead_letter": letter})
 
 

@@ -56,14 +56,7 @@ def task_of(
     """The task's policy, the operation's arguments by name, and why they could not be read."""
     task = known_task(app, row.task, without_task=without_task)
     if task is None:
-        settings = runtime.settings
-        unknown = Policy(
-            settings.max_attempts,
-            settings.retention_completed,
-            settings.retention_failed,
-            settings.provider_key_retention,
-        )
-        return unknown, {}, NO_TASK
+        return Policy.by_settings(runtime.settings), {}, NO_TASK
     policy = Policy.of(task, runtime.settings)
     try:
         args, kwargs, _ = encoding.loads(Message.from_text(row.message).body)

@@ -14,7 +14,7 @@ from typing import Literal
 from sqlalchemy import Connection
 
 from ..attempt.runtime import Runtime
-from ..errors import DiscardRefused, NotAllowed, NotAuthenticated, OperationNotFound
+from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, OperationNotFound
 from ..store import people
 from .change import Change, audit
 
@@ -35,15 +35,15 @@ class Person:
 def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
     """Add an operator; returns the token, which is stored nowhere. One transaction, which the caller commits.
 
-    Raises `DiscardRefused` if the name is taken.
+    Raises `ChangeRefused` for a name that is taken or too long, or a token that would be valid for over a year.
     """
     if not 0 < len(name.strip()) <= 255:
-        raise DiscardRefused(f"name: 1 to 255 characters, got {len(name)}")
+        raise ChangeRefused(f"name: 1 to 255 characters, got {len(name)}")
     if not 0 < days <= 366:
-        raise DiscardRefused(f"days: a token is valid for 1 to 366 days, got {days}")
+        raise ChangeRefused(f"days: a token is valid for 1 to 366 days, got {days}")
     token = secrets.token_urlsafe(TOKEN_BYTES)
     if not people.add(connection, name, role, token_hash=_hash(token), days=days):
-        raise DiscardRefused(f"operator {name!r}: exists already; remove it first")
+        raise ChangeRefused(f"operator {name!r}: exists already; remove it first")
     audit(connection, change, "operator_added", None, None, details={"name": name, "role": role})
     return token
 

@@ -94,7 +94,7 @@ class Renewal(StrEnum):
     UNKNOWN = "unknown"  # the row is locked, or could not be read
 
 
-def explained(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Changed:
+def why_not(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Changed:
     """Why the statement did not get the record. Raises `UnknownVersion` for a fingerprint by an unknown rule."""
     match row.answer:
         case "completed":

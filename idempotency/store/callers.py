@@ -17,6 +17,8 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session, scoped_session
 
 from ..errors import InvalidArguments
+from .home import IDENTITY, Home, Place, place_of
+from .refused import explained
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
@@ -27,7 +29,7 @@ _PARAMETER = re.compile(r"%\((\w+)\)s")
 
 
 class Executes(Protocol):
-    """Runs a statement in a transaction that somebody else commits. SQLAlchemy's `Connection` is one."""
+    """Runs a statement in a transaction that its owner commits. SQLAlchemy's `Connection` is one."""
 
     def exec_driver_sql(self, statement: str, parameters: Any, /) -> Any: ...
 
@@ -46,27 +48,36 @@ AsyncCaller: TypeAlias = Union[
 ]
 
 
-def in_transaction_of(caller: Any) -> Executes:
+def in_transaction_of(caller: Any, home: Home) -> Executes:
     """What runs our statements in the caller's transaction.
 
     Accepts a SQLAlchemy Session, scoped_session or Connection with any Postgres driver, a psycopg Connection and a
-    psycopg 2 connection. Raises `InvalidArguments` for anything else, and for a connection in AUTOCOMMIT mode.
+    psycopg 2 connection. Raises `InvalidArguments` for anything else, for a connection in AUTOCOMMIT mode, and for one
+    to another database.
     """
     if isinstance(caller, Pending):
+        caller.home = home
         return caller
     if isinstance(caller, Session | scoped_session):
         caller = caller.connection()
     if isinstance(caller, Connection):
-        return _of_sqlalchemy(caller)
+        return _of_sqlalchemy(caller, home)
     driver = getattr(caller, "driver_connection", caller)  # of SQLAlchemy's raw_connection()
     if isinstance(driver, psycopg.Connection) or _is_psycopg2(driver):
         _check_transaction(driver)
+        if not home.knows(place := _place(driver)):
+            with driver.cursor() as cursor:
+                cursor.execute(IDENTITY)
+                home.compare(place, cursor.fetchone()[0])
         return _Driver(driver)
     raise InvalidArguments(f"session: must be {_ACCEPTED}; got {_described(caller)}")
 
 
 class Pending:
     """Statements that wait for an event loop. Any number of calls may add to it before it is sent once."""
+
+    # where they belong; set by what adds the first
+    home: Home
 
     def __init__(self) -> None:
         self._statements: list[tuple[str, Mapping[str, Any]]] = []
@@ -80,17 +91,21 @@ class Pending:
 
         if isinstance(caller, async_scoped_session):
             caller = caller()
-        if isinstance(caller, AsyncSession | AsyncConnection):
-            await caller.run_sync(self._replay)
-        elif isinstance(caller, psycopg.AsyncConnection):
-            _check_transaction(caller)
-            for statement, parameters in self._statements:
-                await caller.execute(statement, parameters)
-        else:
-            raise InvalidArguments(f"session: must be {_ACCEPTED_ASYNC}; got {_described(caller)}")
+        with explained():
+            if isinstance(caller, AsyncSession | AsyncConnection):
+                await caller.run_sync(self._replay)
+            elif isinstance(caller, psycopg.AsyncConnection):
+                _check_transaction(caller)
+                if not self.home.knows(place := _place(caller)):
+                    row = await (await caller.execute(IDENTITY)).fetchone()
+                    self.home.compare(place, row[0] if row else None)
+                for statement, parameters in self._statements:
+                    await caller.execute(statement, parameters)
+            else:
+                raise InvalidArguments(f"session: must be {_ACCEPTED_ASYNC}; got {_described(caller)}")
 
     def _replay(self, caller: Session | Connection) -> None:
-        connection = in_transaction_of(caller)
+        connection = in_transaction_of(caller, self.home)
         for statement, parameters in self._statements:
             connection.exec_driver_sql(statement, parameters)
 
@@ -116,11 +131,19 @@ class _Translated:
         self._connection.execute(text(_PARAMETER.sub(r":\1", statement)), parameters)
 
 
-def _of_sqlalchemy(connection: Connection) -> Executes:
+def _of_sqlalchemy(connection: Connection, home: Home) -> Executes:
     if (database := connection.dialect.name) != "postgresql":
         raise InvalidArguments(f"session: must be connected to the library's Postgres; got {database}")
     _check_transaction(connection.connection.dbapi_connection)
+    url = connection.engine.url
+    place = place_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)
+    if not home.knows(place):
+        home.compare(place, connection.execute(text(IDENTITY)).scalar_one())
     return connection if connection.dialect.paramstyle == "pyformat" else _Translated(connection)
+
+
+def _place(driver: Any) -> Place:
+    return place_of(driver.info.host, driver.info.port, driver.info.dbname)
 
 
 def _check_transaction(driver: Any) -> None:
@@ -128,7 +151,8 @@ def _check_transaction(driver: Any) -> None:
         return
     # psycopg's `with connection.transaction()` begins one on a connection in AUTOCOMMIT mode, too
     info = getattr(driver, "info", None)
-    if info is None or info.transaction_status == TransactionStatus.IDLE:
+    # ACTIVE is a pipeline, whose next sync would commit the message alone
+    if info is None or info.transaction_status not in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
         raise InvalidArguments(
             "session: its connection is in AUTOCOMMIT mode, where the message would leave at once and not with your "
             "commit; begin a transaction"
@@ -136,7 +160,7 @@ def _check_transaction(driver: Any) -> None:
 
 
 def _is_psycopg2(driver: Any) -> bool:
-    extensions: Any = sys.modules.get("psycopg2.extensions")  # whoever has such a connection has imported it
+    extensions: Any = sys.modules.get("psycopg2.extensions")  # a caller with such a connection has imported it
     return extensions is not None and isinstance(driver, extensions.connection)
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .answers import Answer, Changed, Claimed, Renewal, explained
+from .answers import Answer, Changed, Claimed, Renewal, why_not
 from .record import MINE, OWN, ROW, mine, named
 from .statements import execute
 
@@ -184,7 +184,7 @@ def claim(
             spent_at=row.spent_at,
             asked_at=asked_at,
         )
-    return explained(row)
+    return why_not(row)
 
 
 def count_duplicate(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import psycopg
 from sqlalchemy import Connection, Engine, create_engine, event
@@ -16,10 +18,13 @@ from ..settings import Settings
 from .statements import (
     SET_TENANTS,
     CheckedConnection,
+    OneStatementCursor,
     TransactionCursor,
     treat_read_only_as_unavailable,
     use_checked_connections,
 )
+
+_made: WeakSet[Engine] = WeakSet()
 
 
 def make_engine(
@@ -45,12 +50,13 @@ def make_engine(
     }
     create = settings.engine or create_engine
     given = str(make_url(settings.database_url.get_secret_value()).query.get("options", ""))
+    session_options = " ".join(f"-c {name}={value}" for name, value in in_session.items())
     engine = create(
         settings.database_url.get_secret_value(),
         hide_parameters=True,  # errors and logs must not show arguments
         connect_args={
             # after the address's own, such as a search_path, which stay unless they contradict
-            "options": " ".join([given, *(f"-c {name}={value}" for name, value in in_session.items())]),
+            "options": f"{given} {session_options}",
             # a heartbeat has to reconnect within its lease; libpq's minimum is two seconds
             "connect_timeout": max(min(math.ceil(settings.lease / 4), 5), 2),
             # Notices a vanished peer within a lease, not after the kernel's two hours.
@@ -64,10 +70,21 @@ def make_engine(
         **options,
     )
     if not isinstance(engine, Engine) or engine.driver != "psycopg":
-        raise SettingsError(f"idempotency_engine: must return an Engine with the driver psycopg, got {engine!r:.100}")
-    set_local = ", ".join(f"set_config('{name}', '{value}', true)" for name, value in in_session.items())
-    use_checked_connections(engine, patience=patience, set_local=f"SELECT {set_local}")
+        got = f"{engine!r:.100}" if isinstance(engine, Engine) else type(engine).__name__  # a text may be the address
+        raise SettingsError(f"idempotency_engine: must return an Engine with the driver psycopg, got {got}")
+    if engine in _made:
+        raise SettingsError("idempotency_engine: must return a new Engine each time: each has other options")
+    _made.add(engine)
+    use_checked_connections(engine, patience=patience, set_local=_set_local(given, in_session))
     event.listen(engine, "connect", _check)
+
+    @event.listens_for(engine, "connect")
+    def _(driver: CheckedConnection, _: Any) -> None:
+        autocommits = options.get("isolation_level") == "AUTOCOMMIT"
+        has_options = driver.is_pooled or session_options in driver.info.get_parameters().get("options", "")
+        if driver.autocommit != autocommits or not has_options:
+            raise SettingsError("idempotency_engine: must pass all its arguments on to create_engine; some were lost")
+
     event.listen(engine, "begin", _begin)
     if options.get("isolation_level") == "AUTOCOMMIT":
         event.listen(engine, "connect", _wrap_statements)
@@ -80,12 +97,28 @@ def make_attempts_engine(settings: Settings, **options: Any) -> Engine:
     longest_ms = math.ceil(settings.longest_run * 1000)
     # A body that hangs in a transaction or a statement cannot be the holder for longer, and should hold no locks.
     limits = {"idle_in_transaction_session_timeout": longest_ms, "statement_timeout": longest_ms}
-    return make_engine(settings, session=limits, **options)
+    return make_engine(settings, session=limits, connect={"cursor_factory": OneStatementCursor}, **options)
 
 
 def make_migrations_engine(settings: Settings) -> Engine:
     """The engine for migrations: without the time-outs of attempts, because building an index may take long."""
     return make_engine(settings, session={"lock_timeout": 0})
+
+
+# In a start-up option, a backslash keeps a space from ending the value.
+_OPTION = re.compile(r"(?:-c\s*|--)([\w.-]+)=((?:\\.|\S)*)\s*")
+
+
+def _set_local(given: str, in_session: Mapping[str, object]) -> str:
+    """The address's own options and ours as one statement, for a transaction behind a pooler.
+
+    Raises `SettingsError` for an option that is no setting.
+    """
+    if _OPTION.sub("", given).strip():
+        raise SettingsError("idempotency_database_url: options: must be settings, as in `-c search_path=shop`")
+    of_address = {name.replace("-", "_"): re.sub(r"\\(.)", r"\1", value) for name, value in _OPTION.findall(given)}
+    quoted = [(name, str(value).replace("'", "''")) for name, value in {**of_address, **in_session}.items()]
+    return "SELECT " + ", ".join(f"set_config('{name}', '{value}', true)" for name, value in quoted)
 
 
 def _check(driver: CheckedConnection, _: Any) -> None:
@@ -164,7 +197,7 @@ def reset(driver: CheckedConnection, record: Any, state: PoolResetState) -> None
         if driver.is_pooled:
             return
         driver.autocommit = True  # one round trip instead of three
-        driver.execute(_RESET)
+        psycopg.Cursor(driver).execute(_RESET)
         driver.autocommit = False
     except psycopg.Error as error:
         record.invalidate(error)  # Postgres is unavailable; the next user will notice

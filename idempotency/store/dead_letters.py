@@ -89,7 +89,8 @@ SET status = 'released', generation = generation + 1, attempts = 0, spent_at = N
     available_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_code = NULL,
     error = NULL, error_code = NULL, first_error = NULL,
     -- workers remember revoked task ids: what they remember was revoked before this replay
-    revoked_generation = coalesce(revoked_generation, generation), opened_at = clock_timestamp(), updated_at = clock_timestamp()
+    revoked_generation = coalesce(revoked_generation, generation),
+    opened_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
   AND (service = %(service)s) IS NOT FALSE
   AND fingerprint = %(fingerprint)s AND status = 'failed' AND generation = %(generation)s

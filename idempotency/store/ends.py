@@ -57,7 +57,8 @@ WITH released AS (
     -- replaced by the next delivery, so that an operation that defers for hours keeps one row, not thousands
     DELETE FROM idempotency.outbox o USING released r
     WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key AND o.fingerprint = r.fingerprint
-      AND (o.service = r.service) IS NOT FALSE AND o.origin IN ('retry', 'recover') AND o.status = 'published' AND r.message <> '' AND %(deliver)s
+      AND (o.service = r.service) IS NOT FALSE AND o.origin IN ('retry', 'recover') AND o.status = 'published'
+      AND r.message <> '' AND %(deliver)s
 )
 SELECT count(*) FROM released
 """

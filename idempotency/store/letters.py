@@ -126,7 +126,6 @@ RETURNING d.id
 
 def store_failure(
     connection: Connection,
-    id: OperationId,
     delivery: Delivery,
     claim: Claimed,
     *,
@@ -135,12 +134,11 @@ def store_failure(
     service: str,
 ) -> None:
     """Store the dead letter of a failing operation, in the transaction that fails it."""
-    _store(connection, id, delivery, claim.generation, reason, last_error, claim.attempts, service)
+    _store(connection, delivery, claim.generation, reason, last_error, claim.attempts, service)
 
 
 def store_refusal(
     connection: Connection,
-    id: OperationId,
     delivery: Delivery,
     *,
     generation: int,
@@ -149,7 +147,7 @@ def store_refusal(
     service: str,
 ) -> None:
     """Store a delivery that was refused because of its fingerprint; the record under its key does not change."""
-    _store(connection, id, delivery, generation, reason, error, 0, service)
+    _store(connection, delivery, generation, reason, error, 0, service)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,6 @@ def store_end(connection: Connection, letter: BrokerLetter) -> int | None:
 
 def _store(
     connection: Connection,
-    id: OperationId,
     delivery: Delivery,
     generation: int,
     reason: str,
@@ -199,9 +196,9 @@ def _store(
     connection.exec_driver_sql(
         _STORE,
         {
-            "tenant": id.tenant,
-            "task": id.task,
-            "key": id.key,
+            "tenant": delivery.id.tenant,
+            "task": delivery.id.task,
+            "key": delivery.id.key,
             "generation": generation,
             "fingerprint": delivery.fingerprint,
             "queue": delivery.queue,
@@ -233,7 +230,7 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation =
 def update_open_letter(
     connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str
 ) -> None:
-    """Update the reason of a failed operation's open letter after a correction, so that it is not replayed for the old one."""
+    """Give a failed operation's open letter the reason of its corrected end, so that it is not replayed for the old one."""
     connection.exec_driver_sql(
         _UPDATE_OPEN_LETTER,
         {

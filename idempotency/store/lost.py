@@ -310,7 +310,10 @@ def refuse_any(connection: Connection, service: str, *, after: float) -> None:
 
 
 def waiting(connection: Connection, service: str, *, after: float) -> Sequence[Row[Any]]:
-    """The newest published row of each operation of `service` that has not started or is due; `overdue`: for more than `after` seconds."""
+    """The newest published row of each operation of `service` that has not started or is due.
+
+    `overdue`: it was published more than `after` seconds ago; doubled for each resend.
+    """
     return connection.exec_driver_sql(_WAITING, {"service": service, "after": after, "cap": RESEND_CAP}).all()
 
 

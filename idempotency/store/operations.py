@@ -49,7 +49,10 @@ _READ_LOCKED = f"SELECT * FROM idempotency.records WHERE {ROW} FOR UPDATE"
 _RECORD = f"SELECT * FROM idempotency.records WHERE {ROW}"
 _OUTBOX = f"SELECT * FROM idempotency.outbox WHERE {ROW} ORDER BY id"
 _LETTERS = f"SELECT * FROM idempotency.dead_letters WHERE {ROW} ORDER BY id"
-_AUDIT = f"SELECT id, at, actor, action, generation, fence_before, fence_after, reason, details FROM idempotency.audit WHERE {ROW} ORDER BY id"
+_AUDIT = f"""
+SELECT id, at, actor, action, generation, fence_before, fence_after, reason, details
+FROM idempotency.audit WHERE {ROW} ORDER BY id
+"""
 
 # May contain personal data, so shown only on request.
 PAYLOAD = ("message", "result", "payload", "headers")

@@ -291,7 +291,10 @@ def count(connection: Connection, settings: Settings) -> Look:
 
 
 def ended(connection: Connection, service: str) -> tuple[Sequence[Row[Any]], float]:
-    """Count ended operations of `service` in a sample, by task and status. Returns also the sample's share of the table, in percent."""
+    """Count ended operations of `service` in a sample, by task and status.
+
+    Also returns the sample's share of the table, in percent.
+    """
     percent = min(100.0, 100.0 * SAMPLE / max(connection.exec_driver_sql(_PAGES).scalar_one(), 1))
     return connection.exec_driver_sql(_ENDED, {"service": service, "percent": percent}).all(), percent
 

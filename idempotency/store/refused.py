@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, StatementError
 
 from ..errors import SettingsError
 from .schema import SCHEMA
-from .statements import describe
+from .statements import describe, driver_error
 
 # undefined_table, undefined_column, invalid_schema_name
 _NOT_MIGRATED = ("42P01", "42703", "3F000")
@@ -19,15 +19,19 @@ _INSUFFICIENT_PRIVILEGE = "42501"
 _RIGHTS, _AUDIT_RIGHTS = "SELECT, INSERT, UPDATE, DELETE", "SELECT, INSERT"
 
 
-def remedy(error: DBAPIError) -> str | None:
-    """What a person has to do, in one line that names the command or the rights; None if it is something else."""
-    state = getattr(error.orig, "sqlstate", None)
+def remedy(error: BaseException) -> str | None:
+    """What a person has to do, in one line that names the command or the rights; None if it is something else.
+
+    For the errors of SQLAlchemy, psycopg, psycopg 2 and asyncpg.
+    """
+    driver = (error.orig if isinstance(error, DBAPIError) else driver_error(error)) or error
+    state = getattr(driver, "sqlstate", None) or getattr(driver, "pgcode", None)
     if state in _NOT_MIGRATED:
-        return f"the database does not have the tables of this version ({describe(error)}); run `idempotency migrate`"
-    if state == _INSUFFICIENT_PRIVILEGE and "idempotency.tenant" in describe(error):
-        return f"{describe(error)}; `SELECT idempotency.about('tenant')` sets it for a transaction (docs/tenants.md)"
+        return f"the database does not have the tables of this version ({describe(driver)}); run `idempotency migrate`"
+    if state == _INSUFFICIENT_PRIVILEGE and "idempotency.tenant" in describe(driver):
+        return f"{describe(driver)}; `SELECT idempotency.about('tenant')` sets it for a transaction (docs/tenants.md)"
     if state == _INSUFFICIENT_PRIVILEGE:
-        return f"a right is missing ({describe(error)}); {_needed(error.statement or '')}"
+        return f"a right is missing ({describe(driver)}); {_needed(getattr(error, 'statement', None) or '')}"
     return None
 
 
@@ -39,10 +43,15 @@ def _needed(statement: str) -> str:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise `SettingsError` with the remedy for what a statement of ours meets in a caller's transaction."""
+    """Raise `SettingsError` with the remedy for what a statement of ours meets in a caller's transaction.
+
+    Any other error passes, without the call's arguments in its text, whatever the caller's engine would show.
+    """
     try:
         yield
-    except DBAPIError as error:
+    except Exception as error:
+        if isinstance(error, StatementError):
+            error.hide_parameters = True
         if (said := remedy(error)) is None:
             raise
         raise SettingsError(said) from error

@@ -51,8 +51,8 @@ def migrate(engine: Engine, revision: str = "head") -> str:
     with extra("cli"):
         from alembic import command
     deadline = time.monotonic() + MIGRATION_TIMEOUT
-    with engine.connect() as guard, engine.connect() as connection:
-        while not _try_migration_lock(guard):
+    with engine.connect() as locking, engine.connect() as connection:
+        while not _try_migration_lock(locking):
             if time.monotonic() > deadline:
                 raise SettingsError(f"database schema: another migration has been running for {MIGRATION_TIMEOUT:g} s")
             time.sleep(LOCK_PAUSE)
@@ -76,14 +76,14 @@ def migrate(engine: Engine, revision: str = "head") -> str:
                 time.sleep(LOCK_PAUSE)
 
 
-def _try_migration_lock(guard: Connection) -> bool:
+def _try_migration_lock(locking: Connection) -> bool:
     """Take the lock until the end of this connection's transaction, which is never the session's behind a pooler."""
     # CREATE INDEX CONCURRENTLY waits for all transactions with a snapshot. One that waits for a lock has one, so this
     # does not wait; nor has it parameters, with which the statement's snapshot would stay until the next one.
-    guard.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
-    granted: bool = guard.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({MIGRATION_LOCK})").scalar_one()
+    locking.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+    granted: bool = locking.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({MIGRATION_LOCK})").scalar_one()
     if not granted:
-        guard.rollback()
+        locking.rollback()
     return granted
 
 

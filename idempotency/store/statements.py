@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from ..errors import NotConnected
+from ..errors import NotConnected, SettingsError
 from ..observe import outages
 
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
@@ -88,6 +88,20 @@ class CheckedConnection(psycopg.Connection[Any]):
         raise psycopg.OperationalError(why)
 
 
+class OneStatement:
+    """Mixed into a cursor, refuses several statements in one string, of which one could end the transaction.
+
+    It always uses the protocol that has no place for a second one. Postgres refuses that as a syntax error.
+    """
+
+    def _execute_send(self, query: Any, **options: Any) -> None:
+        super()._execute_send(query, **{**options, "force_extended": True})  # type: ignore[misc]
+
+
+class OneStatementCursor(OneStatement, psycopg.Cursor[Any]):
+    """What a body's session executes with."""
+
+
 class TransactionCursor(psycopg.Cursor[Any]):
     """Runs each statement in a transaction with our settings, for a connection in AUTOCOMMIT mode behind a pooler.
 
@@ -109,13 +123,31 @@ class TransactionCursor(psycopg.Cursor[Any]):
 def use_checked_connections(engine: Engine, *, patience: float | None, set_local: str) -> None:
     """Make the engine open `CheckedConnection`s."""
 
+    # the application's, on this engine alone; ours asks them
+    theirs = [each for each in engine.dialect.dispatch.do_connect if event.contains(engine, "do_connect", each)]
+    for listener in theirs:
+        event.remove(engine, "do_connect", listener)
+
     @event.listens_for(engine, "do_connect")
-    def _(dialect: Any, record: Any, args: Any, parameters: Any) -> CheckedConnection:
+    def _(dialect: Any, record: Any, args: Any, parameters: Any) -> Any:
+        for listener in theirs:
+            if (connected := _asked(listener, dialect, record, args, parameters)) is not None:
+                return connected  # refused once it is connected
         connection = _connect(args, parameters)
         connection.patience = patience
         connection.set_local = set_local
         connection.add_notice_handler(connection.note_warning)
         return connection
+
+
+def _asked(listener: Callable[..., Any], *arguments: Any) -> Any:
+    """What the application's own listener returns. If it fails, there is no connection, as if Postgres was away."""
+    try:
+        return listener(*arguments)
+    except (psycopg.Error, SettingsError):
+        raise
+    except Exception as error:
+        raise psycopg.OperationalError(f"idempotency_engine: {type(error).__name__} in front of connecting") from error
 
 
 def _connect(args: Any, parameters: dict[str, Any]) -> CheckedConnection:
@@ -187,8 +219,10 @@ def _is_outage(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Describe an error in one line for the record: type and message, without parameters or values of a row."""
     if (driver := driver_error(error)) is not None:
-        primary = getattr(getattr(driver, "diag", None), "message_primary", None)
-        return f"{type(driver).__name__}: {primary or 'no answer from the database'}"
+        said = getattr(getattr(driver, "diag", None), "message_primary", None)
+        if said is None and not isinstance(driver, psycopg.OperationalError):
+            said = str(driver).partition("\n")[0][:ERROR_LIMIT]  # the lines below have values
+        return f"{type(driver).__name__}: {said or 'no answer from the database'}"
     return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
 
 

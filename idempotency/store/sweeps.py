@@ -156,9 +156,8 @@ def is_row_error(error: DBAPIError) -> bool:
         return False
     if state == "57014":  # query_canceled by statement_timeout: fewer rows may be fast enough
         return True
-    if state.startswith(
-        "42"
-    ):  # a missing table or right affects all rows, unless the error comes from a trigger function
+    # a missing table or right affects all rows, unless the error comes from a trigger function
+    if state.startswith("42"):
         return bool(error.orig.diag.context)  # type: ignore[union-attr]
     # connection errors, resources, operator intervention, system errors
     return not state.startswith(("08", "53", "57", "58"))

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from ..wire import keys
 from ..wire.keys import OperationId
-from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, explained
+from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, why_not
 from .ends import FailedEnd
 from .record import OWN, ROW, idle_ms, named
 from .statements import execute
@@ -116,7 +116,7 @@ WITH own AS (
                          AND split_part(fingerprint, ':', 1) = ANY(%(rules)s)))
 ), again AS (
     UPDATE idempotency.outbox o
-    -- it reached a worker, so resends are counted anew
+    -- it reached a worker, so resends are counted from 0 again
     SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
         first_refused_at = coalesce(first_refused_at, clock_timestamp()),
         available_at = clock_timestamp()
@@ -228,4 +228,4 @@ def give_up(
         return Changed()
     if row.answer == "given_up":
         return GivenUp(row.generation, row.attempts, row.first_error, row.fence, row.effects, row.fingerprint)
-    return explained(row)
+    return why_not(row)

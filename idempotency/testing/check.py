@@ -20,7 +20,10 @@ from .report import Comparison
 from .scenarios import plainly, scenarios
 
 T = TypeVar("T")
-AGAIN_HINT = "something that does not start afresh: a table that setup= does not bring back, a cache, a file, a counter; or chance."
+AGAIN_HINT = (
+    "something that does not start afresh: a table that setup= does not bring back, a cache, a file, a counter; or "
+    "chance."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,20 @@
-"""The test database: recognised by its name, migrated, and emptied of what tests have left in the library's tables."""
+"""The test database: recognised by its name, and migrated. And Redis, emptied of a test's hints."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
+
+import redis
 from celery import Celery
 from sqlalchemy import Connection
 from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
+from ..attempt.hints import hint_name
+from ..settings import Settings
 from ..store.connections import make_engine
+from ..wire.keys import OperationId
 
 # In the name of a database for tests.
 MARK = "test"
@@ -35,3 +42,14 @@ def prepare(app: Celery, *, allow_database: str | None = None) -> None:
     with engine.connect() as connection:
         require_test_database(connection, allowed=allow_database)
     schema.migrate(engine)
+
+
+def forget_hints(settings: Settings, ids: Collection[OperationId]) -> None:
+    """Delete the hints of these operations. Without Redis there is nothing to delete."""
+    if settings.redis_url is None or not ids:
+        return
+    with (
+        suppress(redis.RedisError),
+        redis.Redis.from_url(settings.redis_url.get_secret_value(), socket_timeout=5) as client,
+    ):
+        client.delete(*(hint_name(id, settings.owner) for id in ids))

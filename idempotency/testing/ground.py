@@ -9,21 +9,19 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import redis
 from celery import Celery
 from sqlalchemy import Table, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
-from ..attempt.hints import hint_name
 from ..store import testing as stored
 from ..store.connections import make_engine
 from ..store.schema import SCHEMA
 from ..store.statements import describe
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .database import require_test_database
+from .database import forget_hints, require_test_database
 from .differences import HEADINGS, Masked, Row
 
 # Nothing else should use this database: a lock held for this long will not be released.
@@ -33,7 +31,8 @@ _TABLES = """
 SELECT c.oid::regclass::text AS name
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname NOT LIKE 'pg\\_%'
-  AND n.nspname NOT IN ('information_schema', :schema) AND has_table_privilege(c.oid, 'SELECT') AND c.oid <> ALL (cast(:named AS regclass[])::oid[])
+  AND n.nspname NOT IN ('information_schema', :schema) AND has_table_privilege(c.oid, 'SELECT')
+  AND c.oid <> ALL (cast(:named AS regclass[])::oid[])
 ORDER BY 1
 """
 
@@ -102,12 +101,7 @@ class Ground:
         stored.forget_rows_after(self._connection, self._newest)
         for id in self._ids:
             stored.forget(self._connection, id)
-        if self._settings.redis_url is not None and self._ids:
-            try:
-                with redis.Redis.from_url(self._settings.redis_url.get_secret_value(), socket_timeout=5) as client:
-                    client.delete(*(hint_name(id, self._settings.owner) for id in self._ids))
-            except redis.RedisError:
-                pass  # without Redis there is nothing to forget
+        forget_hints(self._settings, self._ids)
 
     def meet(self, id: OperationId) -> None:
         """Count this operation among those of the check."""

@@ -6,19 +6,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import redis
 from celery import Celery
 from sqlalchemy import Row
 
 from ..application import runtime_of
-from ..attempt.hints import hint_name
 from ..store import testing as stored
 from ..store.outbox import EXTERNAL
 from ..wire import results
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from ..worker.eager import check_no_transaction
-from .database import require_test_database
+from .database import forget_hints, require_test_database
 from .tracing import trace
 
 # Deliveries in one run: a task that enqueues itself for ever would not end the test.
@@ -95,9 +93,7 @@ class Outbox:
         runtime = runtime_of(self._app)
         with runtime.autocommit() as connection:
             ids = stored.forget_all(connection)
-        if runtime.settings.redis_url is not None and ids:
-            with redis.Redis.from_url(runtime.settings.redis_url.get_secret_value(), socket_timeout=5) as client:
-                client.delete(*(hint_name(id, runtime.settings.owner) for id in ids))
+        forget_hints(runtime.settings, ids)
 
     def _next(self) -> Row[Any] | None:
         with runtime_of(self._app).autocommit() as connection:

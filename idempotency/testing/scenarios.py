@@ -10,7 +10,7 @@ from functools import partial
 from .call import CallUnderTest
 from .processes import Action, Interruption
 
-# A crash point, and the how-manieth time it was reached.
+# A crash point, and how often it had been reached by then.
 Reached = tuple[str, int]
 
 POINTS = {

@@ -43,7 +43,7 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
     """
     runtime = runtime_of(app)
     with runtime.autocommit() as connection:
-        dead = [holder for holder in recovery.holders(connection) if _is_dead(holder)]
+        dead = [holder for holder in recovery.holders(connection) if is_provably_dead(holder)]
         bounds = _bounds(app, runtime, dead)
         exhausted = recovery.end_spent(connection, bounds, lambda names: _end_spent(app, runtime, bounds, names))
         total = recovery.release(connection, bounds, limit=limit)
@@ -53,13 +53,6 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
     if total:
         metrics.recovered.labels("dead_holder" if dead else "lease_over").inc(total)
     return exhausted + total
-
-
-def _is_dead(holder: str) -> bool:
-    try:
-        return is_provably_dead(holder)
-    except ValueError:  # not a holder's name as our processes write it: the lease decides
-        return False
 
 
 def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str, Any]) -> int:
@@ -76,20 +69,20 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
     """Fail an operation whose process died in every attempt, and store its dead letter. The record must be locked."""
     id = OperationId(record.tenant, record.task, record.key)
     claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, record.effects, False)
+    why = "the process died in every attempt, and in every claim that would have ended it"
     concluded = conclusions.conclude(
         connection,
         id,
-        AttemptsExhausted("the process died in every attempt, and in every claim that would have ended it"),
+        AttemptsExhausted(why),
         entries=record.effects,
         arguments={},
         attempts=record.attempts,
         on_failed=getattr(task, "on_failed", None),
-        skip="the process died in every attempt, and in every claim that would have ended it",
+        skip=why,
     )
     delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
     letters.store_failure(
         connection,
-        id,
         delivery,
         claim,
         reason=concluded.reason,
@@ -126,9 +119,10 @@ def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
 def purge_once(app: Celery, *, limit: int) -> Purged:
     """Delete operations past their retention with their outbox rows, settled rows without operations, and closed letters.
 
-    Of this application, and those without a name. At most about `limit` of each kind. An operation stays while it has an open dead letter, an unpublished outbox row, or
-    one published within the `redelivery_horizon`. An HTTP request that did not end, and that nobody asks for again, goes
-    after `retention_http`, unless it is over an effect. The audit table is never purged.
+    Of this application, and those without a name; at most about `limit` of each kind. An operation stays while it has
+    an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. An HTTP request
+    that did not end, and that nobody asks for again, goes after `retention_http`, unless it is over an effect. The
+    audit table is never purged.
     """
     runtime = runtime_of(app)
     settings, service = runtime.settings, runtime.settings.service

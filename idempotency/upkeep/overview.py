@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 import redis
-from amqp.exceptions import AMQPError, ChannelError
+from amqp.exceptions import ChannelError
 from celery import Celery
 from kombu import Connection as BrokerConnection
-from kombu.exceptions import KombuError
 from sqlalchemy import Connection
 
+from ..broker.channel import BROKER_ERRORS
 from ..settings import Settings
 from ..store import overview
 from ..store.overview import TIMEOUT, Look, QueueState
@@ -51,7 +51,7 @@ def _ask_broker(app: Celery, settings: Settings, found: Look) -> None:
                         and process.silent_seconds <= settings.alarm_silence
                         for process in found.processes
                     )
-    except (AMQPError, KombuError, OSError, redis.RedisError):
+    except (*BROKER_ERRORS, redis.RedisError):
         return
     found.broker_answered = True
 

@@ -206,7 +206,10 @@ class Message:
         return replace(self, headers=self.headers | marks)
 
     def destination(self, app: Celery) -> tuple[str, str]:
-        """Exchange and routing key. Raises `KeyError` for a queue this application does not have, `ValueError` without a route."""
+        """Exchange and routing key.
+
+        Raises `KeyError` for a queue that this application does not have, `ValueError` without a route.
+        """
         if (queue := self.route.get("queue")) is not None:
             # not by the name alone: Celery would make a missing queue, a classic one, and declare it from then on
             if queue not in app.amqp.queues:

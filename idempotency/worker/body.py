@@ -16,7 +16,8 @@ from ..attempt.conclusions import Undo
 from ..attempt.session import AttemptSession
 from ..errors import IdempotencyError
 from ..handle import R_co
-from .calls import KeyedTask, P
+from .calls import KeyedTask
+from .using import P
 
 Q = ParamSpec("Q")
 T = TypeVar("T")

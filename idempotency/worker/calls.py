@@ -36,7 +36,7 @@ from ..wire.message import (
 )
 from . import eager, publishing
 from .spelling import check_spelling
-from .using import CallOptions, Using
+from .using import CallOptions, P, Using
 
 if TYPE_CHECKING:
     from celery import Task as TypedTask
@@ -50,21 +50,19 @@ else:
             return Task
 
 
-# The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
-P = ParamSpec("P", default=...)
 Q = ParamSpec("Q")
 T = TypeVar("T")
 TaskT = TypeVar("TaskT", bound="KeyedTask")
 
 # The options of enqueue() that are not arguments of the task.
 ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
-# Those of them, and of the task's own options, that shape its message.
+# The options of the decorator that every enqueued message gets.
 TASK_OPTIONS = ("queue", "priority", "time_limit", "soft_time_limit")
 
 NEVER_DROPPED = "expires: an accepted operation is never dropped; cancel it instead"
 
 
-# What is an argument of the task in the session's place.
+# What stands in the session's place is an argument of the task if it is one of these.
 _NO_SESSION = (type(None), str, int, float, list, tuple, dict, UUID)
 
 
@@ -114,8 +112,9 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         `session` is a Session or Connection of SQLAlchemy, or a connection of psycopg or psycopg 2, with a transaction.
         The arguments are the task's own, and of `apply_async`'s options countdown (seconds), eta (aware datetime),
         priority, queue, task_id, headers, idempotency_key, tenant and ordering_key; an argument of the task wins over an
-        option of its name. A type checker knows the arguments only: to it, give the options with `using`. Celery's signals
-        `before_task_publish` and `after_task_publish` are sent here.
+        option of its name. A type checker accepts the arguments alone: with one, pass options through `using`. Celery's
+        signals `before_task_publish` and `after_task_publish` are sent here.
+
         Raises `MissingKey`, `InvalidKey` and `InvalidArguments`; then nothing was written. Raises `SettingsError` where
         the tables, or a right on them, are missing.
         """
@@ -152,7 +151,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         _check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
-        connection = in_transaction_of(session)
+        connection = in_transaction_of(session, runtime_of(self.app).home)
 
         def write(message: Message) -> None:
             with explained():
@@ -170,7 +169,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
 
         headers = {**own, **headers}
         publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **_shown(id), **options)
-        return Handle(self.app, id, task_id)
+        return Handle(self.app, id, task_id, headers[FINGERPRINT_HEADER])
 
     @_needs_session
     async def aenqueue(self, session: AsyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:

@@ -70,7 +70,6 @@ def store_refusal(
     with runtime.autocommit(delivery.id.tenant) as connection:
         letters.store_refusal(
             connection,
-            delivery.id,
             delivery,
             generation=generation,
             reason=error.code,

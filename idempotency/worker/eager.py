@@ -6,15 +6,17 @@ wait for the caller's locks until its lock time-out, and would stay committed if
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import psycopg
 from celery import Celery, current_task
 from psycopg.pq import TransactionStatus
-from sqlalchemy import event
+from sqlalchemy import URL, event
 from sqlalchemy.pool import ConnectionPoolEntry, Pool
 
 from ..attempt.attempt import Attempt
@@ -23,31 +25,31 @@ from ..errors import CallRefused
 from ..handle import Handle
 from ..wire.keys import OperationId
 
-# Connections in use, of any engine, and the thread that took them.
-_in_use: WeakKeyDictionary[psycopg.Connection[Any], int] = WeakKeyDictionary()
+# A thread and, in an event loop, its task.
+Taker: TypeAlias = tuple[int, "asyncio.Task[Any] | None"]
+# Connections in use, of any engine and driver, and what took them.
+_in_use: WeakKeyDictionary[Any, Taker] = WeakKeyDictionary()
 
 
 # Under another host name, a socket or a second address it is the same server if that knows this session.
+_OTHERS = ("psycopg2.", "asyncpg.")
 _IS_HERE = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %(pid)s AND datname = current_database())"
 
 
 def check_no_transaction(runtime: Runtime) -> None:
     """Raise `CallRefused` when this thread has a transaction open on the library's database.
 
-    Sees the connections of all SQLAlchemy engines; not those opened without SQLAlchemy, nor one through a pooler that
-    the library knows under another name.
+    Sees the connections of all SQLAlchemy engines, async ones of the same asyncio task; not those opened without
+    SQLAlchemy, nor one through a pooler that the library knows under another name.
     """
     if runtime.joins_transaction:
         return
     url = runtime.engine.url
     for reference in _in_use.keyrefs():  # a copy: other threads take and return connections meanwhile
         connection = reference()
-        if connection is None or connection.closed or _in_use.get(connection) != threading.get_ident():
+        if connection is None or _in_use.get(connection) != _taker():
             continue
-        info = connection.info
-        if info.transaction_status == TransactionStatus.IDLE or info.dbname != url.database:
-            continue
-        if (info.host, info.port) == (url.host, url.port or 5432) or _is_here(runtime, info.backend_pid):
+        if _is_in_transaction(connection) and _is_ours(runtime, url, connection):
             raise CallRefused(
                 "eager call: this thread has a transaction open on the same database; commit it first, or use enqueue()"
             )
@@ -59,8 +61,23 @@ def check_may_begin(app: Celery, id: OperationId) -> None:
     if caller is None or caller.ends_as is None:
         return
     stored = Handle(app, id).lookup()
-    if stored is None or stored.status not in ("completed", "failed"):
+    if stored is None or not stored.has_ended:
         caller.check_may_begin()
+
+
+def _is_in_transaction(connection: Any) -> bool:
+    if hasattr(connection, "is_in_transaction"):  # asyncpg
+        return bool(connection.is_in_transaction())
+    return not connection.closed and connection.info.transaction_status != TransactionStatus.IDLE
+
+
+def _is_ours(runtime: Runtime, url: URL, connection: Any) -> bool:
+    if hasattr(connection, "get_server_pid"):  # asyncpg
+        return _is_here(runtime, connection.get_server_pid())
+    info = connection.info
+    if info.dbname != url.database:
+        return False
+    return (info.host, info.port) == (url.host, url.port or 5432) or _is_here(runtime, info.backend_pid)
 
 
 def _is_here(runtime: Runtime, pid: int) -> bool:
@@ -69,13 +86,22 @@ def _is_here(runtime: Runtime, pid: int) -> bool:
 
 
 def _taken(connection: Any, _record: Any, _proxy: Any) -> None:
-    if isinstance(connection, psycopg.Connection):
-        _in_use[connection] = threading.get_ident()
+    driver = getattr(connection, "driver_connection", connection)  # behind SQLAlchemy's face of an async one
+    if isinstance(driver, psycopg.Connection | psycopg.AsyncConnection) or type(driver).__module__.startswith(_OTHERS):
+        _in_use[driver] = _taker()
 
 
 def _returned(connection: Any, _record: Any) -> None:
-    if isinstance(connection, psycopg.Connection):
-        _in_use.pop(connection, None)
+    with suppress(TypeError):  # of a driver whose connections are not tracked
+        _in_use.pop(getattr(connection, "driver_connection", connection), None)
+
+
+def _taker() -> Taker:
+    """Who is running. Another task of this thread's event loop may be inside a transaction of its own."""
+    try:
+        return threading.get_ident(), asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return threading.get_ident(), None
 
 
 def watch_connections() -> None:

@@ -1,8 +1,8 @@
 """What Celery would run around a task's own code, before anything is recorded: moved into the attempt, or refused.
 
-With `track_started` Celery stores the state STARTED; then it calls `before_start`, and then `__call__`. If one of these raised
-outside the attempt, Celery would acknowledge the message, and neither a record nor a dead letter would say so. Inside it, an
-error of the last two means what the body's means, and a result backend that is away means nothing.
+With `track_started` Celery stores the state STARTED; then it calls `before_start`, and then `__call__`. If one of these
+raised outside the attempt, Celery would acknowledge the message, and neither a record nor a dead letter would say so.
+Inside it, an error of the last two means what an error of the body means, and a result backend that is away is logged.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run_in_attempt(task: Any) -> Any:
 
 def _ignores_result(task: Any, request: Any) -> bool:
     """What the message says, else what the task does. Celery's function for it is there since 5.7 only."""
-    said = vars(request).get("ignore_result")  # its class has a default, which nobody said
+    said = vars(request).get("ignore_result")  # not its class's default, which no message has set
     return bool(task.ignore_result if said is None else said)
 
 

@@ -1,9 +1,10 @@
 """A call's message for the outbox, put together and announced by Celery as if it were sent.
 
-Tracing tools add their headers to a message while Celery sends it: OpenTelemetry in the signal `before_task_publish`, Sentry and
-others around `Celery.send_task`. So `enqueue` goes through both, with a producer that hands the message to the outbox. Both
-signals are sent in the caller's thread, `after_task_publish` once the row is written: what a tool opens in the first (a span,
-say), it closes in the second. The caller's transaction may still be rolled back; the relay sends no signal.
+Tracing tools add their headers to a message while Celery sends it: OpenTelemetry in the signal `before_task_publish`,
+Sentry and others around `Celery.send_task`. So `enqueue` goes through both, with a producer that hands the message to
+the outbox. Both signals are sent in the caller's thread, `after_task_publish` once the row is written: what a tool opens
+in the first (a span, say), it closes in the second. The caller's transaction may still be rolled back; the relay sends
+no signal.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def publish(
 ) -> None:
     """Compose the message of this call, with what receivers add to its headers, and `write` it.
 
-    `options` are those of `apply_async`, except that the message has no `eta`. Raises `InvalidArguments` for a header that is not
-    JSON, `SettingsError` for another protocol, and what `write` raises.
+    `options` are those of `apply_async`, except that the message has no `eta`. Raises `InvalidArguments` for a header
+    that is not JSON, `SettingsError` for another protocol, and what `write` raises.
     """
     with _eagerness_ignored(task.app):
         task.app.send_task(

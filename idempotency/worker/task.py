@@ -58,9 +58,9 @@ from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER
 from . import hooks, parking
-from .calls import P
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, store_refusal
+from .using import P
 from .waiting import Waiting
 
 T = TypeVar("T")

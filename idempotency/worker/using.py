@@ -1,6 +1,7 @@
 """A task with the options of one call, so that its arguments stay the function's own, to a type checker as well.
 
-Python's types cannot add options to the parameters of a function (PEP 612), hence not `enqueue(session, …, countdown=60)`.
+Python's types cannot add an option to a function's parameters (PEP 612), so a type checker refuses
+`enqueue(session, …, countdown=60)`, although it works.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from .calls import KeyedTask
 
+# The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
 P = ParamSpec("P", default=...)
 
 

@@ -57,7 +57,7 @@ def test_a_repeated_request_gets_the_first_answer_byte_for_byte(edge: Edge, body
             text("SELECT extract(epoch FROM expires_at - completed_at) FROM idempotency.records WHERE key = :key"),
             {"key": key},
         ).scalar_one()
-    assert kept == edge.runtime.settings.retention_http == 24 * 3600
+    assert round(kept) == edge.runtime.settings.retention_http == 24 * 3600  # the clock is read twice
 
 
 def test_a_replay_repeats_the_headers_that_the_user_names(edge: Edge) -> None:

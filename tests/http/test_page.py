@@ -10,7 +10,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from tests.support.documents import python_blocks
+from tests.support.documents import ROOT, python_blocks
 from tests.support.edge import Edge, within
 
 
@@ -19,6 +19,7 @@ def test_the_page_on_http_runs_as_it_is(edge: Edge, edge_database: str, monkeypa
     with edge.engine.connect() as connection:
         connection.execute(text("CREATE TABLE payments (id text PRIMARY KEY, amount int)"))
     (example,) = python_blocks("docs/http.md")
+    assert (ROOT / "examples" / "http_fastapi" / "shop.py").read_text() == example
     # a module of its own, where FastAPI finds the names of the annotations
     shop: Any = ModuleType("shop")
     exec(example, shop.__dict__)

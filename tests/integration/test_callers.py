@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, closing, contextmanager
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import psycopg2
@@ -18,7 +19,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from idempotency import InvalidArguments
+import services
+from idempotency import InvalidArguments, SettingsError
+from idempotency.application import close_runtime
 from idempotency.events import apublish, publish
 from tests.support import bank as b
 
@@ -35,6 +38,17 @@ def rows(connection: Connection) -> Rows:
         return [(kind, name) for kind, name in connection.execute(text(found))]
 
     return read
+
+
+@pytest.fixture
+def other_database(servers: services.Services, template: str) -> Iterator[str]:
+    """Another one with the library's tables."""
+    name = f"other_{uuid4().hex[:8]}"
+    admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+    yield make_url(servers.database_url).set(database=name).render_as_string(hide_password=False)
+    servers.drop_database(name)
 
 
 # ---------------------------------------------------------------- sync
@@ -341,6 +355,91 @@ def test_an_event_of_an_async_caller_refuses_what_is_not_async(bank: Celery, des
     caller: Any = None if described == "None" else Session()
     with pytest.raises(InvalidArguments, match=f"^session: must be an AsyncSession .*; got {described}$"):
         asyncio.run(apublish(caller, "order.paid", {"order": 1}, app=bank))
+
+
+# ---------------------------------------------------------------- what the database says
+
+CARD = "4111-1111-1111-1111"
+
+
+def by_psycopg(database: str) -> None:
+    with psycopg.connect(plain(database)) as connection:
+        b.deposit.enqueue(connection, CARD)
+
+
+def by_psycopg2(database: str) -> None:
+    with closing(psycopg2.connect(plain(database))) as connection:
+        b.deposit.enqueue(connection, CARD)
+
+
+def by_session(database: str) -> None:
+    with Session(sqlalchemy_engine(database)) as session:
+        b.deposit.enqueue(session, CARD)
+
+
+def by_async_psycopg(database: str) -> None:
+    async def main() -> None:
+        async with async_psycopg(database) as connection:
+            await b.deposit.aenqueue(connection, CARD)
+
+    asyncio.run(main())
+
+
+def by_asyncpg(database: str) -> None:
+    async def main() -> None:
+        async with _session(database, "asyncpg") as session:
+            await b.deposit.aenqueue(session, CARD)
+
+    asyncio.run(main())
+
+
+CALLS = [by_psycopg, by_psycopg2, by_session, by_async_psycopg, by_asyncpg]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_without_the_tables_a_caller_of_any_driver_is_told_to_migrate(
+    configured: Celery, empty_database: str, call: Callable[[str], None]
+) -> None:
+    configured.conf.idempotency_database_url = empty_database
+    close_runtime(configured)
+    with pytest.raises(SettingsError, match="run `idempotency migrate`"):
+        call(empty_database)
+    close_runtime(configured)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_error_of_a_call_shows_its_arguments_whatever_the_caller_s_engine_would(
+    bank: Celery, connection: Connection, database: str, call: Callable[[str], None]
+) -> None:
+    connection.execute(text("ALTER TABLE idempotency.outbox ADD CONSTRAINT never CHECK (id < 0) NOT VALID"))
+    with pytest.raises(Exception, match="never") as raised:
+        call(database)
+    assert CARD not in str(raised.value).split("DETAIL")[0]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_caller_connected_to_another_database_is_refused(
+    bank: Celery, other_database: str, call: Callable[[str], None]
+) -> None:
+    """Its message would be accepted, and no relay would ever send it."""
+    with pytest.raises(InvalidArguments, match=r"^session: is connected to another database \(.*\) than"):
+        call(other_database)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_caller_connected_to_the_same_database_under_another_name_is_accepted(
+    bank: Celery, database: str, call: Callable[[str], None]
+) -> None:
+    call(make_url(database).set(host="localhost").render_as_string(hide_password=False))
+
+
+def test_a_pipeline_in_autocommit_mode_is_refused(bank: Celery, database: str, rows: Rows) -> None:
+    """Its sync would commit the message alone."""
+    with psycopg.connect(plain(database), autocommit=True) as connection, connection.pipeline():
+        connection.execute("SELECT 1")
+        with pytest.raises(InvalidArguments, match="AUTOCOMMIT"):
+            b.deposit.enqueue(connection, "a1")
+    assert rows() == []
 
 
 def test_an_invalid_call_is_refused_before_the_async_session_is_used(bank: Celery) -> None:

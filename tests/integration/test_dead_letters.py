@@ -121,7 +121,7 @@ def test_a_holder_that_lost_its_operation_leaves_no_dead_letter(
     age(connection, id, locked_until=-1)
     op.started(connection, id, fingerprint=row.fingerprint)
     with runtime_of(bank).engine.connect() as transaction:
-        store_failure(transaction, id, delivery(row, id), held, reason="late", last_error=op.ERROR, service=op.SERVICE)
+        store_failure(transaction, delivery(row, id), held, reason="late", last_error=op.ERROR, service=op.SERVICE)
         assert len(op.dead_letters(transaction)) == 1
         with pytest.raises(DataError):
             ends.fail(transaction, held, op.FAILED, retention=60.0, lease=60.0)
@@ -373,7 +373,6 @@ def test_only_a_letter_of_a_failed_operation_is_accepted(
         row = record(connection, each)
         store_refusal(
             connection,
-            each,
             delivery(row, each),
             generation=1,
             reason="delivery_limit",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from idempotency.application import runtime_of
 from idempotency.cli.root import cli
-from idempotency.errors import DiscardRefused, IdempotencyError, NotAllowed
+from idempotency.errors import ChangeRefused, DiscardRefused, IdempotencyError, NotAllowed
 from idempotency.operate import discard, people
 from idempotency.operate.change import Change
 from idempotency.operate.people import Person
@@ -109,7 +109,7 @@ def test_one_person_alone_cannot_discard(
         act(bank, step, person, letter.id, *rest)
     before = snapshot(connection)
     step, person, *rest = steps[-1]
-    with pytest.raises((DiscardRefused, NotAllowed), match=why):
+    with pytest.raises((ChangeRefused, DiscardRefused, NotAllowed), match=why):
         act(bank, step, person, letter.id, *rest)
     assert snapshot(connection) == before
 
@@ -195,6 +195,18 @@ def test_only_a_valid_token_of_its_role_is_accepted_refusals_are_noted(bank: Cel
     assert len(audits(connection)) == noted + 4
     stored = json.dumps([list(map(str, table)) for table in snapshot(connection)])
     assert not any(token in stored for token in [*tokens.values(), TENANTS_TOKEN])
+
+
+@pytest.mark.parametrize(
+    ("name", "days", "why"),
+    [("eve", 1, "'eve': exists already; remove it first"), (" ", 1, "name: 1 to 255"), ("ann", 367, "1 to 366 days")],
+)
+def test_an_operator_that_cannot_be_added_is_a_refused_change(
+    bank: Celery, connection: Connection, name: str, days: int, why: str
+) -> None:
+    people.add_operator(connection, SETUP, "eve", "operator", days=1)
+    with pytest.raises(ChangeRefused, match=why):
+        people.add_operator(connection, SETUP, name, "operator", days=days)
 
 
 def test_the_first_admin_needs_no_admin_and_the_others_do(run: Callable[..., Result], connection: Connection) -> None:

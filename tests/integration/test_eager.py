@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 from celery import Celery
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.engine import Engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
 import services
 from idempotency import CallRefused, Defer, OperationBusy, OperationFailed, PermanentError
@@ -110,6 +113,39 @@ def test_an_eager_call_inside_a_transaction_on_its_database_is_refused(
         session.commit()
         assert app_module.deposit.apply(("a",)).get() == {"account": "a", "amount": 1}
     theirs.dispose()
+
+
+def test_an_eager_call_inside_a_transaction_of_another_driver_is_refused(
+    bank: Celery, database: str, record: Record
+) -> None:
+    with Session(create_engine(make_url(database).set(drivername="postgresql+psycopg2"))) as session:
+        session.execute(text("SELECT 1"))
+        with pytest.raises(CallRefused, match="transaction open on the same database"):
+            app_module.deposit("a")
+        session.rollback()
+        assert app_module.deposit("b")["account"] == "b"
+    assert record("a") is None
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_an_eager_call_inside_a_transaction_of_its_own_asyncio_task_is_refused(
+    bank: Celery, database: str, record: Record, driver: str
+) -> None:
+    async def call(account: str) -> None:
+        app_module.deposit(account)
+
+    async def main() -> None:
+        engine = create_async_engine(make_url(database).set(drivername=f"postgresql+{driver}"), poolclass=NullPool)
+        async with AsyncSession(engine) as session:
+            await session.execute(text("SELECT 1"))
+            with pytest.raises(CallRefused, match="transaction open on the same database"):
+                app_module.deposit("a")
+            await asyncio.create_task(call("b"))  # has no part in it
+            await session.rollback()
+            app_module.deposit("c")
+
+    asyncio.run(main())
+    assert (record("a"), record("b").status, record("c").status) == (None, "completed", "completed")
 
 
 def test_an_eager_call_in_a_transaction_by_another_host_name_is_refused(

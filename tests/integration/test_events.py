@@ -133,6 +133,11 @@ def test_a_payload_that_is_not_json_is_refused_and_nothing_is_written(
     assert rows(engine) == []
 
 
+def test_what_is_no_session_is_refused_although_nobody_has_subscribed(bank: Celery) -> None:
+    with pytest.raises(InvalidArguments, match="session: must be"):
+        publish(None, "nobody.listens", {}, app=bank)  # type: ignore[arg-type]
+
+
 def test_a_consumer_cannot_subscribe_one_name_twice(bank: Celery, consumers: Any) -> None:
     def handle(self: Any, event: Any) -> None: ...
 

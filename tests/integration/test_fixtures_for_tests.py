@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
+from pydantic import SecretStr
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
@@ -236,6 +237,17 @@ def test_reset_makes_every_key_new(engine: Engine, outbox: Outbox, entries: Entr
     enqueue(engine, deposit, "a")
     outbox.run()
     assert entries("a") == 2
+
+
+def test_reset_needs_no_redis(bank: Celery, engine: Engine, outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    enqueue(engine, deposit, account="a1")
+    outbox.run()
+    runtime = runtime_of(bank)
+    away = runtime.settings.model_copy(update={"redis_url": SecretStr("redis://127.0.0.1:1")})
+    monkeypatch.setattr(runtime, "settings", away)
+    outbox.reset()
+    enqueue(engine, deposit, account="a1")
+    assert [ran.status for ran in outbox.run()] == ["completed"]
 
 
 def test_a_database_that_is_not_for_tests_is_refused(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
-from idempotency import Handle, OperationFailed, OperationId
+from idempotency import FingerprintMismatch, Handle, OperationFailed, OperationId
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.runtime import READERS
 from idempotency.errors import OperationBusy
@@ -74,6 +76,45 @@ def test_a_hundred_waiters_share_a_small_pool_and_all_get_their_results(
         assert [result.result(120) for result in results] == list(range(WAITERS))
     assert 0 < watched.most <= 4  # the pool's size, and as many again under load
     assert watched.out == 0
+
+
+def test_a_handle_gives_no_result_of_another_call_under_its_key(
+    bank: Celery, database: str, deliveries: Deliveries
+) -> None:
+    deliveries.deliver(b.deposit, "a1", 5, key="k")
+    with Session(create_engine(database, poolclass=NullPool)) as session, session.begin():
+        same = b.deposit.enqueue(session, "a1", 5, idempotency_key="k")
+        other = b.deposit.enqueue(session, "a1", 6, idempotency_key="k")
+    assert same.result() == {"account": "a1", "amount": 5}
+    for read in (other.status, other.result, other.lookup):
+        with pytest.raises(FingerprintMismatch, match="used before with other arguments"):
+            read()
+
+
+@pytest.mark.parametrize("how", ["wait", "await"])
+def test_waiting_outlasts_an_outage_of_postgres(bank: Celery, database: str, connection: Connection, how: str) -> None:
+    url = make_url(database)
+    holder = op.started(connection)
+    with Proxy(str(url.host), int(url.port or 5432)) as proxy:
+        bank.conf.idempotency_database_url = url.set(host="127.0.0.1", port=proxy.port).render_as_string(
+            hide_password=False
+        )
+        close_runtime(bank)
+        handle = Handle(bank, holder.id)
+        assert handle.status() == "started"
+        proxy.refuse()
+        proxy.reset()
+        with pytest.raises(OperationBusy):
+            handle.wait(0.1)
+        waiting = ThreadPoolExecutor(1).submit(handle.result, 30) if how == "wait" else None
+        ends.complete(connection, holder, "5", retention=3600, lease=60)
+        threading.Timer(0.3, proxy.heal).start()
+
+        async def awaited() -> Any:
+            return await handle
+
+        assert (asyncio.run(awaited()) if waiting is None else waiting.result(30)) == 5
+        close_runtime(bank)
 
 
 def test_a_long_wait_asks_seldom_and_holds_no_connection_between_two_looks(

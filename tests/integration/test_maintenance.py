@@ -267,6 +267,24 @@ def test_a_used_pid_whose_start_cannot_be_compared_proves_no_death(monkeypatch: 
     assert not is_provably_dead(earlier)
 
 
+# Linux cuts a process's name after fifteen bytes; 15 is PR_SET_NAME.
+RENAMES_ITSELF = """
+import ctypes
+from idempotency.attempt.liveness import is_provably_dead, process_identity
+ctypes.CDLL(None).prctl(15, b"cut inside \\xc3")
+name = process_identity()
+print(name, is_provably_dead(name), is_provably_dead(name.rpartition("|")[0] + "|1"), sep="\\n")
+"""
+
+
+def test_a_process_whose_name_is_cut_inside_a_character_can_be_named() -> None:
+    done = subprocess.run([sys.executable, "-c", RENAMES_ITSELF], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    name, itself, earlier = done.stdout.splitlines()
+    assert len(name.split("|")) == 5
+    assert (itself, earlier) == ("False", "True")
+
+
 @pytest.mark.parametrize("name", ["", "?", "a|b|c", "a|b|c|d|e|f"])
 def test_a_holder_without_a_readable_name_keeps_its_lease(bank: Celery, connection: Connection, name: str) -> None:
     held = started(connection, holder=name)

@@ -176,6 +176,15 @@ def test_a_broker_that_never_answers_does_not_hold_up_a_scrape(
             assert gauges(url)["idempotency_broker_up",] == 0  # httpx waits as long as Prometheus would
 
 
+def test_the_application_may_be_named_in_the_environment(
+    bank: Celery, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with endpoint(tmp_path, **environment, CELERY_APP="tests.support.bank") as url:
+        assert gauges(url)["idempotency_database_up",] == 1
+    with endpoint(tmp_path, **environment) as url:
+        assert gauges(url) == {}
+
+
 def nothing_waits(queue: str) -> dict[tuple[str, ...], float]:
     """The gauges of an application without work and workers."""
     names = ("accepted", "scheduled", "running", "lease_over", "released", "queue_ready", "queue_consumers")

@@ -14,9 +14,11 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
-from idempotency import IdempotentTask
+from idempotency import IdempotentTask, SettingsError
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.heartbeat import Holding
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Level
 from idempotency.relay.relay import Relay
 from idempotency.store import connections, overview, schema
 from idempotency.upkeep.presence import SignOfLife
@@ -95,6 +97,27 @@ def test_every_transaction_behind_a_pooler_has_our_settings(
         with own() as connection:
             for _ in range(2):
                 assert connection.exec_driver_sql(SHOWN).one() == ("on", "1min", limit, "0")
+
+
+def test_the_options_of_the_address_hold_behind_a_pooler(
+    pooler: Pooler, bank: Celery, environment: dict[str, str], deliveries: Deliveries
+) -> None:
+    address = make_url(pooler.url).update_query_dict({"options": r"-c search_path=shop,public --TimeZone=Etc/UTC"})
+    b.configure(environment | {"DATABASE_URL": address.render_as_string(hide_password=False)})
+    shown = "SELECT current_setting('search_path'), current_setting('timezone')"
+    task = make_task(bank, lambda self: list(self.session.execute(text(shown)).one()))
+    assert deliveries.deliver(task, key="k").value == ["shop,public", "Etc/UTC"]
+    with runtime_of(bank).autocommit() as connection:
+        assert tuple(connection.exec_driver_sql(shown).one()) == ("shop,public", "Etc/UTC")
+    assert [each for each in doctor(bank) if each.subject == "database" and each.level is not Level.OK] == []
+    close_runtime(bank)
+
+
+def test_an_option_of_the_address_that_is_no_setting_is_refused(bank: Celery, environment: dict[str, str]) -> None:
+    address = make_url(environment["DATABASE_URL"]).update_query_dict({"options": "-E"})
+    b.configure(environment | {"DATABASE_URL": address.render_as_string(hide_password=False)})
+    with pytest.raises(SettingsError, match=r"^idempotency_database_url: options: must be settings"):
+        runtime_of(bank)
 
 
 def test_a_statement_of_ours_behind_a_pooler_is_its_own_transaction(pooled: Celery, engine: Engine) -> None:

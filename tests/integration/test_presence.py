@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import subprocess
 import sys
@@ -18,15 +17,12 @@ from sqlalchemy import Connection, Engine, make_url, text
 
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.store import processes
-from idempotency.upkeep import alarms, presence
+from idempotency.upkeep import alarms, loops, presence
 from idempotency.upkeep.presence import LONGEST_TURN, SignOfLife, WorkerSign, sign_as_worker
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die
 from tests.support.processes import Processes, eventually
-
-# The module: its package exports a function of the same name.
-cli = importlib.import_module("idempotency.cli.deployment")
 
 
 def seen(connection: Connection, kind: str) -> list[Any]:
@@ -126,15 +122,15 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> list[SignOfLife]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(cli, "SignOfLife", Kept)
+    monkeypatch.setattr(loops, "SignOfLife", Kept)
     return made
 
 
 def test_a_hung_on_failed_stops_no_upkeep_and_silences_its_relay(
     bank: Celery, connection: Connection, lives: list[SignOfLife], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "PURGE_WATCH", 0.0)
-    monkeypatch.setattr(cli, "ALERT_WATCH", 0.0)
+    monkeypatch.setattr(loops, "PURGE_WATCH", 0.0)
+    monkeypatch.setattr(loops, "ALERT_WATCH", 0.0)
     monkeypatch.setattr(alarms, "WATCH", 0.0)
     monkeypatch.setattr(presence, "LONGEST_TURN", 2.0)
     hung, released, stop = threading.Event(), threading.Event(), threading.Event()
@@ -147,7 +143,7 @@ def test_a_hung_on_failed_stops_no_upkeep_and_silences_its_relay(
     consumer = DeadLetterConsumer(bank)
     die(bank, consumer)
     consumer.close()
-    relay = threading.Thread(target=cli.run_relay, args=(bank, stop))
+    relay = threading.Thread(target=loops.run_relay, args=(bank, stop))
     relay.start()
     try:
         assert hung.wait(30)

@@ -153,7 +153,6 @@ class Claims(Holders):
     def _refuse(self, id: OperationId, amount: int, generation: int) -> None:
         stored_letters.store_refusal(
             self.connection,
-            id,
             self.delivery(id, amount),
             generation=generation,
             reason="fingerprint_mismatch",

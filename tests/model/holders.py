@@ -112,9 +112,7 @@ class Holders(Upkeep):
             connection.execute(FAILURE, {"account": held.id.key, "code": code})
             delivery = self.delivery(held.id, holder.amount)
             service = self.runtime.settings.service
-            stored_letters.store_failure(
-                connection, held.id, delivery, held, reason=code, last_error=error, service=service
-            )
+            stored_letters.store_failure(connection, delivery, held, reason=code, last_error=error, service=service)
             ends.fail(connection, held, FailedEnd(code, error), retention=RETENTION, lease=LEASE)
         if record is not None:
             record.end("failed", code=code)

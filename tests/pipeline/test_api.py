@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +19,12 @@ import requests
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
+from idempotency.operate.change import Change
+from idempotency.operate.people import add_operator
 from sandbox import ledger
 from tests.support import crashing, shop
-from tests.support.operations import at_once, in_background
+from tests.support.documents import ROOT
+from tests.support.operations import at_once, in_background, wait_for_a_lock
 from tests.support.processes import eventually
 from tests.support.server import Server, api_key, client, serving
 from tests.support.shop import Shop
@@ -182,6 +187,8 @@ def test_a_key_that_is_used_for_another_request_is_refused_and_changes_nothing(a
         assert (other.status_code, problem(other)) == (422, "idempotency_key_reused")
     assert api.pay(key).content == first.content
     assert api.count("orders", "checkout_session_id = 'cs-bad'") == 0
+    refused = new_key()
+    assert [api.pay(refused, amount=amount).status_code for amount in (-1, -1, 1)] == [400, 400, 422]
 
 
 def test_a_request_that_is_still_carried_out_is_answered_409(api: Api) -> None:
@@ -189,11 +196,14 @@ def test_a_request_that_is_still_carried_out_is_answered_409(api: Api) -> None:
     key = new_key()
     with Session(api.shop.engine) as session:
         api.shop.payments.submit_payment(session, payment_id=key, tenant="acme", **PAYMENT)
-        first = in_background(lambda: api.pay(key))
-        again = eventually(lambda: answer if (answer := api.pay(key)).status_code == 409 else None)
+        first = in_background(lambda: until_answered(lambda: api.pay(key)))
+        with api.shop.engine.connect() as connection:
+            wait_for_a_lock(connection)
+        again = api.pay(key)
+        assert again.status_code == 409
         assert (problem(again), again.headers["retry-after"]) == ("request_in_progress", "1")
         session.rollback()
-    assert first.result(20).status_code == 202
+    assert first.result(40).status_code == 202
 
 
 def test_an_operation_of_another_tenant_and_an_unknown_one_are_the_same_404(api: Api) -> None:
@@ -405,6 +415,31 @@ def test_fifty_identical_requests_to_two_servers_of_which_one_dies_make_one_paym
         api.server.processes.remove(process)
     if not api.server.processes:
         api.server.start()
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_lines_of_the_page_answer_as_they_are_printed(api: Api) -> None:
+    with api.shop.engine.begin() as connection:
+        token = add_operator(connection, Change("setup", "tests"), "ann", "operator", days=1)
+    environment = {**os.environ, "API": api.server.url, "KEY": api_key(api.shop.engine, "page"), "TOKEN": token}
+    page = (ROOT / "docs/api.md").read_text()
+    steps = re.findall(r"^```sh\n(.*?)^```\n(?:\n^```json\n(.*?)^```$)?", page, re.MULTILINE | re.DOTALL)
+    assert len(steps) == 7
+    for command, expected in steps:
+        done = subprocess.run(["bash", "-ec", command], env=environment, capture_output=True, check=True, timeout=60)
+        answer = json.loads(done.stdout)
+        if expected:
+            told = json.loads(expected)
+            assert _without_dots(answer, told) == _without_dots(told, told), command
+
+
+def _without_dots(answer: Any, told: Any) -> Any:
+    """The answer, except for what the page leaves open as `…`."""
+    if isinstance(told, dict) and isinstance(answer, dict):
+        return {name: _without_dots(answer[name], told.get(name)) for name in answer}
+    return "…" if told == "…" else answer
 
 
 # ---------------------------------------------------------------- health

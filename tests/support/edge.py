@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -42,14 +43,6 @@ class Edge:
                 text("SELECT * FROM idempotency.records WHERE key = :key"), {"key": key}
             ).one_or_none()
 
-    def end_lease(self, key: str) -> None:
-        """What waiting for a lease does."""
-        with self.engine.connect() as connection:
-            statement = (
-                "UPDATE idempotency.records SET locked_until = clock_timestamp() - interval '1 s' WHERE key = :key"
-            )
-            connection.execute(text(statement), {"key": key})
-
     def entries(self, account: str) -> int:
         with self.engine.connect() as connection:
             query = text("SELECT count(*) FROM entries WHERE account = :account")
@@ -59,6 +52,14 @@ class Edge:
         with self.engine.connect() as connection:
             query = text("SELECT reason FROM idempotency.dead_letters WHERE key = :key ORDER BY id")
             return list(connection.execute(query, {"key": key}).scalars())
+
+
+def end_lease(engine: Engine, key: str) -> None:
+    """What waiting for a lease does."""
+    over = "locked_until = clock_timestamp() - interval '1 s'"
+    with engine.connect() as connection:
+        statement = f"UPDATE idempotency.records SET {over} WHERE key = :key AND status = 'started'"
+        connection.execute(text(statement), {"key": key})
 
 
 async def within(app: Application, send: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
@@ -97,13 +98,22 @@ class Handler:
 class Server:
     """A uvicorn process on a free port of loopback."""
 
-    def __init__(self, environment: Mapping[str, str], app: str = "tests.support.edge_application:app") -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        app: str = "tests.support.edge_application:app",
+        *,
+        crash_directory: Path | None = None,
+    ) -> None:
+        own = {name: value for name, value in environment.items() if name != "CRASH_DIRECTORY"}
+        if crash_directory is not None:
+            own["CRASH_DIRECTORY"] = str(crash_directory)
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             listening.listen(200)
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             command = [sys.executable, "-m", "uvicorn", app, "--fd", str(listening.fileno()), "--log-level", "warning"]
-            self.process = subprocess.Popen(command, env=dict(environment), pass_fds=[listening.fileno()])
+            self.process = subprocess.Popen(command, env=own, pass_fds=[listening.fileno()])
 
     def kill(self) -> None:
         self.process.kill()

@@ -1,15 +1,15 @@
 """A FastAPI application behind the middleware, for server processes of their own.
 
-The environment names its database (DATABASE_URL), and where its crash points are armed (CRASH_DIRECTORY).
+The environment names its database (DATABASE_URL), its provider (OUTSIDE_URL), its lease, and where its crash points are armed (CRASH_DIRECTORY).
 """
 
 from __future__ import annotations
 
 import os
 
+import httpx
 from fastapi import FastAPI
 from pydantic import BaseModel
-from sqlalchemy import text
 
 from idempotency.attempt.runtime import Runtime
 from idempotency.attempt.session import AttemptSession
@@ -20,14 +20,10 @@ from tests.support import crashing
 from tests.support.edge import INSERT
 
 crashing.install()
-runtime = Runtime(Settings.read({"database_url": os.environ["DATABASE_URL"]}))
+lease = float(os.environ.get("LEASE", "60"))
+runtime = Runtime(Settings.read({"database_url": os.environ["DATABASE_URL"], "lease": lease, "heartbeat": lease / 3}))
 app = FastAPI()
 app.add_middleware(IdempotencyMiddleware, runtime=runtime, required=True)
-
-# One row for each key, and a count of the calls under it: a provider that acts once per key.
-CHARGE = text(
-    "INSERT INTO charges (key, calls) VALUES (:key, 1) ON CONFLICT (key) DO UPDATE SET calls = charges.calls + 1"
-)
 
 
 class Payment(BaseModel):
@@ -35,13 +31,13 @@ class Payment(BaseModel):
 
 
 def charge(account: str, *, idempotency_key: str) -> str:
-    with runtime.engine.begin() as connection:
-        connection.execute(CHARGE, {"key": idempotency_key})
+    """A provider that acts once per key, as a test's outside world does."""
+    httpx.post(os.environ["OUTSIDE_URL"], headers={"Idempotency-Key": idempotency_key}, timeout=30).raise_for_status()
     return account
 
 
 def reserve(session: AttemptSession, account: str) -> str:
-    session.execute(INSERT, {"account": f"reserved {account}"})
+    session.execute(INSERT, {"account": f"{account}/step"})
     return account
 
 

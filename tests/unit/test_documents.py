@@ -1,8 +1,9 @@
-"""The documentation's Python examples are all run, and the README names what a newcomer looks for."""
+"""The documentation's Python examples are all run, its links lead somewhere, and its index has every page."""
 
 from __future__ import annotations
 
 import difflib
+import re
 
 import pytest
 
@@ -40,6 +41,18 @@ def test_the_changes_of_an_existing_application_are_those_of_its_example() -> No
     shown = [line for block in blocks("docs/existing-celery.md", "diff") for line in block.splitlines()]
     assert len(shown) > 10
     assert [line for line in shown if f"{line[0]} {line[1:]}" not in changed] == []
+
+
+def test_the_index_has_every_page() -> None:
+    linked = {f"docs/{target}" for target in re.findall(r"\]\(([^)#]+\.md)", (ROOT / "docs/README.md").read_text())}
+    known = {page for page in pages() if page.startswith("docs/")} - {"docs/README.md"}
+    assert {page for page in linked if "/../" not in page} == known
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_links_of_a_page_lead_to_files(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    assert [target for target in targets if not ((ROOT / page).parent / target).exists()] == []
 
 
 def test_the_readme_names_what_a_newcomer_looks_for() -> None:

@@ -43,7 +43,7 @@ class Voucher(Base):
     customer_id: Mapped[str] = mapped_column(ForeignKey(Customer.id))
 
 
-@app.task(base=IdempotentTask, bind=True, key="{order_id}")
+@app.task(base=IdempotentTask, bind=True, name="shop.award_points", key="{order_id}")
 def award_points(self: IdempotentTask, order_id: str) -> None:
     order = self.session.get_one(Order, order_id)
     customer = self.session.get_one(Customer, order.customer_id, with_for_update=True)
@@ -52,7 +52,7 @@ def award_points(self: IdempotentTask, order_id: str) -> None:
         issue_voucher.enqueue(self.session, order_id)
 
 
-@app.task(base=IdempotentTask, bind=True, key="{order_id}")
+@app.task(base=IdempotentTask, bind=True, name="shop.issue_voucher", key="{order_id}")
 def issue_voucher(self: IdempotentTask, order_id: str) -> None:
     order = self.session.get_one(Order, order_id)
     self.session.add(Voucher(customer_id=order.customer_id))

@@ -75,8 +75,7 @@ class IdempotentBackend(BaseTaskBackend):
     def enqueue(self, task: Any, args: Any, kwargs: Any) -> Any:
         """Enqueue with the open transaction, or at once outside of one. Raises `InvalidArguments` for what is not JSON."""
         self.validate_task(task)
-        result = _result(task, get_random_string(32), args, kwargs, TaskResultStatus.READY)
-        object.__setattr__(result, "enqueued_at", timezone.now())
+        result = _result(task, get_random_string(32), args, kwargs, TaskResultStatus.READY, enqueued_at=timezone.now())
         options: dict[str, Any] = {} if task.queue_name == DEFAULT_QUEUE else {"queue": task.queue_name}
         if task.run_after is not None:
             options["eta"] = (
@@ -101,15 +100,17 @@ class IdempotentBackend(BaseTaskBackend):
             raise TaskResultDoesNotExist(result_id)
         (path, args, kwargs, backend), _, _ = json.loads(Message.from_text(message).body)
         status = STATUS.get(record.get("status", "released"), TaskResultStatus.READY)
-        result = _result(import_string(path).using(backend=backend), result_id, args, kwargs, status)
-        known = {
-            "enqueued_at": min(source["created_at"] for source in sources if source),
-            "started_at": record.get("created_at"),
-            "last_attempted_at": record.get("updated_at"),
-            "finished_at": record.get("completed_at"),
-        }
-        for name, value in known.items():
-            object.__setattr__(result, name, value)
+        result = _result(
+            import_string(path).using(backend=backend),
+            result_id,
+            args,
+            kwargs,
+            status,
+            enqueued_at=min(source["created_at"] for source in sources if source),
+            started_at=record.get("created_at"),
+            last_attempted_at=record.get("updated_at"),
+            finished_at=record.get("completed_at"),
+        )
         result.worker_ids.extend([record.get("locked_by") or "unknown"] * record.get("attempts", 0))
         if status == TaskResultStatus.SUCCESSFUL:
             object.__setattr__(result, "_return_value", results.from_text(record["result"]))
@@ -119,18 +120,16 @@ class IdempotentBackend(BaseTaskBackend):
         return result
 
 
-def _result(task: Any, id: str, args: Any, kwargs: Any, status: Any) -> Any:
+def _result(task: Any, id: str, args: Any, kwargs: Any, status: Any, **times: Any) -> Any:
+    """A result with these times; the others are not known."""
     return TaskResult(
         task=task,
         id=id,
         status=status,
-        enqueued_at=None,
-        started_at=None,
-        finished_at=None,
-        last_attempted_at=None,
         args=args,
         kwargs=kwargs,
         backend=task.backend,
         errors=[],
         worker_ids=[],
+        **dict.fromkeys(("enqueued_at", "started_at", "finished_at", "last_attempted_at")) | times,
     )

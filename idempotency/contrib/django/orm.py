@@ -20,6 +20,7 @@ from django.db.transaction import Atomic
 from django.db.utils import DatabaseError
 from django.db.utils import OperationalError as DatabaseUnavailable
 from psycopg.adapt import AdaptersMap
+from psycopg.sql import Composable
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, SessionTransaction
@@ -27,24 +28,34 @@ from sqlalchemy.orm import Session, SessionTransaction
 from ...attempt.session import refuse_end_of_transaction
 from ...errors import SessionNotYours, SettingsError
 from ...observe.logs import log
-from ...store.statements import READ_ONLY
+from ...store.statements import READ_ONLY, OneStatement
 
 _NOT_YOURS = "the connection's transaction belongs to the attempt, which commits it with the result"
 
 
-class BorrowedConnection(psycopg.Connection[Any]):
-    """A second face of a connection that SQLAlchemy has opened, with Django's types and cursors.
+class Face(psycopg.Connection[Any]):
+    """A second face of a connection: the same session of Postgres, with other types or rules. Its owner closes it."""
+
+    def __init__(self, owner: psycopg.Connection[Any]) -> None:
+        handlers = owner.pgconn.notice_handler, owner.pgconn.notify_handler
+        super().__init__(owner.pgconn)
+        owner.pgconn.notice_handler, owner.pgconn.notify_handler = handlers  # a new face takes them over
+        self.prepare_threshold = None  # the names of prepared statements are the owner's
+
+    def __del__(self, *_: Any) -> None:
+        """Psycopg would warn of a connection that was not closed."""
+
+
+class BorrowedConnection(Face):
+    """A face of a connection that SQLAlchemy has opened, with Django's types and cursors.
 
     It never ends the transaction, and cannot be used once that has ended, when the connection may be another attempt's.
     """
 
     def __init__(self, owner: psycopg.Connection[Any], adapters: AdaptersMap, cursor_factory: Any) -> None:
-        handlers = owner.pgconn.notice_handler, owner.pgconn.notify_handler
-        super().__init__(owner.pgconn)
-        owner.pgconn.notice_handler, owner.pgconn.notify_handler = handlers  # its owner's: a new face takes them over
+        super().__init__(owner)
         self._types = adapters
         self.cursor_factory = cursor_factory
-        self.prepare_threshold = None  # the names of prepared statements are the owner's
         self.is_returned = False
 
     @property
@@ -67,9 +78,6 @@ class BorrowedConnection(psycopg.Connection[Any]):
 
     def _set_autocommit(self, value: bool) -> None:
         raise SessionNotYours(_NOT_YOURS)
-
-    def __del__(self, *_: Any) -> None:
-        """Its owner closes it."""
 
 
 class AttemptWrapper(BaseDatabaseWrapper):
@@ -108,7 +116,8 @@ class AttemptWrapper(BaseDatabaseWrapper):
         # as inside an atomic block: a durable one, which commits by itself, is refused by Django
         self.atomic_blocks = [Atomic(self.alias, savepoint=False, durable=False)]
         self.autocommit = False
-        self.connection = BorrowedConnection(owner, AdaptersMap(parameters["context"]), parameters["cursor_factory"])
+        cursors = _cursor_class(parameters["cursor_factory"])
+        self.connection = BorrowedConnection(owner, AdaptersMap(parameters["context"]), cursors)
         self._configure_connection(self.connection)
         # as for one that Django opens: receivers register types, or set what policies on rows need
         connection_created.send(sender=type(self), connection=self)
@@ -143,8 +152,7 @@ class AttemptWrapper(BaseDatabaseWrapper):
             yield cursor
 
     def _execute(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
-        if isinstance(sql, str):
-            refuse_end_of_transaction(sql)
+        refuse_end_of_transaction(sql.as_string(self.connection) if isinstance(sql, Composable) else str(sql))
         try:
             return execute(sql, params, many, context)
         except DatabaseError as error:
@@ -187,6 +195,11 @@ def own_wrapper(alias: str) -> BaseDatabaseWrapper:
 @cache
 def _attempt_class(backend: type[BaseDatabaseWrapper]) -> type[AttemptWrapper]:
     return type(f"Attempt{backend.__name__}", (AttemptWrapper, backend), {})
+
+
+@cache
+def _cursor_class(cursors: type[psycopg.Cursor[Any]]) -> type[psycopg.Cursor[Any]]:
+    return type(cursors.__name__, (OneStatement, cursors), {})
 
 
 @contextmanager

@@ -23,19 +23,17 @@ from ...attempt.runtime import Runtime
 from ...attempt.session import refuse_others_commits, use_sessions
 from ...settings import Settings
 from ...store.answers import Claimed, Renewal
+from .orm import Face
 
 # Set LOCAL by our finishing statements, for their own transaction; a test's goes on.
 _RESET = b"RESET idle_in_transaction_session_timeout"
 
 
-class SavepointConnection(psycopg.Connection[Any]):
+class SavepointConnection(Face):
     """A face of the test's connection for SQLAlchemy, whose transactions are savepoints."""
 
     def __init__(self, owner: psycopg.Connection[Any]) -> None:
-        handlers = owner.pgconn.notice_handler, owner.pgconn.notify_handler
-        super().__init__(owner.pgconn)
-        owner.pgconn.notice_handler, owner.pgconn.notify_handler = handlers
-        self.prepare_threshold = None
+        super().__init__(owner)
         self._is_open = False
 
     def begin(self) -> None:
@@ -60,9 +58,6 @@ class SavepointConnection(psycopg.Connection[Any]):
             result = self.pgconn.exec_(statement)
             if result.status != psycopg.pq.ExecStatus.COMMAND_OK:
                 raise psycopg.OperationalError(result.get_error_message())
-
-    def __del__(self, *_: Any) -> None:
-        """The test's connection is Django's to close."""
 
 
 class TestRuntime(Runtime):

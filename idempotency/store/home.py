@@ -1,0 +1,43 @@
+"""The library's database, told from others: a message in another one's outbox would never be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from sqlalchemy.engine import make_url
+
+from ..errors import InvalidArguments
+
+# Host, port and database, as a client names them.
+Place: TypeAlias = tuple[str | None, int, str | None]
+# The same for all connections to one database at one time, however they are reached.
+IDENTITY = """SELECT pg_postmaster_start_time()::text || ' ' || oid::text FROM pg_database
+WHERE datname = current_database()"""
+
+
+class Home:
+    """The library's database. A caller's is compared by name, and asked only where the names differ."""
+
+    def __init__(self, address: str, identity: Callable[[], str]) -> None:
+        url = make_url(address)
+        self._identity = identity
+        self._known = {place_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)}
+
+    def knows(self, place: Place) -> bool:
+        """Whether a place is known to be this database."""
+        return place in self._known
+
+    def compare(self, place: Place, identity: Any) -> None:
+        """Note that a place is this database, by what its server answers. Raises `InvalidArguments` if it is not."""
+        if str(identity) != self._identity():
+            raise InvalidArguments(
+                f"session: is connected to another database ({place[0]}:{place[1]}/{place[2]}) than "
+                "idempotency_database_url, so no relay would send the message"
+            )
+        self._known.add(place)
+
+
+def place_of(host: Any, port: Any, database: Any) -> Place:
+    """A place by the attributes of a connection or of its address."""
+    return (str(host) if host else None, int(port or 5432), database)

@@ -1,0 +1,93 @@
+"""The loops of a relay's process: publishing with recovery and resend, dead letters, upkeep."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from celery import Celery
+from sqlalchemy.exc import OperationalError
+
+from ..application import runtime_of
+from ..letters.consumer import DeadLetterConsumer
+from ..observe.logs import log
+from ..observe.outages import Pauses
+from ..relay.relay import Relay
+from ..relay.resend import resend_lost
+from ..store.statements import is_news
+from . import alarms, alerts, maintenance
+from .presence import SignOfLife
+
+# How often upkeep checks whether anything is due.
+UPKEEP_PAUSE = 1.0
+# How often the relay checks for dead holders: a killed worker's operations go on within 5 s on the same host.
+DEATH_WATCH = 2.0
+# How often it checks for something to alert about; each service and reason also keeps to alert_interval.
+ALERT_WATCH = 5.0
+# How often it purges, and how many rows at a time; while there are more, it goes on without a pause.
+PURGE_WATCH = 60.0
+PURGE_LIMIT = 5_000
+
+
+def run_relay(celery: Celery, stop: threading.Event) -> None:
+    """Run the relay's three loops until `stop` is set: publishing, dead letters, upkeep.
+
+    Each has its own thread, so that a slow alert receiver, a waiting `on_failed` or a long purge delays neither messages
+    nor each other. If one of them hangs, the relay gives no more signs of life, which other relays notice.
+    """
+    sweep = runtime_of(celery).settings.sweep
+    running, life = Relay(celery), SignOfLife(celery, "relay")
+    due = {"recover": time.monotonic(), "resend": time.monotonic() + sweep}
+
+    def between_passes() -> None:
+        life.progressed(loop="publishing")
+        now = time.monotonic()
+        if now >= due["recover"]:
+            due["recover"] = now + DEATH_WATCH
+            if recovered := maintenance.recover(celery):
+                log.info("recovered", operations=recovered)
+        if now >= due["resend"]:
+            due["resend"] = now + sweep
+            resend_lost(celery, publisher=running.publisher)
+
+    letters, progressed = DeadLetterConsumer(celery), partial(life.progressed, loop="letters")
+    threads = [
+        threading.Thread(target=letters.run, args=(stop, progressed), daemon=True),
+        threading.Thread(target=_upkeep, args=(celery, stop, partial(life.progressed, loop="upkeep")), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    life.start()
+    running.run(stop, between_passes)
+    patience = time.monotonic() + 10
+    for thread in threads:
+        thread.join(max(patience - time.monotonic(), 0))
+    life.end()
+
+
+def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
+    """Send alerts, raise alarms and purge until `stop` is set."""
+    alert_at = purge_at = time.monotonic()
+    pauses = Pauses()
+    while not stop.is_set():
+        progressed()
+        now, pause = time.monotonic(), UPKEEP_PAUSE
+        try:
+            if now >= alert_at:
+                alert_at = now + ALERT_WATCH
+                alerts.run_once(celery)
+                alarms.run_once(celery)
+            if now >= purge_at:
+                purge_at = now + PURGE_WATCH
+                if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
+                    purge_at = now
+            pauses.end()
+        except OperationalError as error:
+            pause = pauses.next()
+            if is_news(error):
+                log.warning("postgres_unavailable", error=type(error.orig).__name__)
+        except Exception:  # an unexpected error must not end the thread
+            log.exception("upkeep_failed")
+        stop.wait(pause)
