@@ -96,7 +96,7 @@ def _read(id: OperationId) -> OperationDocument | None:
         code = None if stored.error is None else stored.error["code"]
         return OperationDocument(task=id.task, key=id.key, status=stored.status, result=stored.result, code=code)
     runtime = runtime_of(celery)
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(id.tenant) as connection:
         if operations.accepted(connection, id, runtime.settings.service) is None:
             return None
     return OperationDocument(task=id.task, key=id.key, status="waiting")

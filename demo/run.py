@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, make_url
 
 import services
 from demo import checking
@@ -22,9 +23,10 @@ from demo.processes import Processes
 from demo.progress import Counter, Counts, Display
 from demo.report import Report, refusals
 from idempotency.observe import metrics
-from idempotency.store import schema
+from idempotency.store import roles, schema
+from idempotency.store.rights import APPLICATION, OPERATOR, RELAY, ROLES
 from sandbox import process as sandbox
-from tasks.migrate import migrate
+from tasks.migrate import grant, migrate
 
 if TYPE_CHECKING:
     from demo.submission import Submission
@@ -119,17 +121,23 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             stack.callback(engine.dispose)
             schema.migrate(engine)
             migrate(engine)
+            urls = _roles(servers, engine, database_url, console)
+            # what the run itself looks at: all tenants, like an operator
+            looking = create_engine(urls[OPERATOR], hide_parameters=True)
+            stack.callback(looking.dispose)
+            submitting = create_engine(urls[APPLICATION], hide_parameters=True)
+            stack.callback(submitting.dispose)
         counters = directory / "metrics"
         counters.mkdir()
         environment = {
             **servers.environment(),
             **TIMES,
-            "DATABASE_URL": database_url,
+            "DATABASE_URL": urls[APPLICATION],
             "STRIPE_API_BASE": provider.url,
             "SMTP_URL": mail.url,
             "PROMETHEUS_MULTIPROC_DIR": str(counters),
         }
-        processes = Processes(directory, environment)
+        processes = Processes(directory, environment, urls[RELAY])
         stack.callback(processes.stop)
         try:
             with watch.phase("start of the application"):
@@ -137,11 +145,11 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 processes.start_relay()
                 processes.start_beat()
                 os.environ.update(environment)
-                submission = _submission(engine, intake, options, processes)
+                submission = _submission(submitting, engine, intake, options, processes)
                 stack.callback(submission.close)
             faults = Faults(processes, victim, servers.redis_url, submission.wipe_broker)
             display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
-            work = _Work(intake, submission, Counter(engine), processes, faults, display)
+            work = _Work(intake, submission, Counter(looking), processes, faults, display)
             problems: list[str] = []
             with display:
                 try:
@@ -157,7 +165,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             with watch.phase("stop of the application"):
                 processes.stop()
             with watch.phase("check"):
-                books = checking.read_books(engine, intake, provider.data, mail.data)
+                books = checking.read_books(looking, intake, provider.data, mail.data)
                 verdict = checking.check(books)
                 suppressed = _suppressed(counters)
         except BaseException as error:
@@ -181,16 +189,36 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
         return report
 
 
-def _submission(engine: Engine, intake: Intake, options: Options, processes: Processes) -> Submission:
+def _roles(servers: services.Services, engine: Engine, database_url: str, console: Console) -> Mapping[str, str]:
+    """Make the roles, with passwords of their own. Returns the address of the database for each.
+
+    On a server that was given all processes use its login: its roles may be in use elsewhere.
+    """
+    if "postgres" not in servers.servers:
+        console.print("DATABASE_URL is given: its login does everything, and no roles are made")
+        return dict.fromkeys(ROLES, database_url)
+    passwords = {role: secrets.token_urlsafe(18) for role in ROLES}
+    roles.create(engine, passwords)
+    grant(engine)
+    url = make_url(database_url)
+    return {
+        role: url.set(username=role, password=password).render_as_string(hide_password=False)
+        for role, password in passwords.items()
+    }
+
+
+def _submission(
+    submitting: Engine, owner: Engine, intake: Intake, options: Options, processes: Processes
+) -> Submission:
     """How lines are submitted. Importing the tasks reads the addresses from the environment."""
     if options.via == "enqueue":
         from demo.submission import Submission
 
-        return Submission(engine, intake, copies=options.copies)
+        return Submission(submitting, intake, copies=options.copies)
     from demo.over_http import Requests
 
     urls = [processes.start_server() for _ in range(SERVERS)]
-    return Requests(engine, intake, copies=options.copies, urls=urls, seed=options.seed)
+    return Requests(owner, intake, copies=options.copies, urls=urls, seed=options.seed)
 
 
 class _Work:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from demo.input import Intake, Line
@@ -18,6 +18,7 @@ from idempotency.queues import dead_letter_queues
 from tasks import app
 from tasks.payments import capture_payment, submit_payment
 from tasks.refunds import refund_payment, submit_refund
+from tasks.tenants import DEFAULT
 
 QUEUES = ("payments", "refunds", "notifications")
 
@@ -42,6 +43,7 @@ class Submission:
         """Accept a batch in one commit; invalid lines are recorded as refused."""
         accepted: list[tuple[Line, Handle]] = []
         with Session(self._engine) as session, session.begin():
+            session.execute(text("SELECT idempotency.about(:tenant)"), {"tenant": DEFAULT})
             for line in batch:
                 try:
                     accepted.append((line, _submit(session, line)))

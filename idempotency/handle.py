@@ -69,7 +69,7 @@ class Handle(Generic[R_co]):
         Raises `FingerprintMismatch`, as all that reads it does, if the key was used before with other arguments.
         """
         runtime = runtime_of(self.app)
-        with runtime.autocommit() as connection:
+        with runtime.autocommit(self.id.tenant) as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
             return None

@@ -96,7 +96,7 @@ class Ends:
 
     def _begin(self, id: OperationId, seconds: float) -> bool:
         """Ask for the NOTIFY, and only then look: an end that comes later finds the row."""
-        with self._runtime.autocommit() as connection:
+        with self._runtime.autocommit(id.tenant) as connection:
             waiters.add(connection, id, seconds)
             if waiters.ended(connection, [id]):
                 waiters.remove(connection, [id])
@@ -138,7 +138,7 @@ class Ends:
             ids, self._ended, ended = list(self._waiting), set(), self._ended
         if not (ids or ended):
             return
-        with self._runtime.autocommit() as connection:
+        with self._runtime.autocommit(*{id.tenant for id in (*ids, *ended)}) as connection:
             if ids:
                 found = waiters.ended(connection, ids)
                 self._wake(found)

@@ -78,7 +78,7 @@ class Attempt:
 
     def _renewed(self) -> bool:
         asked_at, lease = time.monotonic(), self.runtime.settings.lease
-        with self.runtime.autocommit() as connection:
+        with self.runtime.autocommit(self.claim.id.tenant) as connection:
             verdict = claims.renew(connection, [self.claim], lease)[self.claim.token]
         if verdict is not Renewal.HELD:
             return False

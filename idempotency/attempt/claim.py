@@ -58,7 +58,7 @@ def claim(
 def _answer(
     runtime: Runtime, delivery: Delivery, token: str, *, duplicate_first: bool
 ) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(delivery.id.tenant) as connection:
         if duplicate_first and _counted(runtime, connection, delivery):
             return Busy()
         while True:

@@ -8,6 +8,8 @@ from ..attempt.endings import Ended, Release
 from ..errors import AnswerNotStored, CallRefused, PermanentError
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from .problems import Answer, problem
+from .quota import RETRY_AFTER as QUOTA_RETRY_AFTER
+from .quota import QuotaExceeded
 from .response import replay
 
 # Seconds after which a request may be sent again that met a running one, or a Postgres that did not answer.
@@ -53,6 +55,16 @@ def answer_to(outcome: object) -> Answer:
             return unavailable("The request was not answered to its end. Nothing was kept; send it again.", delay)
         case Release(delay=delay):
             return unavailable("The request could not be committed. Nothing was kept; send it again.", delay)
+        case QuotaExceeded(what=what, limit=limit):
+            return problem(
+                429,
+                "quota_exceeded",
+                "Too much is kept",
+                f"This tenant's requests may keep {limit} {what} at a time. A request that was answered before still is.",
+                retry_after=QUOTA_RETRY_AFTER,
+                limit=limit,
+                unit=what,
+            )
         case CallRefused():
             return problem(400, "body_malformed", "Malformed body", str(outcome))
     return unavailable("It is not known whether the request was carried out. Send it again, with the same key.")

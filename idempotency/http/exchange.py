@@ -27,18 +27,20 @@ from ..errors import (
 )
 from ..observe.logs import log
 from ..store.answers import Completed
+from ..store.tenants import EDGE
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .answers import answer_to
 from .asgi import Application, Message, Scope, Send
 from .attempt import RequestAttempt
+from .quota import QuotaExceeded, Quotas
 from .request import Request
 from .response import Buffer, stored
 from .rules import Rule
 
 # The task of every record of the edge: method and path are in the fingerprint, so that a key reused on another route is
 # refused.
-TASK = "http"
+TASK = EDGE
 # There is no limit: every attempt was asked for by a request.
 UNLIMITED = 2**31 - 1
 
@@ -56,12 +58,15 @@ class Terms:
 class Exchange:
     """Carries out one request. `work` runs in a thread; the application runs on the loop that made the exchange."""
 
-    def __init__(self, app: Application, request: Request, id: OperationId, runtime: Runtime, terms: Terms) -> None:
+    def __init__(
+        self, app: Application, request: Request, id: OperationId, runtime: Runtime, terms: Terms, quotas: Quotas
+    ) -> None:
         self._app = app
         self._request = request
         self._id = id
         self._runtime = runtime
         self._terms = terms
+        self._quotas = quotas
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()
         self._task: asyncio.Task[None] | None = None
@@ -71,13 +76,15 @@ class Exchange:
         self.error: BaseException | None = None
         self.kept: dict[str, Any] | None = None
 
-    def work(self) -> Outcome | IdempotencyError | SQLAlchemyError:
+    def work(self) -> Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError:
         """Claim, run, commit. What `run` raises is returned: the request that waits may be gone."""
         settings = self._runtime.settings
         usual = Policy.by_settings(settings)
         policy = replace(usual, max_attempts=UNLIMITED, retention_completed=settings.retention_http)
         try:
             fingerprint = self._request.fingerprint(self._id.tenant)
+            if (exceeded := self._quotas.refusal(self._runtime, self._id)) is not None:
+                return exceeded
             return run(self._runtime, Delivery(self._id, fingerprint, {}, only_asked=True), policy, self._body)
         except CallRefused as error:
             return error

@@ -17,6 +17,7 @@ from .asgi import Application, Receive, Scope, Send
 from .exchange import TASK, Exchange, Terms
 from .key import FIELD, key_of
 from .problems import Refused, problem
+from .quota import Quotas
 from .request import Limits, Request, read
 from .response import KEPT_HEADERS
 from .rules import Rule, ServerErrors, by_status
@@ -73,6 +74,7 @@ class IdempotencyMiddleware:
         self._concurrency = concurrency
         self._patience = patience
         self._threads: Threads | None = None
+        self._quotas = Quotas()
         if isinstance(runtime, Runtime):
             self._terms(runtime)  # refuse wrong limits at start, not with the first request
 
@@ -106,7 +108,9 @@ class IdempotencyMiddleware:
 
     async def _carry_out(self, request: Request, tenant: str, key: str, send: Send) -> None:
         runtime = self._runtime()
-        exchange = Exchange(self.app, request, OperationId(tenant, TASK, key), runtime, self._terms(runtime))
+        exchange = Exchange(
+            self.app, request, OperationId(tenant, TASK, key), runtime, self._terms(runtime), self._quotas
+        )
         outcome = await self._started_threads(runtime).run(exchange.work)
         try:
             await exchange.answer(outcome, send)

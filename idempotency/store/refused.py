@@ -28,13 +28,15 @@ def remedy(error: BaseException) -> str | None:
     state = getattr(driver, "sqlstate", None) or getattr(driver, "pgcode", None)
     if state in _NOT_MIGRATED:
         return f"the database does not have the tables of this version ({describe(driver)}); run `idempotency migrate`"
+    if state == _INSUFFICIENT_PRIVILEGE and "idempotency.tenant" in describe(driver):
+        return f"{describe(driver)}; `SELECT idempotency.about('tenant')` sets it for a transaction (docs/tenants.md)"
     if state == _INSUFFICIENT_PRIVILEGE:
         return f"a right is missing ({describe(driver)}); {_needed(getattr(error, 'statement', None) or '')}"
     return None
 
 
 def _needed(statement: str) -> str:
-    tables = sorted(set(re.findall(rf"\b{SCHEMA}\.(\w+)", statement)))
+    tables = sorted(set(re.findall(rf"\b{SCHEMA}\.(\w+)\b(?!\()", statement)))
     needs = (f"; {_AUDIT_RIGHTS if table == 'audit' else _RIGHTS} on {SCHEMA}.{table}" for table in tables)
     return f"this role needs USAGE on schema {SCHEMA}" + "".join(needs)
 

@@ -57,7 +57,7 @@ def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
     if given in (None, *computed) or not keys.is_fingerprint(given):
         return delivery
     body = Message.from_text(delivery.message).body
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(delivery.id.tenant) as connection:
         if not claims.is_accepted(connection, delivery.id, str(given), body):
             return delivery
     return replace(delivery, fingerprint=str(given), also=computed)
@@ -67,7 +67,7 @@ def store_refusal(
     runtime: Runtime, delivery: Delivery, generation: int, error: FingerprintMismatch | ServiceMismatch
 ) -> None:
     """Keep a request under a key that another one has used as a dead letter."""
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(delivery.id.tenant) as connection:
         letters.store_refusal(
             connection,
             delivery,

@@ -17,6 +17,7 @@ RUN_BY = {
     "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
     "docs/http.md": ("tests/http/test_page.py", 1),
     "docs/psycopg.md": ("tests/integration/test_pages.py", 1),
+    "docs/tenants.md": ("tests/integration/test_roles.py", 2),
     "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 3),
     "docs/types.md": ("tests/integration/test_readme.py", 1),
     "docs/without-celery.md": ("tests/integration/test_without_celery.py", 1),

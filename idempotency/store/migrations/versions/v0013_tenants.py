@@ -80,6 +80,18 @@ BEGIN
     END IF;
     RETURN string_to_array(named, E'\\n');
 END $$;
+
+-- The tenant of a row that is about to be inserted; where row-level security is on, the transaction is about that tenant
+-- too from then on. It is part of the INSERT, so that a caller's transaction pays no round trip for it.
+CREATE FUNCTION idempotency.about(tenant text) RETURNS text LANGUAGE plpgsql AS $$
+DECLARE
+    named text := coalesce(current_setting('idempotency.tenant', true), '');
+BEGIN
+    IF row_security_active('idempotency.outbox') AND tenant <> ALL (string_to_array(named, E'\\n')) THEN
+        PERFORM set_config('idempotency.tenant', concat_ws(E'\\n', nullif(named, ''), tenant), true);
+    END IF;
+    RETURN tenant;
+END $$;
 """
 
 # A policy left behind would hide every row from older code, which names no tenant.
@@ -106,7 +118,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.execute(WITHOUT_POLICIES)
-    op.execute("DROP FUNCTION idempotency.tenants()")
+    op.execute("DROP FUNCTION idempotency.tenants(), idempotency.about(text)")
     op.execute("DROP TRIGGER announce_end ON idempotency.records")
     op.execute("DROP FUNCTION idempotency.announce_end()")
     op.execute("DROP TABLE idempotency.waiters")
