@@ -145,7 +145,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 processes.start_relay()
                 processes.start_beat()
                 os.environ.update(environment)
-                submission = _submission(engine, submitting, intake, options, processes)
+                submission = _submission(submitting, engine, intake, options, processes)
                 stack.callback(submission.close)
             faults = Faults(processes, victim, servers.redis_url, submission.wipe_broker)
             display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
@@ -208,7 +208,7 @@ def _roles(servers: services.Services, engine: Engine, database_url: str, consol
 
 
 def _submission(
-    engine: Engine, submitting: Engine, intake: Intake, options: Options, processes: Processes
+    submitting: Engine, owner: Engine, intake: Intake, options: Options, processes: Processes
 ) -> Submission:
     """How lines are submitted. Importing the tasks reads the addresses from the environment."""
     if options.via == "enqueue":
@@ -218,7 +218,7 @@ def _submission(
     from demo.over_http import Requests
 
     urls = [processes.start_server() for _ in range(SERVERS)]
-    return Requests(engine, intake, copies=options.copies, urls=urls, seed=options.seed)
+    return Requests(owner, intake, copies=options.copies, urls=urls, seed=options.seed)
 
 
 class _Work:
