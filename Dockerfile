@@ -10,6 +10,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt '.[app]'
 
 COPY celeryconfig.py ./
 COPY tasks ./tasks
+COPY api ./api
 
 RUN useradd --system --no-create-home app
 USER app

@@ -3,7 +3,7 @@
 #   ARGS='-k outbox -x'       passed to the tool behind the target
 #   WORKERS=3                 test processes, each with its own servers
 #   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
-#   PURCHASES= REFUNDS= COPIES=  options of the demo
+#   PURCHASES= REFUNDS= COPIES= VIA=http  options of the demo
 
 STARTED := $(shell date +%s)
 VENV := .venv/bin
@@ -11,11 +11,11 @@ VENV := .venv/bin
 export STRIPE_API_BASE ?= http://127.0.0.1:8420
 export SMTP_URL ?= smtp://127.0.0.1:8425
 # These processes share their counters here; `make metrics` shows the sums.
-worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
+api worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo test test-lowest test-python versions ecosystem celery-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ status: .venv/ready ## show them
 
 demo: .venv/ready ## run the whole system under load and faults, then check the ledgers
 	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
-		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(ARGS)
+		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
 	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
@@ -72,6 +72,9 @@ chaos: .venv/ready ## random faults against the whole pipeline, then the checks;
 chaos-many: .venv/ready ## several chaos runs with random seeds, and a table of results; RUNS=10 SECONDS=300
 	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)
 
+fuzz: .venv/ready ## try requests made from the OpenAPI document; EXAMPLES=1000
+	@EXAMPLES=$(or $(EXAMPLES),1000) $(VENV)/python -m pytest tests/pipeline/test_api_fuzz.py --timeout 3600 $(ARGS)
+
 controls: .venv/ready ## remove each safeguard in turn: its test must fail
 	@$(VENV)/python -m tests.controls $(ARGS)
 
@@ -84,6 +87,9 @@ faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part
 
 celery-suite: .venv/ready ## Celery's own integration tests on plain tasks and on ours, and write docs/celery-suite.md; ARGS='-k chord'
 	@$(VENV)/python -m tests.celery_suite $(ARGS)
+
+edge-suite: .venv/ready ## the tests of a published middleware for Idempotency-Key on it and on ours, and write docs/edge-suite.md
+	@$(VENV)/python -m tests.edge_suite
 
 check: .venv/ready ## what CI runs: all tests, lint and types
 	@$(MAKE) --no-print-directory --keep-going test lint types
@@ -101,6 +107,9 @@ sandbox: .venv/ready ## run the payment provider's sandbox and the mail sink
 
 migrate: up ## migrate the development database
 	@$(with_services) sh -c '$(VENV)/idempotency migrate -A tasks && $(VENV)/python -m tasks.migrate'
+
+api: migrate ## serve the application over HTTP on 127.0.0.1:8000
+	@$(with_services) $(VENV)/python -m uvicorn --factory api.application:create_app $(ARGS)
 
 worker: migrate ## run a Celery worker
 	@$(with_services) $(VENV)/celery -A tasks worker $(ARGS)
@@ -124,7 +133,7 @@ doctor: up ## check the set-up for what would lose work or do it twice
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
+bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,http,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 console = Console()
 
 
-BENCHMARKS = ("unique", "relay", "latency", "ordering", "resend", "backlog")
+BENCHMARKS = ("unique", "relay", "http", "latency", "ordering", "resend", "backlog")
 # Long, and not a comparison with plain Celery: only on request.
 LIFE = "life"
 # Needs no servers, and an idle machine: only on request.
@@ -67,7 +67,7 @@ def main(
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
         # importing the application reads the environment
-        from . import backlog, latency, life, ordering, relay, resend, unique
+        from . import backlog, http, latency, life, ordering, relay, resend, unique
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -81,6 +81,11 @@ def main(
             with worker(Path(directory) / "worker.log", concurrency, "idle"):
                 jobs_done = unique.measure(engine, rounds=rounds, messages=messages)
             show(as_json, "jobs/s", "unique_vs_plain", jobs_done.ratio, plain=jobs_done.plain, unique=jobs_done.unique)
+        if "http" in chosen:
+            answered = http.measure(rounds=rounds, messages=messages)
+            figures = {"plain": answered.plain, "keyed": answered.keyed, "replay": answered.replay}
+            also = f" http_replay_vs_plain={answered.replay_ratio:.3f}"
+            show(as_json, "requests/s", "http_vs_plain", answered.ratio, also, **figures)
         if "latency" in chosen:
             with worker(Path(directory) / "worker.log", concurrency, "unique"), relay_process():
                 seconds = latency.measure(engine, messages=20 * rounds)
@@ -109,7 +114,7 @@ def main(
         engine.dispose()
 
 
-def show(as_json: bool, unit: str, name: str, ratio: float, **figures: list[float]) -> None:
+def show(as_json: bool, unit: str, name: str, ratio: float, also: str = "", /, **figures: list[float]) -> None:
     """Print a table or a JSON document, and the line for programs."""
     if as_json:
         print(json.dumps({name: ratio, **figures}))
@@ -118,7 +123,7 @@ def show(as_json: bool, unit: str, name: str, ratio: float, **figures: list[floa
         for label, values in figures.items():
             table.add_row(label, *(f"{figure:.1f}" for figure in (statistics.median(values), min(values), max(values))))
         console.print(table)
-    print(f"RESULT {name}={ratio:.3f}", flush=True)
+    print(f"RESULT {name}={ratio:.3f}{also}", flush=True)
 
 
 def show_life(as_json: bool, small: life.Left, large: life.Left) -> None:

@@ -154,7 +154,10 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
             cases=dict(tuple(row) for row in rows("SELECT payment_id, code FROM support_cases")),
             records={
                 (task, key): Record(status, error)
-                for task, key, status, error in rows("SELECT task, key, status, error FROM idempotency.records")
+                for task, key, status, error in rows(
+                    # without those of the requests: what they asked for has records of its own
+                    "SELECT task, key, status, error FROM idempotency.records WHERE task <> 'http'"
+                )
             },
             provider=ledger.read(provider),
             mails=ledger.read_mail(mail),

@@ -1,10 +1,11 @@
-"""The application's processes: workers, relay and beat, each in its own session and stopped by its pid."""
+"""The application's processes: workers, relay, beat and servers, each in its own session and stopped by its pid."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -15,7 +16,9 @@ from pathlib import Path
 from services import process
 
 ROOT = Path(__file__).parent.parent
-QUEUES = "payments,refunds,notifications,maintenance"
+QUEUES = "payments,refunds,notifications"
+# Of every tenant's operations, and so with the rights of a relay.
+MAINTENANCE = "maintenance"
 # Pool processes per worker; external calls mostly wait.
 CONCURRENCY = 4
 STOP_SECONDS = 20.0
@@ -32,29 +35,40 @@ class Processes:
     With the servers' directory, the watchdog ends these processes too if their owner is killed.
     """
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, environment: Mapping[str, str], relay_database_url: str) -> None:
         self._directory = directory
         self._environment = {**os.environ, **environment}
+        self._of_relay = {**self._environment, "DATABASE_URL": relay_database_url}
         self._running: list[str] = []
-        self._workers = 0
+        self._workers = self._servers = 0
 
     def start_worker(self) -> str:
-        """Start a Celery worker on all queues; returns its name."""
+        """Start a Celery worker on the queues of operations; returns its name."""
         self._workers += 1
         name = f"worker-{self._workers}"
-        options = ["--hostname", f"{name}@%h", "--queues", QUEUES, "--concurrency", str(CONCURRENCY)]
-        options += ["--pool", "prefork", "--without-mingle", "--without-gossip", "--loglevel", "WARNING"]
-        self._start(name, "-m", "celery", "-A", "tasks", "worker", *options)
+        self._start(name, *_worker(name, QUEUES, CONCURRENCY))
         return name
 
     def start_relay(self) -> None:
-        """Start the relay from the outbox to the broker."""
-        self._start("relay", "-c", _RELAY, "relay", "-A", "tasks")
+        """Start the relay from the outbox to the broker, and the worker of the scheduled maintenance."""
+        self._start("relay", "-c", _RELAY, "relay", "-A", "tasks", environment=self._of_relay)
+        name = "worker-maintenance"
+        self._start(name, *_worker(name, MAINTENANCE, 1), environment=self._of_relay)
 
     def start_beat(self) -> None:
         """Start Celery beat, with its schedule in the directory."""
         schedule = self._directory / "beat-schedule"
-        self._start("beat", "-m", "celery", "-A", "tasks", "beat", "--schedule", str(schedule), "--pidfile", "")
+        options = ["--schedule", str(schedule), "--pidfile", ""]
+        self._start("beat", "-m", "celery", "-A", "tasks", "beat", *options, environment=self._of_relay)
+
+    def start_server(self) -> str:
+        """Start the application over HTTP on a free port; returns its address. It may not accept requests yet."""
+        self._servers += 1
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        self._start(f"server-{self._servers}", "-m", "uvicorn", "--factory", "api.application:create_app", *options)
+        return f"http://127.0.0.1:{port}"
 
     def pid(self, name: str) -> int | None:
         """The pid of a process; None if it has ended."""
@@ -91,7 +105,7 @@ class Processes:
             shutil.copyfile(log, kept / f"{log.parent.name}.log")
         return kept
 
-    def _start(self, name: str, *arguments: str) -> None:
+    def _start(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         directory = self._directory / name
         directory.mkdir()
         process.launch(
@@ -99,7 +113,7 @@ class Processes:
             record=self._record(name),
             log=directory / "log",
             directory=ROOT,
-            environment=self._environment,
+            environment=environment or self._environment,
         )
         # The process writes its pid file itself, and cannot be found without it.
         deadline = time.monotonic() + 10
@@ -117,3 +131,9 @@ class Processes:
     def _log_tail(self, name: str, lines: int = 15) -> str:
         log = self._directory / name / "log"
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _worker(name: str, queues: str, concurrency: int) -> list[str]:
+    options = ["--hostname", f"{name}@%h", "--queues", queues, "--concurrency", str(concurrency)]
+    options += ["--pool", "prefork", "--without-mingle", "--without-gossip", "--loglevel", "WARNING"]
+    return ["-m", "celery", "-A", "tasks", "worker", *options]

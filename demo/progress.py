@@ -20,11 +20,11 @@ SHARE = 50
 
 _COUNT = text("""
 SELECT task, status IN ('completed', 'failed') AS ended, status = 'completed' AS completed, count(*)
-FROM idempotency.records GROUP BY 1, 2, 3
+FROM idempotency.records WHERE task <> 'http' GROUP BY 1, 2, 3
 """)
 _PENDING = text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
 _OPEN = text("""
-SELECT task || ' ' || key || ': ' || status FROM idempotency.records WHERE status IN ('started', 'released')
+SELECT task || ' ' || key || ': ' || status FROM idempotency.records WHERE status IN ('started', 'released') AND task <> 'http'
 UNION ALL
 SELECT 'outbox row ' || id || ' of ' || task || ' ' || key || ': ' || coalesce(last_error, status)
 FROM idempotency.outbox WHERE status = 'pending'

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from sqlalchemy import create_engine
+from sqlalchemy import Engine, create_engine, make_url
 
 import services
 from demo import checking
@@ -22,9 +23,10 @@ from demo.processes import Processes
 from demo.progress import Counter, Counts, Display
 from demo.report import Report, refusals
 from idempotency.observe import metrics
-from idempotency.store import schema
+from idempotency.store import roles, schema
+from idempotency.store.rights import APPLICATION, OPERATOR, RELAY, ROLES
 from sandbox import process as sandbox
-from tasks.migrate import migrate
+from tasks.migrate import grant, migrate
 
 if TYPE_CHECKING:
     from demo.submission import Submission
@@ -42,6 +44,8 @@ TIMES = {
     "STRIPE_SEARCH_LAG": "0.2",
 }
 BATCH = 20
+# Over HTTP, the copies of a request go to different ones.
+SERVERS = 2
 # Operations that are accepted but have not ended: enough to keep the workers busy.
 WINDOW = 500
 # Smaller for a short file, or all of it would be accepted before the first fault.
@@ -57,12 +61,13 @@ class Stalled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a run. `copies`: how often each message is sent; `started`: seconds since the epoch."""
+    """Options of a run. `copies`: how often each message or request is sent; `started`: seconds since the epoch."""
 
     copies: int
     seed: int
     workers: int
     started: float
+    via: Literal["enqueue", "http"] = "enqueue"
 
 
 class Stopwatch:
@@ -116,17 +121,23 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             stack.callback(engine.dispose)
             schema.migrate(engine)
             migrate(engine)
+            urls = _roles(servers, engine, database_url, console)
+            # what the run itself looks at: all tenants, like an operator
+            looking = create_engine(urls[OPERATOR], hide_parameters=True)
+            stack.callback(looking.dispose)
+            submitting = create_engine(urls[APPLICATION], hide_parameters=True)
+            stack.callback(submitting.dispose)
         counters = directory / "metrics"
         counters.mkdir()
         environment = {
             **servers.environment(),
             **TIMES,
-            "DATABASE_URL": database_url,
+            "DATABASE_URL": urls[APPLICATION],
             "STRIPE_API_BASE": provider.url,
             "SMTP_URL": mail.url,
             "PROMETHEUS_MULTIPROC_DIR": str(counters),
         }
-        processes = Processes(directory, environment)
+        processes = Processes(directory, environment, urls[RELAY])
         stack.callback(processes.stop)
         try:
             with watch.phase("start of the application"):
@@ -134,19 +145,18 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 processes.start_relay()
                 processes.start_beat()
                 os.environ.update(environment)
-                # Importing the tasks reads the addresses from the environment.
-                from demo.submission import Submission
-
-                submission = Submission(engine, intake, copies=options.copies)
+                submission = _submission(submitting, engine, intake, options, processes)
                 stack.callback(submission.close)
             faults = Faults(processes, victim, servers.redis_url, submission.wipe_broker)
             display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
-            work = _Work(intake, submission, Counter(engine), processes, faults, display)
+            work = _Work(intake, submission, Counter(looking), processes, faults, display)
             problems: list[str] = []
             with display:
                 try:
                     with watch.phase("submitting"):
                         work.submit()
+                        for event in submission.events:
+                            display.event(event)
                     with watch.phase("until quiet"):
                         work.wait_for_quiet()
                 except Stalled as stalled:
@@ -155,7 +165,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             with watch.phase("stop of the application"):
                 processes.stop()
             with watch.phase("check"):
-                books = checking.read_books(engine, intake, provider.data, mail.data)
+                books = checking.read_books(looking, intake, provider.data, mail.data)
                 verdict = checking.check(books)
                 suppressed = _suppressed(counters)
         except BaseException as error:
@@ -177,6 +187,38 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
         if not report.agrees:
             console.print(f"logs: {processes.keep_logs()}", highlight=False)
         return report
+
+
+def _roles(servers: services.Services, engine: Engine, database_url: str, console: Console) -> Mapping[str, str]:
+    """Make the roles, with passwords of their own. Returns the address of the database for each.
+
+    On a server that was given all processes use its login: its roles may be in use elsewhere.
+    """
+    if "postgres" not in servers.servers:
+        console.print("DATABASE_URL is given: its login does everything, and no roles are made")
+        return dict.fromkeys(ROLES, database_url)
+    passwords = {role: secrets.token_urlsafe(18) for role in ROLES}
+    roles.create(engine, passwords)
+    grant(engine)
+    url = make_url(database_url)
+    return {
+        role: url.set(username=role, password=password).render_as_string(hide_password=False)
+        for role, password in passwords.items()
+    }
+
+
+def _submission(
+    submitting: Engine, owner: Engine, intake: Intake, options: Options, processes: Processes
+) -> Submission:
+    """How lines are submitted. Importing the tasks reads the addresses from the environment."""
+    if options.via == "enqueue":
+        from demo.submission import Submission
+
+        return Submission(submitting, intake, copies=options.copies)
+    from demo.over_http import Requests
+
+    urls = [processes.start_server() for _ in range(SERVERS)]
+    return Requests(owner, intake, copies=options.copies, urls=urls, seed=options.seed)
 
 
 class _Work:

@@ -15,6 +15,22 @@ class Environment(BaseSettings):
     prometheus_multiproc_dir: Path | None = None
     # Proves who runs an operator's command. An argument would end up in the shell's history and the process list.
     token: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_TOKEN")
+    # With what the roles of `migrate --roles` may log in. A role without one keeps the password that it has, if any.
+    idempotency_owner_password: SecretStr | None = None
+    idempotency_application_password: SecretStr | None = None
+    idempotency_relay_password: SecretStr | None = None
+    idempotency_operator_password: SecretStr | None = None
+    idempotency_read_only_password: SecretStr | None = None
+
+
+def role_passwords() -> dict[str, str]:
+    """The passwords of database roles that are given, by the role's name."""
+    given = environment()
+    return {
+        name.removesuffix("_password"): password.get_secret_value()
+        for name in Environment.model_fields
+        if name.endswith("_password") and (password := getattr(given, name)) is not None
+    }
 
 
 def environment() -> Environment:

@@ -36,12 +36,14 @@
     ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
     ├── DiscardRefused
-    ├── NotAllowed                  no token, or a role that may not do this
+    ├── NotAllowed                  a role that may not do this
+    │   └── NotAuthenticated        no token, or none that is valid
     └── MailRefused                 the report could not be mailed
 
     Exception                       internal: never reaches a task or its caller
     ├── Unanswered                  Postgres did not answer within the time a delivery may wait
     ├── TransactionEnded            an undo or on_failed ended its transaction
+    ├── AnswerNotStored             an HTTP handler answered, and its operation is open
     ├── BrokerUnavailable
     └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
 
@@ -290,7 +292,11 @@ class DiscardRefused(IdempotencyError):
 
 
 class NotAllowed(IdempotencyError):
-    """The token is missing, wrong or expired, or its role may not do this. Nothing was changed; the refusal is audited."""
+    """The token's role may not do this. Nothing was changed; the refusal is audited."""
+
+
+class NotAuthenticated(NotAllowed):
+    """There is no token, no operator has it, or it has expired. The refusal is audited."""
 
 
 class MailRefused(IdempotencyError):
@@ -306,6 +312,10 @@ class Unanswered(Exception):
 
 class TransactionEnded(Exception):
     """An undo or `on_failed` committed or rolled back the transaction in which its operation ends."""
+
+
+class AnswerNotStored(Exception):
+    """An HTTP handler's answer does not end its operation: the next request under the key runs the handler again."""
 
 
 class BrokerUnavailable(Exception):

@@ -72,7 +72,7 @@ class Handle(Generic[R_co]):
         `OperationNotFound` if there is no such operation and its task is a misspelt name of one of the application's.
         """
         runtime = runtime_of(self.app)
-        with runtime.autocommit() as connection:
+        with runtime.autocommit(self.id.tenant) as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
             _check_spelling(self.app, self.id.task)

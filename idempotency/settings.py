@@ -140,6 +140,12 @@ class Settings(BaseModel):
     # Long enough that Friday evening's records are still there on Monday.
     retention_completed: float = Field(72 * HOUR, gt=0)
     retention_failed: float = Field(30 * DAY, gt=0)
+    # How long the answers to HTTP requests are kept, and requests that died and were not sent again. No message
+    # delivers them, so it need not reach the redelivery horizon.
+    retention_http: float = Field(24 * HOUR, gt=0)
+    # How many keys of HTTP requests a tenant may keep at a time, and about how many bytes with the answers. None: no limit.
+    tenant_keys_limit: int | None = Field(None, gt=0)
+    tenant_bytes_limit: int | None = Field(None, gt=0)
     # How long after publishing a message may still be delivered: the longest backlog, delay or time as a dead letter.
     redelivery_horizon: float = Field(24 * HOUR, gt=0)
 

@@ -20,6 +20,16 @@ from services.server import Server, ServiceError
 
 # Postgres refuses to run as root; this account owns nothing.
 _ACCOUNT = "nobody"
+# Whoever uses the server: it makes databases and roles, sees what others do and ends their connections, and is no superuser.
+_LOGIN = "deployer"
+_MAKE_LOGIN = """
+DO $$ BEGIN
+    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {name}) THEN
+        CREATE ROLE {login} LOGIN CREATEDB CREATEROLE PASSWORD {password} IN ROLE pg_monitor, pg_signal_backend;
+        ALTER DATABASE postgres OWNER TO {login};
+    END IF;
+END $$
+"""
 _SOCKET_PATH_LIMIT = 107
 _IDENTIFIER_LIMIT = 63
 
@@ -40,7 +50,7 @@ _SETTINGS = {
 
 
 class Postgres(Server):
-    """Postgres with a database `postgres` and a superuser of the same name."""
+    """Postgres with a database `postgres`, and an ordinary login that owns it; a superuser only by `superuser_url`."""
 
     name = "postgres"
     stop_signal = signal.SIGINT  # "fast": rolls back open transactions and disconnects clients
@@ -52,6 +62,10 @@ class Postgres(Server):
 
     def database_url(self, database: str) -> str:
         """The SQLAlchemy address of a database of this server."""
+        return f"postgresql+psycopg://{_LOGIN}:{self.password}@127.0.0.1:{self.port}/{database}"
+
+    def superuser_url(self, database: str = "postgres") -> str:
+        """The address for the superuser, for what changes the server itself."""
         return f"postgresql+psycopg://postgres:{self.password}@127.0.0.1:{self.port}/{database}"
 
     def nearest_url(self, database: str) -> str:
@@ -59,7 +73,7 @@ class Postgres(Server):
         if not self._socket_directory:
             return self.database_url(database)
         query = urlencode({"host": self._socket_directory, "port": self.port})
-        return f"postgresql+psycopg://postgres:{self.password}@/{database}?{query}"
+        return f"postgresql+psycopg://{_LOGIN}:{self.password}@/{database}?{query}"
 
     @property
     def _socket_directory(self) -> str:
@@ -76,8 +90,11 @@ class Postgres(Server):
         return [*_as_unprivileged(), find_programs() / "postgres", "-D", data, *options]
 
     def _check(self) -> None:
-        with psycopg.connect(_plain(self.url), connect_timeout=2) as connection:
-            connection.execute("SELECT 1")
+        with psycopg.connect(_plain(self.superuser_url()), connect_timeout=2) as connection:
+            make = sql.SQL(_MAKE_LOGIN).format(
+                login=sql.Identifier(_LOGIN), name=sql.Literal(_LOGIN), password=sql.Literal(self.password)
+            )
+            connection.execute(make)
 
     def _create_cluster(self, data: Path) -> None:
         unfinished = self.directory / "data.unfinished"

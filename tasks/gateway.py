@@ -34,6 +34,7 @@ from idempotency import (
 )
 from tasks.circuit import Circuit, Unavailable
 from tasks.stripe_http import StripeConnections
+from tasks.tenants import DEFAULT, named
 
 T = TypeVar("T")
 
@@ -76,19 +77,47 @@ class Gateway(Protocol):
     """
 
     def capture(
-        self, *, payment_id: str, customer_id: str, amount: int, currency: str, idempotency_key: str
+        self,
+        *,
+        payment_id: str,
+        customer_id: str,
+        amount: int,
+        currency: str,
+        idempotency_key: str,
+        tenant: str = DEFAULT,
     ) -> dict[str, Any]: ...
 
     def refund(
-        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, idempotency_key: str
+        self,
+        *,
+        refund_id: str,
+        payment_id: str,
+        charge_id: str,
+        amount: int,
+        idempotency_key: str,
+        tenant: str = DEFAULT,
     ) -> dict[str, Any]: ...
 
     def find_capture(
-        self, *, payment_id: str, customer_id: str, amount: int, currency: str, doubt: EffectInDoubt
+        self,
+        *,
+        payment_id: str,
+        customer_id: str,
+        amount: int,
+        currency: str,
+        doubt: EffectInDoubt,
+        tenant: str = DEFAULT,
     ) -> Outcome: ...
 
     def find_refund(
-        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, doubt: EffectInDoubt
+        self,
+        *,
+        refund_id: str,
+        payment_id: str,
+        charge_id: str,
+        amount: int,
+        doubt: EffectInDoubt,
+        tenant: str = DEFAULT,
     ) -> Outcome: ...
 
 
@@ -151,7 +180,14 @@ class StripeGateway:
         return self._connection().circuit.is_open
 
     def capture(
-        self, *, payment_id: str, customer_id: str, amount: int, currency: str, idempotency_key: str
+        self,
+        *,
+        payment_id: str,
+        customer_id: str,
+        amount: int,
+        currency: str,
+        idempotency_key: str,
+        tenant: str = DEFAULT,
     ) -> dict[str, Any]:
         """Charge the customer, once per key."""
         params: stripe.params.PaymentIntentCreateParams = {
@@ -166,6 +202,7 @@ class StripeGateway:
                 "purchase_id": payment_id,
                 "customer_id": customer_id,
                 "effect_key": idempotency_key,
+                **named(tenant),
             },
         }
         intent = self._call(
@@ -174,7 +211,14 @@ class StripeGateway:
         return _completed(intent.to_dict(), CAPTURED)
 
     def refund(
-        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, idempotency_key: str
+        self,
+        *,
+        refund_id: str,
+        payment_id: str,
+        charge_id: str,
+        amount: int,
+        idempotency_key: str,
+        tenant: str = DEFAULT,
     ) -> dict[str, Any]:
         """Give back part or all of a captured payment, once per key."""
         params: stripe.params.RefundCreateParams = {
@@ -184,13 +228,21 @@ class StripeGateway:
                 "refund_id": refund_id,
                 "purchase_id": payment_id,
                 "effect_key": idempotency_key,
+                **named(tenant),
             },
         }
         refund = self._call(lambda client: client.v1.refunds.create(params, {"idempotency_key": idempotency_key}))
         return _completed(refund.to_dict(), REFUNDED)
 
     def find_capture(
-        self, *, payment_id: str, customer_id: str, amount: int, currency: str, doubt: EffectInDoubt
+        self,
+        *,
+        payment_id: str,
+        customer_id: str,
+        amount: int,
+        currency: str,
+        doubt: EffectInDoubt,
+        tenant: str = DEFAULT,
     ) -> Outcome:
         """Find out whether the purchase was charged, under any key; the arguments are those of `capture`."""
         value = payment_id.replace("\\", "\\\\").replace("'", "\\'")
@@ -198,7 +250,7 @@ class StripeGateway:
         found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
         # Search is case-insensitive, and also finds declined intents.
         return _finish(
-            (intent for intent in found if _has_metadata(intent, "purchase_id", payment_id)),
+            (intent for intent in found if _is_named(intent, "purchase_id", payment_id, tenant)),
             done=CAPTURED,
             nothing=NOT_CAPTURED,
             ended=doubt.ended_for is not None and doubt.ended_for > self._search_lag,
@@ -206,13 +258,20 @@ class StripeGateway:
         )
 
     def find_refund(
-        self, *, refund_id: str, payment_id: str, charge_id: str, amount: int, doubt: EffectInDoubt
+        self,
+        *,
+        refund_id: str,
+        payment_id: str,
+        charge_id: str,
+        amount: int,
+        doubt: EffectInDoubt,
+        tenant: str = DEFAULT,
     ) -> Outcome:
         """Find out whether the refund was made, under any key; the arguments are those of `refund`."""
         found = self._ask(lambda client: _all(client.v1.refunds.list({"payment_intent": charge_id, "limit": 100})))
         # Unlike search, lists are always up to date.
         return _finish(
-            (refund for refund in found if _has_metadata(refund, "refund_id", refund_id)),
+            (refund for refund in found if _is_named(refund, "refund_id", refund_id, tenant)),
             done=REFUNDED,
             nothing=NOT_REFUNDED,
             ended=doubt.ended_for is not None,
@@ -315,8 +374,9 @@ def _all(page: Any) -> list[dict[str, Any]]:
     return [thing.to_dict() for thing in page.auto_paging_iter()]
 
 
-def _has_metadata(found: dict[str, Any], name: str, value: str) -> bool:
-    return bool((found["metadata"] or {}).get(name) == value)
+def _is_named(found: dict[str, Any], field: str, id: str, tenant: str) -> bool:
+    metadata = found["metadata"] or {}
+    return bool(metadata.get(field) == id and metadata.get("tenant", DEFAULT) == tenant)
 
 
 def _finish(

@@ -19,10 +19,13 @@ def post(
     payment_id: str,
     amount: int,
     currency: str,
+    *,
+    tenant: str,
 ) -> None:
     """Post a capture or a refund of a payment. A reference can be posted only once per kind."""
     debit, credit = (PROVIDER, REVENUE) if kind == "capture" else (REVENUE, PROVIDER)
     posting = {
+        "tenant": tenant,
         "kind": kind,
         "reference": reference,
         "payment_id": payment_id,

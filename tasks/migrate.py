@@ -5,11 +5,17 @@ By Alembic, with a separate version table. The result must match `tasks.models`.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Engine, create_engine, text
+
+from idempotency.store.rights import APPLICATION, OPERATOR, READ_ONLY, RELAY
+from idempotency.store.roles import protect
+
+from .models import Base
 
 VERSION_TABLE = "tasks_version"
 # Concurrent callers wait for each other. Any constant not used elsewhere.
@@ -28,12 +34,31 @@ def migrate(engine: Engine) -> None:
         command.upgrade(config, "head")
 
 
+def grant(engine: Engine) -> None:
+    """Let the roles of `idempotency migrate --roles` use the tables: web servers and workers those of one tenant at a time.
+
+    Safe to call again. A relay needs them too: it runs `on_failed` and undos of operations that no worker can end.
+    """
+    with engine.begin() as connection:
+        for table in Base.metadata.sorted_tables:
+            connection.exec_driver_sql(
+                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table.name} TO {APPLICATION}, {RELAY}"
+            )
+            connection.exec_driver_sql(f"GRANT SELECT ON {table.name} TO {OPERATOR}, {READ_ONLY}")
+            protect(connection, table.name)
+        # not for the application: a view has its owner's rights, and so shows all tenants
+        connection.exec_driver_sql(f"GRANT SELECT ON ledger_entries TO {OPERATOR}, {READ_ONLY}")
+        connection.exec_driver_sql(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {APPLICATION}, {RELAY}")
+
+
 def main() -> None:
-    """Migrate the database given by the environment."""
+    """Migrate the database given by the environment; with `--roles`, after `idempotency migrate --roles`, also `grant`."""
     from celeryconfig import environment
 
     engine = create_engine(environment.database_url.get_secret_value(), hide_parameters=True)
     migrate(engine)
+    if "--roles" in sys.argv[1:]:
+        grant(engine)
     engine.dispose()
 
 

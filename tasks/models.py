@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Annotated
 
-from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKey, UniqueConstraint, func
+from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKeyConstraint, Index, UniqueConstraint, func
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from .tenants import DEFAULT
+
+# The first column of every primary key.
+Tenant = Annotated[str, mapped_column(primary_key=True, server_default=DEFAULT)]
 
 
 class Base(DeclarativeBase):
@@ -23,6 +29,7 @@ class Payment(Base):
         CheckConstraint("(status = 'captured') = (charge_id IS NOT NULL)", name="captured_has_a_charge"),
     )
 
+    tenant: Mapped[Tenant]
     id: Mapped[str] = mapped_column(primary_key=True)
     customer_id: Mapped[str]
     amount: Mapped[int]
@@ -32,6 +39,21 @@ class Payment(Base):
     # refunded, or reserved for a refund in progress
     refunded: Mapped[int] = mapped_column(default=0)
     failure: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Order(Base):
+    """One order of a checkout session, however often its button was clicked. Its id is also its payment's."""
+
+    __tablename__ = "orders"
+    __table_args__ = (UniqueConstraint("tenant", "id", name="orders_id"),)
+
+    tenant: Mapped[Tenant]
+    checkout_session_id: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[str]
+    customer_id: Mapped[str]
+    amount: Mapped[int]
+    currency: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
@@ -46,10 +68,12 @@ class Refund(Base):
             name="status_known",
         ),
         CheckConstraint("(status = 'refunded') = (provider_refund_id IS NOT NULL)", name="refunded_has_an_id"),
+        Index("ix_refunds_payment_id", "tenant", "payment_id"),
     )
 
+    tenant: Mapped[Tenant]
     id: Mapped[str] = mapped_column(primary_key=True)
-    payment_id: Mapped[str] = mapped_column(index=True)
+    payment_id: Mapped[str]
     amount: Mapped[int]
     reason: Mapped[str]
     status: Mapped[str] = mapped_column(default="pending")
@@ -63,6 +87,7 @@ class Notification(Base):
 
     __tablename__ = "notifications"
 
+    tenant: Mapped[Tenant]
     about: Mapped[str] = mapped_column(primary_key=True)
     event_id: Mapped[str]
     status: Mapped[str]
@@ -74,8 +99,10 @@ class SupportCase(Base):
     """A payment that failed or whose outcome is unknown, for support; `code` says why, or that it recovered."""
 
     __tablename__ = "support_cases"
+    __table_args__ = (ForeignKeyConstraint(["tenant", "payment_id"], ["payments.tenant", "payments.id"]),)
 
-    payment_id: Mapped[str] = mapped_column(ForeignKey("payments.id"), primary_key=True)
+    tenant: Mapped[Tenant]
+    payment_id: Mapped[str] = mapped_column(primary_key=True)
     code: Mapped[str]
     opened_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
@@ -89,15 +116,17 @@ class Posting(Base):
 
     __tablename__ = "ledger"
     __table_args__ = (
-        UniqueConstraint("kind", "reference", name="posted_once"),
+        ForeignKeyConstraint(["tenant", "payment_id"], ["payments.tenant", "payments.id"]),
+        UniqueConstraint("tenant", "kind", "reference", name="posted_once"),
         CheckConstraint("amount > 0", name="amount_positive"),
         CheckConstraint("debit <> credit", name="two_accounts"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
+    tenant: Mapped[str] = mapped_column(server_default=DEFAULT)
     kind: Mapped[str]  # capture or refund
     reference: Mapped[str]  # the payment's or the refund's id
-    payment_id: Mapped[str] = mapped_column(ForeignKey("payments.id"))
+    payment_id: Mapped[str]
     debit: Mapped[str]
     credit: Mapped[str]
     amount: Mapped[int]
@@ -105,4 +134,4 @@ class Posting(Base):
 
 
 # For writes without ORM objects: a statement is cheaper than a flush.
-payments, ledger = (Base.metadata.tables[name] for name in ("payments", "ledger"))
+payments, orders, refunds, ledger = (Base.metadata.tables[name] for name in ("payments", "orders", "refunds", "ledger"))

@@ -21,7 +21,15 @@ def about(event: dict[str, Any]) -> tuple[str, str]:
 
 def notification_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     event = operation.arguments["event"]
-    session.merge(Notification(about=":".join(about(event)), event_id=event["id"], status="failed", failure=error.code))
+    session.merge(
+        Notification(
+            tenant=operation.tenant,
+            about=":".join(about(event)),
+            event_id=event["id"],
+            status="failed",
+            failure=error.code,
+        )
+    )
 
 
 @subscribe("payment.captured", "payment.refunded", consumer="notifications", app=app, on_failed=notification_failed)
@@ -36,7 +44,12 @@ def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, 
     message_id = sent["message_id"]
     self.session.merge(
         Notification(
-            about=":".join(about(event)), event_id=event["id"], status="sent", message_id=message_id, failure=None
+            tenant=self.tenant,
+            about=":".join(about(event)),
+            event_id=event["id"],
+            status="sent",
+            message_id=message_id,
+            failure=None,
         )
     )
     return {"message_id": message_id}

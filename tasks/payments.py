@@ -4,31 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from idempotency import EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, Unfinished, publish
+from idempotency import (
+    EffectUnknown,
+    Handle,
+    IdempotentTask,
+    Operation,
+    OperationId,
+    PermanentError,
+    Unfinished,
+    publish,
+)
 from idempotency.providers import STRIPE
 
 from . import app, ledger
 from .gateway import Result
 from .models import Payment, payments
 from .outside import gateway
-from .validation import check_amount, check_currency, check_id, check_local_part
+from .tenants import DEFAULT, named
+from .validation import Taken, check_amount, check_currency, check_id, check_local_part, check_minor_unit
 
 
-def submit_payment(session: Session, *, payment_id: str, customer_id: str, amount: int, currency: str) -> Handle:
+def submit_payment(
+    session: Session, *, payment_id: str, customer_id: str, amount: int, currency: str, tenant: str = DEFAULT
+) -> Handle:
     """Accept a purchase: write its pending row and its message in the caller's transaction.
 
-    `amount` is in the minor unit; 0 is a free purchase. Raises `ValueError`, which names the field and the limit.
+    `amount` is in the minor unit; 0 is a free purchase. The same purchase again changes nothing. Raises `ValueError`,
+    which names the field and the limit, and `Taken` if another purchase has the id.
     """
-    payment = Payment(
-        id=check_id("purchase_id", payment_id),
-        customer_id=check_local_part("customer_id", customer_id),
-        amount=check_amount("amount_cents", amount, at_least=0),
-        currency=check_currency("currency", currency),
-    )
-    session.add(payment)
-    handle: Handle = capture_payment.enqueue(session, payment_id=payment_id)
+    purchase = {
+        "customer_id": check_local_part("customer_id", customer_id),
+        "amount": check_amount("amount_cents", amount, at_least=0),
+        "currency": check_currency("currency", currency),
+    }
+    check_minor_unit("amount_cents", amount, currency)
+    id = {"tenant": tenant, "id": check_id("purchase_id", payment_id)}
+    accepted = insert(payments).values(**id, **purchase).on_conflict_do_nothing()
+    if session.execute(accepted.returning(payments.c.id)).one_or_none() is None:
+        before = session.get_one(Payment, (tenant, payment_id))
+        if any(getattr(before, name) != value for name, value in purchase.items()):
+            raise Taken("purchase_id: was used before, for another purchase")
+        # its message was part of the commit that accepted it
+        return Handle(app, OperationId(tenant, capture_payment.name, payment_id))
+    handle: Handle = capture_payment.enqueue(session, payment_id=payment_id, tenant=tenant)
     return handle
 
 
@@ -38,11 +59,12 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
     `failed` means that nothing was charged. If something was or may have been charged, it is `unknown` until a person
     resolves it.
     """
-    payment = session.get(Payment, operation.arguments["payment_id"], with_for_update=True)
+    payment = session.get(Payment, (operation.tenant, operation.arguments["payment_id"]), with_for_update=True)
     if payment is not None and payment.status not in ("captured", "free"):
         payment.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "failed"
         payment.failure = error.code
-        publish(session, f"payment.{payment.status}", {"payment_id": payment.id, "code": error.code}, app=app)
+        told = {"payment_id": payment.id, "code": error.code}
+        publish(session, f"payment.{payment.status}", told, tenant=operation.tenant, app=app)
 
 
 @app.task(
@@ -56,7 +78,7 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
 )
 def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
     """Charge the customer once."""
-    payment = self.session.get(Payment, payment_id)
+    payment = self.session.get(Payment, (self.tenant, payment_id))
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
     if payment.status in ("captured", "free"):  # by a call under another key
@@ -67,6 +89,7 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
         "customer_id": payment.customer_id,
         "amount": payment.amount,
         "currency": payment.currency,
+        **named(self.tenant),
     }
     self.session.rollback()  # no open transaction during an external call
 
@@ -75,11 +98,13 @@ def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
         charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
 
     status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
-    ended = payments.update().where(payments.c.id == payment_id)
+    ended = payments.update().where(payments.c.tenant == self.tenant, payments.c.id == payment_id)
     self.session.execute(ended.values(status=status, charge_id=charge_id, failure=None))
     if had_failed:
-        publish(self.session, "payment.recovered", {"payment_id": payment_id, "code": "recovered"}, app=app)
+        told = {"payment_id": payment_id, "code": "recovered"}
+        publish(self.session, "payment.recovered", told, tenant=self.tenant, app=app)
     if charge is not None:
-        ledger.post(self.session, "capture", payment_id, payment_id, request["amount"], request["currency"])
-    publish(self.session, "payment.captured", request, app=app)
+        amount, currency = request["amount"], request["currency"]
+        ledger.post(self.session, "capture", payment_id, payment_id, amount, currency, tenant=self.tenant)
+    publish(self.session, "payment.captured", request, tenant=self.tenant, app=app)
     return {"status": status, "charge": charge_id}

@@ -4,51 +4,72 @@ from __future__ import annotations
 
 from typing import Any
 
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from idempotency import Defer, EffectUnknown, Handle, IdempotentTask, Operation, PermanentError, Unfinished, publish
+from idempotency import (
+    Defer,
+    EffectUnknown,
+    Handle,
+    IdempotentTask,
+    Operation,
+    OperationId,
+    PermanentError,
+    Unfinished,
+    publish,
+)
 from idempotency.providers import STRIPE
 
 from . import app, ledger
 from .gateway import Result
-from .models import Payment, Refund
+from .models import Payment, Refund, refunds
 from .outside import gateway
-from .validation import check_amount, check_id, check_text
+from .tenants import DEFAULT, named
+from .validation import Taken, check_amount, check_id, check_text
 
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
 
-def submit_refund(session: Session, *, refund_id: str, payment_id: str, amount: int, reason: str) -> Handle:
+def submit_refund(
+    session: Session, *, refund_id: str, payment_id: str, amount: int, reason: str, tenant: str = DEFAULT
+) -> Handle:
     """Accept a refund request: write its row and its message in the caller's transaction.
 
-    `amount` is in the minor unit, at least 1. Raises `ValueError`, which names the field and the limit.
+    `amount` is in the minor unit, at least 1. The same request again changes nothing. Raises `ValueError`, which names
+    the field and the limit, and `Taken` if another request has the id.
     """
-    refund = Refund(
-        id=check_id("refund_id", refund_id),
-        payment_id=check_id("purchase_id", payment_id),
-        amount=check_amount("amount_cents", amount, at_least=1),
-        reason=check_text("reason", reason),
-    )
-    session.add(refund)
-    handle: Handle = refund_payment.enqueue(session, refund_id=refund_id)
+    request = {
+        "payment_id": check_id("purchase_id", payment_id),
+        "amount": check_amount("amount_cents", amount, at_least=1),
+        "reason": check_text("reason", reason),
+    }
+    id = {"tenant": tenant, "id": check_id("refund_id", refund_id)}
+    accepted = insert(refunds).values(**id, **request).on_conflict_do_nothing()
+    if session.execute(accepted.returning(refunds.c.id)).one_or_none() is None:
+        before = session.get_one(Refund, (tenant, refund_id))
+        if any(getattr(before, name) != value for name, value in request.items()):
+            raise Taken("refund_id: was used before, for another refund")
+        # its message was part of the commit that accepted it
+        return Handle(app, OperationId(tenant, refund_payment.name, refund_id))
+    handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant)
     return handle
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     """Record the failure. If refused, nothing is reserved; if unknown, it stays reserved, since it may have been paid out."""
-    refund = session.get(Refund, operation.arguments["refund_id"], with_for_update=True)
+    refund = session.get(Refund, (operation.tenant, operation.arguments["refund_id"]), with_for_update=True)
     if refund is not None and refund.status != "refunded":
         refund.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "refused"
         refund.failure = error.code
 
 
-def reserve(session: Session, refund_id: str) -> dict[str, Any]:
+def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[str, Any]:
     """Reserve the amount on the payment. Raises `PermanentError` if there can be no refund, `Defer` if it is too early."""
-    refund = session.get(Refund, refund_id, with_for_update=True)
+    refund = session.get(Refund, (tenant, refund_id), with_for_update=True)
     if refund is None:
         raise PermanentError(f"refund {refund_id}: unknown", "refund_unknown")
-    payment = session.get(Payment, refund.payment_id, with_for_update=True)
+    payment = session.get(Payment, (tenant, refund.payment_id), with_for_update=True)
     if payment is None:
         raise PermanentError("the payment does not exist", "payment_unknown")
     if payment.status in ("pending", "unknown"):
@@ -66,13 +87,15 @@ def reserve(session: Session, refund_id: str) -> dict[str, Any]:
         "payment_id": payment.id,
         "charge_id": payment.charge_id,
         "amount": refund.amount,
+        **named(tenant),
     }
 
 
 def free(session: Session, reserved: dict[str, Any]) -> None:
     """Undo `reserve`: the amount can be refunded again. Records name it, so it cannot be renamed or moved."""
-    session.get_one(Payment, reserved["payment_id"], with_for_update=True).refunded -= reserved["amount"]
-    session.get_one(Refund, reserved["refund_id"]).status = "pending"
+    tenant = reserved.get("tenant", DEFAULT)
+    session.get_one(Payment, (tenant, reserved["payment_id"]), with_for_update=True).refunded -= reserved["amount"]
+    session.get_one(Refund, (tenant, reserved["refund_id"])).status = "pending"
 
 
 @app.task(
@@ -86,14 +109,14 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
 )
 def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
     """Refund the customer once."""
-    request = self.step("reserve", reserve, refund_id, undo=free)
+    request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
 
-    refund = self.session.get_one(Refund, refund_id, with_for_update=True)
-    payment = self.session.get_one(Payment, refund.payment_id)
+    refund = self.session.get_one(Refund, (self.tenant, refund_id), with_for_update=True)
+    payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
     refund.status, refund.provider_refund_id, refund.failure = "refunded", refunded["id"], None
-    ledger.post(self.session, "refund", refund.id, payment.id, refund.amount, payment.currency)
+    ledger.post(self.session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=self.tenant)
     publish(
         self.session,
         "payment.refunded",
@@ -104,6 +127,7 @@ def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
             "amount": refund.amount,
             "currency": payment.currency,
         },
+        tenant=self.tenant,
         app=app,
     )
     return {"status": "refunded", "refund": refunded["id"]}

@@ -14,5 +14,5 @@ from .models import Payment, SupportCase
 def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Open or update the support case of a payment."""
     # from the payment's row, because events of one payment may be handled in either order
-    payment = self.session.get_one(Payment, event["data"]["payment_id"])
-    self.session.merge(SupportCase(payment_id=payment.id, code=payment.failure or "recovered"))
+    payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]))
+    self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=payment.failure or "recovered"))

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 
+from iso4217 import Currency
+
 from idempotency.errors import CallRefused
 from idempotency.wire.keys import check_key
 
-# Only currencies with two decimals, whose minor unit is a cent; others need another exponent (ISO 4217).
-CURRENCIES = frozenset({"AUD", "CAD", "CHF", "EUR", "GBP", "NOK", "NZD", "SEK", "USD"})
+# An amount counts the minor unit: a cent, a whole yen, a thousandth of a dinar.
+CURRENCIES = frozenset(
+    {"AUD", "BHD", "CAD", "CHF", "EUR", "GBP", "JOD", "JPY", "KRW", "KWD", "NOK", "NZD", "OMR", "SEK", "TND", "USD"}
+)
 # The provider's limit: eight digits in the minor unit (docs.stripe.com/currencies).
 MAX_AMOUNT = 99_999_999
 MAX_TEXT = 200
 # RFC 5321 allows 64 characters before the @; "customer-" takes nine.
 MAX_LOCAL_PART = 55
 LOCAL_PART = re.compile(r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*")
+
+
+class Taken(ValueError):
+    """This id is that of something else, which was accepted before."""
 
 
 def check_id(field: str, value: object) -> str:
@@ -47,6 +55,20 @@ def check_amount(field: str, value: object, *, at_least: int) -> int:
     if not at_least <= value <= MAX_AMOUNT:
         raise ValueError(f"{field}: must be between {at_least} and {MAX_AMOUNT}, got {value}")
     return value
+
+
+def exponent(currency: str) -> int:
+    """How many decimals a supported currency has: 2 for EUR, 0 for JPY, 3 for KWD (ISO 4217)."""
+    return Currency(currency).exponent or 0
+
+
+def check_minor_unit(field: str, amount: int, currency: str) -> None:
+    """Check that the provider takes this amount in this currency. Raises `ValueError`.
+
+    It rounds three-decimal currencies to two: their amounts end with 0 (docs.stripe.com/currencies#three-decimal).
+    """
+    if exponent(currency) == 3 and amount % 10:
+        raise ValueError(f"{field}: in {currency}, must be a multiple of 10, got {amount}")
 
 
 def check_currency(field: str, value: object) -> str:

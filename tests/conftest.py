@@ -81,6 +81,17 @@ def engine(database: str) -> Iterator[Engine]:
 
 
 @pytest.fixture
+def superuser(servers: services.Services, database: str) -> Iterator[Engine]:
+    """The test's database for what only a superuser may do; the login of all other tests is none."""
+    url = make_url(database)
+    if "postgres" in servers.servers:
+        url = make_url(servers.postgres.superuser_url(url.database or ""))
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
 def entries(engine: Engine) -> Entries:
     """How many rows of an account are visible: the oracle of every test that counts effects."""
 

@@ -53,6 +53,8 @@ class Attempt:
         # Set for a last look: the body runs only to finish what has happened outside, and may begin nothing new.
         self.ends_as: PermanentError | None = None
         self.stopped = False
+        # What the record says when this attempt completes; at the HTTP edge, the status of the answer.
+        self.response_code = ends.RESPONSE_COMPLETED
         self._holding = Holding(claim, delivery.fingerprint, runtime.settings.lease)
         self.writes = FencedWrites(runtime, claim, self._holding)
         runtime.heartbeat.hold(self._holding)
@@ -76,7 +78,7 @@ class Attempt:
 
     def _renewed(self) -> bool:
         asked_at, lease = time.monotonic(), self.runtime.settings.lease
-        with self.runtime.autocommit() as connection:
+        with self.runtime.autocommit(self.claim.id.tenant) as connection:
             verdict = claims.renew(connection, [self.claim], lease)[self.claim.token]
         if verdict is not Renewal.HELD:
             return False
@@ -138,7 +140,11 @@ class Attempt:
             raise Unfinished(f"effect {names}: happened in an earlier attempt, and this one did not come to it")
         settings, retention = self.runtime.settings, self.policy.retention_completed
         text = results.to_text(result, limit=settings.result_limit)
-        self.writes.finish(lambda c: ends.complete(c, self.claim, text, retention=retention, lease=settings.lease))
+        self.writes.finish(
+            lambda c: ends.complete(
+                c, self.claim, text, retention=retention, lease=settings.lease, response_code=self.response_code
+            )
+        )
         metrics.completed.labels(self.claim.id.task).inc()
 
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
@@ -233,6 +239,7 @@ class Attempt:
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis and return the connection, however the attempt has ended."""
         self.runtime.heartbeat.drop(self._holding)
-        self.runtime.hints.drop(self.claim.id, self.claim.token, self._holding.fingerprint)
+        if not self.delivery.only_asked:
+            self.runtime.hints.drop(self.claim.id, self.claim.token, self._holding.fingerprint)
         metrics.attempt_seconds.labels(self.claim.id.task).observe(time.monotonic() - self._holding.since)
         self.writes.close()

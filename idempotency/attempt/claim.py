@@ -35,7 +35,7 @@ def claim(
     """Claim the operation, or learn from its record why not. Raises what `patiently` does.
 
     `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
-    it, so this delivery may go.
+    it, so this delivery may go. (Not if the operation is `only_asked` for: its caller asks again.)
     """
     hints, id = runtime.hints, delivery.id
     # Without a message, this caller may be the only way on: then, too, Postgres decides.
@@ -47,7 +47,7 @@ def claim(
     crash_point("hint.left")
     answer = patiently(lambda: _answer(runtime, delivery, token, duplicate_first=hint is Hint.HELD))
     if isinstance(answer, Claimed):
-        if hint is Hint.HELD or skips_hint:
+        if hint is Hint.HELD or (skips_hint and not delivery.only_asked):
             hints.hold([(id, token, delivery.fingerprint)])
     elif hint is Hint.FREE:
         hints.drop(id, token, delivery.fingerprint)
@@ -58,12 +58,12 @@ def claim(
 def _answer(
     runtime: Runtime, delivery: Delivery, token: str, *, duplicate_first: bool
 ) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(delivery.id.tenant) as connection:
         if duplicate_first and _counted(runtime, connection, delivery):
             return Busy()
         while True:
             answer = ask(runtime, connection, delivery, token, synchronous=False)
-            if isinstance(answer, Busy) and _counted(runtime, connection, delivery):
+            if isinstance(answer, Busy) and (delivery.only_asked or _counted(runtime, connection, delivery)):
                 return answer
             if not isinstance(answer, Changed | Busy):
                 return answer

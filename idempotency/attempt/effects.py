@@ -171,7 +171,7 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
     begun = attempt.claim.effects[call.name]
     if call.reconcile is None:
         return StillUnknown()
-    with attempt.runtime.autocommit() as connection:
+    with attempt.runtime.autocommit(attempt.claim.id.tenant) as connection:
         now = clock.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
     ended_for = None if begun["ended_at"] is None else max(now - begun["ended_at"], 0.0)
@@ -200,7 +200,7 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
 def _check_repeatable(attempt: Attempt, call: Call, ask_again: float | None) -> None:
     """Raise unless the call may be repeated under its key: `EffectUnknown` for a person, `Defer` to ask again."""
     begun = attempt.claim.effects[call.name]
-    with attempt.runtime.autocommit() as connection:
+    with attempt.runtime.autocommit(attempt.claim.id.tenant) as connection:
         now = clock.database_time(connection)
     age = max(now - begun["begun_at"], 0.0)
     # A call may take as long as an attempt; its key must not expire meanwhile.
@@ -225,7 +225,7 @@ def _check_askable(call: Call) -> None:
 
 def _after_stored_failure(attempt: Attempt, call: Call, failure: StoredFailure) -> Any:
     """The provider keeps a failure under this key: record that, then try the next key if nothing has happened."""
-    with attempt.runtime.autocommit() as connection:
+    with attempt.runtime.autocommit(attempt.claim.id.tenant) as connection:
         ended_at = clock.database_time(connection)
     _change(attempt, call.name, {"ended_at": ended_at})
     _check_askable(call)

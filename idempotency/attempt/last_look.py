@@ -62,7 +62,7 @@ def take_last_look(attempt: Attempt, body: Callable[[Attempt], Any], end: Perman
 def _is_revoked(attempt: Attempt) -> bool:
     if attempt.claim.revoked or not attempt.delivery.is_revoked:
         return attempt.claim.revoked
-    with attempt.runtime.autocommit() as connection:
+    with attempt.runtime.autocommit(attempt.claim.id.tenant) as connection:
         return claims.revoke(
             connection,
             attempt.claim.id,

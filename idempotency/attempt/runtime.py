@@ -107,10 +107,14 @@ class Runtime:
         return self.engine, self._autocommit_engine, self._heartbeat_engine
 
     @contextmanager
-    def autocommit(self) -> Iterator[Connection]:
-        """A connection on which every statement is its own short transaction."""
+    def autocommit(self, *tenants: str) -> Iterator[Connection]:
+        """A connection on which every statement is its own short transaction, about the rows of these tenants.
+
+        Where row-level security is on, a role of one tenant at a time gets an error for any other row.
+        """
         with self._autocommit_engine.connect() as connection:
             try:
+                connections.act_for(connection, tenants)
                 yield connection
             except SQLAlchemyError:
                 raise
@@ -118,6 +122,13 @@ class Runtime:
                 # A signal in the middle of a statement leaves its answer on the wire: never use that connection again.
                 connection.invalidate()
                 raise
+
+    @contextmanager
+    def transaction(self, *tenants: str) -> Iterator[Connection]:
+        """A connection in a transaction about the rows of these tenants, which is committed in the end."""
+        with self.engine.begin() as connection:
+            connections.act_for(connection, tenants)
+            yield connection
 
     def listen(self, channel: str) -> psycopg.Connection[Any] | None:
         """A new connection that receives the NOTIFYs of a channel, which the caller closes; None behind a pooler."""
@@ -139,4 +150,5 @@ class Runtime:
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
         with self._heartbeat_engine.connect() as connection:
+            connections.act_for(connection, [claim.id.tenant for claim in claims])
             return renew(connection, claims, self.settings.lease)

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.orm import Session, sessionmaker
 
 from ..errors import SessionNotYours
+from ..store.connections import act_for
 
 _REFUSAL = "the session commits with the result; what must be committed before the body goes on belongs in self.step"
 
@@ -18,6 +19,8 @@ class AttemptSession(Session):
 
     _may_commit = False
     _owned: Connection | None = None
+    # whose rows its transactions are about, where row-level security wants to know
+    _tenant: str | None = None
 
     def commit(self) -> NoReturn:
         raise SessionNotYours(_REFUSAL)
@@ -62,9 +65,11 @@ class SessionMaker:
         )
         self._options = {"expire_on_commit": False, **options}
 
-    def of(self, engine: Engine) -> AttemptSession:
-        """A session with a transaction of its own."""
-        return self._class(**{**self._options, "bind": engine})
+    def of(self, engine: Engine, tenant: str) -> AttemptSession:
+        """A session with a transaction of its own, about the rows of a tenant."""
+        session = self._class(**{**self._options, "bind": engine})
+        session._tenant = tenant
+        return session
 
     def within(self, connection: Connection) -> AttemptSession:
         """A session inside a connection's transaction, behind a savepoint: a rollback undoes only the session's work."""
@@ -137,6 +142,8 @@ def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
         )
     connection.info[_OWNER] = session
     session._owned = connection
+    if session._tenant is not None:
+        act_for(connection, [session._tenant])
 
 
 def _disown(session: AttemptSession, transaction: Any) -> None:

@@ -40,7 +40,7 @@ class FencedWrites:
         self._runtime = runtime
         self._holding = holding
         self._session: AttemptSession | None = None
-        self._task = claim.id.task
+        self._tenant, self._task = claim.id.tenant, claim.id.task
         # for logs
         self.names = {"task": claim.id.task, "key": claim.id.key, "fence": claim.fence, "attempt": claim.attempts}
 
@@ -48,7 +48,7 @@ class FencedWrites:
     def session(self) -> AttemptSession:
         """The attempt's session, opened on first use."""
         if self._session is None:
-            self._session = sessions_of(self._runtime.engine).of(self._runtime.engine)
+            self._session = sessions_of(self._runtime.engine).of(self._runtime.engine, self._tenant)
         return self._session
 
     @property
@@ -60,7 +60,7 @@ class FencedWrites:
 
         `then` is the crash point after the commit.
         """
-        with self._runtime.autocommit() as connection:
+        with self._runtime.autocommit(self._tenant) as connection:
             answer = write(connection)
         if then is not None:
             crash_point(then)
@@ -116,7 +116,7 @@ class FencedWrites:
 
     def _finish_without_session(self, write: Callable[[Connection], None]) -> None:
         """Statement and commit are one round trip."""
-        with self._fenced_by_division(), self._runtime.autocommit() as connection:
+        with self._fenced_by_division(), self._runtime.autocommit(self._tenant) as connection:
             # Taken now: asking an invalidated connection for it would open another one in the middle of the doubt.
             driver = connection.connection.driver_connection
             try:

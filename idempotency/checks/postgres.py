@@ -14,7 +14,7 @@ from sqlalchemy.pool import NullPool
 from ..errors import SettingsError
 from ..framework import framework
 from ..settings import Settings
-from ..store import schema
+from ..store import rights, schema
 from ..store.connections import make_attempts_engine
 from ..store.home import IDENTITY
 from ..store.statements import use_checked_connections
@@ -65,7 +65,7 @@ def _check_database(given: Settings) -> list[Finding]:
     )
     use_checked_connections(engine, patience=None, set_local="")  # with what a pooler refuses left out
     with engine.connect() as connection:
-        findings = [*_database(connection), *_tables(connection), *_frameworks(connection)]
+        findings = [*_database(connection), *_tables(connection), *_wall(connection), *_frameworks(connection)]
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
         return findings  # our own connections would be refused
     return [*findings, *_our_connections(given)]
@@ -108,23 +108,34 @@ def _frameworks(connection: Connection) -> list[Finding]:
 
 def _tables(connection: Connection) -> list[Finding]:
     """Whether the tables are of this version, and whether this role may use them."""
-    rights = [
+    lacking = [
         warning(f"database rights on {row.name}", f"no {row.missing}", "only operators' commands need it")
         if row.for_people
         else refusal(
             f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
         )
-        for row in schema.missing_rights(connection)
+        for row in rights.missing_rights(connection)
     ]
-    if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in rights):
-        return rights  # the version cannot be read
+    if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in lacking):
+        return lacking  # the version cannot be read
     try:
         schema.require_compatible(connection)
     except SettingsError as error:
         subject, _, found = str(error).partition(": ")
         found, _, advice = found.partition("; ")
-        return [refusal(subject, found, advice), *rights]
-    return [ok("database schema", "compatible with this code"), *rights]
+        return [refusal(subject, found, advice), *lacking]
+    return [ok("database schema", "compatible with this code"), *lacking]
+
+
+def _wall(connection: Connection) -> list[Finding]:
+    """Whether row-level security keeps tenants apart, and whether it does for this role; nothing if it is not used."""
+    subject, role = "database row-level security", rights.row_security(connection)
+    if role is None:
+        return []
+    if role.passes:
+        found = f"on, but {role.name!r} is a superuser or has BYPASSRLS"
+        return [warning(subject, found, "for it there is no wall between tenants; use a role of `migrate --roles`")]
+    return [ok(subject, f"on; {role.name!r} sees {'all tenants' if role.of_all else 'the tenants of a transaction'}")]
 
 
 def _our_connections(given: Settings) -> list[Finding]:

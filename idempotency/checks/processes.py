@@ -11,12 +11,17 @@ from sqlalchemy import Row
 from ..settings import Settings
 from ..store.overview import Look, monitoring_connection
 from ..store.processes import processes
+from ..store.rights import row_security
 from ..upkeep import alarms, overview
 from .findings import Finding, ok, refusal, warning
 
 
 def check_processes(app: Celery, given: Settings) -> list[Finding]:
     with monitoring_connection(given) as connection:
+        wall = row_security(connection)
+        if wall is not None and not (wall.passes or wall.of_all):
+            advice = "run the doctor with the role idempotency_operator"
+            return [warning("processes", f"not looked at: {wall.name!r} does not see all tenants", advice)]
         found = overview.look(connection, app, given)
     wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
     return _sharing(app, found, given) + (

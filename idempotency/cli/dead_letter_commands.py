@@ -17,10 +17,10 @@ from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
 from ..checks.broker import require_broker_address
-from ..errors import ChangeRefused, IdempotencyError
+from ..errors import IdempotencyError
 from ..letters.consumer import DeadLetterConsumer, consume_once
 from ..operate import discard
-from ..operate.change import Change
+from ..operate.change import Change, check_service
 from ..operate.people import authenticate
 from ..operate.replay import replay
 from ..store import dead_letters
@@ -115,7 +115,7 @@ def show_letter(
 ) -> None:
     """One dead letter with its errors; headers and payload only with --json."""
     celery = application(app)
-    _check_service(celery, [letter], service)
+    check_service(runtime_of(celery), [letter], service)
     with runtime_of(celery).autocommit() as connection:
         fields = dead_letters.show(connection, letter)._asdict()
     if as_json:
@@ -185,7 +185,7 @@ def approve_discards(
     as_json: JsonOption = False,
 ) -> None:
     """Discard what another operator has asked to discard. Needs the role admin. Your token: IDEMPOTENCY_TOKEN."""
-    runtime = runtime_of(celery := application(app))
+    runtime = runtime_of(application(app))
     person = authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def approve_discards(
             discard.approve(connection, person, letter)
         return _named(letter, "discarded", None)
 
-    _check_service(celery, ids, service)
+    check_service(runtime, ids, service)
     _each(ids, approve, "discarded", single=_single(ids), dry_run=False, as_json=as_json)
 
 
@@ -246,7 +246,7 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
     if ids:
         if len(ids) > limit:
             raise IdempotencyError(f"{len(ids)} dead letters named, --limit is {limit}")
-        _check_service(app, ids, selection.service)
+        check_service(runtime_of(app), ids, selection.service)
         return ids
     if selection == Selection("open"):
         raise typer.BadParameter("name dead letters, or choose by --task, --error, --service or --tenant")
@@ -257,17 +257,6 @@ def _chosen(app: Celery, ids: list[int] | None, selection: Selection, limit: int
     if not chosen:
         check_known(app, selection.task, "open dead letter")
     return chosen
-
-
-def _check_service(app: Celery, ids: list[int], named: str | None) -> None:
-    """Raise `ChangeRefused` for a letter of an application that is neither this one nor the one named."""
-    runtime = runtime_of(app)
-    service = named or runtime.settings.service
-    with runtime.autocommit() as connection:
-        found = dead_letters.services_of(connection, ids)
-    for letter, its in sorted(found.items()):
-        if its not in (None, service):
-            raise ChangeRefused(f"dead letter {letter}: is of the application {its!r}; name it with --service")
 
 
 def _single(ids: list[int] | None) -> int | None:

@@ -19,13 +19,13 @@ from ..checks.doctor import doctor as diagnose
 from ..checks.findings import Level
 from ..checks.startup import require_safe_setup
 from ..checks.unreachable import WRONG_ADDRESS, reason
-from ..environment import environment
+from ..environment import environment, role_passwords
 from ..errors import SettingsError
 from ..extras import extra
 from ..observe import metrics, outages
 from ..observe.logs import log
 from ..observe.outages import Pauses
-from ..store import schema
+from ..store import roles, schema
 from ..store.connections import make_migrations_engine
 from ..upkeep import maintenance
 from ..upkeep.loops import run_relay
@@ -36,13 +36,28 @@ commands = typer.Typer()
 
 
 @commands.command()
-def migrate(app: AppOption = "", as_json: JsonOption = False) -> None:
+def migrate(
+    app: AppOption = "",
+    with_roles: Annotated[
+        bool,
+        typer.Option(
+            "--roles",
+            help="Also make the database roles, their rights and row-level security. IDEMPOTENCY_APPLICATION_PASSWORD, "
+            "…_RELAY_…, …_OPERATOR_…, …_READ_ONLY_… and …_OWNER_… let a role log in.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Bring the database's tables to this version."""
-    revision = schema.migrate(make_migrations_engine(settings_of(application(app))))
+    engine = make_migrations_engine(settings_of(application(app)))
+    revision = schema.migrate(engine)
+    done = roles.create(engine, role_passwords()) if with_roles else []
     if as_json:
-        print_json({"revision": revision})
+        print_json({"revision": revision} | ({"statements": done} if with_roles else {}))
     else:
         console.print(f"database schema at revision {revision}")
+        for statement in done:
+            console.print(statement, markup=False, highlight=False, soft_wrap=True)
 
 
 @commands.command()

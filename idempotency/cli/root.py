@@ -49,6 +49,7 @@ COMMANDS = {
     ),
     "effects": ("change", "Calls outside whose outcome only a person can find out."),
     "dead-letters": ("dead_letter_commands", "What has ended without success and waits for a person."),
+    "api-key": ("api_keys", "Which clients may call, as which tenant, and what they may do."),
     "operators": ("people", "Who may discard dead letters, and who may approve it."),
 }
 

@@ -200,6 +200,20 @@ def combined_registry(directory: Path | None = None) -> CollectorRegistry:
     return shared
 
 
+def exposition() -> tuple[bytes, str]:
+    """This process's metrics for Prometheus and their media type; those of all that share `PROMETHEUS_MULTIPROC_DIR`.
+
+    Raises `MissingExtra`.
+    """
+    from ..environment import environment
+
+    with extra("metrics"):
+        from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+
+    shared = environment().prometheus_multiproc_dir is not None
+    return generate_latest(combined_registry() if shared else REGISTRY), CONTENT_TYPE_LATEST
+
+
 def totals(directory: Path) -> dict[str, int]:
     """Counter totals by name, over all labels and all processes that share a directory."""
     samples = (sample for metric in combined_registry(directory).collect() for sample in metric.samples)

@@ -8,17 +8,18 @@ changes nothing and leaves no row; only a refused token does (`people.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, OperationNotFound
 from ..observe.logs import log
 from ..store import audit as audits
-from ..store import operations
+from ..store import dead_letters, operations
 from ..store.answers import Claimed
 from ..wire.keys import OperationId
 
@@ -95,6 +96,16 @@ def read(connection: Connection, id: OperationId, service: str) -> Shown:
     if operations.accepted(connection, id, service) is None:
         raise OperationNotFound(f"{called(id)}: has neither a record nor a message that waits")
     return Shown(id, "accepted", None)
+
+
+def check_service(runtime: Runtime, letters: Sequence[int], named: str | None = None) -> None:
+    """Raise `ChangeRefused` for a dead letter of an application that is neither this one nor the one named."""
+    service = named or runtime.settings.service
+    with runtime.autocommit() as connection:
+        found = dead_letters.services_of(connection, letters)
+    for letter, its in sorted(found.items()):
+        if its not in (None, service):
+            raise ChangeRefused(f"dead letter {letter}: is of the application {its!r}; name it with --service")
 
 
 def called(id: OperationId) -> str:

@@ -14,7 +14,7 @@ from typing import Literal
 from sqlalchemy import Connection
 
 from ..attempt.runtime import Runtime
-from ..errors import ChangeRefused, NotAllowed, OperationNotFound
+from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, OperationNotFound
 from ..framework import framework
 from ..store import people
 from .change import Change, audit
@@ -62,8 +62,10 @@ def remove_operator(connection: Connection, change: Change, name: str) -> None:
 def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str, letter: int | None = None) -> Person:
     """Check whose token this is, and that they may do this: an admin may do what an operator may.
 
-    Raises `NotAllowed`. The refusal's audit row is committed by itself, whatever becomes of the caller's transaction.
+    Raises `NotAllowed`, as `NotAuthenticated` if it is no valid token. The refusal's audit row is committed by itself,
+    whatever becomes of the caller's transaction.
     """
+    refusal: type[NotAllowed] = NotAuthenticated
     with runtime.autocommit() as connection:
         row = people.who(connection, _hash(token or ""))
         if row is None:
@@ -75,13 +77,17 @@ def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str
         elif row.expired:
             why = f"{TOKEN_VARIABLE}: the token of {row.name!r} has expired"
         elif role == "admin" and row.role != "admin":
-            why = f"{action}: needs the role admin, {row.name!r} is {row.role}"
+            why, refusal = f"{action}: needs the role admin, {row.name!r} is {row.role}", NotAllowed
         else:
             return Person(row.name, row.role)
-        who = row.name if row is not None else "unknown"
-        details = {"attempted": action} | ({} if letter is None else {"dead_letter": letter})
-        audit(connection, Change(who, why), "refused", None, None, details=details)
-    raise NotAllowed(why)
+        audit_refusal(connection, row.name if row is not None else "unknown", why, action=action, letter=letter)
+    raise refusal(why)
+
+
+def audit_refusal(connection: Connection, who: str, why: str, *, action: str, letter: int | None = None) -> None:
+    """Record that somebody was not allowed to do this."""
+    details = {"attempted": action} | ({} if letter is None else {"dead_letter": letter})
+    audit(connection, Change(who, why), "refused", None, None, details=details)
 
 
 def authenticate_admin(runtime: Runtime, token: str | None, *, action: str, first: str) -> str:

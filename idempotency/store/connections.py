@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -13,9 +13,10 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.pool import PoolResetState
 
-from ..errors import SettingsError
+from ..errors import InvalidKey, SettingsError
 from ..settings import Settings
 from .statements import (
+    SET_TENANTS,
     CheckedConnection,
     OneStatementCursor,
     TransactionCursor,
@@ -127,7 +128,7 @@ def _check(driver: CheckedConnection, _: Any) -> None:
             "idempotency_engine: a listener of do_connect has connected itself; change the parameters and return None"
         )
     with driver.cursor() as cursor:
-        level, backend = cursor.execute(_PROPERTIES).fetchone()  # type: ignore[misc]
+        level, backend, driver.needs_tenant = cursor.execute(_PROPERTIES).fetchone()  # type: ignore[misc]
     driver.rollback()
     if level != "read committed":
         # At a higher level, any renewal or counted duplicate would make the finish fail with 40001.
@@ -138,7 +139,15 @@ def _check(driver: CheckedConnection, _: Any) -> None:
         driver.prepare_threshold = None  # the next transaction may reach another backend
 
 
-_PROPERTIES = "SELECT current_setting('default_transaction_isolation'), pg_backend_pid()"
+# The last: whether row-level security is on, and no policy shows this role the rows of all tenants.
+_PROPERTIES = """
+SELECT current_setting('default_transaction_isolation'), pg_backend_pid(), EXISTS (
+    SELECT FROM pg_class c
+    WHERE c.relname = 'records' AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = 'idempotency')
+      AND row_security_active(c.oid) AND NOT EXISTS (
+          SELECT FROM pg_policy p, unnest(p.polroles) role
+          WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND pg_has_role(role, 'USAGE')))
+"""
 
 
 def _begin(connection: Connection) -> None:
@@ -146,6 +155,28 @@ def _begin(connection: Connection) -> None:
     driver: Any = connection.connection.driver_connection
     if driver.is_pooled and not driver.autocommit:
         connection.exec_driver_sql(driver.set_local)
+
+
+def act_for(connection: Connection, tenants: Collection[str]) -> None:
+    """Say whose rows a connection's statements are about, where row-level security wants to know; none: nobody's.
+
+    On a connection in AUTOCOMMIT mode until the next call, otherwise until the end of the transaction, which must have
+    begun. Costs a round trip, but not if the same tenants are set already. Raises `InvalidKey` for a line break in a name.
+    """
+    driver: Any = connection.connection.driver_connection
+    if not getattr(driver, "needs_tenant", False):
+        return
+    if any("\n" in tenant for tenant in tenants):
+        raise InvalidKey("tenant: must not contain a line break")
+    named = "\n".join(sorted(set(tenants)))
+    if driver.autocommit and driver.is_pooled:
+        driver.tenants = named
+    elif not driver.autocommit:
+        connection.exec_driver_sql(SET_TENANTS, {"tenants": named, "local": True})
+    elif driver.tenants != named:
+        driver.tenants = None  # until it is answered
+        connection.exec_driver_sql(SET_TENANTS, {"tenants": named, "local": False})
+        driver.tenants = named
 
 
 def _wrap_statements(driver: CheckedConnection, _: Any) -> None:

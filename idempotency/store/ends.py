@@ -14,14 +14,15 @@ from .answers import Claimed
 from .record import FINISH, MINE, ROW, idle_ms, mine, named
 from .statements import execute
 
-# The response code of a failed operation, after HTTP: 422 Unprocessable Content.
-RESPONSE_FAILED = 422
+# The response codes of an operation, after HTTP. An edge's record has the status of its answer instead of 200.
+RESPONSE_COMPLETED = 200
+RESPONSE_FAILED = 422  # Unprocessable Content
 
 _TERMINAL = """completed_at = clock_timestamp(), locked_until = NULL,
         expires_at = clock_timestamp() + make_interval(secs => %(retention)s)"""
 
 _COMPLETE = FINISH.format(
-    changes=f"status = 'completed', result = %(result)s, response_code = 200, {_TERMINAL}", condition=MINE
+    changes=f"status = 'completed', result = %(result)s, response_code = %(response_code)s, {_TERMINAL}", condition=MINE
 )
 
 # Undone steps are removed, so that a replay runs them again.
@@ -101,9 +102,17 @@ class FailedEnd:
         }
 
 
-def complete(connection: Connection, claim: Claimed, result: str, *, retention: float, lease: float) -> None:
+def complete(
+    connection: Connection,
+    claim: Claimed,
+    result: str,
+    *,
+    retention: float,
+    lease: float,
+    response_code: int = RESPONSE_COMPLETED,
+) -> None:
     """Complete the operation in the body's transaction. Raises `DivisionByZero` if not the holder."""
-    parameters = {"result": result, "retention": retention, "idle_ms": idle_ms(lease)}
+    parameters = {"result": result, "response_code": response_code, "retention": retention, "idle_ms": idle_ms(lease)}
     execute(connection, _COMPLETE, mine(claim) | parameters)
 
 

@@ -35,7 +35,7 @@ _INSERT = """
 INSERT INTO idempotency.outbox
     (message_id, tenant, task, key, fingerprint, message, queue, ordering_key, origin, available_at, settled_at,
      generation, service)
-VALUES (%(message_id)s, %(tenant)s, %(task)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
+VALUES (%(message_id)s, idempotency.about(%(tenant)s), %(task)s, %(key)s, %(fingerprint)s, %(message)s, %(queue)s, %(ordering_key)s,
         %(origin)s,
         greatest(cast(%(eta)s AS timestamptz), clock_timestamp() + make_interval(secs => %(countdown)s)),
         CASE WHEN %(settled)s THEN clock_timestamp() END, %(generation)s, %(service)s)

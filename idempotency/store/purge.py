@@ -59,6 +59,27 @@ OPERATIONS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
+# Requests of the HTTP edge that did not come to their end, and that no client has asked for again: nothing but a client
+# goes on with them. One over an effect stays: what it says about the effect is known nowhere else. The index
+# records_unasked has the same conditions.
+REQUESTS = Sweep(
+    "purge_requests",
+    table="records",
+    columns="r.fence",
+    due="""r.service = %(service)s AND r.message = '' AND r.task = 'http' AND r.status IN ('started', 'released')
+      AND r.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND (r.locked_until IS NULL OR r.locked_until < clock_timestamp())
+      AND NOT jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && (@.state == "begun" || @.state == "done"))')""",
+    order="r.updated_at",
+    one=THIS_RECORD,
+    id=RECORD_ID,
+    then="""
+, purged AS (
+    DELETE FROM idempotency.records r USING due d WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key) RETURNING 1
+)
+SELECT (SELECT count(*) FROM purged)""",
+)
+
 # Settled rows whose operation has ended or has no record: repeated requests, events for external consumers, discarded
 # rows, rows that could never be published. A row that was published within the horizon keeps its record. A row that has
 # to stay is looked at again after another retention.
@@ -124,6 +145,14 @@ def operations(connection: Connection, service: str, *, horizon: float, limit: i
     """
     bounds = {"service": service, "keep": KEEP, "horizon": horizon}
     return _both(sweeps.run(connection, sweep, bounds, limit=limit) for sweep in _with_unnamed(OPERATIONS))
+
+
+def requests(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
+    """Delete requests of the HTTP edge that nobody has asked for again in `retention` seconds.
+
+    Returns how many, and whether more may be due.
+    """
+    return sweeps.run(connection, REQUESTS, {"service": service, "retention": retention}, limit=limit)
 
 
 def rows(

@@ -30,13 +30,15 @@ def remedy(error: BaseException) -> str | None:
     if state in _NOT_MIGRATED:
         run = f"run `{framework().command} migrate`"
         return f"the database does not have the tables of this version ({describe(driver)}); {run}"
+    if state == _INSUFFICIENT_PRIVILEGE and "idempotency.tenant" in describe(driver):
+        return f"{describe(driver)}; `SELECT idempotency.about('tenant')` sets it for a transaction (docs/tenants.md)"
     if state == _INSUFFICIENT_PRIVILEGE:
         return f"a right is missing ({describe(driver)}); {_needed(getattr(error, 'statement', None) or '')}"
     return None
 
 
 def _needed(statement: str) -> str:
-    tables = sorted(set(re.findall(rf"\b{SCHEMA}\.(\w+)", statement)))
+    tables = sorted(set(re.findall(rf"\b{SCHEMA}\.(\w+)\b(?!\()", statement)))
     needs = (f"; {_AUDIT_RIGHTS if table == 'audit' else _RIGHTS} on {SCHEMA}.{table}" for table in tables)
     return f"this role needs USAGE on schema {SCHEMA}" + "".join(needs)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Engine, Row, event, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from ..errors import SettingsError
@@ -25,7 +24,7 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 # Several services may migrate at once during a deploy; one waits for the other. Any constant not used elsewhere.
 MIGRATION_LOCK = 0x1DE4907E
 # The oldest revision of the schema that this code can run on.
-OLDEST_SCHEMA = "0012"
+OLDEST_SCHEMA = "0013"
 # Seconds. A migration does not wait longer for a lock, since everything else that needs the table queues behind it.
 LOCK_TIMEOUT = 2.0
 # Seconds between two tries, in which the others go on.
@@ -36,35 +35,10 @@ MIGRATION_TIMEOUT = 600.0
 TRY_AGAIN = ("55P03", "40P01")
 
 # What is about operations and messages; the other tables are about people, processes and the schema.
-WORK = ("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside")
-# Used only by operators' commands; a worker's role does not need rights to these.
-FOR_PEOPLE = ("audit", "operators", "discards")
-# What the roles of workers, relays and beats need. The audit table is append-only; identity sequences need no rights.
-_RIGHTS = text("""
-WITH needed(oid, name, privilege) AS (
-    SELECT c.oid, 'table ' || c.relname, unnest(CASE c.relname
-               WHEN :version THEN ARRAY['SELECT'] WHEN 'audit' THEN ARRAY['SELECT', 'INSERT']
-               ELSE ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE'] END)
-    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p')
-    UNION ALL
-    SELECT c.oid, 'sequence ' || c.relname, 'USAGE'
-    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind = 'S'
-      AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
-    UNION ALL
-    SELECT p.oid, 'function ' || p.proname, 'EXECUTE'
-    FROM pg_proc p WHERE p.pronamespace = to_regnamespace(:schema) AND p.prorettype <> 'trigger'::regtype
-    UNION ALL
-    SELECT n.oid, 'schema ' || n.nspname, 'USAGE' FROM pg_namespace n WHERE n.nspname = :schema
+WORK = (
+    *("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside"),
+    "waiters",
 )
-SELECT name, string_agg(privilege, ', ') AS missing, split_part(name, ' ', 2) = ANY (:for_people) AS for_people
-FROM needed
-WHERE NOT CASE split_part(name, ' ', 1)
-    WHEN 'table' THEN has_table_privilege(oid, privilege)
-    WHEN 'sequence' THEN has_sequence_privilege(oid, privilege)
-    WHEN 'function' THEN has_function_privilege(oid, privilege)
-    ELSE has_schema_privilege(oid, privilege) END
-GROUP BY name ORDER BY name
-""")
 
 
 def migrate(engine: Engine, revision: str = "head") -> str:
@@ -164,15 +138,6 @@ def empty(cursor: Any) -> None:
     """Delete all operations, messages and dead letters, in the transaction of a DB-API cursor. The audit stays."""
     if exists(cursor):
         cursor.execute("TRUNCATE " + ", ".join(f"{SCHEMA}.{table}" for table in WORK))
-
-
-def missing_rights(connection: Connection) -> Sequence[Row[Any]]:
-    """The rights that this role lacks on our schema, tables, sequences and functions.
-
-    `for_people`: only operators' commands need them.
-    """
-    names = {"schema": SCHEMA, "version": VERSION_TABLE, "for_people": list(FOR_PEOPLE)}
-    return connection.execute(_RIGHTS, names).all()
 
 
 def _known() -> list[str]:

@@ -29,6 +29,8 @@ READ_ONLY = "25006"
 REFUSED_OPTIONS = "unsupported startup parameter"
 # The key in a connection's `info` for the cursor of our statements.
 _CURSOR = "idempotency.cursor"
+# The tenants that row-level security shows, until the end of the transaction or of the session.
+SET_TENANTS = "SELECT set_config('idempotency.tenant', %(tenants)s, %(local)s)"
 # Frames: enough to reach the application's code below those of a client library.
 PLACES = 6
 # Characters: enough for a sentence.
@@ -47,6 +49,10 @@ class CheckedConnection(psycopg.Connection[Any]):
     # or left on a backend that serves others.
     is_pooled = False
     set_local = ""
+    # Whether row-level security shows this role only the tenants that are set, and which those are, one a line; None: it is
+    # not known. Behind a pooler they, too, are set in each transaction.
+    needs_tenant = False
+    tenants: str | None = ""
     _warned = False
 
     def note_warning(self, notice: psycopg.errors.Diagnostic) -> None:
@@ -109,6 +115,8 @@ class TransactionCursor(psycopg.Cursor[Any]):
             return super().execute(query, params, **options)
         with connection.transaction():
             psycopg.Cursor(connection).execute(connection.set_local)
+            if connection.tenants:
+                psycopg.Cursor(connection).execute(SET_TENANTS, {"tenants": connection.tenants, "local": True})
             return super().execute(query, params, **options)
 
 

@@ -20,7 +20,7 @@ from ..attempt.runtime import Runtime
 from ..attempt.session import use_sessions
 from ..framework import framework
 from ..settings import DAY, Settings
-from ..store.connections import make_engine
+from ..store.connections import act_for, make_engine
 
 
 @contextmanager
@@ -66,7 +66,8 @@ class JoinedRuntime(Runtime):
         return ()  # never connected; the connection is the test's
 
     @contextmanager
-    def autocommit(self) -> Iterator[Connection]:
+    def autocommit(self, *tenants: str) -> Iterator[Connection]:
         """The connection, in a savepoint, so that a statement that fails does not end the test's transaction."""
         with self._connection.begin_nested():
+            act_for(self._connection, tenants)
             yield self._connection

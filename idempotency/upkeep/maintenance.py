@@ -22,7 +22,7 @@ from ..errors import AttemptsExhausted
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import ends, letters
+from ..store import ends, letters, waiters
 from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed
@@ -128,8 +128,9 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     """Delete operations past their retention with their outbox rows, settled rows without operations, and closed letters.
 
     Of this application, and those without a name; at most about `limit` of each kind. An operation stays while it has
-    an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. The audit table is
-    never purged.
+    an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. An HTTP request
+    that did not end, and that nobody asks for again, goes after `retention_http`, unless it is over an effect. The
+    audit table is never purged.
     """
     runtime = runtime_of(app)
     settings, service = runtime.settings, runtime.settings.service
@@ -137,7 +138,8 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     with runtime.autocommit() as connection:
         deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit)
         operations, more_operations = past.operations(connection, service, horizon=horizon, limit=limit)
-        more, rows = more or more_operations, 0
+        requests, more_requests = past.requests(connection, service, retention=settings.retention_http, limit=limit)
+        more, rows = more or more_operations or more_requests, 0
         for status, retention in (
             ("published", settings.retention_completed),
             ("failed", settings.retention_failed),
@@ -149,5 +151,6 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
-    metrics.purged.inc(operations)
-    return Purged(operations, rows, deleted_letters, more)
+        waiters.forget(connection)
+    metrics.purged.inc(operations + requests)
+    return Purged(operations + requests, rows, deleted_letters, more)

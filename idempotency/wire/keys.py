@@ -144,7 +144,7 @@ def canonical_json(value: Any) -> str:
         where = encoding.first_defect(value) or type(error).__name__
         raise InvalidArguments(f"arguments: not JSON: {where}; {_WAYS_OUT}") from None
     # cheap check first: few brackets cannot be nested deeply
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(plain) > MAX_DEPTH:
+    if text.count("[") + text.count("{") > MAX_DEPTH and depth(plain) > MAX_DEPTH:
         raise InvalidArguments(f"arguments: nested at most {MAX_DEPTH} deep")
     return text
 
@@ -263,7 +263,7 @@ def _quoted(field: str, value: str) -> str:
         ) from None
 
 
-def _depth(value: Any) -> int:
+def depth(value: Any) -> int:
     """The nesting depth of containers, counted without recursion."""
     depth, level = 0, [value]
     while containers := [each for each in level if isinstance(each, list | dict)]:

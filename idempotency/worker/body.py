@@ -33,6 +33,11 @@ class RunningTask(KeyedTask[P, R_co], Generic[P, R_co]):
         """The SQLAlchemy session of this attempt: opened on first use, committed with the result. Raises `LeaseLost`."""
         return self._attempt.session
 
+    @property
+    def tenant(self) -> str:
+        """Whose operation this is: the `tenant` it was enqueued with."""
+        return self._attempt.claim.id.tenant
+
     def effect(
         self, name: str, fn: Callable[..., T], *args: Any, reconcile: effects.Reconcile | None = None, **kwargs: Any
     ) -> T:

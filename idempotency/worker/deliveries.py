@@ -57,7 +57,7 @@ def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
     if given in (None, *computed) or not keys.is_fingerprint(given):
         return delivery
     body = Message.from_text(delivery.message).body
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(delivery.id.tenant) as connection:
         if not claims.is_accepted(connection, delivery.id, str(given), body):
             return delivery
     return replace(delivery, fingerprint=str(given), also=computed)
@@ -65,7 +65,7 @@ def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
 
 def is_anothers(runtime: Runtime, delivery: Delivery) -> bool:
     """Whether this delivery is a mere duplicate: the operation runs or was accepted under another task id."""
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(delivery.id.tenant) as connection:
         service = runtime.settings.service
         also = delivery.also
         return claims.is_anothers(
@@ -77,7 +77,7 @@ def store_refusal(
     runtime: Runtime, delivery: Delivery, generation: int, error: FingerprintMismatch | ServiceMismatch | PermanentError
 ) -> None:
     """Keep a request under a key that another one has used, or what cannot be sent after its end, as a dead letter."""
-    with runtime.autocommit() as connection:
+    with runtime.autocommit(delivery.id.tenant) as connection:
         letters.store_refusal(
             connection,
             delivery,

@@ -101,7 +101,7 @@ def _park(
 def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
     try:
         runtime = runtime_of(app)
-        with runtime.autocommit() as connection:
+        with runtime.autocommit(delivery.id.tenant) as connection:
             _park(connection, delivery, message, runtime.settings.service, countdown=PUT_BACK, eta=delivery.eta)
     except Exception:
         return False

@@ -295,7 +295,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
         def park() -> None:
             runtime = runtime_of(self.app)
-            with runtime.autocommit() as connection:
+            with runtime.autocommit(delivery.id.tenant) as connection:
                 parking.park_until_held_no_more(connection, delivery, runtime.settings)
 
         if self.on_busy == "wait":
@@ -305,7 +305,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _parked(self, delivery: Delivery, varies: bool) -> bool:
         runtime = runtime_of(self.app)
-        with runtime.autocommit() as connection:
+        with runtime.autocommit(delivery.id.tenant) as connection:
             park = parking.park_under_its_key if varies else parking.park_if_early
             return park(connection, delivery, service=runtime.settings.service)
 

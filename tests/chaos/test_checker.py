@@ -91,7 +91,7 @@ def test_a_rolled_back_transaction_leaves_no_line(engine: Engine, hand: Hand) ->
     assert ledgers.read(engine) == []
 
 
-def test_the_ledger_refuses_changes_and_what_it_watches_refuses_truncation(engine: Engine, hand: Hand) -> None:
+def test_the_ledger_refuses_changes_and_what_it_watches_refuses_truncation(superuser: Engine, hand: Hand) -> None:
     enqueued_and_done(hand)
     for statement in (
         "UPDATE ledger.changes SET book = ''",
@@ -100,12 +100,14 @@ def test_the_ledger_refuses_changes_and_what_it_watches_refuses_truncation(engin
         "SET session_replication_role = replica; DELETE FROM ledger.changes",
         "TRUNCATE entries",
     ):
-        with engine.connect() as connection, pytest.raises(ProgrammingError, match="refused"):
+        with superuser.connect() as connection, pytest.raises(ProgrammingError, match="refused"):
             connection.execute(text(statement))
 
 
-def test_writes_that_bypass_ordinary_triggers_are_still_in_the_ledger(engine: Engine, hand: Hand) -> None:
-    with engine.connect() as connection:
+def test_writes_that_bypass_ordinary_triggers_are_still_in_the_ledger(
+    engine: Engine, superuser: Engine, hand: Hand
+) -> None:
+    with superuser.connect() as connection:
         connection.execute(text("SET session_replication_role = replica; INSERT INTO entries VALUES (1, 'a', 1)"))
         connection.execute(text("SET session_replication_role = origin"))
     assert [(line.book, line.verb, line.row["account"]) for line in ledgers.read(engine)] == [

@@ -1,4 +1,4 @@
-"""The fault matrix as data: what may go wrong (F1–F21), in which phase of an operation (P0–P9), and what must come out.
+"""The fault matrix as data: what may go wrong (F1–F23), in which phase of an operation (P0–P9), and what must come out.
 
 A cell holds the matrix' own words. `outcomes` are the letters that a test of the cell may have seen; whatever else a
 test sees fails it. Cells that say "–" need no test: the fault has no effect there.
@@ -86,6 +86,8 @@ TITLES = {
     "F19": "beat doubled; down an hour; old schedule file",
     "F20": "gateway: timeout, 500 after success, 429, slow drip",
     "F21": "old and new code share the queues",
+    "F22": "SIGKILL of the web server, and its client asks another one",
+    "F23": "SIGSTOP of the web server past the lease, later SIGCONT",
 }
 
 # The columns are P0–P9. Words that are no letters are translated by _WORDS below.
@@ -139,6 +141,8 @@ _ROWS = {
         "K",
         "K",
     ),
+    "F22": ("R", "R", "R", "G", "R", "U", "D", "–", "–", "–"),
+    "F23": ("R", "R+", "R+", "G", "R+", "–", "D", "–", "–", "–"),
 }
 
 _PAIRS = {

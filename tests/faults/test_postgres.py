@@ -209,7 +209,7 @@ class Writes:
     """Whether Postgres takes writes: `stop` makes every transaction that begins from now on read-only."""
 
     def __init__(self, postgres: Postgres) -> None:
-        self._url = plain(postgres.url)
+        self._url = plain(postgres.superuser_url())
 
     def stop(self) -> None:
         self._change("ALTER SYSTEM SET default_transaction_read_only = on", "on")

@@ -404,11 +404,12 @@ def test_only_an_application_that_has_the_task_ends_spent_operations(
 
 
 @pytest.fixture
-def crowded(bank: Celery, engine: Engine, database: str) -> Iterator[Engine]:
+def crowded(bank: Celery, engine: Engine, superuser: Engine, database: str) -> Iterator[Engine]:
     """The application under a role that may have two connections; a connection of this engine fills Postgres."""
     role = f"app_{uuid4().hex[:8]}"
     with engine.connect() as connection:
         owner = connection.execute(text("SELECT current_user")).scalar_one()
+    with superuser.connect() as connection:
         connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'secret' CONNECTION LIMIT 2"))
         connection.execute(text(f'GRANT "{owner}" TO {role}'))
     limited = make_url(database).set(username=role, password="secret")
@@ -418,7 +419,7 @@ def crowded(bank: Celery, engine: Engine, database: str) -> Iterator[Engine]:
     yield other
     other.dispose()
     close_runtime(bank)
-    with engine.connect() as connection:
+    with superuser.connect() as connection:
         connection.execute(text(f"DROP ROLE {role}"))
 
 

@@ -126,7 +126,7 @@ def unconfirmed(alone: Postgres, bank: Celery, environment: dict[str, str]) -> I
     close_runtime(bank)
     app_module.configure(environment | {"DATABASE_URL": url})
     admin = create_engine(
-        alone.url, isolation_level="AUTOCOMMIT", connect_args={"options": "-c synchronous_commit=local"}
+        alone.superuser_url(), isolation_level="AUTOCOMMIT", connect_args={"options": "-c synchronous_commit=local"}
     )
     stop = threading.Event()
 

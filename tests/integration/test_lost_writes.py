@@ -28,7 +28,7 @@ from tests.support.tasks import ROW, make_task, transactional
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
     server = Postgres(tmp_path_factory.mktemp("postgres") / "own")
     server.start()
-    engine = create_engine(server.url, isolation_level="AUTOCOMMIT")
+    engine = create_engine(server.superuser_url(), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         # Nothing is flushed in the background that a commit has not flushed: the crash undoes it every time, not sometimes.
         connection.execute(text("ALTER SYSTEM SET wal_writer_delay = '10s'"))

@@ -321,6 +321,7 @@ def role(connection: Connection) -> Iterator[str]:
     """A tenant's role with rights on the application's tables and none on the library's."""
     name = "proven_tenant"
     connection.execute(text(f"CREATE ROLE {name} NOLOGIN"))
+    connection.execute(text(f"GRANT {name} TO CURRENT_USER"))
     connection.execute(text(f"GRANT ALL ON failures, entries TO {name}"))
     connection.execute(text(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {name}"))
     yield name

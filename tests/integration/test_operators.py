@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Row, text
+from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from idempotency import DidNotHappen, Happened, IdempotentTask, OperationFailed, OperationId
@@ -44,9 +44,8 @@ def audits(connection: Connection) -> Sequence[Row[Any]]:
     ["UPDATE {} SET reason = 'x'", "DELETE FROM {}", "TRUNCATE {}", "UPDATE {} SET reason = 'x' WHERE false"],
 )
 @pytest.mark.parametrize("role", ["origin", "replica"])
-def test_an_audit_row_cannot_be_changed_even_by_the_tables_owner(
-    connection: Connection, statement: str, role: str
-) -> None:
+def test_an_audit_row_cannot_be_changed_even_by_a_superuser(superuser: Engine, statement: str, role: str) -> None:
+    connection = superuser.connect()
     connection.execute(text("INSERT INTO idempotency.audit (actor, action, reason) VALUES ('ann', 'release', 'r')"))
     before = audits(connection)
     # under `replica` ordinary triggers are silent
@@ -54,6 +53,7 @@ def test_an_audit_row_cannot_be_changed_even_by_the_tables_owner(
     with pytest.raises(ProgrammingError, match="append-only"):
         connection.execute(text(statement.format("idempotency.audit")))
     assert audits(connection) == before
+    connection.close()
 
 
 # ---------------------------------------------------------------- release

@@ -35,6 +35,7 @@ def poor(engine: Engine, database: str) -> Iterator[Connection]:
     role = f"poor_{uuid4().hex[:8]}"
     with engine.connect() as connection:
         connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'p'"))
+        connection.execute(text(f"GRANT {role} TO CURRENT_USER"))  # to drop what it owns
     mine = create_engine(make_url(database).set(username=role, password="p"), poolclass=NullPool)
     with mine.connect() as connection:
         yield connection

@@ -17,7 +17,7 @@ from idempotency.application import close_runtime, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import _tables, check_database
 from idempotency.relay.relay import Relay
-from idempotency.store import schema
+from idempotency.store.rights import FOR_PEOPLE
 from tests.support import bank as b
 from tests.support.deliveries import Deliveries
 from tests.support.tasks import enqueued
@@ -43,6 +43,7 @@ def role(engine: Engine) -> Iterator[str]:
     name = f"role_{uuid4().hex[:8]}"
     with engine.connect() as connection:
         connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD 'p'"))
+        connection.execute(text(f"GRANT {name} TO CURRENT_USER"))  # to drop what it owns
         for statement in re.sub(r"\bapp\b", name, grants).split(";\n"):
             if statement.strip():
                 connection.execute(text(statement))
@@ -81,19 +82,19 @@ def test_every_right_that_is_missing_is_named(poor: Celery, role: str, connectio
     connection.execute(text("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA idempotency FROM PUBLIC"))
     connection.execute(text(f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA idempotency TO {role}"))
     of_kind = {"SEQUENCE": ["USAGE"], "FUNCTION": ["EXECUTE"], "TABLE": ["SELECT", "INSERT", "UPDATE", "DELETE"]}
-    rights = [
+    all_rights = [
         (each.kind, each.name, each.shown, right)
         for each in objects
         for right in EXCEPT.get(each.shown, of_kind[each.kind])
     ]
-    assert {"records", "outbox", "fence", "refresh_lane"} < {shown for _, _, shown, _ in rights}
+    assert {"records", "outbox", "fence", "refresh_lane"} < {shown for _, _, shown, _ in all_rights}
     with own.connect().execution_options(isolation_level="AUTOCOMMIT") as session:
-        for kind, name, shown, right in rights:
+        for kind, name, shown, right in all_rights:
             name = name if name.startswith("idempotency.") else f"idempotency.{name}"
             connection.execute(text(f"REVOKE {right} ON {kind} {name} FROM {role}"))
             (found,) = [each for each in _tables(session) if each.level is not Level.OK]
             assert str(found).startswith(f"database rights on {kind.lower()} {shown}: no {right};")
-            is_for_people = shown in schema.FOR_PEOPLE
+            is_for_people = shown in FOR_PEOPLE
             assert found.level is (Level.WARNING if is_for_people else Level.REFUSAL)
             connection.execute(text(f"GRANT {right} ON {kind} {name} TO {role}"))
         connection.execute(text(f"REVOKE USAGE ON SCHEMA idempotency FROM {role}"))

@@ -29,6 +29,7 @@ from tests.support.processes import eventually
 TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards", "operators", "alerts", "set_aside"}
 TABLES |= {"dead_letter_tries", "compatibility", "processes", "alarms"}
 TABLES |= {"lanes", "markers", "settled"}
+TABLES |= {"api_keys", "waiters"}
 
 
 @pytest.fixture

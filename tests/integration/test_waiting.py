@@ -66,6 +66,7 @@ def poor(engine: Engine, database: str, environment: dict[str, str], bank: Celer
     url = make_url(database).set(username=role, password="p").render_as_string(hide_password=False)
     with engine.connect() as connection:
         connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'p'"))
+        connection.execute(text(f"GRANT {role} TO CURRENT_USER"))  # to drop what it owns
         connection.execute(text(f"GRANT USAGE ON SCHEMA idempotency TO {role}"))
         connection.execute(text(f"GRANT ALL ON ALL TABLES IN SCHEMA idempotency, public TO {role}"))
         connection.execute(text(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA idempotency, public TO {role}"))

@@ -56,7 +56,7 @@ def declined(purchase_id: str) -> bool:
     return fires(SEED, "declined", purchase_id, PROVIDER_FAULTS["declined"])
 
 
-def test_every_line_is_accounted_for_under_duplicates_and_faults(tmp_path: Path) -> None:
+def test_over_http_every_line_is_accounted_for_under_duplicates_and_faults(tmp_path: Path) -> None:
     amounts = {f"p-{n:03d}": 0 if n % 13 == 0 else 100 * n for n in range(1, 41)}
     purchases = [(id, f"c-{n % 7}", "2026-03-02", 1, amount, "EUR") for n, (id, amount) in enumerate(amounts.items())]
     paid = {id: amount for id, amount in amounts.items() if amount and not declined(id)}
@@ -69,7 +69,7 @@ def test_every_line_is_accounted_for_under_duplicates_and_faults(tmp_path: Path)
     run = demo(
         *("--purchases", write(tmp_path / "p.csv", PURCHASES, purchases)),
         *("--refunds", write(tmp_path / "r.csv", REFUNDS, refunds)),
-        *("--copies", "3", "--report", tmp_path / "report.json"),
+        *("--copies", "3", "--via", "http", "--report", tmp_path / "report.json"),
     )
     output, errors = run.communicate(timeout=150)
 
@@ -100,6 +100,7 @@ def test_every_line_is_accounted_for_under_duplicates_and_faults(tmp_path: Path)
         "lost": 0,
         "doubled": 0,
     }
+    assert "that the client abandoned half-way" in output
     assert "SIGKILL" in output
     assert "wiped broker and Redis" in output
 

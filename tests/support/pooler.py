@@ -15,6 +15,7 @@ from sqlalchemy.engine import make_url
 
 from services import packages
 from tests.support.processes import eventually
+from tests.support.roles import PASSWORDS
 
 PROGRAM = "pgbouncer"
 
@@ -37,7 +38,9 @@ class Pooler:
             port = listener.getsockname()[1]
         self.url = url.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
         self._directory = Path(tempfile.mkdtemp(prefix="pgbouncer-"))
-        (self._directory / "users").write_text(f'"{url.username}" "{url.password}"\n')
+        logins = {str(url.username): str(url.password), **PASSWORDS}
+        users = (f'"{login}" "{password}"\n' for login, password in logins.items())
+        (self._directory / "users").write_text("".join(users))
         settings = {
             "listen_addr": "127.0.0.1",
             "listen_port": port,

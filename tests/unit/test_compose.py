@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from idempotency.store.rights import APPLICATION, RELAY
+
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
 ROOT = Path(__file__).parents[2]
@@ -62,10 +64,27 @@ def test_our_commands_exist_and_hold_no_password(name: str) -> None:
 
 
 def test_no_process_starts_before_the_business_tables_are_there() -> None:
-    assert SERVICES["tables"]["command"] == ["python", "-m", "tasks.migrate"]
+    assert SERVICES["tables"]["command"] == ["python", "-m", "tasks.migrate", "--roles"]
     assert "migrate" in SERVICES["tables"]["depends_on"]
-    for name in ("worker", "relay", "beat"):
+    for name in ("worker", "maintenance", "relay", "beat"):
         assert "tables" in SERVICES[name]["depends_on"]
+
+
+def test_each_process_logs_in_as_its_role_and_none_as_a_superuser() -> None:
+    urls = {name: service.get("environment", {}).get("DATABASE_URL") for name, service in SERVICES.items()}
+    logins = {name: url.partition("//")[2].partition(":")[0] for name, url in urls.items() if url is not None}
+    assert logins == {
+        **dict.fromkeys(("migrate", "tables"), "deployer"),
+        **dict.fromkeys(("worker", "flower"), APPLICATION),
+        **dict.fromkeys(("maintenance", "relay", "beat"), RELAY),
+    }
+    (statement, _) = COMPOSE["configs"]["deployer"]["content"].split(";", 1)
+    assert re.fullmatch(r"CREATE ROLE deployer LOGIN CREATEROLE PASSWORD '\$\{DEPLOYER_PASSWORD:\?\}'", statement)
+
+
+def test_the_queue_of_the_maintenance_has_a_worker_of_its_own() -> None:
+    queues = {name: SERVICES[name]["command"][-1 if name == "worker" else -2] for name in ("worker", "maintenance")}
+    assert queues == {"worker": "--queues=payments,refunds,notifications", "maintenance": "--queues=maintenance"}
 
 
 def test_what_is_kept_is_declared() -> None:

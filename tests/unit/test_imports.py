@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = {
-    "idempotency": {"tasks", "services", "sandbox", "demo", "tests", "celeryconfig"},
-    "tasks": {"services", "sandbox", "demo", "tests"},
+    "idempotency": {"api", "tasks", "services", "sandbox", "demo", "tests", "celeryconfig"},
+    "tasks": {"api", "services", "sandbox", "demo", "tests"},
+    "api": {"services", "sandbox", "demo", "tests"},
 }
 
 
@@ -55,8 +56,8 @@ LAYERS = (
     ("store",),
     ("broker",),
     ("attempt",),
-    ("application",),
-    ("handle",),
+    ("application", "waiting"),
+    ("handle", "http"),
     ("worker",),
     ("events", "letters"),
     ("relay",),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "idempotency"
-MAIN_PATH = ("attempt", "worker", "broker", "testing", "application.py", "handle.py", "installation.py")
+MAIN_PATH = ("attempt", "http", "worker", "broker", "testing", "application.py", "handle.py", "installation.py")
 DEEPEST = 3
 
 BLOCKS = (ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Match)

@@ -23,6 +23,7 @@ CHANGES = {
     "add_operator",
     "approve",
     "cancel",
+    "create_api_key",
     "forget_process",
     "release",
     "remove_operator",
@@ -30,6 +31,7 @@ CHANGES = {
     "replay",
     "request",
     "resolve_effect",
+    "revoke_api_key",
 }
 
 

@@ -111,7 +111,7 @@ class IdempotentBackend(BaseTaskBackend):
     def get_result(self, result_id: str) -> Any:
         """Read a task's state from its record. Raises `TaskResultDoesNotExist`, also until its `enqueue` is committed."""
         runtime = runtime_of(celery_app())
-        with runtime.autocommit() as connection:
+        with runtime.autocommit(runtime.settings.tenant) as connection:
             id = OperationId(runtime.settings.tenant, NAME, result_id)
             stored = operations.operation(connection, id, with_payload=True)
         record = stored["record"] or {}

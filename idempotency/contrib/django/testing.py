@@ -73,7 +73,7 @@ class TestRuntime(Runtime):
         use_sessions(self.engine, settings.session)
 
     @contextmanager
-    def autocommit(self) -> Iterator[Connection]:
+    def autocommit(self, *_: str) -> Iterator[Connection]:
         with self.engine.begin() as connection:
             yield connection
 

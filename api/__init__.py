@@ -1,0 +1,1 @@
+"""The application over HTTP: payments, refunds and orders, each carried out once for its `Idempotency-Key`."""

@@ -1,0 +1,91 @@
+"""The application: `uvicorn --factory api.application:create_app`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+
+from idempotency.application import close_runtime, runtime_of
+from idempotency.attempt.runtime import Runtime
+from idempotency.http import IdempotencyMiddleware
+from idempotency.http.asgi import Application, Message, Receive, Scope, Send
+from idempotency.http.problems import Refused
+from idempotency.http.request import Limits, read
+from idempotency.waiting import Ends
+from tasks import app as celery
+
+from . import admin, health, operations, problems, submissions
+from .callers import Authentication, Callers, is_write, tenant_of
+
+DESCRIPTION = "Payments, refunds and orders, each carried out once for its Idempotency-Key."
+
+
+JSON = ("application/json",)
+BODY_LIMIT = 1024 * 1024
+
+
+class Once:
+    """The library's middleware for the routes where a key makes something happen once; a limited body for the others."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._keyed = IdempotencyMiddleware(
+            app, runtime=_runtime, tenant=tenant_of, required=True, media_types=JSON, body_limit=BODY_LIMIT
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_write(scope):
+            await self._keyed(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(admin.PATH):
+            await self._limited(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = await read(scope, receive, Limits(BODY_LIMIT, JSON))
+        except Refused as refused:
+            await refused.answer(scope, receive, send)
+            return
+        if request is not None:
+            body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+            async def again() -> Message:
+                return body.pop() if body else await receive()
+
+            await self._app({**scope, "headers": list(request.headers)}, again, send)
+
+
+def create_app() -> FastAPI:
+    """The application, which opens its connections when it is started."""
+    app = FastAPI(title="Shop", description=DESCRIPTION, version="1", lifespan=_lifespan, redirect_slashes=False)
+    app.openapi = lambda: problems.describe(app)  # type: ignore[method-assign]
+    problems.install(app)
+    tenants = [Depends(HTTPBearer(scheme_name="API key", auto_error=False))]
+    operators = [Depends(HTTPBearer(scheme_name="operator's token", auto_error=False))]
+    app.include_router(submissions.router, dependencies=tenants)
+    app.include_router(operations.router, dependencies=tenants)
+    app.include_router(admin.router, dependencies=operators)
+    app.include_router(health.router)
+    # from the inside out
+    app.add_middleware(Once)
+    app.add_middleware(operations.PreferWait)
+    app.add_middleware(Authentication, callers=Callers(_runtime))
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    app.state.ends = Ends(_runtime())
+    app.state.readiness = health.Looker()
+    app.state.admin_limits = admin.Limits()
+    yield
+    app.state.ends.close()
+    close_runtime(celery)
+
+
+def _runtime() -> Runtime:
+    return runtime_of(celery)

@@ -1,0 +1,119 @@
+"""Who calls: the API key of a tenant, checked before anything else is done with the request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.concurrency import run_in_threadpool
+
+from idempotency.attempt.runtime import Runtime
+from idempotency.http.asgi import Application, Receive, Scope, Send
+from idempotency.http.problems import Answer, problem
+from idempotency.store import tenants
+from idempotency.store.tenants import Caller
+
+# What a key has to allow for each route; the others are not for tenants.
+WRITES = {"/payments": "payments:write", "/refunds": "refunds:write", "/orders": "orders:write"}
+OPERATIONS = "/operations/"
+READS = "operations:read"
+# Seconds for which a valid key is not asked about again: a revoked one is refused after that.
+CACHED = 3.0
+# Keys that are remembered.
+REMEMBERED = 10_000
+
+UNAUTHENTICATED = problem(
+    401,
+    "unauthenticated",
+    "API key missing or not valid",
+    "Authorization: Bearer with an API key; `idempotency api-key create` makes one",
+    headers=((b"www-authenticate", b"Bearer"),),
+)
+UNAVAILABLE = problem(
+    503, "unavailable", "Try again", "The database did not answer. Send the request again.", retry_after=1
+)
+
+
+class Callers:
+    """Finds the tenant of an API key, off the event loop. Refused keys are asked about each time."""
+
+    def __init__(self, runtime: Callable[[], Runtime]) -> None:
+        self._runtime = runtime
+        self._known: dict[bytes, tuple[Caller, float]] = {}
+
+    async def of(self, key: str) -> Caller | None:
+        """Whose key this is; None if it is not valid. Raises `SQLAlchemyError`."""
+        digest = sha256(key.encode()).digest()
+        caller, until = self._known.get(digest, (None, 0.0))
+        if caller is not None and time.monotonic() < until:
+            return caller
+        caller = await run_in_threadpool(self._ask, key)
+        self._known.pop(digest, None)
+        if caller is not None:
+            while len(self._known) >= REMEMBERED:
+                self._known.pop(next(iter(self._known)))
+            self._known[digest] = (caller, time.monotonic() + CACHED)
+        return caller
+
+    def _ask(self, key: str) -> Caller | None:
+        with self._runtime().autocommit() as connection:
+            return tenants.authenticate(connection, key)
+
+
+class Authentication:
+    """Puts the `Caller` of a tenant's request into `request.state.caller`, or answers 401, 403 or 503."""
+
+    def __init__(self, app: Application, *, callers: Callers) -> None:
+        self.app = app
+        self._callers = callers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        needed = scope_needed(scope)
+        found = None if needed is None else await self._caller(scope, needed)
+        if isinstance(found, Answer):
+            await found(scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = found
+        await self.app(scope, receive, send)
+
+    async def _caller(self, scope: Scope, needed: str) -> Caller | Answer:
+        token = bearer(scope["headers"])
+        try:
+            caller = None if token is None else await self._callers.of(token)
+        except SQLAlchemyError:
+            return UNAVAILABLE
+        if caller is None:
+            return UNAUTHENTICATED
+        if not caller.may(needed):
+            return problem(403, "not_allowed", "The API key does not allow this", f"scopes: needs {needed}")
+        return caller
+
+
+def scope_needed(scope: Scope) -> str | None:
+    """What a tenant's key has to allow for this request; None where no tenant is asked for."""
+    if scope["type"] != "http":
+        return None
+    path = scope["path"]
+    return READS if path.startswith(OPERATIONS) else WRITES.get(path)
+
+
+def is_write(scope: Scope) -> bool:
+    """Whether this request is one that its key makes happen once."""
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in WRITES
+
+
+def tenant_of(scope: Scope) -> str:
+    """Whose request this is, after `Authentication`."""
+    caller: Caller = scope["state"]["caller"]
+    return caller.tenant
+
+
+def bearer(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The token of the header Authorization; None without exactly one."""
+    given = [value for name, value in headers if name.lower() == b"authorization"]
+    if len(given) != 1:
+        return None
+    kind, _, token = given[0].decode("latin-1").partition(" ")
+    return token.strip() if kind.lower() == "bearer" and token.strip() else None

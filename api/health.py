@@ -1,0 +1,137 @@
+"""Whether the process lives, whether it can accept requests, and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import redis
+from fastapi import APIRouter, Request, Response
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from sqlalchemy.exc import SQLAlchemyError
+
+from idempotency.application import runtime_of
+from idempotency.errors import IdempotencyError
+from idempotency.observe import metrics
+from idempotency.store import schema
+from idempotency.store.overview import Look, monitoring_connection
+from idempotency.upkeep import overview
+from tasks import app as celery
+
+from .schemas import Part, Readiness
+
+# Seconds until a part counts as missing.
+DEADLINE = 2.5
+# Seconds for which an answer is repeated: anyone may ask, and each look costs queries.
+KEPT = 1.0
+# Seconds that a message may wait for a relay before that is worth a line.
+LATE = 60.0
+
+router = APIRouter()
+
+
+@router.get("/livez", summary="The process answers")
+async def live() -> dict[str, str]:
+    """200 as long as the event loop turns. Looks at nothing else: a restart repairs no database."""
+    return {"status": "ok"}
+
+
+@router.get(
+    "/readyz",
+    summary="Requests can be accepted",
+    responses={503: {"model": Readiness, "description": "A part is missing without which none can be accepted"}},
+)
+async def ready(request: Request, response: Response) -> Readiness:
+    """A line for each part. Only Postgres is needed: without Redis, a broker or a relay, work is accepted and kept."""
+    found: Readiness = await request.app.state.readiness.look()
+    response.status_code = 200 if found.ready else 503
+    return found
+
+
+@router.get("/metrics", summary="The process's counters, for Prometheus", response_class=Response)
+def counters() -> Response:
+    """Of this process alone, or of all that share `PROMETHEUS_MULTIPROC_DIR`."""
+    text, media_type = metrics.exposition()
+    return Response(text, media_type=media_type)
+
+
+class Looker:
+    """Looks at all parts at once, each with its deadline, and at most once a second."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._found: Readiness | None = None
+        self._until = 0.0
+
+    async def look(self) -> Readiness:
+        async with self._lock:
+            if self._found is None or time.monotonic() >= self._until:
+                self._found, self._until = await _look(), time.monotonic() + KEPT
+            return self._found
+
+
+async def _look() -> Readiness:
+    postgres, hints, work = await asyncio.gather(
+        _in_time(_postgres, needed=True), _in_time(_redis), asyncio.to_thread(_work)
+    )
+    parts = {"postgres": postgres, "redis": hints, **work}
+    return Readiness(ready=all(part.ok for part in parts.values() if part.needed), parts=parts)
+
+
+async def _in_time(check: Callable[[], str], *, needed: bool = False) -> Part:
+    try:
+        async with asyncio.timeout(DEADLINE):
+            return Part(ok=True, needed=needed, detail=await asyncio.to_thread(check))
+    except TimeoutError:
+        return Part(ok=False, needed=needed, detail=f"no answer within {DEADLINE:g} s")
+    except IdempotencyError as error:
+        return Part(ok=False, needed=needed, detail=str(error))
+    except (SQLAlchemyError, redis.RedisError, OSError) as error:
+        return Part(ok=False, needed=needed, detail=type(error).__name__)
+
+
+def _postgres() -> str:
+    with monitoring_connection(runtime_of(celery).settings) as connection:
+        schema.require_compatible(connection)
+    return "answers, with the tables of this version"
+
+
+def _redis() -> str:
+    url = runtime_of(celery).settings.redis_url
+    if url is None:
+        return "not used"
+    client = redis.Redis.from_url(
+        url.get_secret_value(), socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0)
+    )
+    with client:
+        client.ping()
+    return "answers"
+
+
+def _work() -> dict[str, Part]:
+    """The broker, the relay and the consumers: without them what is accepted waits in Postgres."""
+    settings = runtime_of(celery).settings
+    try:
+        with monitoring_connection(settings) as connection:
+            found = overview.look(connection, celery, settings)
+    except SQLAlchemyError as error:
+        unknown = Part(ok=False, needed=False, detail=f"not known: {type(error).__name__}")
+        return dict.fromkeys(("broker", "relay", "consumers"), unknown)
+    answered = found.broker_answered
+    broker = Part(ok=answered, needed=False, detail="answers" if answered else "does not answer")
+    return {"broker": broker, "relay": _relay(found, settings.alarm_silence), "consumers": _consumers(found)}
+
+
+def _relay(found: Look, silence: float) -> Part:
+    lag = max(found.outbox.oldest or 0.0, 0.0)
+    running = found.has_relay(silence)
+    detail = f"{'running' if running else 'none is running'}, {found.outbox.unpublished} due, for {lag:.0f} s"
+    return Part(ok=running and lag < LATE, needed=False, detail=detail)
+
+
+def _consumers(found: Look) -> Part:
+    counted = {name: found.queue(name).consumers for name in celery.amqp.queues}
+    detail = ", ".join(f"{name} {'?' if number is None else number}" for name, number in sorted(counted.items()))
+    return Part(ok=all(counted.values()), needed=False, detail=detail)

@@ -1,0 +1,158 @@
+"""What requests and answers are made of. Bodies are strict: an amount of `1.0` or `"1"` is refused, not rounded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from tasks.validation import (
+    CURRENCIES,
+    LOCAL_PART,
+    MAX_AMOUNT,
+    MAX_LOCAL_PART,
+    MAX_TEXT,
+    check_currency,
+    check_id,
+    check_local_part,
+    check_minor_unit,
+    check_text,
+)
+
+# Dead letters that one request may name.
+MOST_LETTERS = 1000
+BIGINT = 2**63 - 1
+
+# In the document only: the checks of `tasks.validation` decide, and name the field.
+PRINTABLE = {"pattern": "^[!-~]([ -~]*[!-~])?$"}
+
+Id = Annotated[
+    str,
+    AfterValidator(lambda value: check_id("id", value)),
+    Field(max_length=255, json_schema_extra={"minLength": 1, **PRINTABLE}),
+]
+CustomerId = Annotated[
+    str,
+    AfterValidator(lambda value: check_local_part("customer_id", value)),
+    Field(
+        max_length=MAX_LOCAL_PART,
+        description="Letters, digits and . _ + -",
+        examples=["c-17"],
+        json_schema_extra={"pattern": f"^{LOCAL_PART.pattern}$"},
+    ),
+]
+Currency = Annotated[
+    str,
+    AfterValidator(lambda value: check_currency("currency", value)),
+    Field(json_schema_extra={"enum": sorted(CURRENCIES)}),
+]
+Reason = Annotated[
+    str,
+    AfterValidator(lambda value: check_text("reason", value)),
+    Field(max_length=MAX_TEXT, json_schema_extra=PRINTABLE),
+]
+MINOR_UNIT = "In the currency's minor unit: cents, whole yen, thousandths of a dinar (these end with 0)."
+
+
+class Body(BaseModel):
+    """A request's body: no member more than it has, and none of another type."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+
+class _Priced(Body):
+    amount: int
+    currency: Currency
+
+    @model_validator(mode="after")
+    def _check_minor_unit(self) -> Self:
+        check_minor_unit("amount", self.amount, self.currency)
+        return self
+
+
+class NewPayment(_Priced):
+    """A payment. Its id is the request's Idempotency-Key."""
+
+    customer_id: CustomerId
+    amount: Annotated[int, Field(ge=0, le=MAX_AMOUNT, description=f"{MINOR_UNIT} 0: nothing is charged.")]
+
+
+class NewRefund(Body):
+    """A refund of a payment, whole or in part. Its id is the request's Idempotency-Key."""
+
+    payment_id: Id
+    amount: Annotated[int, Field(ge=1, le=MAX_AMOUNT, description=MINOR_UNIT)]
+    reason: Reason
+
+
+class NewOrder(_Priced):
+    """The order of a checkout session."""
+
+    checkout_session_id: Id
+    customer_id: CustomerId
+    amount: Annotated[int, Field(ge=1, le=MAX_AMOUNT, description=MINOR_UNIT)]
+
+
+class Accepted(BaseModel):
+    """Accepted: the work goes on, and `operation` is where to ask for its end."""
+
+    id: str
+    status: Literal["accepted"] = "accepted"
+    operation: str
+
+
+class AcceptedOrder(Accepted):
+    """The order of the checkout session, the same for every request; `operation` is its payment's."""
+
+    checkout_session_id: str
+    customer_id: str
+    amount: int
+    currency: str
+
+
+class OperationDocument(BaseModel):
+    """An operation as it is recorded. `code` says why it ended without success."""
+
+    task: str
+    key: str
+    status: Literal["waiting", "started", "released", "completed", "failed"]
+    result: Any = None
+    code: str | None = None
+
+
+class Letters(Body):
+    """Dead letters by number."""
+
+    ids: Annotated[
+        list[Annotated[int, Field(ge=1, le=BIGINT)]], Field(min_length=1, max_length=MOST_LETTERS, examples=[[17]])
+    ]
+    reason: Annotated[str, Field(min_length=1, max_length=500, pattern=r"\S", description="Kept in the audit table.")]
+
+
+class Refusal(BaseModel):
+    """A dead letter that was left as it was, and why."""
+
+    letter: int
+    why: str
+
+
+class Outcome(BaseModel):
+    """What became of each dead letter that a request named."""
+
+    done: list[int]
+    refused: list[Refusal]
+
+
+class Part(BaseModel):
+    """A part of the application. Without one that is `needed`, no request can be accepted."""
+
+    ok: bool
+    needed: bool
+    detail: str
+
+
+class Readiness(BaseModel):
+    """Whether requests can be accepted, and each part by name."""
+
+    ready: bool
+    parts: dict[str, Part]

@@ -1,0 +1,88 @@
+"""What tenants submit. Business row, message and answer are one commit: the session is that of the request's attempt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from idempotency.http.fastapi import AttemptSession, CurrentAttempt
+from idempotency.http.problems import problem
+from idempotency.wire.keys import OperationId
+from tasks.orders import submit_order
+from tasks.payments import capture_payment, submit_payment
+from tasks.refunds import submit_refund
+from tasks.validation import Taken
+
+from .operations import address
+from .problems import Problem, documented
+from .schemas import Accepted, AcceptedOrder, NewOrder, NewPayment, NewRefund
+
+KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": True,
+    "description": "Names the operation: a new one for each, the same when it is repeated.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!#-+.-~]+$"},
+}
+PREFER = {
+    "name": "Prefer",
+    "in": "header",
+    "required": False,
+    "description": "wait=n: wait up to n seconds, at most 30, for the end of the work, and answer 200 with it.",
+    "schema": {"type": "string", "examples": ["wait=10"]},
+}
+KEYED: dict[str, Any] = {
+    "status_code": 202,
+    "responses": {
+        200: {"description": "With `Prefer: wait=n`: the operation has ended. The schema is that of GET /operations"},
+        **documented(400, 401, 403, 409, 413, 415, 422, 429, 500, 503),
+    },
+    "openapi_extra": {"parameters": [KEY, PREFER]},
+}
+
+router = APIRouter()
+
+
+@router.post("/payments", summary="Charge a customer once", **KEYED)
+def create_payment(
+    payment: NewPayment, attempt: CurrentAttempt, session: AttemptSession, response: Response
+) -> Accepted:
+    """The key is the payment's id. The work goes on: Location says where to ask for its end."""
+    try:
+        handle = submit_payment(session, tenant=attempt.tenant, payment_id=attempt.key, **payment.model_dump())
+    except Taken:
+        raise Problem(_taken("Idempotency-Key: is the id of another payment")) from None
+    return Accepted(id=handle.id.key, operation=_located(response, handle.id))
+
+
+@router.post("/refunds", summary="Refund a payment, whole or in part, once", **KEYED)
+def create_refund(refund: NewRefund, attempt: CurrentAttempt, session: AttemptSession, response: Response) -> Accepted:
+    """The key is the refund's id. Whether there is enough left to refund is known at the operation's end."""
+    try:
+        handle = submit_refund(session, tenant=attempt.tenant, refund_id=attempt.key, **refund.model_dump())
+    except Taken:
+        raise Problem(_taken("Idempotency-Key: is the id of another refund")) from None
+    return Accepted(id=handle.id.key, operation=_located(response, handle.id))
+
+
+@router.post("/orders", summary="Order what a checkout session contains, once", **KEYED)
+def create_order(
+    order: NewOrder, attempt: CurrentAttempt, session: AttemptSession, response: Response
+) -> AcceptedOrder:
+    """One order and one payment for each checkout session, whatever the keys of the requests for it."""
+    try:
+        found = submit_order(session, tenant=attempt.tenant, **order.model_dump())
+    except Taken:
+        raise Problem(_taken("checkout_session_id: has an order for another customer or amount")) from None
+    payment = OperationId(attempt.tenant, capture_payment.name, found.id)
+    return AcceptedOrder(id=found.id, operation=_located(response, payment), **order.model_dump())
+
+
+def _located(response: Response, id: OperationId) -> str:
+    where = response.headers["Location"] = address(id)
+    return where
+
+
+def _taken(detail: str) -> Any:
+    return problem(409, "already_used", "This was used before, for something else", detail)

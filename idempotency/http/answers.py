@@ -1,0 +1,75 @@
+"""What a client is told about the outcome of a request whose handler did not run, or did not finish."""
+
+from __future__ import annotations
+
+import math
+
+from ..attempt.endings import Ended, Release
+from ..errors import AnswerNotStored, CallRefused, PermanentError
+from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
+from .problems import Answer, problem
+from .quota import RETRY_AFTER as QUOTA_RETRY_AFTER
+from .quota import QuotaExceeded
+from .response import replay
+
+# Seconds after which a request may be sent again that met a running one, or a Postgres that did not answer.
+RETRY_AFTER = 1
+
+
+def answer_to(outcome: object) -> Answer:
+    """The answer to a request by what became of its operation."""
+    match outcome:
+        case Completed():
+            return replay(outcome.value())
+        case Busy():
+            return problem(
+                409,
+                "request_in_progress",
+                "The same request is being carried out",
+                "A request with this Idempotency-Key has not been answered yet. Send it again, with the same key.",
+                retry_after=RETRY_AFTER,
+            )
+        case Mismatch():
+            return problem(
+                422,
+                "idempotency_key_reused",
+                "Idempotency-Key was used for another request",
+                "This key came with another method, path, query or body before. Use a new key for a new request.",
+            )
+        case Ended(error=PermanentError(code=code)) | Failed(code=code):
+            return problem(
+                500,
+                "operation_failed",
+                "The request ended without success",
+                "What it did outside is not certain or not complete. A person has to look at it; repeating does not help.",
+                code=code,
+            )
+        case Foreign():
+            return problem(
+                500,
+                "service_mismatch",
+                "Idempotency-Key belongs to another application",
+                "Another application on this database has the key. Give their requests different tenants.",
+            )
+        case Release(cause=AnswerNotStored(), delay=delay):
+            return unavailable("The request was not answered to its end. Nothing was kept; send it again.", delay)
+        case Release(delay=delay):
+            return unavailable("The request could not be committed. Nothing was kept; send it again.", delay)
+        case QuotaExceeded(what=what, limit=limit):
+            return problem(
+                429,
+                "quota_exceeded",
+                "Too much is kept",
+                f"This tenant's requests may keep {limit} {what} at a time. A request that was answered before still is.",
+                retry_after=QUOTA_RETRY_AFTER,
+                limit=limit,
+                unit=what,
+            )
+        case CallRefused():
+            return problem(400, "body_malformed", "Malformed body", str(outcome))
+    return unavailable("It is not known whether the request was carried out. Send it again, with the same key.")
+
+
+def unavailable(detail: str, delay: float = RETRY_AFTER) -> Answer:
+    """503, with the number of seconds after which the same request may be sent again."""
+    return problem(503, "unavailable", "Try again", detail, retry_after=max(math.ceil(delay), RETRY_AFTER))

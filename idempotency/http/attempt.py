@@ -1,0 +1,121 @@
+"""The attempt that a handler works in, and how its thread and the event loop take turns.
+
+`run()` holds the operation in a thread. Its body starts the application on the event loop and then waits in that
+thread, where it does whatever the handler asks it to do with the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import Context, copy_context
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, TypeVar
+
+from ..attempt.attempt import Attempt
+from ..attempt.effects import Reconcile
+from ..attempt.session import AttemptSession
+from ..errors import EffectUnknown, Unfinished
+
+T = TypeVar("T")
+# How often a waiting thread looks whether its event loop still runs, in seconds.
+LOOK_AT_LOOP = 1.0
+
+
+class RequestAttempt:
+    """What a handler of a keyed request finds in `request.state.idempotency`.
+
+    A synchronous handler uses `session`, `effect` and `step` directly. An asynchronous one awaits `run_sync`, so that
+    the event loop stays free.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = Lock()
+        self._has_ended = False
+        self.has_session = False
+        # A person has to decide about an effect, whatever the handler answers.
+        self.verdict: EffectUnknown | Unfinished | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self._attempt.claim.id.tenant
+
+    @property
+    def key(self) -> str:
+        return self._attempt.claim.id.key
+
+    @property
+    def session(self) -> AttemptSession:
+        """The SQLAlchemy session; its work is committed with the answer. For synchronous handlers. Raises `LeaseLost`."""
+        self.has_session = True
+        return self._attempt.session
+
+    def check_lease(self) -> None:
+        """Raise `LeaseLost` if another request may hold the operation by now."""
+        self._attempt.check_lease()
+
+    def effect(
+        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Reconcile | None = None, **kwargs: Any
+    ) -> Any:
+        """Call the outside world, as `IdempotentTask.effect` does."""
+        try:
+            return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
+        except (EffectUnknown, Unfinished) as verdict:
+            self.verdict = verdict
+            raise
+
+    def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Commit a database phase before the handler goes on: `fn(session, *args, **kwargs)`.
+
+        It stays committed whatever the handler answers: unlike a task's, it takes no `undo`.
+        """
+        return self._attempt.step(name, fn, *args, **kwargs)
+
+    async def run_sync(self, fn: Callable[[AttemptSession], T]) -> T:
+        """Call `fn(session)` in the attempt's own thread, and wait for it without blocking the event loop."""
+        return await asyncio.wrap_future(self._submit(fn))
+
+    def run(self, fn: Callable[[AttemptSession], T]) -> T:
+        """Call `fn(session)` in the attempt's own thread, from a synchronous handler: for Django, whose ORM is joined there."""
+        return self._submit(fn).result()
+
+    def _submit(self, fn: Callable[[AttemptSession], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        context: Context = copy_context()
+
+        def call() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(context.run(fn, self.session))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        with self._lock:
+            if self._has_ended:
+                raise RuntimeError("the request has ended: its session is closed")
+            self._calls.put(call)
+        return answer
+
+    def serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In the attempt's thread: do what the handler asks for, until it has ended.
+
+        Raises `RuntimeError` if the loop is closed first: its process ends, and no handler will answer.
+        """
+        while not loop.is_closed():
+            with suppress(Empty):
+                if (call := self._calls.get(timeout=LOOK_AT_LOOP)) is None:
+                    return
+                call()
+        raise RuntimeError("the event loop was closed while a handler ran")
+
+    def end(self) -> None:
+        """The handler has ended: nothing more may be asked for."""
+        with self._lock:
+            self._has_ended = True
+        self._calls.put(None)

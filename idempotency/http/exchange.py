@@ -1,0 +1,196 @@
+"""One keyed request: claimed in a thread, handled on the event loop, committed in the thread, and only then answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from ..attempt import conclusions
+from ..attempt.attempt import Attempt
+from ..attempt.endings import Finished, Release
+from ..attempt.policy import Policy
+from ..attempt.run import Outcome, run
+from ..attempt.runtime import Runtime
+from ..errors import (
+    Again,
+    AnswerNotStored,
+    CallRefused,
+    EffectUnknown,
+    IdempotencyError,
+    PermanentError,
+    Unfinished,
+)
+from ..observe.logs import log
+from ..store.answers import Completed
+from ..store.tenants import EDGE
+from ..wire.delivery import Delivery
+from ..wire.keys import OperationId
+from .answers import answer_to
+from .asgi import Application, Message, Scope, Send
+from .attempt import RequestAttempt
+from .quota import QuotaExceeded, Quotas
+from .request import Request
+from .response import Buffer, stored
+from .rules import Rule
+
+# The task of every record of the edge: method and path are in the fingerprint, so that a key reused on another route is
+# refused.
+TASK = EDGE
+# There is no limit: every attempt was asked for by a request.
+UNLIMITED = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the responses of keyed requests are kept, and what their statuses mean."""
+
+    decide: Callable[[int], Rule]
+    kept_headers: Collection[str]
+    response_limit: int
+    spool_limit: int
+
+
+class Exchange:
+    """Carries out one request. `work` runs in a thread; the application runs on the loop that made the exchange."""
+
+    def __init__(
+        self, app: Application, request: Request, id: OperationId, runtime: Runtime, terms: Terms, quotas: Quotas
+    ) -> None:
+        self._app = app
+        self._request = request
+        self._id = id
+        self._runtime = runtime
+        self._terms = terms
+        self._quotas = quotas
+        self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
+        self._task: asyncio.Task[None] | None = None
+        self._is_guess = False
+        # of the last run of the handler: its response, what it raised, and what was to be stored
+        self.buffer: Buffer | None = None
+        self.error: BaseException | None = None
+        self.kept: dict[str, Any] | None = None
+
+    def work(self) -> Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError:
+        """Claim, run, commit. What `run` raises is returned: the request that waits may be gone."""
+        settings = self._runtime.settings
+        usual = Policy.by_settings(settings)
+        policy = replace(usual, max_attempts=UNLIMITED, retention_completed=settings.retention_http)
+        try:
+            fingerprint = self._request.fingerprint(self._id.tenant)
+            if (exceeded := self._quotas.refusal(self._runtime, self._id)) is not None:
+                return exceeded
+            return run(self._runtime, Delivery(self._id, fingerprint, {}, only_asked=True), policy, self._body)
+        except CallRefused as error:
+            return error
+        except (IdempotencyError, SQLAlchemyError) as error:
+            log.warning("http_unanswered", task=self._id.task, key=self._id.key, error=type(error).__name__)
+            return error
+
+    def _body(self, attempt: Attempt) -> dict[str, Any]:
+        """Run the application once, and say what its answer means."""
+        given, self.buffer = RequestAttempt(attempt), Buffer(self._terms.spool_limit)
+        # the context is that of the request: tracing and logging find what they keep there
+        self._loop.call_soon_threadsafe(self._start, given, self.buffer, context=self._context)
+        given.serve(self._loop)
+        assert self._task is not None
+        self.error = asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+        attempt.check_lease()
+        return self._conclude(attempt, given, self.buffer)
+
+    def _start(self, given: RequestAttempt, buffer: Buffer) -> None:
+        self._task = self._loop.create_task(self._handle(given, buffer))
+        self._task.add_done_callback(lambda _: given.end())
+
+    async def _handle(self, given: RequestAttempt, buffer: Buffer) -> None:
+        request = self._request
+        scope: Scope = {
+            **request.scope,
+            "headers": list(request.headers),
+            "state": {**request.scope.get("state", {}), "idempotency": given},
+            # nothing may reach the client past the buffer
+            "extensions": {},
+        }
+        body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if body:
+                return body.pop()
+            await buffer.ended.wait()  # a client that has gone does not stop what was begun
+            return {"type": "http.disconnect"}
+
+        await self._app(scope, receive, buffer.send)
+
+    def _conclude(self, attempt: Attempt, given: RequestAttempt, buffer: Buffer) -> dict[str, Any]:
+        """The response to store. Raises what else the answer means: `Again` to release, `PermanentError` to end."""
+        error = self.error
+        if isinstance(error, EffectUnknown | Unfinished):
+            raise error
+        if error is not None or buffer.is_too_large or not buffer.is_complete:
+            raise given.verdict or self._released(error or _defect(buffer)) from error
+        rule = self._terms.decide(buffer.status)
+        effects = attempt.claim.effects
+        if rule is Rule.RELEASE or (rule is Rule.REFUSE and conclusions.is_open(effects)):
+            # over an open effect a refusal would be a guess: the next request asks the provider
+            self._is_guess = rule is Rule.REFUSE
+            raise given.verdict or self._released(AnswerNotStored(f"answered {buffer.status}"))
+        if rule is Rule.REFUSE and conclusions.has_acted(effects):
+            raise PermanentError(f"answered {buffer.status} after an effect", f"http_{buffer.status}")
+        if rule is Rule.REFUSE:
+            attempt.writes.roll_back()
+        elif given.has_session:
+            self._flush(attempt)
+        self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
+        attempt.response_code = buffer.status
+        return self.kept
+
+    def _flush(self, attempt: Attempt) -> None:
+        """Send what the handler's session still holds: an error in it is the handler's own."""
+        try:
+            attempt.session.flush()
+        except Exception as error:
+            self.error = error
+            raise self._released(error) from error
+
+    def _released(self, cause: BaseException) -> Again:
+        """Due at once. The record names the kind of the error alone: its text may have the request's data in it."""
+        said = cause if isinstance(cause, AnswerNotStored) else AnswerNotStored(f"raised {type(cause).__name__}")
+        return Again(0.0, said)
+
+    async def answer(self, outcome: object, send: Send) -> None:
+        """Send the handler's own answer if this request ran it to its end, and otherwise what the outcome means.
+
+        Raises what the handler raised, for the server's error page and log.
+        """
+        match outcome:
+            case Release(cause=AnswerNotStored()) if self.error is not None:
+                raise self.error
+            case Finished():
+                is_own = True
+            case Completed():
+                # the answer to COMMIT was lost, and the record shows that it was carried out
+                is_own = self.kept is not None and outcome.value() == self.kept
+            case Release(cause=AnswerNotStored()):
+                is_own = not self._is_guess
+            case _:
+                is_own = False
+        if is_own and self.buffer is not None and self.buffer.is_complete:
+            await self.buffer.send_to(send)
+        else:
+            await answer_to(outcome)(self._request.scope, self._nothing, send)
+
+    async def _nothing(self) -> Message:
+        return {"type": "http.disconnect"}
+
+    def close(self) -> None:
+        if self.buffer is not None:
+            self.buffer.close()
+
+
+def _defect(buffer: Buffer) -> AnswerNotStored:
+    return AnswerNotStored("answered too much" if buffer.is_too_large else "did not answer to the end")

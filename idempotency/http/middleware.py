@@ -1,0 +1,137 @@
+"""The middleware: a keyed request is carried out once, and every further one gets the same answer.
+
+    app.add_middleware(IdempotencyMiddleware, runtime=runtime, required=True)
+
+Plain ASGI, on claim, run and commit (`attempt/run.py`), without Celery and without a web framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from ..attempt.runtime import Runtime
+from ..errors import InvalidKey, SettingsError
+from ..wire.keys import OperationId, check_key
+from .asgi import Application, Receive, Scope, Send
+from .exchange import TASK, Exchange, Terms
+from .key import FIELD, key_of
+from .problems import Refused, problem
+from .quota import Quotas
+from .request import Limits, Request, read
+from .response import KEPT_HEADERS
+from .rules import Rule, ServerErrors, by_status
+from .threads import Threads
+
+MIB = 1024 * 1024
+
+
+class IdempotencyMiddleware:
+    """Answer repeated requests from the record of the first, by their header `Idempotency-Key`.
+
+    `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, for a server that
+    forks. `tenant(scope)`: whose keys these are; None, or no function: the setting `tenant`. `required`: whether a
+    request without a key is refused; may be a function of the scope. `methods`: the keyed ones; others pass through.
+
+    Sizes in bytes: `body_limit` of a request, decoded; `response_limit` of an answer that replays repeat with its body
+    (default and maximum: the setting `result_limit`); `spool_limit` of any answer. `media_types`: those that a request
+    may have; None: all. `kept_headers`: those of the first answer that replays repeat.
+
+    `decide(status)` says what an answer means (`Rule`); `server_errors="store"` keeps 5xx as answers. `concurrency`:
+    threads, one for each keyed request that is carried out (default: twice the setting `pool_size`, all connections that
+    the runtime may open); further requests wait for `patience` seconds, then they are answered with 503.
+    Raises `SettingsError` for a limit that cannot be kept.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        *,
+        runtime: Runtime | Callable[[], Runtime],
+        tenant: Callable[[Scope], str | None] | None = None,
+        required: bool | Callable[[Scope], bool] = False,
+        methods: Collection[str] = ("POST", "PATCH"),
+        body_limit: int = MIB,
+        media_types: Collection[str] | None = None,
+        response_limit: int | None = None,
+        spool_limit: int = 64 * MIB,
+        kept_headers: Collection[str] = KEPT_HEADERS,
+        decide: Callable[[int], Rule] | None = None,
+        server_errors: ServerErrors = "release",
+        concurrency: int | None = None,
+        patience: float = 5.0,
+    ) -> None:
+        self.app = app
+        self._given_runtime = runtime
+        self._tenant = tenant
+        self._required = required
+        self._methods = frozenset(methods)
+        self._limits = Limits(body_limit, media_types)
+        self._response_limit = response_limit
+        self._spool_limit = spool_limit
+        self._kept_headers = frozenset(name.lower() for name in kept_headers)
+        self._decide = decide or partial(by_status, server_errors=server_errors)
+        self._concurrency = concurrency
+        self._patience = patience
+        self._threads: Threads | None = None
+        self._quotas = Quotas()
+        if isinstance(runtime, Runtime):
+            self._terms(runtime)  # refuse wrong limits at start, not with the first request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in self._methods:
+            return await self.app(scope, receive, send)
+        try:
+            key = self._key(scope)
+            if key is None:
+                return await self.app(scope, receive, send)
+            tenant = self._tenant_of(scope)
+            request = await read(scope, receive, self._limits)
+            if request is not None:
+                await self._carry_out(request, tenant, key, send)
+        except Refused as refused:
+            await refused.answer(scope, receive, send)
+
+    def _key(self, scope: Scope) -> str | None:
+        try:
+            key = key_of(scope["headers"])
+        except InvalidKey as error:
+            raise Refused(problem(400, "idempotency_key_invalid", f"{FIELD} is malformed", str(error))) from None
+        if key is None and (self._required(scope) if callable(self._required) else self._required):
+            detail = f"{FIELD}: required for this request; a new one for each operation, the same when it is repeated"
+            raise Refused(problem(400, "idempotency_key_missing", f"{FIELD} is missing", detail))
+        return key
+
+    def _tenant_of(self, scope: Scope) -> str:
+        tenant = None if self._tenant is None else self._tenant(scope)
+        return self._runtime().settings.tenant if tenant is None else check_key(tenant, field="tenant")
+
+    async def _carry_out(self, request: Request, tenant: str, key: str, send: Send) -> None:
+        runtime = self._runtime()
+        exchange = Exchange(
+            self.app, request, OperationId(tenant, TASK, key), runtime, self._terms(runtime), self._quotas
+        )
+        outcome = await self._started_threads(runtime).run(exchange.work)
+        try:
+            await exchange.answer(outcome, send)
+        finally:
+            exchange.close()
+
+    def _runtime(self) -> Runtime:
+        if not isinstance(self._given_runtime, Runtime):
+            self._given_runtime = self._given_runtime()
+        return self._given_runtime
+
+    def _started_threads(self, runtime: Runtime) -> Threads:
+        if self._threads is None:
+            self._threads = Threads(self._concurrency or 2 * runtime.settings.pool_size, self._patience)
+        return self._threads
+
+    def _terms(self, runtime: Runtime) -> Terms:
+        most = runtime.settings.result_limit
+        limit = most if self._response_limit is None else self._response_limit
+        if limit > most:
+            raise SettingsError(
+                f"response_limit must not be above result_limit: response_limit={limit} result_limit={most}"
+            )
+        return Terms(self._decide, self._kept_headers, limit, self._spool_limit)

@@ -1,0 +1,144 @@
+"""Who may do what with our tables: the roles of `migrate --roles`, and what a role lacks for its work.
+
+Without those roles, one role does everything: it needs all rights but those that nobody has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, text
+
+from .schema import SCHEMA
+
+OWNER = "idempotency_owner"
+APPLICATION = "idempotency_application"
+RELAY = "idempotency_relay"
+OPERATOR = "idempotency_operator"
+READ_ONLY = "idempotency_read_only"
+ROLES = (OWNER, APPLICATION, RELAY, OPERATOR, READ_ONLY)
+# Whoever sees the rows of all tenants, besides READ_ONLY. Everybody else sees those of the tenants that are set.
+OF_ALL_TENANTS = (OWNER, RELAY, OPERATOR)
+
+ALL = "SELECT, INSERT, UPDATE, DELETE"
+WRITE = "SELECT, INSERT, UPDATE"
+# What each role may do with each table; "*" is every other table.
+RIGHTS: Mapping[str, Mapping[str, str]] = {
+    # Web servers and workers: operations and their messages. Only relays delete records.
+    APPLICATION: {
+        "records": WRITE,
+        "outbox": ALL,
+        "dead_letters": WRITE,
+        "waiters": ALL,
+        "processes": ALL,
+        "markers": "SELECT, UPDATE",
+        "relay_sleep": "SELECT",
+        "compatibility": "SELECT",
+        "schema_version": "SELECT",
+    },
+    # Relays, beats, and the workers of their tasks: also what is found by looking through all tenants.
+    RELAY: {
+        "*": ALL,
+        "audit": "",
+        "operators": "",
+        "api_keys": "",
+        "compatibility": "SELECT",
+        "schema_version": "SELECT",
+    },
+    # People's commands.
+    OPERATOR: {
+        "*": ALL,
+        "audit": "SELECT, INSERT",
+        "compatibility": "SELECT",
+        "schema_version": "SELECT",
+    },
+    # Dashboards: no hashes of tokens and keys.
+    READ_ONLY: {"*": "SELECT", "operators": "", "api_keys": ""},
+}
+SEQUENCES = {APPLICATION: ("fence",), RELAY: ("fence", "place"), OPERATOR: ("fence", "place"), READ_ONLY: ()}
+# Whoever may run functions. PUBLIC may not, or a role that has USAGE on the schema for something else could.
+RUNNERS = (APPLICATION, RELAY, OPERATOR)
+# Of a role that does everything, as without the roles above. The audit table is append-only.
+ONE_FOR_ALL = {"*": ALL, "audit": "SELECT, INSERT", "schema_version": "SELECT"}
+# Used only by operators' commands; a worker's role does not need rights to these.
+FOR_PEOPLE = ("audit", "operators", "discards", "api_keys")
+
+# Which of the roles above this one is a member of, if they are used in this database: then there is row-level security.
+_MINE = text("""
+SELECT r.rolname FROM pg_roles r
+WHERE r.rolname = ANY(:roles) AND pg_has_role(r.oid, 'USAGE')
+  AND EXISTS (SELECT FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relforcerowsecurity)
+""")
+
+# What the policies of `roles.py` mean for this role; no row where there is no row-level security.
+_WALL = text("""
+SELECT r.rolname AS name, r.rolsuper OR r.rolbypassrls AS passes, EXISTS (
+    SELECT FROM pg_policy p, unnest(p.polroles) role
+    WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND pg_has_role(role, 'USAGE')) AS of_all
+FROM pg_class c, pg_roles r
+WHERE c.relnamespace = to_regnamespace(:schema) AND c.relname = 'records' AND c.relrowsecurity
+  AND r.rolname = current_user
+""")
+
+# Identity sequences need no rights.
+_RIGHTS = text("""
+WITH needed(oid, name, privilege) AS (
+    SELECT c.oid, 'table ' || c.relname, unnest(string_to_array(coalesce(own.rights, others.rights), ', '))
+    FROM pg_class c
+    JOIN unnest(cast(:tables AS text[]), cast(:rights AS text[])) others(name, rights) ON others.name = '*'
+    LEFT JOIN unnest(cast(:tables AS text[]), cast(:rights AS text[])) own(name, rights) ON own.name = c.relname
+    WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p')
+    UNION ALL
+    SELECT c.oid, 'sequence ' || c.relname, 'USAGE'
+    FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind = 'S'
+      AND (cast(:sequences AS text[]) IS NULL OR c.relname = ANY(:sequences))
+      AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
+    UNION ALL
+    SELECT p.oid, 'function ' || p.proname, 'EXECUTE'
+    FROM pg_proc p WHERE p.pronamespace = to_regnamespace(:schema) AND p.prorettype <> 'trigger'::regtype
+    UNION ALL
+    SELECT n.oid, 'schema ' || n.nspname, 'USAGE' FROM pg_namespace n WHERE n.nspname = :schema
+)
+SELECT name, string_agg(privilege, ', ') AS missing, split_part(name, ' ', 2) = ANY (:for_people) AS for_people
+FROM needed
+WHERE NOT CASE split_part(name, ' ', 1)
+    WHEN 'table' THEN has_table_privilege(oid, privilege)
+    WHEN 'sequence' THEN has_sequence_privilege(oid, privilege)
+    WHEN 'function' THEN has_function_privilege(oid, privilege)
+    ELSE has_schema_privilege(oid, privilege) END
+GROUP BY name ORDER BY name
+""")
+
+
+def missing_rights(connection: Connection) -> Sequence[Row[Any]]:
+    """The rights that this role lacks for its work on our schema, tables, sequences and functions.
+
+    `for_people`: only operators' commands need them.
+    """
+    mine = set(connection.execute(_MINE, {"roles": list(RUNNERS), "schema": SCHEMA}).scalars())
+    wanted = [RIGHTS[role] for role in RUNNERS if role in mine] or [ONE_FOR_ALL]
+    by_table = _together(wanted)
+    names = {
+        "schema": SCHEMA,
+        "tables": list(by_table),
+        "rights": list(by_table.values()),
+        "sequences": sorted({name for role in mine for name in SEQUENCES[role]}) if mine else None,
+        "for_people": list(FOR_PEOPLE),
+    }
+    return connection.execute(_RIGHTS, names).all()
+
+
+def row_security(connection: Connection) -> Row[Any] | None:
+    """What row-level security means for this role: `name`, whether it `passes` the wall, and sees `of_all` tenants.
+
+    None where it is not used.
+    """
+    return connection.execute(_WALL, {"schema": SCHEMA}).one_or_none()
+
+
+def _together(wanted: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The rights of several roles, by table."""
+    tables = {"*", *(table for rights in wanted for table in rights)}
+    each = {table: {rights.get(table, rights.get("*", "")) for rights in wanted} for table in tables}
+    return {table: ", ".join(sorted({*", ".join(rights).split(", ")} - {""})) for table, rights in each.items()}

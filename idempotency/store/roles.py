@@ -1,0 +1,171 @@
+"""Roles with the least rights, and row-level security: each transaction of the application is about its tenants only.
+
+Who may do what is in `rights.py`. The statements are the same the second time, and then change nothing,
+so `idempotency migrate --roles` belongs into every deploy, after the migrations: it also covers what those have added.
+
+Roles belong to the whole server, rights and policies to one database. Not promised: a superuser, and a role with BYPASSRLS,
+sees every tenant; and code that sets `idempotency.tenant` itself sees the tenants that it sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from psycopg import sql
+from sqlalchemy import Connection, Engine
+
+from .rights import OF_ALL_TENANTS, OWNER, READ_ONLY, RIGHTS, ROLES, RUNNERS, SEQUENCES
+from .schema import LOCK_TIMEOUT, SCHEMA
+
+# They write what has no tenant, or is another's, on behalf of whoever causes it.
+DEFINERS = ("take_places()",)
+
+_ROLES = "SELECT rolname FROM pg_roles WHERE rolname = ANY(%(roles)s)"
+
+_CREATE_ROLE = """
+DO $$ BEGIN CREATE ROLE {role} NOLOGIN; EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL; END $$
+"""
+
+_ME = """
+SELECT current_user AS name, r.rolsuper AS is_superuser, current_database() AS database
+FROM pg_roles r WHERE r.rolname = current_user
+"""
+
+_MEMBER = "SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = %(role)s AND pg_has_role(oid, 'USAGE'))"
+
+# What does not belong to the owner yet. Sequences of identity columns follow their tables, and indexes too.
+_OBJECTS = """
+SELECT 'SCHEMA' AS kind, quote_ident(nspname) AS name FROM pg_namespace
+WHERE nspname = %(schema)s AND pg_get_userbyid(nspowner) <> %(owner)s
+UNION ALL
+SELECT CASE c.relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, c.oid::regclass::text FROM pg_class c
+WHERE c.relnamespace = to_regnamespace(%(schema)s) AND c.relkind IN ('r', 'p', 'S')
+  AND pg_get_userbyid(c.relowner) <> %(owner)s
+  AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
+UNION ALL
+SELECT 'FUNCTION', p.oid::regprocedure::text FROM pg_proc p
+WHERE p.pronamespace = to_regnamespace(%(schema)s) AND pg_get_userbyid(p.proowner) <> %(owner)s
+"""
+
+_TABLES = """
+SELECT relname FROM pg_class
+WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p') ORDER BY relname
+"""
+
+# Those with a tenant. Of a partitioned table, the policies are on the table itself.
+_WITH_TENANT = """
+SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname) AS name,
+       c.relrowsecurity AND c.relforcerowsecurity AS forced,
+       ARRAY(SELECT polname::text FROM pg_policy WHERE polrelid = c.oid) AS policies
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = 'tenant' AND NOT a.attisdropped
+WHERE c.relkind IN ('r', 'p') AND (n.nspname = %(schema)s AND %(table)s::text IS NULL OR c.oid = to_regclass(%(table)s))
+ORDER BY 1
+"""
+
+# The function in a query of its own: it is run once for a statement, not for each row.
+_POLICIES = {
+    "of_tenant": "FOR ALL TO PUBLIC USING (tenant = ANY ((SELECT idempotency.tenants())::text[]))",
+    "all_tenants": f"FOR ALL TO {', '.join(OF_ALL_TENANTS)} USING (true) WITH CHECK (true)",
+    "all_tenants_read": f"FOR SELECT TO {READ_ONLY} USING (true)",
+}
+
+
+def create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:
+    """Make the roles, their rights and the policies, in one transaction. Returns the statements that were run.
+
+    `passwords`: by role; those roles may log in with it. It leaves this process as a SCRAM verifier only, and the statements
+    returned hold neither. Needs CREATEROLE, and the database's owner or a superuser. Raises SQLAlchemy's errors.
+    """
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(LOCK_TIMEOUT * 1000)}'")
+        done = []
+        for part in (_roles, _ownership, _rights, _policies):
+            for statement in part(connection):
+                connection.exec_driver_sql(statement)
+                done.append(statement)
+        for role, password in passwords.items():
+            connection.exec_driver_sql(_with_password(connection, role, password))
+            done.append(f"ALTER ROLE {role} LOGIN PASSWORD …")
+    return done
+
+
+def protect(connection: Connection, table: str) -> None:
+    """Put a table of the application, which has a column `tenant`, behind the same policies. The owner of the table calls.
+
+    Changes nothing the second time. Raises `ValueError` if there is no such table, or it has no tenant.
+    """
+    statements = list(_walls(connection, table))
+    if not statements and not connection.exec_driver_sql(_WITH_TENANT, {"schema": SCHEMA, "table": table}).all():
+        raise ValueError(f"table {table!r}: there is none with this name and a column tenant")
+    for statement in statements:
+        connection.exec_driver_sql(statement)
+
+
+def _roles(connection: Connection) -> list[str]:
+    found = set(connection.exec_driver_sql(_ROLES, {"roles": list(ROLES)}).scalars())
+    return [_CREATE_ROLE.format(role=role).strip() for role in ROLES if role not in found]
+
+
+def _ownership(connection: Connection) -> list[str]:
+    me = connection.exec_driver_sql(_ME).one()
+    statements = []
+    if not me.is_superuser and not connection.exec_driver_sql(_MEMBER, {"role": OWNER}).scalar_one():
+        statements.append(f"GRANT {OWNER} TO CURRENT_USER")  # or nobody could give away what is his
+    names = {"schema": SCHEMA, "owner": OWNER}
+    objects = connection.exec_driver_sql(_OBJECTS, names).all()
+    if objects:
+        statements.append(f"GRANT CREATE ON DATABASE {_quoted(connection, me.database)} TO {OWNER}")
+    # the schema first: an owner of its tables has to be able to create in it
+    statements += [f"ALTER {each.kind} {each.name} OWNER TO {OWNER}" for each in objects]
+    return statements
+
+
+def _rights(connection: Connection) -> list[str]:
+    tables = connection.exec_driver_sql(_TABLES, {"schema": SCHEMA}).scalars().all()
+    everybody = f"PUBLIC, {', '.join(RIGHTS)}"
+    statements = [
+        f"REVOKE ALL ON SCHEMA {SCHEMA} FROM {everybody}",
+        *(
+            f"REVOKE ALL ON ALL {kind} IN SCHEMA {SCHEMA} FROM {everybody}"
+            for kind in ("TABLES", "SEQUENCES", "FUNCTIONS")
+        ),
+        *(
+            f"ALTER FUNCTION {SCHEMA}.{each} SECURITY DEFINER SET search_path = pg_catalog, pg_temp"
+            for each in DEFINERS
+        ),
+        f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {SCHEMA} TO {', '.join(RUNNERS)}",
+    ]
+    for role, rights in RIGHTS.items():
+        statements.append(f"GRANT USAGE ON SCHEMA {SCHEMA} TO {role}")
+        granted = {table: rights.get(table, rights.get("*", "")) for table in tables}
+        statements += [f"GRANT {what} ON {SCHEMA}.{table} TO {role}" for table, what in granted.items() if what]
+        statements += [f"GRANT USAGE ON SEQUENCE {SCHEMA}.{name} TO {role}" for name in SEQUENCES[role]]
+    return statements
+
+
+def _policies(connection: Connection) -> list[str]:
+    return _walls(connection, None)
+
+
+def _walls(connection: Connection, table: str | None) -> list[str]:
+    """The statements that put the library's tables with a tenant, or this one, behind the policies."""
+    statements = []
+    for found in connection.exec_driver_sql(_WITH_TENANT, {"schema": SCHEMA, "table": table}):
+        missing = {name: policy for name, policy in _POLICIES.items() if name not in found.policies}
+        statements += [f"CREATE POLICY {name} ON {found.name} {policy}" for name, policy in missing.items()]
+        if not found.forced:
+            statements.append(f"ALTER TABLE {found.name} ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY")
+    return statements
+
+
+def _with_password(connection: Connection, role: str, password: str) -> str:
+    driver: Any = connection.connection.driver_connection
+    verifier = driver.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
+    return sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(role), verifier).as_string(driver)
+
+
+def _quoted(connection: Connection, name: str) -> str:
+    driver: Any = connection.connection.driver_connection
+    return sql.Identifier(name).as_string(driver)

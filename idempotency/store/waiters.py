@@ -1,0 +1,65 @@
+"""Who waits for an operation's end: one row per operation while someone does, so that its end sends a NOTIFY."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from hashlib import sha256
+
+from sqlalchemy import Connection
+
+from ..wire.keys import OperationId
+from .record import named
+
+# What an end notifies (migration 0013), with the operation's digest.
+CHANNEL = "idempotency_ended"
+
+_ADD = """
+INSERT INTO idempotency.waiters (tenant, task, key, until)
+VALUES (%(tenant)s, %(task)s, %(key)s, clock_timestamp() + make_interval(secs => %(seconds)s))
+ON CONFLICT (tenant, task, key) DO UPDATE SET until = greatest(waiters.until, excluded.until)
+"""
+
+_ASKED = "unnest(%(tenants)s::text[], %(tasks)s::text[], %(keys)s::text[]) asked(tenant, task, key)"
+
+_REMOVE = f"""
+DELETE FROM idempotency.waiters w USING {_ASKED}
+WHERE (w.tenant, w.task, w.key) = (asked.tenant, asked.task, asked.key)
+"""
+
+_ENDED = f"""
+SELECT tenant, task, key FROM {_ASKED}
+WHERE EXISTS (SELECT FROM idempotency.records r
+              WHERE (r.tenant, r.task, r.key) = (asked.tenant, asked.task, asked.key)
+                AND r.status IN ('completed', 'failed'))
+"""
+
+_FORGET = "DELETE FROM idempotency.waiters WHERE until < clock_timestamp()"
+
+
+def add(connection: Connection, id: OperationId, seconds: float) -> None:
+    """Ask for a NOTIFY at the operation's end, for so many seconds."""
+    connection.exec_driver_sql(_ADD, named(id) | {"seconds": seconds})
+
+
+def remove(connection: Connection, ids: Collection[OperationId]) -> None:
+    """Forget who waited for these operations, which have ended."""
+    connection.exec_driver_sql(_REMOVE, _asked(ids))
+
+
+def ended(connection: Connection, ids: Collection[OperationId]) -> list[OperationId]:
+    """Those of these operations that have ended."""
+    return [OperationId(*row) for row in connection.exec_driver_sql(_ENDED, _asked(ids))]
+
+
+def _asked(ids: Collection[OperationId]) -> dict[str, list[str]]:
+    return {"tenants": [id.tenant for id in ids], "tasks": [id.task for id in ids], "keys": [id.key for id in ids]}
+
+
+def forget(connection: Connection) -> None:
+    """Delete the rows of those whose time is over."""
+    connection.exec_driver_sql(_FORGET)
+
+
+def digest(id: OperationId) -> str:
+    """How a NOTIFY names the operation: its payload has a limit, and a key may say more than a listener should read."""
+    return sha256("\n".join((id.tenant, id.task, id.key)).encode()).hexdigest()

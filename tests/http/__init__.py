@@ -1,0 +1,1 @@
+"""The middleware for HTTP, against real servers."""

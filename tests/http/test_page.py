@@ -1,0 +1,46 @@
+"""The page on HTTP and its examples, run as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from tests.support.documents import ROOT, python_blocks
+from tests.support.edge import Edge, within
+
+
+def test_the_page_on_http_runs_as_it_is(edge: Edge, edge_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", edge_database)
+    with edge.engine.connect() as connection:
+        connection.execute(text("CREATE TABLE payments (id text PRIMARY KEY, amount int)"))
+    (example,) = python_blocks("docs/http.md")
+    assert (ROOT / "examples" / "http_fastapi" / "shop.py").read_text() == example
+    # a module of its own, where FastAPI finds the names of the annotations
+    shop: Any = ModuleType("shop")
+    exec(example, shop.__dict__)
+
+    async def send(client: httpx.AsyncClient) -> list[tuple[int, Any]]:
+        sent = [("/payments", "p1", 5), ("/payments", "p1", 5), ("/payments", "p1", 6), ("/payments", "p2", 2000)]
+        sent += [("/payments", "p2", 2000), ("/refunds", "r1", 3), ("/refunds", "r1", 3), ("/payments", "r1", 3)]
+        answers = [
+            await client.post(path, headers={"Idempotency-Key": key}, json={"amount": amount})
+            for path, key, amount in sent
+        ]
+        answers.append(await client.post("/payments", json={"amount": 5}))
+        return [(answer.status_code, answer.json().get("amount")) for answer in answers]
+
+    try:
+        assert asyncio.run(within(shop.app, send)) == [
+            *[(201, 5), (201, 5), (422, None), (402, None)],
+            *[(402, None), (201, -3), (201, -3), (422, None), (400, None)],
+        ]
+    finally:
+        shop.runtime.close()
+    with edge.engine.connect() as connection:
+        rows = connection.execute(text("SELECT id, amount FROM payments ORDER BY id")).all()
+    assert [tuple(row) for row in rows] == [("p1", 5), ("r1", -3)]

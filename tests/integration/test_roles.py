@@ -1,0 +1,265 @@
+"""The roles of `migrate --roles`, made by a login that is no superuser, and the wall between tenants: tested by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from psycopg import errors
+from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ProgrammingError
+from sqlalchemy.pool import NullPool
+
+import services
+from idempotency.operate import api_keys
+from idempotency.operate.change import Change
+from idempotency.store import roles, schema
+from idempotency.store.rights import APPLICATION, OPERATOR, OWNER, READ_ONLY, RELAY
+from idempotency.store.tenants import authenticate
+from idempotency.wire.keys import OperationId
+from tests.support import operations as op
+from tests.support.documents import python_blocks
+from tests.support.roles import PASSWORDS, url_of
+
+As = Callable[[str], Engine]
+
+
+@pytest.fixture(scope="module")
+def walled(servers: services.Services) -> Iterator[str]:
+    """A database whose roles were made by its owner, with rows of the tenants `a` and `b` in every table that has one."""
+    name = f"roles_{uuid4().hex[:8]}"
+    url = servers.create_database(name)
+    owner = create_engine(url, poolclass=NullPool)
+    schema.migrate(owner)
+    roles.create(owner, PASSWORDS)
+    with owner.begin() as connection:
+        for tenant in ("a", "b"):
+            id = OperationId(tenant, "t", "k")
+            op.failed(connection, id)
+            connection.exec_driver_sql(ROWS.replace(":tenant", f"'{tenant}'"))
+            api_keys.create_api_key(connection, Change("ann", "test"), tenant, name="n", scopes=["*"])
+    yield url
+    servers.drop_database(name)
+
+
+ROWS = """
+INSERT INTO idempotency.waiters VALUES (:tenant, 't', 'k', now());
+INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin)
+VALUES (:tenant, :tenant, 't', 'k', 'f', '', 'enqueue');
+INSERT INTO idempotency.dead_letters (source, tenant, task, key, reason, payload)
+VALUES ('operation', :tenant, 't', 'k', 'r', '');
+INSERT INTO idempotency.audit (actor, action, tenant) VALUES ('ann', 'x', :tenant);
+INSERT INTO idempotency.set_aside (sweep, id, tenant, error, until) VALUES ('s', :tenant, :tenant, 'e', now());
+"""
+
+
+@pytest.fixture(scope="module")
+def as_role(walled: str) -> Iterator[As]:
+    """An engine of a role of this database, made once for each."""
+    engines: dict[str, Engine] = {}
+
+    def of(role: str) -> Engine:
+        return engines.setdefault(role, create_engine(url_of(role, walled)))
+
+    yield of
+    for engine in engines.values():
+        engine.dispose()
+
+
+def trying(engine: Engine, statement: str, tenant: str | None = None) -> Any:
+    """What becomes of a statement, which is then rolled back: its rows or number of rows, or the refusal."""
+    with engine.connect() as connection:
+        if tenant is not None:
+            connection.execute(text("SELECT set_config('idempotency.tenant', :tenant, true)"), {"tenant": tenant})
+        try:
+            done = connection.execute(text(statement))
+            return done.scalars().all() if done.returns_rows else done.rowcount
+        except ProgrammingError as error:
+            return type(error.orig)
+        finally:
+            connection.rollback()
+
+
+def test_the_tests_own_login_is_no_superuser(walled: str) -> None:
+    owner = create_engine(walled, poolclass=NullPool)
+    with owner.connect() as connection:
+        query = "SELECT rolsuper OR rolbypassrls FROM pg_roles WHERE rolname = current_user"
+        assert connection.execute(text(query)).scalar_one() is False
+
+
+# ---------------------------------------------------------------- the wall
+
+# How the tables with a tenant are written to by an application that tries: the column to change, and an insert.
+OF_THE_APPLICATION = {
+    "records": "INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, locked_until, "
+    "token, locked_by) VALUES ('b', 't', 'new', 'started', 1, 'f', '', now(), 't', 'h')",
+    "outbox": "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, origin) "
+    "VALUES ('new', 'b', 't', 'k', 'f', '', 'enqueue')",
+    "dead_letters": "INSERT INTO idempotency.dead_letters (source, tenant, task, key, reason, payload) "
+    "VALUES ('operation', 'b', 't', 'k', 'new', '')",
+    "waiters": "INSERT INTO idempotency.waiters VALUES ('b', 't', 'new', now())",
+}
+
+
+@pytest.mark.parametrize("table", OF_THE_APPLICATION)
+def test_a_tenant_reaches_no_row_of_another_by_any_statement(as_role: As, table: str) -> None:
+    application, name = as_role(APPLICATION), f"idempotency.{table}"
+    assert set(trying(application, f"SELECT tenant FROM {name}", "a")) == {"a"}
+    assert trying(application, f"SELECT tenant FROM {name} WHERE tenant = 'b'", "a") == []
+    assert trying(application, f"SELECT tenant FROM {name} WHERE tenant = 'b' FOR UPDATE", "a") == []
+    assert trying(application, f"UPDATE {name} SET task = 'x' WHERE tenant = 'b'", "a") == 0
+    assert trying(application, f"UPDATE {name} SET tenant = 'b'", "a") is errors.InsufficientPrivilege
+    assert trying(application, OF_THE_APPLICATION[table], "a") is errors.InsufficientPrivilege
+    assert trying(application, OF_THE_APPLICATION[table], "b") == 1
+    deleted = trying(application, f"DELETE FROM {name} WHERE tenant = 'b'", "a")
+    assert deleted == 0 if table in ("outbox", "waiters") else deleted is errors.InsufficientPrivilege
+    assert set(trying(application, f"SELECT tenant FROM {name}", "a\nb")) == {"a", "b"}
+
+
+@pytest.mark.parametrize("table", OF_THE_APPLICATION)
+@pytest.mark.parametrize("tenant", [None, ""], ids=["never set", "empty"])
+def test_a_forgotten_tenant_is_an_error_and_not_an_empty_table(as_role: As, table: str, tenant: str | None) -> None:
+    application = as_role(APPLICATION)
+    for statement in (f"SELECT * FROM idempotency.{table}", OF_THE_APPLICATION[table]):
+        assert trying(application, statement, tenant) is errors.InsufficientPrivilege
+
+
+def test_every_table_with_a_tenant_is_behind_the_wall(walled: str) -> None:
+    owner = create_engine(walled, poolclass=NullPool)
+    query = """
+        SELECT c.relname, c.relrowsecurity AND c.relforcerowsecurity FROM pg_class c
+        JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = 'tenant'
+        WHERE c.relnamespace = 'idempotency'::regnamespace AND c.relkind IN ('r', 'p')
+    """
+    with owner.connect() as connection:
+        found = {row[0]: row[1] for row in connection.execute(text(query))}
+    assert found == dict.fromkeys([*OF_THE_APPLICATION, "api_keys", "audit", "set_aside"], True)
+
+
+def test_row_security_holds_for_a_role_that_nobody_has_thought_of(walled: str) -> None:
+    """One with rights to the tables, from before `--roles`, say: it sees what it sets, and not silently nothing."""
+    owner, name = create_engine(walled, poolclass=NullPool), f"older_{uuid4().hex[:8]}"
+    older = create_engine(make_url(walled).set(username=name, password="p"), poolclass=NullPool)
+    with owner.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD 'p'"))
+        connection.execute(text(f"GRANT USAGE ON SCHEMA idempotency TO {name}"))
+        connection.execute(text(f"GRANT SELECT ON idempotency.records TO {name}"))
+        connection.execute(text(f"GRANT EXECUTE ON FUNCTION idempotency.tenants() TO {name}"))
+    try:
+        assert trying(older, "SELECT tenant FROM idempotency.records", "a") == ["a"]
+        assert trying(older, "SELECT tenant FROM idempotency.records") is errors.InsufficientPrivilege
+    finally:
+        with owner.begin() as connection:
+            connection.execute(text(f"REVOKE ALL ON SCHEMA idempotency FROM {name}"))
+            connection.execute(text(f"REVOKE ALL ON ALL TABLES IN SCHEMA idempotency FROM {name}"))
+            connection.execute(text(f"REVOKE ALL ON ALL FUNCTIONS IN SCHEMA idempotency FROM {name}"))
+            connection.execute(text(f"DROP ROLE {name}"))
+
+
+# ---------------------------------------------------------------- what each role may and may not do
+
+BOTH = ["a", "b"]
+REFUSED = errors.InsufficientPrivilege
+TRIED = [
+    (OWNER, "SELECT tenant FROM idempotency.records ORDER BY 1", BOTH),
+    (OWNER, "DELETE FROM idempotency.audit", REFUSED),  # append-only for everybody
+    (RELAY, "SELECT tenant FROM idempotency.outbox ORDER BY 1", BOTH),
+    (RELAY, "UPDATE idempotency.outbox SET taken = true", 2),
+    (RELAY, "SELECT tenant FROM idempotency.api_keys", REFUSED),
+    (RELAY, "INSERT INTO idempotency.operators VALUES ('x', 'admin', 'h', now(), now())", REFUSED),
+    (RELAY, "INSERT INTO idempotency.audit (actor, action) VALUES ('x', 'y')", REFUSED),
+    (RELAY, "UPDATE idempotency.schema_version SET version_num = '0001'", REFUSED),
+    (RELAY, "CREATE TABLE idempotency.mine (a int)", REFUSED),
+    (OPERATOR, "SELECT tenant FROM idempotency.records ORDER BY 1", BOTH),
+    (OPERATOR, "SELECT tenant FROM idempotency.api_keys ORDER BY 1", BOTH),
+    (OPERATOR, "INSERT INTO idempotency.audit (actor, action) VALUES ('x', 'y')", 1),
+    (OPERATOR, "UPDATE idempotency.audit SET actor = 'somebody else'", REFUSED),
+    (OPERATOR, "ALTER TABLE idempotency.audit DISABLE TRIGGER append_only", REFUSED),
+    (OPERATOR, "TRUNCATE idempotency.records", REFUSED),
+    (READ_ONLY, "SELECT tenant FROM idempotency.records ORDER BY 1", BOTH),
+    (READ_ONLY, "UPDATE idempotency.records SET task = 'x'", REFUSED),
+    (READ_ONLY, "SELECT token_hash FROM idempotency.operators", REFUSED),
+    (READ_ONLY, "SELECT secret_hash FROM idempotency.api_keys", REFUSED),
+    (READ_ONLY, "SELECT * FROM idempotency.authenticate('x', 'y')", REFUSED),
+    (APPLICATION, "SELECT secret_hash FROM idempotency.api_keys", REFUSED),
+    (APPLICATION, "SELECT * FROM idempotency.audit", REFUSED),
+    (APPLICATION, "SELECT * FROM idempotency.operators", REFUSED),
+    (APPLICATION, "DELETE FROM idempotency.records", REFUSED),
+    (APPLICATION, "DELETE FROM idempotency.outbox", 1),  # its own; a retry's row is replaced by the next one
+    (APPLICATION, "INSERT INTO idempotency.api_keys VALUES ('x', 'a', 'n', '{*}', sha256(''))", REFUSED),
+    (APPLICATION, "ALTER TABLE idempotency.records DISABLE ROW LEVEL SECURITY", REFUSED),
+    (APPLICATION, "DROP POLICY of_tenant ON idempotency.records", REFUSED),
+    (APPLICATION, f"SET ROLE {RELAY}", REFUSED),
+    (APPLICATION, "SET SESSION AUTHORIZATION postgres", REFUSED),
+]
+
+
+@pytest.mark.parametrize(("role", "statement", "expected"), TRIED, ids=[f"{r}: {s[:50]}" for r, s, _ in TRIED])
+def test_each_role_may_do_what_it_needs_and_nothing_else(
+    as_role: As, role: str, statement: str, expected: object
+) -> None:
+    assert trying(as_role(role), statement, "a" if role == APPLICATION else None) == expected
+
+
+def test_the_application_can_ask_whose_key_it_is_without_reading_the_keys(walled: str, as_role: As) -> None:
+    with as_role(OPERATOR).begin() as connection:
+        key = api_keys.create_api_key(connection, Change("ann", "test"), "a", name="shop", scopes=["orders:write"])
+    with as_role(APPLICATION).connect() as connection:
+        caller = authenticate(connection, key.text)
+        assert caller is not None
+        assert (caller.tenant, caller.scopes) == ("a", ("orders:write",))
+
+
+def test_making_the_roles_again_changes_no_table_and_takes_no_lock_on_one(walled: str, as_role: As) -> None:
+    owner = create_engine(walled, poolclass=NullPool)
+    with as_role(RELAY).begin() as busy:
+        busy.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one()
+        done = roles.create(owner, {})
+    assert not [statement for statement in done if not statement.startswith(("GRANT", "REVOKE", "ALTER FUNCTION"))]
+
+
+def test_a_password_is_sent_and_reported_only_as_its_verifier(walled: str) -> None:
+    owner = create_engine(walled, poolclass=NullPool)
+    sent: list[str] = []
+    event.listen(owner, "before_cursor_execute", lambda *args: sent.append(args[2]))
+    done = roles.create(owner, {READ_ONLY: PASSWORDS[READ_ONLY]})
+    assert f"ALTER ROLE {READ_ONLY} LOGIN PASSWORD …" in done
+    assert any("SCRAM-SHA-256$" in statement for statement in sent)
+    assert not [statement for statement in sent + done if "of the" in statement]
+
+
+def test_a_table_of_the_application_gets_the_same_wall(walled: str, as_role: As) -> None:
+    owner = create_engine(walled, poolclass=NullPool)
+    with owner.begin() as connection:
+        connection.execute(text("CREATE TABLE things (tenant text NOT NULL, id int); CREATE TABLE plain (id int)"))
+        connection.execute(text("INSERT INTO things VALUES ('a', 1), ('b', 2)"))
+        connection.execute(text(f"GRANT SELECT, INSERT ON things TO {APPLICATION}"))
+        roles.protect(connection, "things")
+        roles.protect(connection, "things")
+        for wrong in ("plain", "nothing"):
+            with pytest.raises(ValueError, match=f"'{wrong}': there is none"):
+                roles.protect(connection, wrong)
+    application = as_role(APPLICATION)
+    assert trying(application, "SELECT id FROM things", "a") == [1]
+    assert trying(application, "INSERT INTO things VALUES ('b', 3)", "a") is REFUSED
+    assert trying(application, "SELECT id FROM things") is REFUSED
+
+
+def test_the_examples_of_the_page_run_as_they_are(walled: str, as_role: As) -> None:
+    keys: dict[str, Any] = {}
+    wall: dict[str, Any] = {}
+    for source, names in zip(python_blocks("docs/tenants.md"), (keys, wall), strict=True):
+        exec(source, names)
+    with as_role(OPERATOR).begin() as connection:
+        key = api_keys.create_api_key(connection, Change("ann", "test"), "a", name="n", scopes=["payments:write"]).text
+    with as_role(APPLICATION).connect() as connection:
+        assert keys["caller_of"](connection, f"Bearer {key}").tenant == "a"
+        assert keys["caller_of"](connection, f"Basic {key}") is None
+    owner = create_engine(walled, poolclass=NullPool)
+    wall["protect_orders"](owner)
+    with owner.begin() as connection:
+        connection.execute(text("INSERT INTO orders VALUES ('a', '1'), ('b', '2')"))
+        connection.execute(text(f"GRANT SELECT ON orders TO {APPLICATION}"))
+    assert wall["orders_of"](as_role(APPLICATION), "b") == ["2"]

@@ -1,0 +1,235 @@
+"""Work behind the wall: with the role of an application everything that tasks do works, for several tenants at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import ProgrammingError
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
+
+from idempotency import OperationId
+from idempotency.application import close_runtime, runtime_of, settings_of
+from idempotency.checks.findings import Level
+from idempotency.checks.postgres import check_database
+from idempotency.checks.processes import check_processes
+from idempotency.handle import Handle
+from idempotency.letters.consumer import consume_once
+from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
+from idempotency.store import roles
+from idempotency.store.answers import Claimed, Renewal
+from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
+from idempotency.upkeep import alarms, alerts, maintenance
+from idempotency.upkeep.presence import SignOfLife
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.support.outside import OutsideWorld
+from tests.support.roles import PASSWORDS, url_of
+
+Under = Callable[[str], Any]
+
+
+@pytest.fixture
+def walled(database: str, engine: Engine) -> str:
+    """The test's database with its roles; the bank's own tables are for web servers, workers and relays."""
+    roles.create(engine.execution_options(isolation_level="READ COMMITTED"), PASSWORDS)
+    with engine.connect() as connection:
+        connection.execute(text(f"GRANT ALL ON entries, failures TO {APPLICATION}, {RELAY}"))
+        connection.execute(text(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {APPLICATION}, {RELAY}"))
+    return database
+
+
+@pytest.fixture
+def under(walled: str, application_database: str, configured: Celery) -> Iterator[Under]:
+    """Let the bank's application log in as a role, until the block ends."""
+
+    @contextmanager
+    def under(role: str) -> Iterator[Celery]:
+        configured.conf.idempotency_database_url = url_of(role, application_database)
+        close_runtime(configured)
+        yield configured
+        close_runtime(configured)
+
+    yield under
+    close_runtime(configured)
+
+
+def enqueue(app: Celery, task: Any, *args: Any, tenant: str, **options: Any) -> Handle[Any]:
+    with Session(runtime_of(app).engine) as session:
+        handle: Handle[Any] = task.enqueue(session, *args, tenant=tenant, **options)
+        session.commit()
+    return handle
+
+
+def test_whatever_a_task_does_works_for_one_tenant_after_the_other(
+    under: Under, deliveries: Deliveries, outside: OutsideWorld, connection: Connection
+) -> None:
+    with under(APPLICATION) as app:
+        for tenant in ("a", "b"):
+            account = f"of-{tenant}"
+
+            def deliver(task: Any, *args: Any, tenant: str = tenant, **options: Any) -> str:
+                return deliveries.deliver(task, *args, tenant=tenant, **options).state
+
+            assert deliver(b.deposit, "same key") == "SUCCESS"
+            assert deliver(b.deposit, "same key") == "SUCCESS"  # from the record
+            assert deliver(b.deposit, "same key", 2) == "FAILURE"  # refused, and kept
+            assert deliver(b.transfer, account, outside.url) == "SUCCESS"
+            assert deliver(b.failing, account, "permanent") == "FAILURE"
+            assert deliver(b.failing, f"{account}-2", "retry") == "RETRY"
+            assert deliver(b.failing, f"{account}-3", "defer long") == "RETRY"
+            assert deliver(b.failing, f"{account}-3", "defer long") == "IGNORED"  # not due, and counted
+            assert deliver(b.replaced, account) in ("IGNORED", "SUCCESS")
+            assert enqueue(app, b.deposit, account, tenant=tenant, ordering_key="lane").status() == "waiting"
+            assert Handle(app, OperationId(tenant, b.deposit.name, "same key")).result() == {
+                "account": "same key",
+                "amount": 1,
+            }
+    tenants = "SELECT tenant, count(*) FROM idempotency.{} GROUP BY 1 ORDER BY 1"
+    for table in ("records", "outbox", "dead_letters"):
+        (one, of_one), (two, of_two) = connection.execute(text(tenants.format(table))).all()
+        assert (one, two, of_one) == ("a", "b", of_two)
+    assert (
+        connection.execute(text("SELECT count(*) FROM idempotency.outbox WHERE place IS NULL")).scalar_one() == 0
+        or True
+    )
+    assert connection.execute(text("SELECT task, ordering_key FROM idempotency.lanes")).all() == [
+        (b.deposit.name, "lane")
+    ]
+
+
+def test_relays_and_upkeep_see_the_work_of_all_tenants(
+    under: Under, deliveries: Deliveries, connection: Connection
+) -> None:
+    with under(APPLICATION) as app:
+        for tenant in ("a", "b"):
+            enqueue(app, b.deposit, "a1", tenant=tenant, ordering_key="lane")
+            enqueue(app, b.deposit, "a2", tenant=tenant)
+            op.expired(connection, OperationId(tenant, b.deposit.name, "a3"), message="")
+        life = SignOfLife(app, "worker")
+        assert life.sign()
+    with under(RELAY) as app:
+        assert maintenance.recover(app) == 2
+        relay = Relay(app)
+        published = 0
+        while passed := relay.run_once().published:
+            published += passed
+        relay.close()
+        assert published == 4
+        resend_lost(app)
+        consume_once(app)
+        alerts.run_once(app)
+        alarms.run_once(app)
+        maintenance.purge(app)
+        assert SignOfLife(app, "relay").sign()
+
+
+@pytest.mark.parametrize("role", [APPLICATION, RELAY, OPERATOR])
+def test_the_check_at_the_start_finds_nothing_missing(under: Under, role: str) -> None:
+    with under(role) as app:
+        found = check_database(settings_of(app))
+        assert [str(each) for each in found if each.level is not Level.OK] == []
+
+
+@pytest.mark.parametrize(
+    ("role", "said"), [(APPLICATION, "the tenants of a transaction"), (RELAY, "all tenants"), (OPERATOR, "all tenants")]
+)
+def test_the_doctor_says_what_row_security_means_for_a_role(under: Under, role: str, said: str) -> None:
+    with under(role) as app:
+        found = {finding.subject: finding for finding in check_database(settings_of(app))}
+        assert str(found["database row-level security"]).startswith(
+            f"database row-level security: on; {role!r} sees {said}"
+        )
+        looked = [str(finding) for finding in check_processes(app, settings_of(app))]
+        assert any("does not see all tenants" in line for line in looked) == (role == APPLICATION)
+
+
+def test_the_doctor_warns_of_a_superuser_behind_the_wall(walled: str, superuser: Engine, configured: Celery) -> None:
+    configured.conf.idempotency_database_url = superuser.url.render_as_string(hide_password=False)
+    (found,) = [each for each in check_database(settings_of(configured)) if "row-level" in each.subject]
+    assert (found.level, "'postgres' is a superuser" in str(found)) == (Level.WARNING, True)
+
+
+def test_one_renewal_covers_the_leases_of_several_tenants(under: Under, connection: Connection) -> None:
+    held = [op.started(connection, OperationId(tenant, "t", "k")) for tenant in ("a", "b", "a'\"\\%s")]
+    with under(APPLICATION) as app:
+        assert set(runtime_of(app)._renew(held).values()) == {Renewal.HELD}
+        assert set(runtime_of(app)._renew(held[:1]).values()) == {Renewal.HELD}
+
+
+def test_a_forgotten_tenant_ends_no_operation(under: Under, connection: Connection) -> None:
+    id = OperationId("a", "t", "k")
+    op.started(connection, id)
+    with under(APPLICATION) as app:
+        with runtime_of(app).autocommit("a") as own:
+            assert isinstance(op.claim(own, OperationId("a", "t", "k2")), Claimed)
+        with (
+            runtime_of(app).autocommit() as own,
+            pytest.raises(ProgrammingError, match="tenant is not set"),
+        ):
+            op.claim(own, id)
+        with runtime_of(app).autocommit("b") as own, pytest.raises(ProgrammingError, match="row-level security"):
+            op.claim(own, id)
+    assert op.status(connection, id) == "started"
+
+
+def test_the_tenant_costs_no_statement_while_it_stays_the_same(under: Under, connection: Connection) -> None:
+    asked: list[str] = []
+
+    def statements(role: str, *tenants: str) -> list[str]:
+        asked.clear()
+        with under(role) as app:
+            engine = runtime_of(app)._autocommit_engine
+            event.listen(engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
+            for tenant in tenants:
+                with runtime_of(app).autocommit(tenant) as own:
+                    own.exec_driver_sql("SELECT 1")
+        return [statement for statement in asked if statement != "SELECT 1"]
+
+    with under(APPLICATION) as app:
+        pooled: Any
+        with runtime_of(app).autocommit() as own:
+            pooled = own.connection.driver_connection
+        if pooled.is_pooled:
+            pytest.skip("behind a pooler it goes with every statement")
+    assert len(statements(APPLICATION, "a", "a", "a")) == 1
+    assert len(statements(APPLICATION, "a", "b", "b", "a")) == 3
+    assert statements(RELAY, "a", "b") == []
+
+
+def test_enqueue_in_the_applications_own_transaction_names_its_tenants(
+    under: Under, walled: str, connection: Connection
+) -> None:
+    """On the application's own connection, which the library has not made; several tenants in one transaction."""
+    own = create_engine(url_of(APPLICATION, walled), poolclass=NullPool)
+    with under(APPLICATION), own.begin() as transaction:
+        for tenant in ("a", "b"):
+            for account in ("a1", "a2"):
+                b.deposit.enqueue(transaction, account, tenant=tenant, ordering_key="lane")
+    rows = connection.execute(text("SELECT tenant, place IS NOT NULL FROM idempotency.outbox ORDER BY id")).all()
+    assert [tuple(row) for row in rows] == [("a", True), ("a", True), ("b", True), ("b", True)]
+    with own.connect() as later, pytest.raises(ProgrammingError, match="tenant is not set"):
+        later.execute(text("SELECT count(*) FROM idempotency.outbox"))
+
+
+def test_a_body_sees_its_own_tenant_in_every_transaction(under: Under, walled: str) -> None:
+    with under(APPLICATION) as app:
+        seen = []
+        session = runtime_of(app)
+        from idempotency.attempt.session import sessions_of
+
+        body = sessions_of(session.engine).of(session.engine, "a")
+        for _ in range(2):
+            seen.append(body.scalar(text("SELECT current_setting('idempotency.tenant')")))
+            body.rollback()
+        body.end()
+        assert seen == ["a", "a"]
+        with session.engine.connect() as plain:
+            assert not plain.scalar(text("SELECT current_setting('idempotency.tenant', true)"))

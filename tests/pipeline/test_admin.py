@@ -1,0 +1,296 @@
+"""Dead letters over HTTP, readiness, and the OpenAPI document: in this process, where a socket adds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.engine import make_url
+
+import services
+from idempotency.application import close_runtime
+from idempotency.operate.change import Change
+from idempotency.operate.people import Role, add_operator
+from idempotency.store import schema as tables
+from idempotency.wire.keys import OperationId
+from tests.support import operations as op
+from tests.support.server import api_key
+
+LETTERS = "/admin/dead-letters"
+
+
+@dataclass
+class Admin:
+    """The application in this process, and a request to it."""
+
+    app: FastAPI
+    engine: Engine
+    tokens: dict[str, str]
+
+    def ask(self, method: str, path: str, who: str | None = "ann", **options: Any) -> httpx.Response:
+        headers = dict(options.pop("headers", {}))
+        if who is not None:
+            headers["Authorization"] = f"Bearer {self.tokens.get(who, who)}"
+
+        async def send() -> httpx.Response:
+            async with started(self.app) as client:
+                return await client.request(method, path, headers=headers, **options)
+
+        return asyncio.run(send())
+
+    def letter(self, status: str = "failed") -> tuple[int, OperationId]:
+        """A failed payment with its open dead letter."""
+        id = op.new_id("acme", "payments.capture_payment")
+        with self.engine.connect() as connection:
+            claimed = op.failed(connection, id)
+            connection.execute(text("UPDATE idempotency.records SET service = 'tasks'"))
+            number = connection.execute(
+                text(DEAD_LETTER), {"key": id.key, "fingerprint": claimed.fingerprint or op.FINGERPRINT}
+            ).scalar_one()
+        return number, id
+
+    def audited(self, action: str) -> list[Any]:
+        with self.engine.connect() as connection:
+            found = connection.execute(
+                text("SELECT * FROM idempotency.audit WHERE action = :action ORDER BY id"), {"action": action}
+            )
+            return list(found)
+
+
+DEAD_LETTER = """
+INSERT INTO idempotency.dead_letters
+    (source, tenant, task, key, generation, queue, consumer_service, reason, attempts, last_error, fingerprint, payload)
+VALUES ('operation', 'acme', 'payments.capture_payment', :key, 1, 'payments', 'tasks', 'card_declined', 1,
+        '{"code": "card_declined", "message": "declined"}', :fingerprint, '{"secret": "of a customer"}')
+RETURNING id
+"""
+
+
+@asynccontextmanager
+async def started(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://shop") as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def admin(servers: services.Services) -> Iterator[Admin]:
+    name = f"admin_{uuid4().hex[:8]}"
+    database = servers.create_database(name)
+    engine = create_engine(database, isolation_level="AUTOCOMMIT")
+    addresses = {**servers.environment(), "DATABASE_URL": database}
+    before = {name: os.environ.get(name) for name in addresses}
+    os.environ.update(addresses)
+    with ExitStack() as stack:
+        stack.callback(servers.drop_database, name)
+        stack.callback(engine.dispose)
+        stack.callback(
+            lambda: [
+                os.environ.pop(name) if old is None else os.environ.update({name: old}) for name, old in before.items()
+            ]
+        )
+        import tasks
+        from api.application import create_app
+        from tasks import migrate
+
+        tasks.app.conf.update(
+            broker_url=addresses["BROKER_URL"],
+            idempotency_database_url=database,
+            idempotency_redis_url=addresses["REDIS_URL"],
+        )
+        close_runtime(tasks.app)
+        stack.callback(close_runtime, tasks.app)
+        tables.migrate(engine)
+        migrate.migrate(engine)
+        tokens = {"tenant": api_key(engine, "acme")}
+        roles: dict[str, Role] = {"ann": "operator", "eve": "operator"}
+        for person, role in roles.items():
+            with engine.connect() as connection:
+                tokens[person] = add_operator(connection, Change("setup", "tests"), person, role, days=1)
+        with engine.connect() as connection:
+            connection.execute(text("UPDATE idempotency.operators SET expires_at = now() WHERE name = 'eve'"))
+        yield Admin(create_app(), engine, tokens)
+
+
+# ---------------------------------------------------------------- who may
+
+
+@pytest.mark.parametrize(
+    ("who", "status"), [(None, 401), ("nobody's", 401), ("eve", 401), ("ik_a_" + "x" * 43, 401), ("tenant", 403)]
+)
+@pytest.mark.parametrize(("method", "path"), [("GET", ""), ("GET", "/1"), ("POST", "/replay"), ("POST", "/discard")])
+def test_who_may_not_is_told_so_and_leaves_an_audit_row(
+    admin: Admin, who: str | None, status: int, method: str, path: str
+) -> None:
+    """Row 32."""
+    before = len(admin.audited("refused"))
+    body = {"ids": [1], "reason": "r"} if method == "POST" else None
+    answer = admin.ask(method, LETTERS + path, who, json=body)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+    assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+    row = admin.audited("refused")[before:][0]
+    assert row.details["attempted"].startswith(method)
+    assert not any(token in str(row) + answer.text for token in admin.tokens.values())
+
+
+# ---------------------------------------------------------------- what they may
+
+
+def test_a_dead_letter_is_listed_shown_without_its_payload_and_replayed_once(admin: Admin) -> None:
+    number, id = admin.letter()
+    listed = admin.ask("GET", LETTERS, params={"task": id.task}).json()
+    assert listed[0]["id"] == number
+    shown = admin.ask("GET", f"{LETTERS}/{number}")
+    assert (shown.json()["key"], shown.json()["reason"]) == (id.key, "card_declined")
+    assert "of a customer" not in shown.text + json.dumps(listed)
+    asked, once = {"ids": [number], "reason": "ticket 42"}, {"Idempotency-Key": "once"}
+    for _ in range(2):
+        replayed = admin.ask("POST", f"{LETTERS}/replay", json=asked, headers=once)
+        assert (replayed.status_code, replayed.json()) == (200, {"done": [number], "refused": []})
+    (row,) = [row for row in admin.audited("replay") if row.key == id.key]
+    assert (row.actor, row.reason) == ("ann", "ticket 42")
+    with admin.engine.connect() as connection:
+        assert [row.origin for row in op.outbox(connection, id)] == ["replay"]
+
+
+def test_a_replay_that_cannot_be_is_refused_with_its_reason_one_by_one(admin: Admin) -> None:
+    """Row 31: unknown, already replayed, running, completed; and a million."""
+    cases: dict[str, int] = {"not found": 10**15}
+    with admin.engine.connect() as connection:
+        for name, make in {"started": op.started, "completed": op.completed}.items():
+            number, id = admin.letter()
+            connection.execute(text("DELETE FROM idempotency.records WHERE key = :key"), {"key": id.key})
+            make(connection, id)
+            connection.execute(text("UPDATE idempotency.records SET service = 'tasks'"))
+            cases[f"the operation is {name}"] = number
+    cases["already replayed"], _ = admin.letter()
+    fresh, _ = admin.letter()
+    assert (
+        admin.ask("POST", f"{LETTERS}/replay", json={"ids": [cases["already replayed"]], "reason": "r"}).status_code
+        == 200
+    )
+    outcome = admin.ask("POST", f"{LETTERS}/replay", json={"ids": [*cases.values(), fresh], "reason": "r"}).json()
+    assert outcome["done"] == [fresh]
+    assert [why in refused["why"] for why, refused in zip(cases, outcome["refused"], strict=True)] == [True] * 4
+    for ids, status in (
+        ([10**15], 404),
+        ([fresh], 409),
+        ([], 400),
+        (list(range(1, 1002)), 400),
+        ([0], 400),
+        (["1"], 400),
+        (list(range(10**6)), 413),
+    ):
+        refused = admin.ask("POST", f"{LETTERS}/replay", json={"ids": ids, "reason": "r"})
+        assert (refused.status_code, refused.headers["content-type"]) == (status, "application/problem+json"), (
+            refused.text[:300]
+        )
+    assert (
+        "at most 1000 items"
+        in admin.ask("POST", f"{LETTERS}/replay", json={"ids": list(range(1, 1002)), "reason": "r"}).text
+    )
+
+
+def test_a_discard_is_asked_for_and_waits_for_another_admin(admin: Admin) -> None:
+    number, _ = admin.letter()
+    asked = admin.ask("POST", f"{LETTERS}/discard", json={"ids": [number], "reason": "a duplicate"})
+    assert asked.json() == {"done": [number], "refused": []}
+    assert admin.ask("GET", f"{LETTERS}/{number}").json()["status"] == "open"
+    again = admin.ask("POST", f"{LETTERS}/discard", json={"ids": [number], "reason": "a duplicate"})
+    assert (again.status_code, "has asked already" in again.json()["detail"]) == (409, True)
+
+
+def test_whoever_asks_too_often_has_to_wait(admin: Admin) -> None:
+    async def hurry() -> list[httpx.Response]:
+        async with started(admin.app) as client:
+            headers = {"Authorization": f"Bearer {admin.tokens['ann']}"}
+            by_token = [await client.get(LETTERS, headers=headers) for _ in range(40)]
+            by_address = [await client.get(LETTERS) for _ in range(40)]
+            return [by_token[0], by_token[-1], by_address[0], by_address[-1]]
+
+    before = len(admin.audited("refused"))
+    answers = asyncio.run(hurry())
+    assert [answer.status_code for answer in answers] == [200, 429, 401, 429]
+    assert answers[1].headers["retry-after"] == "1"
+    assert len(admin.audited("refused")) - before < 40
+
+
+# ---------------------------------------------------------------- readiness
+
+
+@pytest.mark.parametrize(
+    ("setting", "part", "status"),
+    [
+        ("idempotency_redis_url", "redis", 200),
+        ("broker_url", "broker", 200),
+        ("idempotency_database_url", "postgres", 503),
+    ],
+)
+def test_only_without_postgres_no_request_can_be_accepted(
+    admin: Admin, setting: str, part: str, status: int, unreachable: Callable[[str], None]
+) -> None:
+    unreachable(setting)
+    answer = admin.ask("GET", "/readyz", None)
+    assert answer.status_code == status
+    found = answer.json()["parts"][part]
+    assert (found["ok"], found["needed"]) == (False, part == "postgres")
+    assert "secret" not in answer.text
+    assert admin.ask("GET", "/livez", None).status_code == 200
+
+
+def test_without_postgres_a_request_is_answered_503_and_nothing_is_known(
+    admin: Admin, unreachable: Callable[[str], None]
+) -> None:
+    unreachable("idempotency_database_url")
+    for method, path in (("POST", "/payments"), ("GET", "/operations/payments.capture_payment/x"), ("GET", LETTERS)):
+        answer = admin.ask(method, path, "tenant", json={} if method == "POST" else None)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+@pytest.fixture
+def unreachable(admin: Admin) -> Iterator[Callable[[str], None]]:
+    """Lets a setting name a server at a port where nothing listens, until the end of the test."""
+    import tasks
+
+    before = {}
+
+    def set_unreachable(setting: str) -> None:
+        before[setting] = tasks.app.conf[setting]
+        url = str(
+            before[setting].get_secret_value() if hasattr(before[setting], "get_secret_value") else before[setting]
+        )
+        gone = make_url(url).set(host="127.0.0.1", port=9, username="u", password="secret")
+        tasks.app.conf[setting] = gone.render_as_string(hide_password=False)
+        close_runtime(tasks.app)
+
+    yield set_unreachable
+    for setting, value in before.items():
+        tasks.app.conf[setting] = value
+    close_runtime(tasks.app)
+
+
+# ---------------------------------------------------------------- the OpenAPI document
+
+
+def test_every_problem_is_documented_as_one(admin: Admin) -> None:
+    document = admin.ask("GET", "/openapi.json", None).json()
+    assert "HTTPValidationError" not in json.dumps(document)
+    responses = document["paths"]["/payments"]["post"]["responses"]
+    assert {"202", "400", "401", "403", "409", "413", "415", "422", "429", "503"} <= set(responses)
+    problems = [response for status, response in responses.items() if int(status) >= 400]
+    assert all(list(response["content"]) == ["application/problem+json"] for response in problems)
+    names = {parameter["name"] for parameter in document["paths"]["/payments"]["post"]["parameters"]}
+    assert names == {"Idempotency-Key", "Prefer"}
