@@ -15,7 +15,7 @@ worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metr
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo test test-lowest ecosystem celery-suite edge-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,12 +46,25 @@ ecosystem: .venv/ready ## install other packages of the Celery world into .venv,
 		--constraint constraints.txt --editable '.[ecosystem]'
 	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
 
-# Every kind of use, without the long ones: calls, deliveries, the relay, dead letters, the command line, the pools.
-LOWEST ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
-	tests/integration/test_versions.py tests/pipeline/test_cli.py tests/pipeline/test_pools.py
+# Every kind of use, without the long ones: bodies, deliveries, the relay, dead letters, the command line, the pools, Django.
+QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
+	tests/integration/test_versions.py tests/integration/test_publishing.py tests/integration/test_bodies.py tests/django \
+	tests/pipeline/test_cli.py tests/pipeline/test_pools.py
+quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(QUICK) $(ARGS)
 
-test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; LOWEST=tests/unit
-	@scripts/lowest --numprocesses $(or $(WORKERS),3) --dist loadfile $(LOWEST) $(ARGS)
+test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; QUICK=tests/unit
+	@scripts/with-versions lowest .venv/bin/python requirements/lowest.txt -- $(quick_tests)
+
+test-python: ## run them with another Python, from 3.12 on with Django 6; VERSION=3.13 QUICK=tests/unit
+	@scripts/with-versions $(or $(VERSION),3.12) python$(or $(VERSION),3.12) -- $(quick_tests)
+
+versions: ## all that a new version may break: lowest, Python 3.12 and 3.13, other packages, a pooler, Celery's own tests
+	@$(MAKE) --no-print-directory test-lowest
+	@$(MAKE) --no-print-directory test-python VERSION=3.12
+	@$(MAKE) --no-print-directory test-python VERSION=3.13
+	@$(MAKE) --no-print-directory ecosystem
+	@$(MAKE) --no-print-directory test POOLER=1
+	@$(MAKE) --no-print-directory celery-suite
 
 chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1
 	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)

@@ -7,6 +7,7 @@ are left alone. A database that does not answer prevents no start: claims wait f
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,9 @@ from .broker import require_broker_address
 from .findings import Finding, Level
 from .settings import check_pool_size, read_settings
 from .unreachable import reason
+
+# The process that has frozen its objects, after those it was forked from.
+_frozen: list[int] = []
 
 
 def check_broker_address(instance: Any, **_: Any) -> None:
@@ -36,10 +40,13 @@ def freeze_imported_objects(**_: Any) -> None:
     """Keep the memory of a pool process flat.
 
     Celery leaves the traceback of every failed attempt in a reference cycle, which only a full collection frees. Python
-    delays those until new objects are a quarter of all; frozen objects do not count.
+    delays those until new objects are a quarter of all; frozen objects do not count. Once in each process: a test's may
+    start many workers, and what is frozen is never freed.
     """
-    gc.freeze()
-    gc.collect()
+    if os.getpid() not in _frozen:
+        _frozen.append(os.getpid())
+        gc.freeze()
+        gc.collect()
 
 
 def warn_about_pool_size(instance: Any, **_: Any) -> None:

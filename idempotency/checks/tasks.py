@@ -49,10 +49,14 @@ def check_options(tasks: list[IdempotentTask]) -> list[Finding]:
 
 
 def check_names(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
-    """Celery registers the first function of a name and only warns of a second, which would never run."""
+    """Celery registers the first function of a name and only warns of a second, which would never run.
+
+    A function inside another (an application's factory, a test) may be the same one again, made anew: Celery has noted
+    only the name.
+    """
     twice: set[str] = getattr(app, "_duplicate_task_names_warned", set())  # since Celery 5.7
     return [
-        refusal(
+        (warning if _is_nested(task) else refusal)(
             f"task {task.name}",
             "two functions have this name",
             "only the first one runs, whichever is called; give each its own name=",
@@ -60,6 +64,10 @@ def check_names(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
         for task in tasks
         if task.name in twice
     ]
+
+
+def _is_nested(task: IdempotentTask) -> bool:
+    return "<locals>" in getattr(getattr(task, "_decorated_fun", None), "__qualname__", "")
 
 
 def check_retentions(tasks: list[IdempotentTask], given: Settings) -> list[Finding]:

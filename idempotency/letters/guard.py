@@ -133,14 +133,12 @@ def _note_marker(runtime: Runtime, marker: str) -> None:
 def _keep_out_of_memory(message: Message) -> None:
     """Hide a message's `eta` from Celery's worker, which would hold it unacknowledged until then by its own clock.
 
-    A message from the broker's delay queues has waited already. Otherwise the task gets the `eta` and compares it with
-    the database's clock.
+    The task gets it and compares it with the database's clock, after the broker's delay queues, too: they count in
+    whole seconds and round down.
     """
     eta = message.headers.pop("eta", None)
     if eta is not None:
-        message.headers[task_message.DUE_HEADER] = eta
-    if eta is not None and not task_message.Message.was_delayed((message.delivery_info or {}).get("exchange")):
-        message.headers[task_message.ETA_HEADER] = eta
+        message.headers[task_message.DUE_HEADER] = message.headers[task_message.ETA_HEADER] = eta
 
 
 def keeps_rejected(app: Celery) -> bool:

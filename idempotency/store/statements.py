@@ -115,9 +115,10 @@ class TransactionCursor(psycopg.Cursor[Any]):
 def use_checked_connections(engine: Engine, *, patience: float | None, set_local: str) -> None:
     """Make the engine open `CheckedConnection`s."""
 
-    theirs = list(engine.dialect.dispatch.do_connect)
+    # the application's, on this engine alone; ours asks them
+    theirs = [each for each in engine.dialect.dispatch.do_connect if event.contains(engine, "do_connect", each)]
     for listener in theirs:
-        event.remove(engine, "do_connect", listener)  # ours asks them
+        event.remove(engine, "do_connect", listener)
 
     @event.listens_for(engine, "do_connect")
     def _(dialect: Any, record: Any, args: Any, parameters: Any) -> Any:

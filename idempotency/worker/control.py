@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NoReturn
 
 from celery import Celery, Signature, signature
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, ImproperlyConfigured, Reject, Retry
 from celery.result import allow_join_result
 from celery.utils.time import maybe_make_aware
 
@@ -35,6 +35,10 @@ from .using import P
 REPLACED = "idempotency-replaced-by"
 # Operations that replace each other in a circle would send each other forever.
 LONGEST_REPLACEMENT = 1_000
+
+
+class InvalidReplacement(InvalidArguments, ImproperlyConfigured):
+    """No task can be replaced with this. Celery's error, with its message."""
 
 
 class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
@@ -135,8 +139,8 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
 
         The operation completes with this attempt's writes. Then `sig` is sent under its task id, and again for each
         duplicate of this operation, so its tasks should be idempotent, too. Sent like the next task of a chain: not part
-        of the commit. Raises `CallRefused` for a signature that could not be sent, `UnsupportedControl` for the
-        thousandth replacement in a row.
+        of the commit. Raises `CallRefused` for a signature that could not be sent (also an `ImproperlyConfigured` where
+        Celery raises that), `UnsupportedControl` for the thousandth replacement in a row.
         """
         if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
             raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
@@ -144,7 +148,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         plain = results.from_text(results.to_text(sig, limit=limit, what="replacement"))
         replacement: Signature = signature(plain, app=self.app)
         if "chord" in replacement.options:
-            raise InvalidArguments("replace: the signature must not be part of a chord")
+            raise InvalidReplacement("A signature replacing a task must not be part of a chord")
         for first in _first_of(replacement):
             if isinstance(task := self.app.tasks.get(first.task), KeyedTask):
                 task._check_call(first)
@@ -190,5 +194,5 @@ def _first_of(sig: Signature) -> list[Signature]:
         case "chain" if sig.tasks:
             return _first_of(sig.tasks[0])
         case "chain":
-            raise InvalidArguments("replace: the chain is empty")
+            raise InvalidReplacement("Cannot replace with an empty chain")
     return [sig]

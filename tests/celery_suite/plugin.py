@@ -12,7 +12,7 @@ from tests.celery_suite import tasks
 from tests.celery_suite.configuration import configuration
 
 # Seconds.
-TIME_LIMIT = 60
+TIME_LIMIT = 180
 # Starts twenty workers of its own: ended at its limit, it would leave the process in a state that fails the others.
 LAST = "test_fixture_teardown_releases_backend_connections"
 

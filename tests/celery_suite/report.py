@@ -9,7 +9,7 @@ from importlib.metadata import version
 from rich import box
 from rich.table import Table
 
-from tests.celery_suite.reasons import REASONS
+from tests.celery_suite.reasons import RACES, REASONS
 from tests.celery_suite.side import NOT_RUN, PASSED, Seen
 
 # As many tests may remain that differ, each a documented decision; the variants of one test count once.
@@ -25,6 +25,11 @@ class Difference:
     plain: Seen
     ours: Seen
     reason: str | None
+
+    @property
+    def may_pass_alone(self) -> bool:
+        """Whether it is worth another run, on a machine that does nothing else."""
+        return self.reason is None or self.reason in RACES
 
 
 class Comparison:
@@ -84,7 +89,7 @@ class Comparison:
             "",
             f"The integration tests of Celery {version('celery')} (`t/integration` of its source distribution), run",
             "twice against real servers: on the tasks as they are, and with every task of the suite on `IdempotentTask`,",
-            "each call under its own key, with a relay beside the worker. A test that fails on ours without a reason",
+            "each call under its own key, with a relay beside the worker. A test that fails on ours without a reason, or by a race,",
             "is run again, alone, before it counts. `make celery-suite` does all that and writes this page. Tests that fail on plain",
             "tasks, or that Celery skips here, say nothing about ours.",
             "",

@@ -95,6 +95,7 @@ def _environment(
     address = urlsplit(redis_url)
     return {
         **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # for tests that call `celery`
         "CELERY_SUITE_SIDE": side,
         "CELERY_SUITE_OUTCOMES": str(outcomes),
         "TEST_BROKER": broker,

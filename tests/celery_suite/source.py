@@ -10,6 +10,15 @@ from pathlib import Path
 
 # What the tests read beside their own folder: pytest's configuration.
 WANTED = ("t", "pyproject.toml", "setup.cfg")
+# Celery's default loader reads it, in the workers that tests start themselves, too: they share the queue of their side.
+CONFIGURATION = """
+import os
+
+if os.environ["CELERY_SUITE_SIDE"] == "ours":
+    from tests.celery_suite.configuration import configuration
+
+    globals().update(configuration())
+"""
 
 
 def unpacked(below: Path) -> Path:
@@ -25,8 +34,8 @@ def unpacked(below: Path) -> Path:
             archive = _downloaded(Path(directory))
             wanted = [f"{name}/{part}" for part in WANTED]
             subprocess.run(["tar", "-xzf", str(archive), "-C", directory, *wanted], check=True)
-            (Path(directory) / name / "celeryconfig.py").touch()  # else Celery's default loader would read ours
             (Path(directory) / name).rename(place)
+    (place / "celeryconfig.py").write_text(CONFIGURATION)
     return place
 
 

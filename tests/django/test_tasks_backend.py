@@ -5,18 +5,25 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import django
 import pytest
 from celery import Celery
 from django.db import transaction
 from django.utils import timezone
-from django_tasks import TaskResultStatus
-from django_tasks.exceptions import TaskResultDoesNotExist
-from django_tasks.signals import task_enqueued
 from sqlalchemy import Engine, text
 
 from idempotency.wire.message import Message
 from tests.django.conftest import Entries
 from tests.support.deliveries import Deliveries, deliver_row
+
+if django.VERSION >= (6, 0):
+    from django.tasks import TaskResultStatus
+    from django.tasks.exceptions import TaskResultDoesNotExist
+    from django.tasks.signals import task_enqueued
+else:
+    from django_tasks import TaskResultStatus
+    from django_tasks.exceptions import TaskResultDoesNotExist
+    from django_tasks.signals import task_enqueued
 
 
 @pytest.fixture

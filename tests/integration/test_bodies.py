@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery, Task, chain, group
 from celery.backends.cache import CacheBackend
-from celery.exceptions import Reject
+from celery.exceptions import ImproperlyConfigured, Reject
 from celery.result import AsyncResult, GroupResult, denied_join_result, result_from_tuple
 from pydantic import BaseModel
 from sqlalchemy import Engine
@@ -407,6 +407,15 @@ def test_a_replacement_that_could_never_be_sent_ends_the_operation(
 
     assert deliveries.deliver(make_task(bank, body), key="k").state == "FAILURE"
     assert (code(record("k")), record("k").attempts) == (expected, 1)
+
+
+@pytest.mark.parametrize("of", [chain, lambda: app_module.deposit.s("a").set(chord=app_module.deposit.s("b"))])
+def test_what_celery_takes_for_no_replacement_is_its_own_error(bank: Celery, deliveries: Deliveries, of: Any) -> None:
+    def body(self: Any) -> None:
+        self.replace(of())
+
+    failed = deliveries.deliver(make_task(bank, body), key="k")
+    assert isinstance(failed.value, ImproperlyConfigured)
 
 
 def test_operations_do_not_replace_each_other_for_ever(bank: Celery, deliveries: Deliveries, record: Record) -> None:

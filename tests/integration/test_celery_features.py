@@ -9,6 +9,7 @@ import pytest
 from celery import Celery, signals
 
 from idempotency import IdempotentTask, PermanentError
+from idempotency.wire.message import REVOKED_HEADER
 from tests.support.bank import INSERT
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries
@@ -62,6 +63,21 @@ def test_hooks_and_signals_of_the_first_delivery_and_of_a_duplicate(
         deliveries.deliver(task, how)
         assert seen == expected
     assert runs == [how]
+
+
+def test_a_revoked_task_calls_neither_errbacks_nor_on_failure(
+    bank: Celery, deliveries: Deliveries, seen: list[str]
+) -> None:
+    @bank.task(name="test.errback_of_revoked", shared=False)
+    def errback(request: Any, exc: Any, traceback: Any) -> None:
+        seen.append("errback")
+
+    hooks = {name: lambda self, *_, name=name: seen.append(name) for name in HOOKS}
+    task = make_task(bank, lambda self: seen.append("body"), on_failed=lambda *_: seen.append("on_failed"), **hooks)
+    for ended in (["on_failed"], []):
+        seen.clear()
+        outcome = deliveries.deliver(task, key="k", headers={REVOKED_HEADER: True, "errbacks": [errback.s()]})
+        assert (outcome.state, seen) == ("IGNORED", ["task_prerun", *ended, "task_postrun"])
 
 
 def test_a_hook_that_raises_changes_no_end(bank: Celery, deliveries: Deliveries) -> None:

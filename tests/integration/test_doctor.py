@@ -174,7 +174,7 @@ def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(
     assert about(configured, "database TCP_USER_TIMEOUT") == []
     original = CheckedConnection.connect
     monkeypatch.setattr(
-        CheckedConnection, "connect", lambda *args, tcp_user_timeout, **options: original(*args, **options)
+        CheckedConnection, "connect", lambda *args, tcp_user_timeout=None, **options: original(*args, **options)
     )
     (found,) = about(configured, "database TCP_USER_TIMEOUT")
     assert found.level is Level.WARNING

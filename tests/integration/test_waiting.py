@@ -327,5 +327,5 @@ def test_a_worker_with_a_wrong_clock_neither_keeps_nor_hastens_a_delay(
     publish(bank, "b", sent + timedelta(seconds=2))
     for account in ("a", "b"):
         row = eventually(lambda account=account: (row := record(account)) and row.status == "completed" and row)
-        assert row.created_at - sent >= timedelta(seconds=0.9)
+        assert row.created_at - sent >= timedelta(seconds=2)
         assert entries(account) == 1

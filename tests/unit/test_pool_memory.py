@@ -50,3 +50,28 @@ def test_failed_attempts_leave_no_pile_of_tracebacks(collect: bool) -> None:
     most = int(done.stdout)
     # A few copies for each of some ten attempts; left to itself it is hundreds, or this test would show nothing.
     assert most < 100 if collect else most > 200, most
+
+
+AGAIN = """
+import gc, weakref
+from celery.signals import worker_process_init
+from idempotency.installation import install
+
+class Backend: ...
+
+install()
+worker_process_init.send(sender=None)
+backend = Backend()
+backend.itself, left = backend, weakref.ref(backend)
+worker_process_init.send(sender=None)
+del backend
+gc.collect()
+print(left() is None)
+"""
+
+
+def test_a_process_that_starts_another_worker_frees_what_the_first_one_left() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "True\n"

@@ -11,6 +11,9 @@ from idempotency import IdempotentTask, SettingsError
 from idempotency.checks.doctor import check_configuration
 from idempotency.checks.findings import Level
 
+# The warning of a second function of one name.
+DUPLICATE: Any = getattr(exceptions, "DuplicateTaskNameWarning", None)
+
 
 @pytest.fixture
 def app() -> Celery:
@@ -62,17 +65,31 @@ def test_a_base_of_the_application_has_the_attributes_that_it_likes(app: Celery)
     assert task(app, Base, key="{payment_id}").keys == ("a",)
 
 
+def pay(payment_id: str) -> None: ...
+
+
+def also_pay(payment_id: str) -> None: ...
+
+
+@pytest.mark.skipif(DUPLICATE is None, reason="Celery notices them since 5.7")
 def test_two_functions_of_one_name_are_refused_at_the_start(app: Celery) -> None:
-    noticed = getattr(exceptions, "DuplicateTaskNameWarning", None)
-    if noticed is None:
-        pytest.skip("Celery notices them since 5.7")
-    task(app, name="shop.pay", key="{payment_id}")
+    make = app.task(base=IdempotentTask, lazy=False, shared=False, name="shop.pay", key="{payment_id}")
+    make(pay)
     assert "shop.pay" not in refused(app)
-    with pytest.warns(noticed):
-        task(app, name="shop.pay", key="{payment_id}")
+    with pytest.warns(DUPLICATE):
+        make(also_pay)
     assert "task shop.pay: two functions have this name; only the first one runs" in refused(app)
 
 
-def refused(app: Celery) -> str:
+@pytest.mark.skipif(DUPLICATE is None, reason="Celery notices them since 5.7")
+def test_a_function_that_a_factory_makes_again_prevents_no_start(app: Celery) -> None:
+    task(app, name="shop.pay", key="{payment_id}")
+    with pytest.warns(DUPLICATE):
+        task(app, name="shop.pay", key="{payment_id}")
+    assert "shop.pay" not in refused(app)
+    assert "task shop.pay: two functions have this name" in refused(app, Level.WARNING)
+
+
+def refused(app: Celery, level: Level = Level.REFUSAL) -> str:
     findings = check_configuration(app, None)
-    return "\n".join(str(finding) for finding in findings if finding.level is Level.REFUSAL)
+    return "\n".join(str(finding) for finding in findings if finding.level is level)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from django_tasks import task
+import django
 
 from tests.django.ledger.models import Entry
+
+if django.VERSION >= (6, 0):
+    from django.tasks import task
+else:
+    from django_tasks import task
 
 
 @task
