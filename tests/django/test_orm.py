@@ -279,7 +279,8 @@ def test_a_connection_to_a_standby_is_not_used_again(
             cursor.execute("SELECT pg_backend_pid()")
             backends.append(cursor.fetchone())
             if not writable:
-                cursor.execute("SET default_transaction_read_only = on; SET transaction_read_only = on")
+                cursor.execute("SET default_transaction_read_only = on")
+                cursor.execute("SET transaction_read_only = on")
         Entry.objects.create(account="a")
 
     task = make_task(app, pay)

@@ -79,13 +79,15 @@ def commit_in_sql(session: Session, operation: Operation, error: PermanentError)
     session.execute(text("COMMIT"))
 
 
-def commit_behind_another_statement(session: Session, operation: Operation, error: PermanentError) -> None:
-    """In one string with another statement, where nothing sees it before Postgres does."""
+def commit_by_libpq(session: Session, operation: Operation, error: PermanentError) -> None:
+    """By libpq itself, where nothing sees it before Postgres does."""
     told.append((error.code, operation))
-    session.execute(text("INSERT INTO failures (account, code) VALUES ('note', 'x'); COMMIT"))
+    session.execute(text("INSERT INTO failures (account, code) VALUES ('note', 'x')"))
+    driver: Any = session.connection().connection.driver_connection
+    driver.pgconn.exec_(b"COMMIT")
 
 
-HANDLERS = [commit_the_connection, roll_the_connection_back, invalidate, commit_in_sql, commit_behind_another_statement]
+HANDLERS = [commit_the_connection, roll_the_connection_back, invalidate, commit_in_sql, commit_by_libpq]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -119,7 +121,7 @@ def test_undos_that_on_failed_has_committed_are_not_run_again(
         self.step("reserve", write, "reserved", undo=unwrite)
         raise PermanentError("no", "declined")
 
-    task = make_task(bank, body, on_failed=commit_behind_another_statement)
+    task = make_task(bank, body, on_failed=commit_by_libpq)
     deliveries.deliver(task, key="k")
     assert code(record("k")) == ("unfinished", "declined")
     assert (entries("undone reserved"), told_codes()) == (1, ["declined"])
