@@ -76,22 +76,26 @@ def _send(port: int, numbered: list[tuple[int, str]]) -> None:
 @contextmanager
 def server(name: str) -> Iterator[int]:
     """A uvicorn process with one of the two applications; yields its port."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(CLIENTS * 2)
-        command = [
-            sys.executable,
-            "-m",
-            "uvicorn",
-            f"benchmarks.http_application:{name}",
-            "--fd",
-            str(listening.fileno()),
-        ]
-        process = subprocess.Popen(
-            [*command, "--log-level", "warning"], pass_fds=[listening.fileno()], env=dict(os.environ)
-        )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    # Not by `--fd`: uvicorn takes that for a Unix socket, and each answer would wait 40 ms for a delayed acknowledgement.
+    command = [sys.executable, "-m", "uvicorn", f"benchmarks.http_application:{name}", "--port", str(port)]
+    process = subprocess.Popen([*command, "--log-level", "warning"], env=dict(os.environ))
+    try:
+        _wait_for(port)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
         try:
-            yield listening.getsockname()[1]
-        finally:
-            process.terminate()
-            process.wait(30)
+            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
