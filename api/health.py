@@ -16,7 +16,7 @@ from idempotency.application import runtime_of
 from idempotency.errors import IdempotencyError
 from idempotency.observe import metrics
 from idempotency.store import schema
-from idempotency.store.overview import Look, monitoring_connection
+from idempotency.store.overview import Look, count, monitoring_connection
 from idempotency.upkeep import overview
 from tasks import app as celery
 
@@ -112,16 +112,17 @@ def _redis() -> str:
 
 def _work() -> dict[str, Part]:
     """The broker, the relay and the consumers: without them what is accepted waits in Postgres."""
-    settings = runtime_of(celery).settings
+    settings, found = runtime_of(celery).settings, Look()
     try:
         with monitoring_connection(settings) as connection:
-            found = overview.look(connection, celery, settings)
+            found = count(connection, settings)
+        relay = _relay(found, settings.alarm_silence)
     except SQLAlchemyError as error:
-        unknown = Part(ok=False, needed=False, detail=f"not known: {type(error).__name__}")
-        return dict.fromkeys(("broker", "relay", "consumers"), unknown)
+        relay = Part(ok=False, needed=False, detail=f"not known: {type(error).__name__}")
+    overview.ask_broker(celery, settings, found)
     answered = found.broker_answered
     broker = Part(ok=answered, needed=False, detail="answers" if answered else "does not answer")
-    return {"broker": broker, "relay": _relay(found, settings.alarm_silence), "consumers": _consumers(found)}
+    return {"broker": broker, "relay": relay, "consumers": _consumers(found)}
 
 
 def _relay(found: Look, silence: float) -> Part:

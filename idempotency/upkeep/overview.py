@@ -21,11 +21,11 @@ from ..store.overview import TIMEOUT, Look, QueueState
 def look(connection: Connection, app: Celery, settings: Settings) -> Look:
     """Take a snapshot from Postgres and the broker. If the broker is unavailable, its part is unknown."""
     found = overview.count(connection, settings)
-    _ask_broker(app, settings, found)
+    ask_broker(app, settings, found)
     return found
 
 
-def _ask_broker(app: Celery, settings: Settings, found: Look) -> None:
+def ask_broker(app: Celery, settings: Settings, found: Look) -> None:
     """Ask for the ready messages and the consumers of each queue that the application declares."""
     for name in app.amqp.queues:
         found.queue(name)

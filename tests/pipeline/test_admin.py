@@ -245,8 +245,9 @@ def test_only_without_postgres_no_request_can_be_accepted(
     unreachable(setting)
     answer = admin.ask("GET", "/readyz", None)
     assert answer.status_code == status
-    found = answer.json()["parts"][part]
-    assert (found["ok"], found["needed"]) == (False, part == "postgres")
+    parts = answer.json()["parts"]
+    assert (parts[part]["ok"], parts[part]["needed"]) == (False, part == "postgres")
+    assert all(parts[name]["ok"] for name in {"postgres", "redis", "broker"} - {part})
     assert "secret" not in answer.text
     assert admin.ask("GET", "/livez", None).status_code == 200
 
