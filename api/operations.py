@@ -99,7 +99,7 @@ def _read(id: OperationId) -> OperationDocument | None:
     with runtime.autocommit(id.tenant) as connection:
         if operations.accepted(connection, id, runtime.settings.service) is None:
             return None
-    return OperationDocument(task=id.task, key=id.key, status="waiting")
+    return OperationDocument(task=id.task, key=id.key, status="accepted")
 
 
 def has_ended(found: OperationDocument) -> bool:

@@ -115,7 +115,7 @@ class OperationDocument(BaseModel):
 
     task: str
     key: str
-    status: Literal["waiting", "started", "released", "completed", "failed"]
+    status: Literal["accepted", "started", "released", "completed", "failed"]
     result: Any = None
     code: str | None = None
 

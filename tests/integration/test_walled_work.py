@@ -87,7 +87,7 @@ def test_whatever_a_task_does_works_for_one_tenant_after_the_other(
             assert deliver(b.failing, f"{account}-3", "defer long") == "RETRY"
             assert deliver(b.failing, f"{account}-3", "defer long") == "IGNORED"  # not due, and counted
             assert deliver(b.replaced, account) in ("IGNORED", "SUCCESS")
-            assert enqueue(app, b.deposit, account, tenant=tenant, ordering_key="lane").status() == "waiting"
+            assert enqueue(app, b.deposit, account, tenant=tenant, ordering_key="lane").status() == "accepted"
             assert Handle(app, OperationId(tenant, b.deposit.name, "same key")).result() == {
                 "account": "same key",
                 "amount": 1,
