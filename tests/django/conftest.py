@@ -90,9 +90,9 @@ def template(servers: services.Services) -> Iterator[str]:
 
 
 @pytest.fixture
-def default(database: str) -> Iterator[Any]:
+def default(application_database: str) -> Iterator[Any]:
     """Django's own connection to the test's database."""
-    use_database(database)
+    use_database(application_database)
     use_framework(Django())
     yield connections["default"]
     use_framework(Framework())

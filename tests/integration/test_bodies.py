@@ -283,8 +283,12 @@ def test_pydantic_arguments_are_one_call_as_models_and_as_json(
         seen.append(order)
         return Receipt(text=f"{order.amount} paid")
 
+    body.__annotations__ |= {"order": Order, "return": Receipt}  # Celery 5.5.0 reads no strings
     task = make_task(bank, body, pydantic=True, key=lambda arguments: arguments["order"]["number"])
-    order = Order(number="a", amount=3)
+    # before 5.7 Celery sends no models
+    order: Any = (
+        Order(number="a", amount=3) if hasattr(Task, "_dump_pydantic_arguments") else {"number": "a", "amount": 3}
+    )
     with Session(transactional(engine)) as session, session.begin():
         task.enqueue(session, order)
         task.enqueue(session, order={"number": "a", "amount": 3})
@@ -295,7 +299,7 @@ def test_pydantic_arguments_are_one_call_as_models_and_as_json(
     assert rows[0].fingerprint == rows[1].fingerprint
     assert deliveries.deliver(task, {"number": "a", "amount": 3}, key="a").value == {"text": "3 paid"}
     assert task(order) == task.apply((order,)).get() == {"text": "3 paid"}
-    assert seen == [order]
+    assert seen == [Order(number="a", amount=3)]
     assert record("a").fingerprint == rows[0].fingerprint
 
 

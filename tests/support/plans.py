@@ -10,6 +10,7 @@ from celery import Celery
 from sqlalchemy import Connection
 
 from idempotency.application import runtime_of
+from idempotency.store.statements import OneStatement
 
 
 def explain(connection: Connection, statement: str) -> str:
@@ -17,7 +18,9 @@ def explain(connection: Connection, statement: str) -> str:
     names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", statement)))
     numbered = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", statement)
     driver: Any = connection.connection.driver_connection
-    rows = psycopg.Cursor(driver).execute(f"EXPLAIN (GENERIC_PLAN) {numbered}").fetchall()  # not one of an attempt's
+    # An attempt's own cursor would send it with no parameters at all; behind a pooler, the others' brings our settings.
+    cursor = psycopg.Cursor(driver) if issubclass(driver.cursor_factory, OneStatement) else driver.cursor()
+    rows = cursor.execute(f"EXPLAIN (GENERIC_PLAN) {numbered}").fetchall()
     return "\n".join(line for (line,) in rows)
 
 
