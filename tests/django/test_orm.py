@@ -492,6 +492,7 @@ def test_a_role_that_a_body_takes_on_by_the_orm_does_not_write_its_end(
     role = f"report_{uuid4().hex[:8]}"
     with engine.connect() as admin:
         admin.execute(text(f"CREATE ROLE {role}"))
+        admin.execute(text(f"GRANT {role} TO CURRENT_USER"))
 
         def pay(self: Any) -> str:
             with connection.cursor() as cursor:

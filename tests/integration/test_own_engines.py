@@ -150,6 +150,7 @@ def tenant(engine: Engine) -> Iterator[str]:
     role = f"tenant_{uuid4().hex[:8]}"
     with engine.connect() as connection:
         connection.execute(text(f"CREATE ROLE {role}"))
+        connection.execute(text(f"GRANT {role} TO CURRENT_USER"))
         connection.execute(text(f"GRANT ALL ON entries, entries_id_seq TO {role}"))
     yield role
     with engine.connect() as connection:

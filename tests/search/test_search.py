@@ -8,6 +8,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.pool import NullPool
 
 import services
 from tests.search import application, footprints
@@ -32,7 +34,13 @@ from tests.search.world import Violation, World, opened
 @pytest.fixture(scope="module")
 def world(servers: services.Services) -> Iterator[World]:
     name = f"search_{uuid4().hex[:8]}"
-    with opened(servers.create_database(name)) as world:
+    address = servers.create_database(name)
+    if "postgres" in servers.servers:
+        # a deadlock is to be resolved at once; only a superuser may say so
+        admin = create_engine(servers.postgres.superuser_url(), isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        with admin.connect() as connection:
+            connection.exec_driver_sql(f"ALTER DATABASE {name} SET deadlock_timeout = '20ms'")
+    with opened(address) as world:
         yield world
     servers.drop_database(name)
 

@@ -513,11 +513,7 @@ def opened(database_url: str) -> Iterator[World]:
     """Prepare an empty database and hand out the world. One at a time in a process."""
     with psycopg.connect(_plain(database_url), autocommit=True) as first:
         first.execute(CLOCK)
-        # a deadlock is to be resolved at once, wherever this server is
-        path = sql.SQL(
-            "ALTER DATABASE {0} SET search_path = virtual, pg_catalog, public; "
-            "ALTER DATABASE {0} SET deadlock_timeout = '20ms'"
-        )
+        path = sql.SQL("ALTER DATABASE {0} SET search_path = virtual, pg_catalog, public")
         first.execute(path.format(sql.Identifier(first.info.dbname)))
     engine = create_engine(database_url)
     schema.migrate(engine)
