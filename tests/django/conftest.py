@@ -114,6 +114,7 @@ def role(engine: Engine) -> Iterator[str]:
     name = f"shop_{uuid4().hex[:8]}"
     grants = (
         f'CREATE ROLE "{name}"',
+        f'GRANT "{name}" TO CURRENT_USER',
         f'GRANT CREATE ON DATABASE {engine.url.database} TO "{name}"',
         f'GRANT ALL ON SCHEMA public, idempotency TO "{name}"',
         f'GRANT ALL ON ALL TABLES IN SCHEMA public, idempotency TO "{name}"',

@@ -158,14 +158,14 @@ def test_the_role_that_django_assumes_is_that_of_every_connection(
 
 
 def test_a_login_that_djangos_backend_renews_is_the_librarys_as_well(
-    app: Celery, default: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    app: Celery, default: Any, superuser: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, original = f"login_{uuid4().hex[:8]}", type(default).get_connection_params
     password = "first"
     monkeypatch.setattr(
         type(default), "get_connection_params", lambda self: original(self) | {"user": name, "password": password}
     )
-    with engine.connect() as admin:
+    with superuser.connect() as admin:
         admin.execute(text(f"CREATE ROLE {name} LOGIN SUPERUSER PASSWORD 'first'"))
 
         def user() -> Any:
