@@ -12,7 +12,7 @@ from tests.support.documents import ROOT, blocks, pages, python_blocks
 # The test that runs the Python examples of a page, and how many it runs.
 RUN_BY = {
     "README.md": ("tests/integration/test_readme.py", 8),
-    "docs/django.md": ("tests/django/test_page.py", 5),
+    "docs/django.md": ("tests/django/test_page.py", 4),
     "docs/engines.md": ("tests/integration/test_pages.py", 1),
     "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
     "docs/http.md": ("tests/http/test_page.py", 1),
