@@ -41,8 +41,8 @@ KNOWN: Sequence[Known] = (
     ),
     Known(
         "worker",
-        r"celery/concurrency/asynpool.py\", line \d+, in _recv_message",
-        # celery/celery issue 2294: whatever cannot be unpickled ends the worker; seen in one run of 29
+        r"celery/concurrency/asynpool.py\", line \d+, in (_recv_message|process_flush_queues)",
+        # celery/celery issue 2294: whatever cannot be unpickled ends the worker; each seen once in some thirty runs
         "Celery: what a child of the pool had sent could not be unpickled, and children are killed while they write; "
         "nothing was acknowledged for it, and the broker hands out again what the worker held",
     ),
