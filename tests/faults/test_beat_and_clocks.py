@@ -56,16 +56,18 @@ def test_a_worker_with_a_clock_a_day_off_holds_renews_and_finishes(
 
 
 class Beats:
-    """Real `celery beat` processes of the application in tasks/, ticking every second, and a worker that does the work."""
+    """Real `celery beat` processes of the application in tasks/, ticking every second, and a worker that does the work.
+
+    Under the name of the scene's application: each recovers only its own.
+    """
 
     def __init__(self, scene: Scene, directory: Path) -> None:
-        self._environment = scene.environment | {"IDEMPOTENCY_SWEEP": "1"}
+        own = {"IDEMPOTENCY_SWEEP": "1", "IDEMPOTENCY_SERVICE": "bank"}
+        self._environment = scene.environment | own
         self._directory = directory
         self._running: list[subprocess.Popen[bytes]] = []
         self._logs: list[Path] = []
-        self.worker = scene._processes.worker(
-            "--queues", "maintenance", "--concurrency", "2", app="tasks", IDEMPOTENCY_SWEEP="1"
-        )
+        self.worker = scene._processes.worker("--queues", "maintenance", "--concurrency", "2", app="tasks", **own)
 
     def start(self, name: str) -> Path:
         """Start one with a schedule file of this name; returns its log."""
