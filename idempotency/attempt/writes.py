@@ -95,7 +95,6 @@ class FencedWrites:
             if _refused_by_server(error, driver):
                 raise
             self._doubt(error)
-        framework().after_commit(self.session)
 
     def follow_up(self) -> None:
         """Call what waited for the commit; not before the attempt knows what it has committed."""

@@ -334,6 +334,23 @@ def test_functions_on_commit_of_a_step_follow_its_commit(app: Celery, deliveries
     assert seen == [["reserved"], "the body goes on"]
 
 
+def test_functions_on_commit_are_called_once_the_attempt_knows_what_it_has_committed(
+    app: Celery, deliveries: Deliveries
+) -> None:
+    """One that ends the body, as a soft time limit does, must not leave an outcome that is recorded as open."""
+    seen: list[Any] = []
+
+    def note(self: Any, name: str) -> None:
+        transaction.on_commit(lambda: seen.append(self.request.attempt.claim.effects[name]["state"]))
+
+    def order(self: Any) -> None:
+        self.step("reserve", lambda session: note(self, "reserve"))
+        self.effect("charge", lambda idempotency_key: note(self, "charge"))
+
+    deliveries.deliver(make_task(app, order), key="k")
+    assert seen == ["done", "done"]
+
+
 def test_what_a_called_task_does_on_commit_is_not_its_callers(
     app: Celery, deliveries: Deliveries, record: Record, entries: Entries, outbox: Entries
 ) -> None:

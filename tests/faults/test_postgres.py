@@ -158,7 +158,7 @@ def test_a_relay_that_never_hears_of_its_rows_leaves_them_for_a_lease(
     scene: Scene, proxied_relay: Relay, cell: SeenCell
 ) -> None:
     scene.accept()
-    scene.proxy.cut_reply_to(b"WITH due AS")
+    scene.proxy.cut_reply_to(b"RETURNING o.id, o.message_id, o.message, o.origin")
     with pytest.raises(OperationalError):
         proxied_relay.run_once()
     assert scene.proxy.cuts == 1
