@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sqlalchemy import Connection
 
+from ..wire.keys import HTTP_TASK
 from . import sweeps
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
@@ -66,7 +67,7 @@ REQUESTS = Sweep(
     "purge_requests",
     table="records",
     columns="r.fence",
-    due="""r.service = %(service)s AND r.message = '' AND r.task = 'http' AND r.status IN ('started', 'released')
+    due=f"""r.service = %(service)s AND r.message = '' AND r.task = '{HTTP_TASK}' AND r.status IN ('started', 'released')
       AND r.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
       AND (r.locked_until IS NULL OR r.locked_until < clock_timestamp())
       AND NOT jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && (@.state == "begun" || @.state == "done"))')""",

@@ -14,8 +14,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-# The task of the records of HTTP requests.
-EDGE = "http"
+from ..wire.keys import HTTP_TASK
+
 _KEY = re.compile(r"ik_([a-z0-9]{1,32})_[A-Za-z0-9_-]{43}", re.ASCII)
 
 _AUTHENTICATE = "SELECT tenant, name, scopes FROM idempotency.authenticate(%(id)s, %(hash)s)"
@@ -41,7 +41,7 @@ ROW_BYTES = 512
 _USAGE = f"""
 SELECT count(*) AS keys, coalesce(sum(bytes), 0)::bigint AS bytes FROM (
     SELECT {ROW_BYTES} + octet_length(key) + coalesce(octet_length(result), 0) AS bytes FROM idempotency.records
-    WHERE tenant = %(tenant)s AND task = '{EDGE}' LIMIT %(most)s
+    WHERE tenant = %(tenant)s AND task = '{HTTP_TASK}' LIMIT %(most)s
 ) kept
 """
 
