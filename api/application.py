@@ -80,7 +80,7 @@ def create_app() -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.ends = Ends(_runtime())
-    app.state.readiness = health.Looker()
+    app.state.readiness = health.ReadinessCheck()
     app.state.admin_limits = admin.Limits()
     yield
     app.state.ends.close()

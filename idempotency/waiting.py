@@ -25,7 +25,7 @@ from .store.statements import describe, is_news
 from .wire.keys import OperationId
 
 # Seconds between two reads of all operations that are waited for.
-LOOK = 1.0
+POLL = 1.0
 # Seconds until Postgres is asked again for a connection.
 PAUSE = 1.0
 # Waiters of a process. Further ones do not wait: each costs a statement every time it begins and ends.
@@ -45,7 +45,7 @@ class Ends:
         self._by_digest: dict[str, OperationId] = {}
         self._ended: set[OperationId] = set()
         self._closed = threading.Event()
-        self._bell, self._ears = socketpair()  # ends the thread's wait for a NOTIFY
+        self._interrupt, self._interrupted = socketpair()  # ends the thread's wait for a NOTIFY
         self._thread = threading.Thread(target=self._run, name="idempotency-ends", daemon=True)
         self._thread.start()
 
@@ -71,10 +71,10 @@ class Ends:
     def close(self) -> None:
         """Stop listening. Those who still wait do so until their time is over."""
         self._closed.set()
-        self._bell.send(b".")
-        self._thread.join(LOOK + PAUSE)
-        self._bell.close()
-        self._ears.close()
+        self._interrupt.send(b".")
+        self._thread.join(POLL + PAUSE)
+        self._interrupt.close()
+        self._interrupted.close()
 
     # ------------------------------------------------------------ those who wait
 
@@ -95,7 +95,7 @@ class Ends:
                 self._by_digest.pop(waiters.digest(id), None)
 
     def _begin(self, id: OperationId, seconds: float) -> bool:
-        """Ask for the NOTIFY, and only then look: an end that comes later finds the row."""
+        """Ask for the NOTIFY, and only then read the record: an end that comes later finds the row."""
         with self._runtime.autocommit(id.tenant) as connection:
             waiters.add(connection, id, seconds)
             if waiters.ended(connection, [id]):
@@ -119,12 +119,12 @@ class Ends:
         with closing(listener) if listener is not None else nullcontext():
             while not self._closed.is_set():
                 if listener is None:
-                    self._closed.wait(LOOK)
+                    self._closed.wait(POLL)
                 else:
-                    ready([listener.fileno(), self._ears], timeout=LOOK)
+                    ready([listener.fileno(), self._interrupted], timeout=POLL)
                     for notice in listener.notifies(timeout=0):
                         self._wake_by_digest(notice.payload)
-                self._look()
+                self._poll()
 
     def _wake_by_digest(self, digest: str) -> None:
         with self._lock:
@@ -132,7 +132,7 @@ class Ends:
         if id is not None:
             self._wake([id])
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Wake those whose NOTIFY was missed, and forget whose operations have ended."""
         with self._lock:
             ids, self._ended, ended = list(self._waiting), set(), self._ended

@@ -139,7 +139,7 @@ def test_a_pass_begun_before_a_discard_does_not_hide_what_it_gave_back(
 
     # behind its snapshot, before its first row
     wait = "(SELECT pg_advisory_xact_lock_shared(7)::text IS NOT NULL) AND r.queue = %(queue)s"
-    monkeypatch.setattr(losing, "_LOOK", losing._LOOK.replace("r.queue = %(queue)s", wait))
+    monkeypatch.setattr(losing, "_JUDGE", losing._JUDGE.replace("r.queue = %(queue)s", wait))
     monkeypatch.setattr(sweeps, "LOCK_TIMEOUT_MS", 10_000)
     connection.exec_driver_sql("SELECT pg_advisory_lock(7)")
     passing = op.in_background(lambda: resend_lost(bank))
