@@ -26,7 +26,7 @@ from .schemas import Part, Readiness
 DEADLINE = 2.5
 # Seconds for which an answer is repeated: anyone may ask, and each check costs queries.
 KEPT = 1.0
-# Seconds that a message may wait for a relay before that is worth a line.
+# Seconds that a due message may wait before the relay counts as late.
 LATE = 60.0
 
 router = APIRouter()
@@ -34,7 +34,7 @@ router = APIRouter()
 
 @router.get("/livez", summary="The process answers")
 async def live() -> dict[str, str]:
-    """200 as long as the event loop turns. Nothing else is checked: a restart repairs no database."""
+    """200 while the event loop runs. Nothing else is checked: a restart repairs no database."""
     return {"status": "ok"}
 
 

@@ -103,7 +103,7 @@ def _refused(_: Request, error: Exception) -> Response:
         case 404:
             answer = NOT_FOUND
         case 405:
-            answer = problem(405, "method", "Method not allowed", "Allow: says which there are", headers=headers)
+            answer = problem(405, "method", "Method not allowed", "Allow: lists the methods that are", headers=headers)
         case status:
             answer = problem(status, "refused", "Refused", str(error.detail), headers=headers)
     return as_response(answer)
