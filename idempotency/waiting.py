@@ -1,9 +1,9 @@
-"""Waiting for operations to end, on an event loop: told by NOTIFY, with one connection and one thread for all waiters.
+"""Waiting on an event loop for operations to end: by NOTIFY, with one connection and one thread for all waiters.
 
 A waiter holds no connection. It leaves a row in Postgres, so that the end of its operation notifies, and then reads
-the record once, since the end may have come before. A NOTIFY may be missed, while the connection is being replaced or
-where the end began before the row was there: once a second the thread reads all of the process's operations in one
-statement. Behind a pooler that is all it does.
+the record once, since the end may have come before. A NOTIFY may be missed: while the connection is being replaced, or
+if the end began before the row was there. So once a second the thread reads all of the process's operations in one
+statement. Behind a pooler, which passes on no NOTIFY, that is all it does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .wire.keys import OperationId
 POLL = 1.0
 # Seconds until Postgres is asked again for a connection.
 PAUSE = 1.0
-# Waiters of a process. Further ones do not wait: each costs a statement every time it begins and ends.
+# Waiters of a process. Further ones return at once: each costs a statement when it begins and when it ends.
 LIMIT = 1000
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
@@ -50,7 +50,7 @@ class Ends:
         self._thread.start()
 
     async def wait(self, id: OperationId, seconds: float) -> bool:
-        """Wait until the operation has ended, for at most so many seconds. False: it has not, as far as is known.
+        """Wait until the operation has ended, for at most so many seconds. False: not by then, as far as is known.
 
         False at once while `limit` others wait. Raises `SQLAlchemyError` if Postgres cannot be asked.
         """
@@ -69,14 +69,14 @@ class Ends:
             self._leave(id, waiter)
 
     def close(self) -> None:
-        """Stop listening. Those who still wait do so until their time is over."""
+        """Stop listening. Calls that still wait return when their time is over."""
         self._closed.set()
         self._interrupt.send(b".")
         self._thread.join(POLL + PAUSE)
         self._interrupt.close()
         self._interrupted.close()
 
-    # ------------------------------------------------------------ those who wait
+    # ------------------------------------------------------------ waiters
 
     def _enlist(self, id: OperationId, waiter: _Waiter) -> bool:
         with self._lock:
@@ -133,7 +133,7 @@ class Ends:
             self._wake([id])
 
     def _poll(self) -> None:
-        """Wake those whose NOTIFY was missed, and forget whose operations have ended."""
+        """Wake waiters whose NOTIFY was missed, and delete the rows of operations that have ended."""
         with self._lock:
             ids, self._ended, ended = list(self._waiting), set(), self._ended
         if not (ids or ended):

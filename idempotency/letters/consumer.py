@@ -8,7 +8,7 @@ say) is retried for a while before its operation ends. Any number of consumers m
 What another application has sent is not ended here: it is forwarded to the queue that this one's relay has declared for
 it, and acknowledged once the broker has confirmed it.
 
-Messages come from anywhere, so their headers may hold anything. Whatever goes wrong with one message, it stays
+Messages come from anywhere, so their headers may hold anything. If anything goes wrong with one message, it stays
 unacknowledged until its next try while others go on.
 """
 
@@ -176,7 +176,7 @@ class DeadLetterConsumer:
         if owner in (None, service) and taken.surprises < ON_FAILED_TRIES:
             patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
             store(self._app, taken.message, self._interrupted, patience=patience)
-        else:  # of an application that nobody has heard of, perhaps: what it names is not for this one to end
+        else:  # perhaps of an unknown application: this one must not end the operation that it names
             store_unhandled(self._app, taken.message)
         return True
 

@@ -35,7 +35,7 @@ _REVOKE = """
 UPDATE idempotency.api_keys SET revoked_at = clock_timestamp() WHERE id = %(id)s AND revoked_at IS NULL RETURNING tenant
 """
 
-# Of a row and its entries in the indexes, roughly: so that a limit in bytes also bounds what is counted.
+# About the size of a row with its index entries, so that a limit in bytes also bounds how many rows are counted.
 ROW_BYTES = 512
 
 _USAGE = f"""
@@ -48,7 +48,7 @@ SELECT count(*) AS keys, coalesce(sum(bytes), 0)::bigint AS bytes FROM (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose API key it is, and what the key allows."""
+    """The tenant whose API key a request has, and what the key allows."""
 
     tenant: str
     name: str
@@ -68,7 +68,7 @@ class Usage:
 
 
 def authenticate(connection: Connection, key: str) -> Caller | None:
-    """Whose API key this is. None for every other text: unknown, wrong, revoked or expired are one answer."""
+    """Find the caller whose API key this is. None for every other text, be it unknown, wrong, revoked or expired."""
     found = _KEY.fullmatch(key)
     if found is None:
         return None
@@ -103,7 +103,7 @@ def api_keys(connection: Connection, tenant: str | None = None) -> Sequence[Row[
 
 
 def revoke(connection: Connection, id: str) -> str | None:
-    """Revoke a key. Returns its tenant; None: there is none with this id, or it was revoked before."""
+    """Revoke a key. Returns its tenant; None if there is none with this id, or it was revoked before."""
     tenant: str | None = connection.exec_driver_sql(_REVOKE, {"id": id}).scalar_one_or_none()
     return tenant
 
