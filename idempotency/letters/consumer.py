@@ -37,8 +37,9 @@ from ..observe.outages import Pauses
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe, is_news
 from ..wire.foreign_headers import accept_any_timestamp
+from .ending import ON_FAILED_TRIES
 from .owner import is_left_to_others, owner_of
-from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
+from .storing import LOCK_PATIENCE, store, store_unhandled
 
 # Seconds between polls of an empty queue.
 POLL = 1.0

@@ -25,7 +25,7 @@ from idempotency.cli.root import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
 from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.letters.storing import ON_FAILED_TRIES
+from idempotency.letters.ending import ON_FAILED_TRIES
 from idempotency.operate import discard
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import read
