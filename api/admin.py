@@ -28,16 +28,13 @@ from tasks import app as celery
 
 from .callers import bearer
 from .limits import RateLimit
-from .problems import NOT_FOUND, Problem, documented
+from .problems import NOT_FOUND, Problem, documented, unauthenticated
 from .schemas import BIGINT, Letters, Outcome, Refusal
 
 PATH = "/admin/dead-letters"
-UNAUTHENTICATED = problem(
-    401,
-    "unauthenticated",
+UNAUTHENTICATED = unauthenticated(
     "Operator's token missing or not valid",
     "Authorization: Bearer with the token of an operator; `idempotency operators add` makes one",
-    headers=((b"www-authenticate", b"Bearer"),),
 )
 NOT_ALLOWED = problem(403, "not_allowed", "Not allowed", "Needs the token of an operator whose role may do this.")
 # Never in an answer: they may contain customers' data. `idempotency dead-letters show --json` has them.

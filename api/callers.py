@@ -10,12 +10,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from idempotency.attempt.runtime import Runtime
-from idempotency.http.answers import unavailable
 from idempotency.http.asgi import Application, Receive, Scope, Send
 from idempotency.http.problems import Answer, problem
 from idempotency.http.recent import Recent
 from idempotency.store import tenants
 from idempotency.store.tenants import Caller
+
+from .problems import UNAVAILABLE, unauthenticated
 
 # The scope that each route needs. Other routes are not for tenants.
 WRITES = {"/payments": "payments:write", "/refunds": "refunds:write", "/orders": "orders:write"}
@@ -26,14 +27,9 @@ CACHED = 3.0
 # Keys that are remembered. A forgotten one is checked again.
 REMEMBERED = 10_000
 
-UNAUTHENTICATED = problem(
-    401,
-    "unauthenticated",
-    "API key missing or not valid",
-    "Authorization: Bearer with an API key; `idempotency api-key create` makes one",
-    headers=((b"www-authenticate", b"Bearer"),),
+UNAUTHENTICATED = unauthenticated(
+    "API key missing or not valid", "Authorization: Bearer with an API key; `idempotency api-key create` makes one"
 )
-UNAVAILABLE = unavailable("The database did not answer. Send the request again.")
 
 
 class Callers:
