@@ -1,7 +1,7 @@
 """Dead letters, for operators: what `idempotency dead-letters` does, by the same functions.
 
-The credential is an operator's token (`idempotency operators add`). Refusals are audited, and rate-limited before they
-are, so that guessing fills no table.
+The credential is an operator's token (`idempotency operators add`). Refusals are audited; the rate limit comes first, so
+guessing tokens cannot fill the audit table.
 """
 
 from __future__ import annotations
@@ -27,29 +27,26 @@ from idempotency.store.sweeps import is_row_error
 from tasks import app as celery
 
 from .callers import bearer
-from .limits import Limit
-from .problems import NOT_FOUND, Problem, documented
+from .limits import RateLimit
+from .problems import NOT_FOUND, Problem, documented, unauthenticated
 from .schemas import BIGINT, Letters, Outcome, Refusal
 
 PATH = "/admin/dead-letters"
-UNAUTHENTICATED = problem(
-    401,
-    "unauthenticated",
+UNAUTHENTICATED = unauthenticated(
     "Operator's token missing or not valid",
     "Authorization: Bearer with the token of an operator; `idempotency operators add` makes one",
-    headers=((b"www-authenticate", b"Bearer"),),
 )
 NOT_ALLOWED = problem(403, "not_allowed", "Not allowed", "Needs the token of an operator whose role may do this.")
-# Never in an answer: they may have a customer's data in them. `idempotency dead-letters show --json` has them.
+# Never in an answer: they may contain customers' data. `idempotency dead-letters show --json` has them.
 HIDDEN = ("payload", "headers")
 
 router = APIRouter(prefix=PATH, responses=documented(400, 401, 403, 429, 503))
 
 
 def operator(request: Request) -> Person:
-    """The operator who asks. Raises `Problem`: 401, 403 or 429."""
+    """Authenticate the operator. Raises `Problem`: 401, 403 or 429."""
     action, runtime = f"{request.method} {request.scope['route'].path}", runtime_of(celery)
-    limits: Limits = request.app.state.admin_limits
+    limits: RateLimits = request.app.state.admin_limits
     _check(limits.by_address, request.client.host if request.client else "")
     token = bearer(request.headers.raw)
     try:
@@ -64,17 +61,17 @@ def operator(request: Request) -> Person:
     return person
 
 
-class Limits:
-    """How often an address may ask, with whatever token, and how often an operator."""
+class RateLimits:
+    """How often each address may ask, with any token or none, and how often each operator."""
 
     def __init__(self) -> None:
-        self.by_address = Limit(burst=60, per_second=2.0)
-        self.by_operator = Limit(burst=30, per_second=1.0)
+        self.by_address = RateLimit(burst=60, per_second=2.0)
+        self.by_operator = RateLimit(burst=30, per_second=1.0)
 
 
-def _check(limit: Limit, caller: str) -> None:
+def _check(limit: RateLimit, caller: str) -> None:
     if seconds := limit.take(caller):
-        detail = "Retry-After says when there may be another one."
+        detail = "Retry-After says when to try again."
         raise Problem(problem(429, "too_many_requests", "Too many requests", detail, retry_after=seconds))
 
 
@@ -129,7 +126,7 @@ def replay_letters(person: Operator, letters: Letters, request: Request) -> Outc
 
 @router.post("/discard", summary="Ask for dead letters to be discarded", responses=documented(404, 409, 413, 415))
 def discard_letters(person: Operator, letters: Letters) -> Outcome:
-    """They stay open until another admin approves: `idempotency dead-letters approve`."""
+    """They stay open until another person, an admin, approves: `idempotency dead-letters approve`."""
 
     def ask(letter: int) -> None:
         with runtime_of(celery).engine.begin() as connection:
@@ -139,7 +136,7 @@ def discard_letters(person: Operator, letters: Letters) -> Outcome:
 
 
 def _each(letters: Letters, work: Callable[[int], None]) -> Outcome:
-    """Do it for each; a refusal does not stop the others. Raises `Problem` if it was refused for all."""
+    """Do this to each letter; a refusal does not stop the others. Raises `Problem` if all were refused."""
     outcome, unknown = Outcome(done=[], refused=[]), 0
     for letter in letters.ids:
         try:

@@ -21,14 +21,12 @@ from . import admin, health, operations, problems, submissions
 from .callers import Authentication, Callers, is_write, tenant_of
 
 DESCRIPTION = "Payments, refunds and orders, each carried out once for its Idempotency-Key."
-
-
 JSON = ("application/json",)
 BODY_LIMIT = 1024 * 1024
 
 
 class Once:
-    """The library's middleware for the routes where a key makes something happen once; a limited body for the others."""
+    """Puts keyed routes behind the library's middleware, and limits the bodies of operators' requests."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -80,8 +78,8 @@ def create_app() -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.ends = Ends(_runtime())
-    app.state.readiness = health.Looker()
-    app.state.admin_limits = admin.Limits()
+    app.state.readiness = health.ReadinessCheck()
+    app.state.admin_limits = admin.RateLimits()
     yield
     app.state.ends.close()
     close_runtime(celery)

@@ -1,4 +1,4 @@
-"""Who calls: the API key of a tenant, checked before anything else is done with the request."""
+"""Authentication: a tenant's API key, checked before anything else is done with the request."""
 
 from __future__ import annotations
 
@@ -12,48 +12,43 @@ from starlette.concurrency import run_in_threadpool
 from idempotency.attempt.runtime import Runtime
 from idempotency.http.asgi import Application, Receive, Scope, Send
 from idempotency.http.problems import Answer, problem
+from idempotency.http.recent import Recent
 from idempotency.store import tenants
 from idempotency.store.tenants import Caller
 
-# What a key has to allow for each route; the others are not for tenants.
+from .problems import UNAVAILABLE, unauthenticated
+
+# The scope that each route needs. Other routes are not for tenants.
 WRITES = {"/payments": "payments:write", "/refunds": "refunds:write", "/orders": "orders:write"}
 OPERATIONS = "/operations/"
 READS = "operations:read"
-# Seconds for which a valid key is not asked about again: a revoked one is refused after that.
+# Seconds for which a valid key is not checked again. A revoked key works for that long at most.
 CACHED = 3.0
-# Keys that are remembered.
+# Keys that are remembered. A forgotten one is checked again.
 REMEMBERED = 10_000
 
-UNAUTHENTICATED = problem(
-    401,
-    "unauthenticated",
-    "API key missing or not valid",
-    "Authorization: Bearer with an API key; `idempotency api-key create` makes one",
-    headers=((b"www-authenticate", b"Bearer"),),
-)
-UNAVAILABLE = problem(
-    503, "unavailable", "Try again", "The database did not answer. Send the request again.", retry_after=1
+UNAUTHENTICATED = unauthenticated(
+    "API key missing or not valid", "Authorization: Bearer with an API key; `idempotency api-key create` makes one"
 )
 
 
 class Callers:
-    """Finds the tenant of an API key, off the event loop. Refused keys are asked about each time."""
+    """Finds the tenant of an API key, off the event loop. Refused keys are not remembered."""
 
     def __init__(self, runtime: Callable[[], Runtime]) -> None:
         self._runtime = runtime
-        self._known: dict[bytes, tuple[Caller, float]] = {}
+        self._known: Recent[bytes, tuple[Caller, float]] = Recent(REMEMBERED)
 
     async def of(self, key: str) -> Caller | None:
-        """Whose key this is; None if it is not valid. Raises `SQLAlchemyError`."""
+        """The caller whose key this is; None if it is not valid. Raises `SQLAlchemyError`."""
         digest = sha256(key.encode()).digest()
         caller, until = self._known.get(digest, (None, 0.0))
         if caller is not None and time.monotonic() < until:
             return caller
         caller = await run_in_threadpool(self._ask, key)
-        self._known.pop(digest, None)
-        if caller is not None:
-            while len(self._known) >= REMEMBERED:
-                self._known.pop(next(iter(self._known)))
+        if caller is None:
+            self._known.pop(digest, None)
+        else:
             self._known[digest] = (caller, time.monotonic() + CACHED)
         return caller
 
@@ -92,7 +87,7 @@ class Authentication:
 
 
 def scope_needed(scope: Scope) -> str | None:
-    """What a tenant's key has to allow for this request; None where no tenant is asked for."""
+    """The scope that this request needs; None if it needs no tenant."""
     if scope["type"] != "http":
         return None
     path = scope["path"]
@@ -100,18 +95,18 @@ def scope_needed(scope: Scope) -> str | None:
 
 
 def is_write(scope: Scope) -> bool:
-    """Whether this request is one that its key makes happen once."""
+    """Whether this request is carried out once for its Idempotency-Key."""
     return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in WRITES
 
 
 def tenant_of(scope: Scope) -> str:
-    """Whose request this is, after `Authentication`."""
+    """The tenant of a request that has passed `Authentication`."""
     caller: Caller = scope["state"]["caller"]
     return caller.tenant
 
 
 def bearer(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The token of the header Authorization; None without exactly one."""
+    """The token in the header Authorization; None unless there is exactly one."""
     given = [value for name, value in headers if name.lower() == b"authorization"]
     if len(given) != 1:
         return None

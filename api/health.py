@@ -16,7 +16,7 @@ from idempotency.application import runtime_of
 from idempotency.errors import IdempotencyError
 from idempotency.observe import metrics
 from idempotency.store import schema
-from idempotency.store.overview import Look, count, monitoring_connection
+from idempotency.store.overview import Snapshot, monitoring_connection, take_snapshot
 from idempotency.upkeep import overview
 from tasks import app as celery
 
@@ -24,9 +24,9 @@ from .schemas import Part, Readiness
 
 # Seconds until a part counts as missing.
 DEADLINE = 2.5
-# Seconds for which an answer is repeated: anyone may ask, and each look costs queries.
+# Seconds for which an answer is repeated: anyone may ask, and each check costs queries.
 KEPT = 1.0
-# Seconds that a message may wait for a relay before that is worth a line.
+# Seconds that a due message may wait before the relay counts as late.
 LATE = 60.0
 
 router = APIRouter()
@@ -34,7 +34,7 @@ router = APIRouter()
 
 @router.get("/livez", summary="The process answers")
 async def live() -> dict[str, str]:
-    """200 as long as the event loop turns. Looks at nothing else: a restart repairs no database."""
+    """200 while the event loop runs. Nothing else is checked: a restart repairs no database."""
     return {"status": "ok"}
 
 
@@ -45,7 +45,7 @@ async def live() -> dict[str, str]:
 )
 async def ready(request: Request, response: Response) -> Readiness:
     """A line for each part. Only Postgres is needed: without Redis, a broker or a relay, work is accepted and kept."""
-    found: Readiness = await request.app.state.readiness.look()
+    found: Readiness = await request.app.state.readiness.answer()
     response.status_code = 200 if found.ready else 503
     return found
 
@@ -57,22 +57,22 @@ def counters() -> Response:
     return Response(text, media_type=media_type)
 
 
-class Looker:
-    """Looks at all parts at once, each with its deadline, and at most once a second."""
+class ReadinessCheck:
+    """Checks all parts at once, each with its deadline, and at most once in `KEPT` seconds."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._found: Readiness | None = None
         self._until = 0.0
 
-    async def look(self) -> Readiness:
+    async def answer(self) -> Readiness:
         async with self._lock:
             if self._found is None or time.monotonic() >= self._until:
-                self._found, self._until = await _look(), time.monotonic() + KEPT
+                self._found, self._until = await _check_all(), time.monotonic() + KEPT
             return self._found
 
 
-async def _look() -> Readiness:
+async def _check_all() -> Readiness:
     postgres, hints, work = await asyncio.gather(
         _in_time(_postgres, needed=True), _in_time(_redis), asyncio.to_thread(_work)
     )
@@ -112,10 +112,10 @@ def _redis() -> str:
 
 def _work() -> dict[str, Part]:
     """The broker, the relay and the consumers: without them what is accepted waits in Postgres."""
-    settings, found = runtime_of(celery).settings, Look()
+    settings, found = runtime_of(celery).settings, Snapshot()
     try:
         with monitoring_connection(settings) as connection:
-            found = count(connection, settings)
+            found = take_snapshot(connection, settings)
         relay = _relay(found, settings.alarm_silence)
     except SQLAlchemyError as error:
         relay = Part(ok=False, needed=False, detail=f"not known: {type(error).__name__}")
@@ -125,14 +125,14 @@ def _work() -> dict[str, Part]:
     return {"broker": broker, "relay": relay, "consumers": _consumers(found)}
 
 
-def _relay(found: Look, silence: float) -> Part:
+def _relay(found: Snapshot, silence: float) -> Part:
     lag = max(found.outbox.oldest or 0.0, 0.0)
     running = found.has_relay(silence)
     detail = f"{'running' if running else 'none is running'}, {found.outbox.unpublished} due, for {lag:.0f} s"
     return Part(ok=running and lag < LATE, needed=False, detail=detail)
 
 
-def _consumers(found: Look) -> Part:
+def _consumers(found: Snapshot) -> Part:
     counted = {name: found.queue(name).consumers for name in celery.amqp.queues}
     detail = ", ".join(f"{name} {'?' if number is None else number}" for name, number in sorted(counted.items()))
     return Part(ok=all(counted.values()), needed=False, detail=detail)

@@ -25,7 +25,7 @@ from .callers import OPERATIONS, is_write, tenant_of
 from .problems import NOT_FOUND, Problem, documented
 from .schemas import OperationDocument
 
-# Seconds that a request is held open at most, whatever it prefers: proxies give up after a minute.
+# The longest that a request is held open, in seconds: proxies give up after a minute.
 LONGEST_WAIT = 30
 # The tasks whose operations tenants may look at.
 SHOWN = (capture_payment.name, refund_payment.name)
@@ -39,13 +39,13 @@ def address(id: OperationId) -> str:
 
 
 def preferred_wait(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """The seconds of `Prefer: wait=n`, at most `LONGEST_WAIT`; None without one. What cannot be read is ignored."""
+    """The seconds of `Prefer: wait=n`, at most `LONGEST_WAIT`; None if there is none. A malformed one is ignored."""
     given = b",".join(value for name, value in headers if name.lower() == b"prefer").decode("latin-1")
     for preference in given.split(","):
         name, _, value = preference.partition(";")[0].partition("=")
         seconds = value.strip().strip('"')
         if name.strip().lower() == "wait" and seconds.isascii() and seconds.isdigit():
-            return int(seconds[:9]) if int(seconds[:9]) < LONGEST_WAIT else LONGEST_WAIT
+            return min(int(seconds[:9]), LONGEST_WAIT)
     return None
 
 
@@ -79,7 +79,7 @@ async def read_operation(
 
 
 async def document(id: OperationId) -> OperationDocument | None:
-    """Read an operation, off the event loop; None if the tenant has no such one. Raises `SQLAlchemyError`."""
+    """Read an operation, off the event loop; None if the tenant has no such operation. Raises `SQLAlchemyError`."""
     try:
         check_key(id.key)
     except CallRefused:
@@ -107,7 +107,7 @@ def has_ended(found: OperationDocument) -> bool:
 
 
 def ends_of(scope: Scope) -> Ends:
-    """What tells this process of ends; made when the application starts."""
+    """The process's `Ends`, made when the application starts."""
     ends: Ends = scope["app"].state.ends
     return ends
 
@@ -115,7 +115,7 @@ def ends_of(scope: Scope) -> Ends:
 class PreferWait:
     """Holds back a 202 while its operation may end in time, and then answers 200 with the operation instead.
 
-    It stands outside of the middleware that stores answers: what is stored is the 202, whoever has waited.
+    It wraps the middleware that stores answers, so the stored answer is the 202, whether or not the client waited.
     """
 
     def __init__(self, app: Application) -> None:
@@ -160,5 +160,5 @@ async def _ended(scope: Scope, headers: list[tuple[bytes, bytes]], seconds: int)
             return None
         found = await document(id)
     except SQLAlchemyError:
-        return None  # it is accepted, whatever becomes of the wait
+        return None  # the wait failed; the request is accepted all the same
     return found if found is not None and has_ended(found) else None

@@ -10,10 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
+from idempotency.http.answers import unavailable
 from idempotency.http.fastapi import as_response
 from idempotency.http.problems import Answer, problem
-
-from .callers import UNAVAILABLE
 
 SCHEMA = {
     "type": "object",
@@ -33,7 +32,8 @@ SCHEMA = {
         },
     },
 }
-NOT_FOUND = problem(404, "not_found", "Not found", "There is nothing here for this API key.")
+UNAVAILABLE = unavailable("The database did not answer. Send the request again.")
+NOT_FOUND = problem(404, "not_found", "Not found", "There is nothing here for these credentials.")
 _MEANINGS = {
     400: "The request is malformed; nothing was written. Names the field and the limit",
     401: "The credentials are missing, not valid or expired",
@@ -55,6 +55,11 @@ class Problem(Exception):
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.status)
         self.answer = answer
+
+
+def unauthenticated(title: str, detail: str) -> Answer:
+    """401, asking for a bearer token."""
+    return problem(401, "unauthenticated", title, detail, headers=((b"www-authenticate", b"Bearer"),))
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -103,7 +108,7 @@ def _refused(_: Request, error: Exception) -> Response:
         case 404:
             answer = NOT_FOUND
         case 405:
-            answer = problem(405, "method", "Method not allowed", "Allow: says which there are", headers=headers)
+            answer = problem(405, "method", "Method not allowed", "Allow: lists the methods that are", headers=headers)
         case status:
             answer = problem(status, "refused", "Refused", str(error.detail), headers=headers)
     return as_response(answer)

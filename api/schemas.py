@@ -1,4 +1,4 @@
-"""What requests and answers are made of. Bodies are strict: an amount of `1.0` or `"1"` is refused, not rounded."""
+"""The bodies of requests and answers. They are strict: an amount of `1.0` or `"1"` is refused, not rounded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MINOR_UNIT = "In the currency's minor unit: cents, whole yen, thousandths of a d
 
 
 class Body(BaseModel):
-    """A request's body: no member more than it has, and none of another type."""
+    """A request's body. Unknown members and values of another type are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
@@ -94,7 +94,7 @@ class NewOrder(_Priced):
 
 
 class Accepted(BaseModel):
-    """Accepted: the work goes on, and `operation` is where to ask for its end."""
+    """Accepted. The work goes on; `operation` is where to read its status and result."""
 
     id: str
     status: Literal["accepted"] = "accepted"

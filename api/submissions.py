@@ -58,7 +58,7 @@ def create_payment(
 
 @router.post("/refunds", summary="Refund a payment, whole or in part, once", **KEYED)
 def create_refund(refund: NewRefund, attempt: CurrentAttempt, session: AttemptSession, response: Response) -> Accepted:
-    """The key is the refund's id. Whether there is enough left to refund is known at the operation's end."""
+    """The key is the refund's id. Whether enough is left to refund is decided by the operation, not by this answer."""
     try:
         handle = submit_refund(session, tenant=attempt.tenant, refund_id=attempt.key, **refund.model_dump())
     except Taken:
@@ -70,7 +70,7 @@ def create_refund(refund: NewRefund, attempt: CurrentAttempt, session: AttemptSe
 def create_order(
     order: NewOrder, attempt: CurrentAttempt, session: AttemptSession, response: Response
 ) -> AcceptedOrder:
-    """One order and one payment for each checkout session, whatever the keys of the requests for it."""
+    """One order and one payment for each checkout session, even if the requests for it have different keys."""
     try:
         found = submit_order(session, tenant=attempt.tenant, **order.model_dump())
     except Taken:

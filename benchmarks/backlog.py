@@ -54,7 +54,7 @@ def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
     took = Seconds()
     given = settings_of(jobs.app)
     for _ in range(rounds):
-        for ask, seconds in ((overview.look, took.look), (overview.status, took.status)):
+        for ask, seconds in ((overview.take_snapshot, took.look), (overview.status, took.status)):
             began = time.perf_counter()
             with monitoring_connection(given) as connection:
                 ask(connection, jobs.app, given)

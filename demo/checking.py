@@ -155,7 +155,7 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
             records={
                 (task, key): Record(status, error)
                 for task, key, status, error in rows(
-                    # without those of the requests: what they asked for has records of its own
+                    # not the requests' own records: the payments and refunds that they started are counted instead
                     "SELECT task, key, status, error FROM idempotency.records WHERE task <> 'http'"
                 )
             },

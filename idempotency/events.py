@@ -99,7 +99,7 @@ def publish(
     For each consumer, events with the same `ordering_key` are published in commit order; one that cannot be published
     blocks its key until a person replays or discards it. `exchange` names a topic exchange that gets the event as well,
     for external consumers: at least once, in CloudEvents' binary mode, with the event type as the routing key. Raises
-    `InvalidKey` or `InvalidArguments` before writing anything, also when nobody has subscribed.
+    `InvalidKey` or `InvalidArguments` before writing anything, also without subscribers.
     """
     application = app or current_app._get_current_object()
     keys.check_key(event_type, field="event_type")

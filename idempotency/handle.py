@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -71,11 +71,16 @@ class Handle(Generic[R_co]):
         Raises, as all that reads it does, `FingerprintMismatch` if the key was used before with other arguments, and
         `OperationNotFound` if there is no such operation and its task is a misspelt name of one of the application's.
         """
+        stored = self._read()
+        if stored is None:
+            _check_spelling(self.app, self.id.task)
+        return stored
+
+    def _read(self) -> StoredOperation[R_co] | None:
         runtime = runtime_of(self.app)
         with runtime.autocommit(self.id.tenant) as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
-            _check_spelling(self.app, self.id.task)
             return None
         if self._is_anothers(row.fingerprint):
             raise FingerprintMismatch(
@@ -100,10 +105,10 @@ class Handle(Generic[R_co]):
         Reads the record after longer and longer pauses, up to a second, and holds no connection in between.
         """
         deadline = time.monotonic() + timeout
-        away = None
+        away, read = None, self.lookup
         for pause in _pauses():
             try:
-                operation, away = self.lookup(), None
+                operation, away, read = read(), None, self._read  # a name is checked once
             except OperationalError as error:  # Postgres may be back before the time is over
                 operation, away = None, error
             if operation is not None and operation.has_ended:
@@ -122,10 +127,13 @@ class Handle(Generic[R_co]):
 
     async def alookup(self) -> StoredOperation[R_co] | None:
         """The stored operation, as `lookup()` returns it, read in a thread: the event loop is not blocked."""
+        return await self._in_thread(self.lookup)
+
+    async def _in_thread(self, read: Callable[[], StoredOperation[R_co] | None]) -> StoredOperation[R_co] | None:
         if (reader := framework().reader()) is not None:
-            return cast("StoredOperation[R_co] | None", await reader(self.lookup))
+            return cast("StoredOperation[R_co] | None", await reader(read))
         readers = runtime_of(self.app).readers
-        return await asyncio.get_running_loop().run_in_executor(readers, self.lookup)
+        return await asyncio.get_running_loop().run_in_executor(readers, read)
 
     def __await__(self) -> Generator[Any, None, R_co]:
         """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.
@@ -136,9 +144,10 @@ class Handle(Generic[R_co]):
         return self._aresult().__await__()
 
     async def _aresult(self) -> R_co:
+        read = self.lookup
         for pause in _pauses():
             with suppress(OperationalError):  # waits for Postgres, too
-                operation = await self.alookup()
+                operation, read = await self._in_thread(read), self._read  # a name is checked once
                 if operation is not None and operation.has_ended:
                     return _result_of(operation)
             await asyncio.sleep(pause)

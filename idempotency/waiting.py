@@ -1,9 +1,9 @@
-"""Waiting for operations to end, on an event loop: told by NOTIFY, with one connection and one thread for all waiters.
+"""Waiting on an event loop for operations to end: by NOTIFY, with one connection and one thread for all waiters.
 
 A waiter holds no connection. It leaves a row in Postgres, so that the end of its operation notifies, and then reads
-the record once, since the end may have come before. A NOTIFY may be missed, while the connection is being replaced or
-where the end began before the row was there: once a second the thread reads all of the process's operations in one
-statement. Behind a pooler that is all it does.
+the record once, since the end may have come before. A NOTIFY may be missed: while the connection is being replaced, or
+if the end began before the row was there. So once a second the thread reads all of the process's operations in one
+statement. Behind a pooler, which passes on no NOTIFY, that is all it does.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .store.statements import describe, is_news
 from .wire.keys import OperationId
 
 # Seconds between two reads of all operations that are waited for.
-LOOK = 1.0
+POLL = 1.0
 # Seconds until Postgres is asked again for a connection.
 PAUSE = 1.0
-# Waiters of a process. Further ones do not wait: each costs a statement every time it begins and ends.
+# Waiters of a process. Further ones return at once: each costs a statement when it begins and when it ends.
 LIMIT = 1000
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
@@ -45,12 +45,12 @@ class Ends:
         self._by_digest: dict[str, OperationId] = {}
         self._ended: set[OperationId] = set()
         self._closed = threading.Event()
-        self._bell, self._ears = socketpair()  # ends the thread's wait for a NOTIFY
+        self._interrupt, self._interrupted = socketpair()  # ends the thread's wait for a NOTIFY
         self._thread = threading.Thread(target=self._run, name="idempotency-ends", daemon=True)
         self._thread.start()
 
     async def wait(self, id: OperationId, seconds: float) -> bool:
-        """Wait until the operation has ended, for at most so many seconds. False: it has not, as far as is known.
+        """Wait until the operation has ended, for at most so many seconds. False: not by then, as far as is known.
 
         False at once while `limit` others wait. Raises `SQLAlchemyError` if Postgres cannot be asked.
         """
@@ -69,14 +69,14 @@ class Ends:
             self._leave(id, waiter)
 
     def close(self) -> None:
-        """Stop listening. Those who still wait do so until their time is over."""
+        """Stop listening. Calls that still wait return when their time is over."""
         self._closed.set()
-        self._bell.send(b".")
-        self._thread.join(LOOK + PAUSE)
-        self._bell.close()
-        self._ears.close()
+        self._interrupt.send(b".")
+        self._thread.join(POLL + PAUSE)
+        self._interrupt.close()
+        self._interrupted.close()
 
-    # ------------------------------------------------------------ those who wait
+    # ------------------------------------------------------------ waiters
 
     def _enlist(self, id: OperationId, waiter: _Waiter) -> bool:
         with self._lock:
@@ -95,7 +95,7 @@ class Ends:
                 self._by_digest.pop(waiters.digest(id), None)
 
     def _begin(self, id: OperationId, seconds: float) -> bool:
-        """Ask for the NOTIFY, and only then look: an end that comes later finds the row."""
+        """Ask for the NOTIFY, and only then read the record: an end that comes later finds the row."""
         with self._runtime.autocommit(id.tenant) as connection:
             waiters.add(connection, id, seconds)
             if waiters.ended(connection, [id]):
@@ -119,12 +119,12 @@ class Ends:
         with closing(listener) if listener is not None else nullcontext():
             while not self._closed.is_set():
                 if listener is None:
-                    self._closed.wait(LOOK)
+                    self._closed.wait(POLL)
                 else:
-                    ready([listener.fileno(), self._ears], timeout=LOOK)
+                    ready([listener.fileno(), self._interrupted], timeout=POLL)
                     for notice in listener.notifies(timeout=0):
                         self._wake_by_digest(notice.payload)
-                self._look()
+                self._poll()
 
     def _wake_by_digest(self, digest: str) -> None:
         with self._lock:
@@ -132,8 +132,8 @@ class Ends:
         if id is not None:
             self._wake([id])
 
-    def _look(self) -> None:
-        """Wake those whose NOTIFY was missed, and forget whose operations have ended."""
+    def _poll(self) -> None:
+        """Wake waiters whose NOTIFY was missed, and delete the rows of operations that have ended."""
         with self._lock:
             ids, self._ended, ended = list(self._waiting), set(), self._ended
         if not (ids or ended):

@@ -20,7 +20,7 @@ from services.server import Server, ServiceError
 
 # Postgres refuses to run as root; this account owns nothing.
 _ACCOUNT = "nobody"
-# Whoever uses the server: it makes databases and roles, sees what others do and ends their connections, and is no superuser.
+# The login that uses the server: it makes databases and roles, sees and ends other connections, and is no superuser.
 _LOGIN = "deployer"
 _MAKE_LOGIN = """
 DO $$ BEGIN

@@ -134,4 +134,4 @@ class Posting(Base):
 
 
 # For writes without ORM objects: a statement is cheaper than a flush.
-payments, orders, refunds, ledger = (Base.metadata.tables[name] for name in ("payments", "orders", "refunds", "ledger"))
+payments, ledger = (Base.metadata.tables[name] for name in ("payments", "ledger"))

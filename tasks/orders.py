@@ -1,17 +1,17 @@
-"""Orders: one per checkout session, whoever clicks how often, and one payment for it."""
+"""Orders: one per checkout session, and one payment for it, however often its button is clicked."""
 
 from __future__ import annotations
 
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from .models import Order, orders
+from .models import Order
+from .once import insert_once
 from .payments import submit_payment
 from .tenants import DEFAULT
-from .validation import Taken, check_id
+from .validation import check_id
 
 
 def submit_order(
@@ -30,12 +30,8 @@ def submit_order(
     another customer or amount.
     """
     wanted: dict[str, Any] = {"customer_id": customer_id, "amount": amount, "currency": currency}
-    session_id = check_id("checkout_session_id", checkout_session_id)
-    row = {"tenant": tenant, "checkout_session_id": session_id, "id": f"order-{uuid4().hex}", **wanted}
-    inserted = session.execute(insert(orders).values(row).on_conflict_do_nothing().returning(orders.c.id)).one_or_none()
-    order = session.get_one(Order, (tenant, session_id))
-    if inserted is not None:
-        submit_payment(session, payment_id=order.id, tenant=tenant, **wanted)
-    elif any(getattr(order, name) != value for name, value in wanted.items()):
-        raise Taken("checkout_session_id: has an order already, for another customer or amount")
-    return order
+    key = {"tenant": tenant, "checkout_session_id": check_id("checkout_session_id", checkout_session_id)}
+    new, taken = f"order-{uuid4().hex}", "checkout_session_id: has an order already, for another customer or amount"
+    if insert_once(session, Order, key, wanted, generated={"id": new}, taken=taken):
+        submit_payment(session, payment_id=new, tenant=tenant, **wanted)
+    return session.get_one(Order, key)

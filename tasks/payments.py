@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -22,9 +21,10 @@ from idempotency.providers import STRIPE
 from . import app, ledger
 from .gateway import Result
 from .models import Payment, payments
+from .once import insert_once
 from .outside import gateway
 from .tenants import DEFAULT, named
-from .validation import Taken, check_amount, check_currency, check_id, check_local_part, check_minor_unit
+from .validation import check_amount, check_currency, check_id, check_local_part, check_minor_unit
 
 
 def submit_payment(
@@ -42,11 +42,7 @@ def submit_payment(
     }
     check_minor_unit("amount_cents", amount, currency)
     id = {"tenant": tenant, "id": check_id("purchase_id", payment_id)}
-    accepted = insert(payments).values(**id, **purchase).on_conflict_do_nothing()
-    if session.execute(accepted.returning(payments.c.id)).one_or_none() is None:
-        before = session.get_one(Payment, (tenant, payment_id))
-        if any(getattr(before, name) != value for name, value in purchase.items()):
-            raise Taken("purchase_id: was used before, for another purchase")
+    if not insert_once(session, Payment, id, purchase, taken="purchase_id: was used before, for another purchase"):
         # its message was part of the commit that accepted it
         return Handle(app, OperationId(tenant, capture_payment.name, payment_id))
     handle: Handle = capture_payment.enqueue(session, payment_id=payment_id, tenant=tenant)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -22,10 +21,11 @@ from idempotency.providers import STRIPE
 
 from . import app, ledger
 from .gateway import Result
-from .models import Payment, Refund, refunds
+from .models import Payment, Refund
+from .once import insert_once
 from .outside import gateway
 from .tenants import DEFAULT, named
-from .validation import Taken, check_amount, check_id, check_text
+from .validation import check_amount, check_id, check_text
 
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
@@ -45,11 +45,7 @@ def submit_refund(
         "reason": check_text("reason", reason),
     }
     id = {"tenant": tenant, "id": check_id("refund_id", refund_id)}
-    accepted = insert(refunds).values(**id, **request).on_conflict_do_nothing()
-    if session.execute(accepted.returning(refunds.c.id)).one_or_none() is None:
-        before = session.get_one(Refund, (tenant, refund_id))
-        if any(getattr(before, name) != value for name, value in request.items()):
-            raise Taken("refund_id: was used before, for another refund")
+    if not insert_once(session, Refund, id, request, taken="refund_id: was used before, for another refund"):
         # its message was part of the commit that accepted it
         return Handle(app, OperationId(tenant, refund_payment.name, refund_id))
     handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant)

@@ -28,8 +28,8 @@ REPLY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A queue as the broker sees it: messages ready, and consumers. Messages that consumers hold are not counted."""
+class InQueue:
+    """What is in a queue: messages ready, and consumers. Messages that consumers hold are not counted."""
 
     ready: int
     consumers: int
@@ -48,27 +48,19 @@ class BrokerChannel:
         self._channel: Any = None
         self._confirms = False
 
-    def depth(self, queue: str) -> int:
-        """Messages ready in a queue; 0 if there is no such queue. Raises `BrokerUnavailable`."""
-        with self._asking() as channel:
-            try:
-                return int(channel.queue_declare(queue, passive=True).message_count)
-            except ChannelError:
-                return 0
-
     def is_fifo(self) -> bool:
         """Whether queues are first in, first out: over AMQP they are. Raises `BrokerUnavailable`."""
         with self._closing_on_errors():
             self._connect()
             return self._confirms
 
-    def look(self, queue: str) -> Seen | None:
+    def in_queue(self, queue: str) -> InQueue | None:
         """What is in a queue now; None if the broker cannot say. Raises `BrokerUnavailable`."""
         with self._asking() as channel:
             try:
-                return _seen(channel, queue)
+                return _from_leader(channel, queue) if self._confirms else _counted(channel, queue)
             except NotFound:
-                return Seen(0, 0)
+                return InQueue(0, 0)
             except ChannelError as error:
                 log.warning("queue_not_seen", queue=queue, error=type(error).__name__)
                 return None
@@ -170,13 +162,21 @@ def forward(connection: BrokerConnection, message: BrokerMessage, queue: str) ->
     return True
 
 
-def _seen(channel: Any, queue: str) -> Seen:
+def _counted(channel: Any, queue: str) -> InQueue:
+    """Over a broker without consumers of its own, as Redis."""
+    try:
+        return InQueue(channel.queue_declare(queue, passive=True).message_count, 0)
+    except ChannelError:  # kombu's own, for every queue that does not exist
+        return InQueue(0, 0)
+
+
+def _from_leader(channel: Any, queue: str) -> InQueue:
     declared = channel.queue_declare(queue, passive=True)
     if declared.message_count:
-        return Seen(declared.message_count, declared.consumer_count)
+        return InQueue(declared.message_count, declared.consumer_count)
     # "0 messages, 0 consumers" is also what RabbitMQ says about a quorum queue without a leader. A get goes to the
     # leader, or fails.
     if (message := channel.basic_get(queue, no_ack=False)) is not None:
         channel.basic_reject(message.delivery_tag, requeue=True)
-        return Seen(1, declared.consumer_count)
-    return Seen(0, channel.queue_declare(queue, passive=True).consumer_count)
+        return InQueue(1, declared.consumer_count)
+    return InQueue(0, channel.queue_declare(queue, passive=True).consumer_count)

@@ -9,7 +9,7 @@ from celery import Celery
 from sqlalchemy import Row
 
 from ..settings import Settings
-from ..store.overview import Look, monitoring_connection
+from ..store.overview import Snapshot, monitoring_connection
 from ..store.processes import processes
 from ..store.rights import row_security
 from ..upkeep import alarms, overview
@@ -22,14 +22,14 @@ def check_processes(app: Celery, given: Settings) -> list[Finding]:
         if wall is not None and not (wall.passes or wall.of_all):
             advice = "run the doctor with the role idempotency_operator"
             return [warning("processes", f"not looked at: {wall.name!r} does not see all tenants", advice)]
-        found = overview.look(connection, app, given)
+        found = overview.take_snapshot(connection, app, given)
     wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
     return _sharing(app, found, given) + (
         wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]
     )
 
 
-def _sharing(app: Celery, found: Look, given: Settings) -> list[Finding]:
+def _sharing(app: Celery, found: Snapshot, given: Settings) -> list[Finding]:
     """Who else uses this database, and whether queues are kept apart."""
     findings = [
         ok(f"application {row.service}", "on the same database; each publishes, recovers and purges its own")

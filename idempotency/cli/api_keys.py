@@ -52,7 +52,7 @@ def create(
 
 @api_keys.command("list")
 def list_keys(tenant: TenantOption = None, app: AppOption = "", as_json: JsonOption = False) -> None:
-    """The API keys, those that are revoked or have expired too; never a secret."""
+    """The API keys, including revoked and expired ones; never a secret."""
     with runtime_of(application(app)).autocommit() as connection:
         rows = [row._asdict() for row in tenants.api_keys(connection, tenant)]
     if as_json:
@@ -64,7 +64,7 @@ def list_keys(tenant: TenantOption = None, app: AppOption = "", as_json: JsonOpt
 
 @api_keys.command("revoke")
 def revoke(id: str, actor: ActorOption, app: AppOption = "", as_json: JsonOption = False) -> None:
-    """Revoke an API key: nobody gets in with it from now on, but for what a server remembers for a few seconds."""
+    """Revoke an API key. Servers that remember it accept it for a few more seconds."""
     with runtime_of(application(app)).engine.begin() as connection:
         tenant = operate.revoke_api_key(connection, Change(actor, f"api-key revoke {id}"[:500]), id)
     if as_json:

@@ -29,14 +29,14 @@ COMMANDS = {
     "recover": ("deployment", "Release operations that have lost their holder, once."),
     "purge": ("deployment", "Delete what is past its retention, once."),
     "status": (
-        "look",
+        "read",
         "Queues, processes, operations by status, and what has waited longest; other applications in the database.",
     ),
     "list": (
-        "look",
+        "read",
         "The newest operations, without arguments and results. The accepted ones have no record yet.",
     ),
-    "show": ("look", "One operation: its record, effects, deliveries, dead letters, and what people have changed."),
+    "show": ("read", "One operation: its record, effects, deliveries, dead letters, and what people have changed."),
     "release": ("change", "Take a started operation from its holder, and deliver it again now."),
     "cancel": (
         "change",

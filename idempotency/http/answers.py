@@ -12,7 +12,7 @@ from .quota import RETRY_AFTER as QUOTA_RETRY_AFTER
 from .quota import QuotaExceeded
 from .response import replay
 
-# Seconds after which a request may be sent again that met a running one, or a Postgres that did not answer.
+# Seconds until a request is worth sending again after it met a running one, or a Postgres that did not answer.
 RETRY_AFTER = 1
 
 
@@ -41,7 +41,7 @@ def answer_to(outcome: object) -> Answer:
                 500,
                 "operation_failed",
                 "The request ended without success",
-                "What it did outside is not certain or not complete. A person has to look at it; repeating does not help.",
+                "What it did outside is not known or not complete. A person has to resolve it; repeating does not help.",
                 code=code,
             )
         case Foreign():
@@ -49,18 +49,18 @@ def answer_to(outcome: object) -> Answer:
                 500,
                 "service_mismatch",
                 "Idempotency-Key belongs to another application",
-                "Another application on this database has the key. Give their requests different tenants.",
+                "Another application on this database uses this key. Give the two applications different tenants.",
             )
         case Release(cause=AnswerNotStored(), delay=delay):
-            return unavailable("The request was not answered to its end. Nothing was kept; send it again.", delay)
+            return unavailable("The answer was not completed. Nothing was kept; send the request again.", delay)
         case Release(delay=delay):
             return unavailable("The request could not be committed. Nothing was kept; send it again.", delay)
         case QuotaExceeded(what=what, limit=limit):
             return problem(
                 429,
                 "quota_exceeded",
-                "Too much is kept",
-                f"This tenant's requests may keep {limit} {what} at a time. A request that was answered before still is.",
+                "Quota used up",
+                f"This tenant's requests may keep {limit} {what} at a time. Keys that were used before are still answered.",
                 retry_after=QUOTA_RETRY_AFTER,
                 limit=limit,
                 unit=what,

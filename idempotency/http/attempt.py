@@ -1,7 +1,7 @@
 """The attempt that a handler works in, and how its thread and the event loop take turns.
 
 `run()` holds the operation in a thread. Its body starts the application on the event loop and then waits in that
-thread, where it does whatever the handler asks it to do with the session.
+thread, where it runs the calls that the handler submits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..attempt.session import AttemptSession
 from ..errors import EffectUnknown, Unfinished
 
 T = TypeVar("T")
-# How often a waiting thread looks whether its event loop still runs, in seconds.
-LOOK_AT_LOOP = 1.0
+# Seconds between two checks by a waiting thread that its event loop still runs.
+LOOP_CHECK = 1.0
 
 
 class RequestAttempt:
@@ -38,7 +38,7 @@ class RequestAttempt:
         self._lock = Lock()
         self._has_ended = False
         self.has_session = False
-        # A person has to decide about an effect, whatever the handler answers.
+        # Set when a person has to decide about an effect. It overrides the handler's answer.
         self.verdict: EffectUnknown | Unfinished | None = None
 
     @property
@@ -81,7 +81,10 @@ class RequestAttempt:
         return await asyncio.wrap_future(self._submit(fn))
 
     def run(self, fn: Callable[[AttemptSession], T]) -> T:
-        """Call `fn(session)` in the attempt's own thread, from a synchronous handler: for Django, whose ORM is joined there."""
+        """Call `fn(session)` in the attempt's own thread, from a synchronous handler.
+
+        For Django: its ORM is part of the attempt's transaction in that thread only.
+        """
         return self._submit(fn).result()
 
     def _submit(self, fn: Callable[[AttemptSession], T]) -> Future[T]:
@@ -109,13 +112,13 @@ class RequestAttempt:
         """
         while not loop.is_closed():
             with suppress(Empty):
-                if (call := self._calls.get(timeout=LOOK_AT_LOOP)) is None:
+                if (call := self._calls.get(timeout=LOOP_CHECK)) is None:
                     return
                 call()
         raise RuntimeError("the event loop was closed while a handler ran")
 
     def end(self) -> None:
-        """The handler has ended: nothing more may be asked for."""
+        """The handler has ended: refuse further calls."""
         with self._lock:
             self._has_ended = True
         self._calls.put(None)

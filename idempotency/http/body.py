@@ -1,4 +1,4 @@
-"""JSON that every reader reads alike, for the fingerprint of a request."""
+"""JSON that all parsers read alike, for the fingerprint of a request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def strict_json(body: bytes) -> Any:
     """Read a JSON text; numbers with a fraction or an exponent become `Decimal`, so that none is rounded.
 
     Raises `InvalidArguments`, which names the rule and never shows the body, for what is not JSON in UTF-8 and for what
-    readers disagree about or cannot store: members twice, NaN, numbers beyond a float, halves of surrogate pairs,
+    parsers disagree about or cannot store: duplicate members, NaN, numbers beyond a float, unpaired surrogates,
     U+0000, nesting of more than 100.
     """
     try:
@@ -72,7 +72,7 @@ def _check_texts(value: Any) -> None:
         if "\0" in text:
             raise _refusal("U+0000 in a text")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise _refusal("half of a surrogate pair in a text")
+            raise _refusal("an unpaired surrogate in a text")
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -27,7 +27,6 @@ from ..errors import (
 )
 from ..observe.logs import log
 from ..store.answers import Completed
-from ..store.tenants import EDGE
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .answers import answer_to
@@ -38,9 +37,6 @@ from .request import Request
 from .response import Buffer, stored
 from .rules import Rule
 
-# The task of every record of the edge: method and path are in the fingerprint, so that a key reused on another route is
-# refused.
-TASK = EDGE
 # There is no limit: every attempt was asked for by a request.
 UNLIMITED = 2**31 - 1
 

@@ -12,9 +12,9 @@ from functools import partial
 
 from ..attempt.runtime import Runtime
 from ..errors import InvalidKey, SettingsError
-from ..wire.keys import OperationId, check_key
+from ..wire.keys import HTTP_TASK, OperationId, check_key
 from .asgi import Application, Receive, Scope, Send
-from .exchange import TASK, Exchange, Terms
+from .exchange import Exchange, Terms
 from .key import FIELD, key_of
 from .problems import Refused, problem
 from .quota import Quotas
@@ -109,7 +109,7 @@ class IdempotencyMiddleware:
     async def _carry_out(self, request: Request, tenant: str, key: str, send: Send) -> None:
         runtime = self._runtime()
         exchange = Exchange(
-            self.app, request, OperationId(tenant, TASK, key), runtime, self._terms(runtime), self._quotas
+            self.app, request, OperationId(tenant, HTTP_TASK, key), runtime, self._terms(runtime), self._quotas
         )
         outcome = await self._started_threads(runtime).run(exchange.work)
         try:

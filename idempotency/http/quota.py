@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from ..attempt.runtime import Runtime
 from ..store import operations, tenants
 from ..wire.keys import OperationId
+from .recent import Recent
 
 # Seconds for which a count is believed.
 AGE = 5.0
-# Tenants remembered at once; beyond that, those whose counts are old are forgotten.
+# Tenants whose counts are remembered. A forgotten one is counted again.
 REMEMBERED = 10_000
 # Seconds after which a refused request may be worth sending again: room is made by the purge, which runs every minute.
 RETRY_AFTER = 60
@@ -29,23 +30,23 @@ class QuotaExceeded:
 
 
 class Quotas:
-    """What tenants keep, as this process has counted it last."""
+    """What tenants keep, by this process's last count."""
 
     def __init__(self) -> None:
-        self._counted: dict[str, tuple[float, QuotaExceeded | None]] = {}
+        self._counted: Recent[str, tuple[float, QuotaExceeded | None]] = Recent(REMEMBERED)
 
     def refusal(self, runtime: Runtime, id: OperationId) -> QuotaExceeded | None:
-        """Why a new key of this tenant is refused; None: there is room. A key that has a record is never refused."""
+        """Why a new key of this tenant is refused; None if there is room. A key that has a record is never refused."""
         settings = runtime.settings
         if settings.tenant_keys_limit is None and settings.tenant_bytes_limit is None:
             return None
         now = time.monotonic()
         counted_at, exceeded = self._counted.get(id.tenant, (-AGE, None))
         if now - counted_at >= AGE:
-            # until the answer is there, others go by the last one
+            # while it is being counted, others go by the last count
             self._counted[id.tenant] = now, exceeded
             exceeded = self._count(runtime, id.tenant)
-            self._remember(id.tenant, exceeded, now)
+            self._counted[id.tenant] = now, exceeded
         if exceeded is None:
             return None
         with runtime.autocommit(id.tenant) as connection:
@@ -60,8 +61,3 @@ class Quotas:
         if size is not None and kept.bytes >= size:
             return QuotaExceeded("bytes", size)
         return None
-
-    def _remember(self, tenant: str, exceeded: QuotaExceeded | None, now: float) -> None:
-        if len(self._counted) >= REMEMBERED:
-            self._counted = {name: entry for name, entry in self._counted.items() if now - entry[0] < AGE}
-        self._counted[tenant] = now, exceeded

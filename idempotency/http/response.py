@@ -16,7 +16,7 @@ from .problems import Answer, problem
 MEMORY = 1024 * 1024
 CHUNK = 64 * 1024
 # What a replay repeats of the first answer's headers, unless the middleware is told otherwise. Never `set-cookie`: it
-# would hand one client's session to whoever knows the key.
+# would hand one client's session to anyone who knows the key.
 KEPT_HEADERS = frozenset(
     (
         "cache-control",

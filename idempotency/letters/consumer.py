@@ -8,7 +8,7 @@ say) is retried for a while before its operation ends. Any number of consumers m
 What another application has sent is not ended here: it is forwarded to the queue that this one's relay has declared for
 it, and acknowledged once the broker has confirmed it.
 
-Messages come from anywhere, so their headers may hold anything. Whatever goes wrong with one message, it stays
+Messages come from anywhere, so their headers may hold anything. If anything goes wrong with one message, it stays
 unacknowledged until its next try while others go on.
 """
 
@@ -37,8 +37,9 @@ from ..observe.outages import Pauses
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe, is_news
 from ..wire.foreign_headers import accept_any_timestamp
+from .ending import ON_FAILED_TRIES
 from .owner import is_left_to_others, owner_of
-from .storing import LOCK_PATIENCE, ON_FAILED_TRIES, store, store_unhandled
+from .storing import LOCK_PATIENCE, store, store_unhandled
 
 # Seconds between polls of an empty queue.
 POLL = 1.0
@@ -176,7 +177,7 @@ class DeadLetterConsumer:
         if owner in (None, service) and taken.surprises < ON_FAILED_TRIES:
             patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
             store(self._app, taken.message, self._interrupted, patience=patience)
-        else:  # of an application that nobody has heard of, perhaps: what it names is not for this one to end
+        else:  # perhaps of an unknown application: this one must not end the operation that it names
             store_unhandled(self._app, taken.message)
         return True
 

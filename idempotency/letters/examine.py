@@ -81,7 +81,7 @@ def examine(app: Celery, message: Message) -> Examined:
 def _is_row_of_another(app: Celery, headers: Mapping[str, Any]) -> bool:
     """Whether another application's relay has published this from its outbox: its own workers are to run it.
 
-    What a caller has sent itself belongs to whoever has the queue.
+    A message that a caller has sent directly belongs to the application that has the queue.
     """
     service = headers.get(SERVICE_HEADER)
     return OUTBOX_HEADER in headers and isinstance(service, str) and service != runtime_of(app).settings.service

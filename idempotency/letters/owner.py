@@ -18,9 +18,9 @@ def owner_of(app: Celery, message: Message, queue: str) -> str | None:
     """The service whose message this is, found in this dead-letter queue. None: nothing says so.
 
     A queue belongs to one application, and so does the dead-letter queue with its name. What is there, or died in a
-    queue of this application, is its own, whatever else it says: its sender may have another name. In a dead-letter
-    queue that several may have, a message names its application, unless an earlier version or another producer has sent
-    it. Such a message is this application's if it is for one of its tasks.
+    queue of this application, is its own, even if a header names another one: its sender may have another name. In a
+    dead-letter queue that several may have, a message names its application, unless an earlier version or another
+    producer has sent it. Such a message is this application's if it is for one of its tasks.
     """
     service, headers = runtime_of(app).settings.service, message.headers
     own = [forwarded_dead_letters(service), *map(own_dead_letter_queue, app.amqp.queues)]

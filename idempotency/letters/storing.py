@@ -1,31 +1,21 @@
-"""Storing a dead message: its letter and the end of its operation are one commit; or it is sent again for a while."""
+"""Storing a dead message: as a letter, with the end of its operation or alone; or it is sent again for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from celery import Celery
 from kombu import Message as BrokerMessage
-from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, OperationalError
-from sqlalchemy.orm import Session
 
 from ..application import runtime_of
-from ..attempt import conclusions
 from ..attempt.policy import Policy
-from ..attempt.runtime import Runtime
-from ..errors import CallRefused, PermanentError, TransactionEnded, UnknownVersion
-from ..observe import metrics
+from ..errors import CallRefused, UnknownVersion
 from ..observe.logs import log
-from ..store import claims, ends, letters, outbox, undelivered
-from ..store.answers import Busy, Changed, Foreign, Mismatch
-from ..store.ends import FailedEnd
+from ..store import claims, letters, outbox, undelivered
 from ..store.letters import BrokerLetter
 from ..store.statements import describe
-from ..store.undelivered import GivenUp, PutBack, UndeliveredMessage
+from ..store.undelivered import PutBack, UndeliveredMessage
 from ..wire import keys
 from ..wire.keys import OperationId
 from ..wire.message import (
@@ -33,24 +23,20 @@ from ..wire.message import (
     MARKER_HEADER,
     SERVICE_HEADER,
 )
+from .ending import Ending, wait_at_most
 from .examine import Examined, examine
 from .letter import (
-    EXPLANATIONS,
     PERHAPS_A_DEPLOY,
     body_of,
     dead_of,
     letter_of,
     reason_of,
-    refused,
     shown,
     was_allowed_to_expire,
 )
 
 # How long a letter waits for one lock when it is retried; those behind it wait too.
 LOCK_PATIENCE = "3s"
-# How often a letter's `on_failed` may fail for lack of a lock or end its process, and how often handling a letter may
-# fail for an unknown reason. With the consumer's pauses that is five minutes.
-ON_FAILED_TRIES = 8
 # What no worker took is sent again after PUT_BACK_PAUSE seconds, doubling up to PUT_BACK_CAP: within a minute of a deploy.
 PUT_BACK_PAUSE = 1.0
 PUT_BACK_CAP = 60.0
@@ -91,7 +77,10 @@ def store(
         if dead is None or examined.task is None or examined.id is None:
             stored = _store_alone(app, letter, patience)
         else:
-            stored = _give_up(app, examined.task, dead, examined.arguments, letter, interrupted, patience)
+            runtime = runtime_of(app)
+            policy = Policy.of(examined.task, runtime.settings)
+            ending = Ending(runtime, policy, dead, examined.arguments, letter, patience, interrupted)
+            stored = ending.commit()
     except OperationalError:
         raise  # Postgres is away or a lock timed out: later
     except UnknownVersion:
@@ -131,13 +120,9 @@ def _as_accepted(app: Celery, message: BrokerMessage, id: OperationId, computed:
 
 def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None:
     with runtime_of(app).engine.begin() as connection:
-        _wait_at_most(connection, patience)
+        wait_at_most(connection, patience)
         letters.forget_tries(connection, letter.digest)
         return letters.store_message(connection, letter)
-
-
-def _wait_at_most(connection: Connection, patience: str) -> None:
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{patience}'")
 
 
 def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, sender: str, patience: str) -> bool:
@@ -152,7 +137,7 @@ def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, send
             dead, grace = replace(dead, service=outbox.service_of(connection, dead.message_id) or sender), FOREVER
         if grace == 0:
             return False
-        _wait_at_most(connection, patience)
+        wait_at_most(connection, patience)
         answer = undelivered.put_back(
             connection, dead, error=letter.last_error, pause=PUT_BACK_PAUSE, cap=PUT_BACK_CAP, grace=grace
         )
@@ -160,115 +145,3 @@ def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, send
             undelivered.count_copy(connection, dead)
     log.warning("dead_message", answer=answer.value, reason=letter.reason, task=letter.header_task, key=letter.key)
     return answer is not PutBack.OVER
-
-
-def _give_up(
-    app: Celery,
-    task: Any,
-    dead: UndeliveredMessage,
-    arguments: Mapping[str, Any],
-    letter: BrokerLetter,
-    interrupted: set[str] | None,
-    patience: str,
-) -> int | None:
-    letter = replace(letter, fingerprint=dead.fingerprint)
-    end = FailedEnd(letter.reason, letter.last_error)
-    try:
-        return _end(app, task, dead, arguments, letter, end, interrupted, patience)
-    except TransactionEnded as broken:
-        return _end(app, task, dead, arguments, letter, end, interrupted, patience, skip=str(broken))
-
-
-def _end(
-    app: Celery,
-    task: Any,
-    dead: UndeliveredMessage,
-    arguments: Mapping[str, Any],
-    letter: BrokerLetter,
-    end: FailedEnd,
-    interrupted: set[str] | None,
-    patience: str,
-    *,
-    skip: str | None = None,
-) -> int | None:
-    runtime = runtime_of(app)
-    settings, policy, id = runtime.settings, Policy.of(task, runtime.settings), dead.id
-    while True:
-        with _noting_outages(runtime, letter, interrupted) as session:
-            connection = session.connection()
-            _wait_at_most(connection, patience)
-            answer = undelivered.give_up(
-                connection,
-                dead,
-                end=end,
-                retention=policy.retention_failed,
-                lease=settings.lease,
-            )
-            stored: int | None = None
-            concluded: conclusions.Concluded | None = None
-            match answer:
-                case GivenUp() as ended:
-                    has_part = policy.on_failed is not None or conclusions.has_undo(ended.effects)
-                    if skip is None and has_part and not _may_try(runtime, letter, interrupted):
-                        skip = "it has ended its process too often"
-                    concluded = conclusions.conclude(
-                        connection,
-                        id,
-                        PermanentError(EXPLANATIONS[letter.reason], letter.reason),
-                        entries=ended.effects,
-                        arguments=arguments,
-                        attempts=ended.attempts,
-                        on_failed=policy.on_failed,
-                        skip=skip,
-                    )
-                    if concluded.end != end:
-                        ends.conclude(connection, id, concluded.end, fence=ended.fence)
-                    letter = replace(
-                        letter,
-                        reason=concluded.reason if skip is None else "on_failed_error",
-                        last_error=concluded.end.error,
-                        generation=ended.generation,
-                        fingerprint=ended.fingerprint,
-                        attempts=ended.attempts,
-                        first_error=ended.first_error,
-                    )
-                    stored = letters.store_end(connection, letter)
-                case Mismatch(generation):
-                    stored = letters.store_message(connection, refused(letter, generation, "fingerprint_mismatch"))
-                case Foreign(generation):
-                    stored = letters.store_message(connection, refused(letter, generation, "service_mismatch"))
-                case Busy():
-                    undelivered.count_copy(connection, dead)
-                case Changed():
-                    continue
-            letters.forget_tries(connection, letter.digest)
-            session.commit()
-            if concluded is not None:
-                metrics.count_failed(id.task, concluded.error.code)
-            return stored
-
-
-def _may_try(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> bool:
-    """Whether the application's part (undos, `on_failed`) may run once more for this letter. Counts the try."""
-    counts = True
-    if interrupted and letter.digest in interrupted:
-        interrupted.discard(letter.digest)
-        counts = False
-    with runtime.autocommit() as connection:
-        tries = letters.count_try(connection, letter.digest, counts=counts)
-    if tries > ON_FAILED_TRIES:
-        log.error("on_failed_error", task=letter.task, key=letter.key, tries=tries - 1)
-    return tries <= ON_FAILED_TRIES
-
-
-@contextmanager
-def _noting_outages(runtime: Runtime, letter: BrokerLetter, interrupted: set[str] | None) -> Iterator[Session]:
-    """The session that stores a letter. If an outage ends it, that is noted: it was not the letter's fault."""
-    with Session(runtime.engine) as session:
-        connection = session.connection()
-        try:
-            yield session
-        except OperationalError:
-            if connection.invalidated and interrupted is not None:
-                interrupted.add(letter.digest)
-            raise

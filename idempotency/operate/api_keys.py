@@ -1,7 +1,7 @@
 """API keys: what they are made of, and creating and revoking them.
 
-A key says who the tenant of a request is, and what it may do. It is shown once; only its hash is kept. Not promised: who
-can write to these tables needs no key.
+A key says who the tenant of a request is, and what it may do. It is shown once; only its hash is kept. Not promised:
+anyone who can write to these tables needs no key.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def create_api_key(
 
 
 def revoke_api_key(connection: Connection, change: Change, id: str) -> str:
-    """Revoke an API key: from the commit on nobody gets in with it. Returns its tenant.
+    """Revoke an API key, from the commit on. Returns its tenant.
 
     One transaction, which the caller commits. Raises `OperationNotFound` if there is no such key, or it was revoked before.
     """

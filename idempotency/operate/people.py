@@ -85,7 +85,7 @@ def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str
 
 
 def audit_refusal(connection: Connection, who: str, why: str, *, action: str, letter: int | None = None) -> None:
-    """Record that somebody was not allowed to do this."""
+    """Record a refusal in the audit table."""
     details = {"attempted": action} | ({} if letter is None else {"dead_letter": letter})
     audit(connection, Change(who, why), "refused", None, None, details=details)
 

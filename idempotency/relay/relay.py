@@ -122,7 +122,7 @@ class Relay:
                     service=service, origin=row.origin, outbox_id=row.message_id, generation=row.generation
                 )
                 batch.append((row.message_id, message))
-            except Exception as error:  # whatever it is, only this row is affected
+            except Exception as error:  # only this row is affected
                 why = str(error) if isinstance(error, ValueError) else type(error).__name__
                 result.refuse(row.message_id, Refusal(f"not a message: {why}"[:ERROR_LIMIT], own=True))
         unavailable = False

@@ -21,7 +21,6 @@ from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..broker.channel import Seen
 from ..broker.publisher import Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
@@ -65,7 +64,7 @@ def resend_lost(
             if own.is_fifo():
                 found, resent = _resend_fifo(app, runtime, connection, own)
                 return Resent(settled + found, resent)
-            return _resend_by_count(app, runtime, connection, own.depth, settled)
+            return _resend_by_count(app, runtime, connection, lambda queue: _ready(own, queue), settled)
         except BrokerUnavailable as error:
             log.warning("broker_unavailable", error=str(error))
             return Resent(settled, 0)
@@ -85,27 +84,27 @@ def _resend_fifo(app: Celery, runtime: Runtime, connection: Connection, publishe
     for queue in lost.queues(connection, settings.service, app.amqp.queues, after=after):
         # before looking at the queue: if it is empty then, it holds nothing published up to here
         times = markers.cutoffs(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
-        seen = publisher.look(queue)
-        if seen is None:
+        waiting = publisher.in_queue(queue)
+        if waiting is None:
             continue
-        left = times.marked if seen.ready else times.before_grace
+        left = times.marked if waiting.ready else times.before_grace
         if left is not None:
-            found, ended = lost.look(connection, queue, min(left, times.overdue), after, settings.service)
+            found, ended = lost.judge(connection, queue, min(left, times.overdue), after, settings.service)
             settled += ended
-            resent += _resend(runtime, _not_held(publisher, queue, seen, found))
-        if seen.ready and seen.consumers:
+            resent += _resend(runtime, _not_held(publisher, queue, waiting.consumers, found))
+        if waiting.ready and waiting.consumers:
             _mark(connection, publisher, queue, times, pause=settings.sweep / 2)
     return settled, resent
 
 
-def _not_held(publisher: Publisher, queue: str, seen: Seen, rows: list[Row[Any]]) -> list[Row[Any]]:
+def _not_held(publisher: Publisher, queue: str, consumers: int, rows: list[Row[Any]]) -> list[Row[Any]]:
     """The rows that no consumer holds: a delivery waiting for a free slot is not lost."""
-    if not rows or not seen.consumers:
+    if not rows or not consumers:
         return rows
     tasks = {row.id: _task_id(row.message) for row in rows}
-    held = publisher.held(queue, seen.consumers, list(tasks.values()))
+    held = publisher.held(queue, consumers, list(tasks.values()))
     if held is None:
-        log.warning("consumers_silent", queue=queue, consumers=seen.consumers, operations=len(rows))
+        log.warning("consumers_silent", queue=queue, consumers=consumers, operations=len(rows))
         return [row for row in rows if row.old]
     return [row for row in rows if tasks[row.id] not in held]
 
@@ -134,6 +133,13 @@ def _resend_by_count(
 ) -> Resent:
     settled += lost.settle_any(connection, runtime.settings.service)
     return Resent(settled, _resend_missing(app, runtime, connection, depth))
+
+
+def _ready(publisher: Publisher, queue: str) -> int:
+    found = publisher.in_queue(queue)
+    if found is None:
+        raise BrokerUnavailable(f"queue {queue}: the broker cannot say what is in it")
+    return found.ready
 
 
 def _resend_missing(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:

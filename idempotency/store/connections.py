@@ -158,7 +158,7 @@ def _begin(connection: Connection) -> None:
 
 
 def act_for(connection: Connection, tenants: Collection[str]) -> None:
-    """Say whose rows a connection's statements are about, where row-level security wants to know; none: nobody's.
+    """Set the tenants whose rows a connection's statements may see, if row-level security is on; without any: no rows.
 
     On a connection in AUTOCOMMIT mode until the next call, otherwise until the end of the transaction, which must have
     begun. Costs a round trip, but not if the same tenants are set already. Raises `InvalidKey` for a line break in a name.

@@ -215,7 +215,7 @@ def open_letter(connection: Connection, id: OperationId) -> int | None:
 def report(connection: Connection, service: str, *, days: int = 7) -> Sequence[Row[Any]]:
     """Letters of `service` that were new, replayed and discarded in the last `days`, and those open now with reasons.
 
-    Letters without a name have a row of their own.
+    Letters without a name have their own row.
     """
     return connection.exec_driver_sql(_REPORT, {"service": service, "days": days}).all()
 

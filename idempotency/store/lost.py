@@ -90,7 +90,7 @@ WHERE (queue = ANY(%(queues)s) OR service = %(service)s)
 # A `taken` row is covered by a started record, a newer row of its operation or its own dead letter, and is not examined
 # again unless a discard returns it. (A marker's `taken_at` is unrelated.) A started record is left to recover; a released
 # operation that is due has its next delivery in the newest row of its newest generation.
-LOOK = Sweep(
+JUDGE = Sweep(
     "resend",
     table="outbox",
     columns="r.id, r.fingerprint, r.service, r.generation, r.message, r.published_at, r.resends, r.ctid AS version",
@@ -132,7 +132,7 @@ SELECT id, published_at, verdict, CASE WHEN verdict = 'lost' THEN message END AS
        published_at < clock_timestamp() - make_interval(secs => %(cap)s) AS old
 FROM judged ORDER BY published_at, id""",
 )
-_LOOK = f"WITH due AS MATERIALIZED ({LOOK.find}) {LOOK.then}"
+_JUDGE = f"WITH due AS MATERIALIZED ({JUDGE.find}) {JUDGE.then}"
 
 # The key was used by another request, so this one can never run, and a person has to know.
 _OF_ANOTHER = f"(SELECT p.generation FROM idempotency.records p WHERE {_ITS_RECORD} AND {_REFUSED} LIMIT 1)"
@@ -267,7 +267,9 @@ def queues(connection: Connection, service: str, own: Iterable[str], *, after: f
     return connection.exec_driver_sql(_QUEUES, fields).scalars().all()
 
 
-def look(connection: Connection, queue: str, until: datetime, after: float, service: str) -> tuple[list[Row[Any]], int]:
+def judge(
+    connection: Connection, queue: str, until: datetime, after: float, service: str
+) -> tuple[list[Row[Any]], int]:
     """Examine rows published before `until`, which have left their queue. Returns the lost ones, and how many have ended.
 
     Only rows of `service`. Those whose key was used by another request get a dead letter.
@@ -280,11 +282,11 @@ def look(connection: Connection, queue: str, until: datetime, after: float, serv
         parameters |= {"cap": RESEND_CAP, "batch": BATCH}
         with sweeps.sweep_settings(connection):
             try:
-                rows = connection.exec_driver_sql(_LOOK, parameters).all()
+                rows = connection.exec_driver_sql(_JUDGE, parameters).all()
             except DBAPIError as error:
                 if not sweeps.is_row_error(error):
                     raise
-                rows = _one_by_one(connection, LOOK, parameters)
+                rows = _one_by_one(connection, JUDGE, parameters)
         lost += [row for row in rows if row.verdict == "lost"]
         ended += sum(row.verdict == "ended" for row in rows)
         if refused := [row.id for row in rows if row.verdict == "refused"]:
@@ -330,7 +332,7 @@ def send_again(connection: Connection, lost: Sequence[Row[Any]]) -> int:
 def one_by_one(connection: Connection, lost: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]) -> int:
     """Handle rows one by one after Postgres refused them together; a row that is refused again is set aside."""
     rows = connection.exec_driver_sql(_NAMED, _judged(lost)).all()
-    done, _ = sweeps.one_by_one(connection, LOOK, rows, handle)
+    done, _ = sweeps.one_by_one(connection, JUDGE, rows, handle)
     return done
 
 

@@ -213,7 +213,7 @@ class QueueState:
 
 
 @dataclass(slots=True)
-class Look:
+class Snapshot:
     """A snapshot of what has not ended, which processes work on it, and what waits for a person."""
 
     queues: dict[str, QueueState] = field(default_factory=dict)
@@ -260,9 +260,9 @@ def monitoring_connection(settings: Settings) -> Iterator[Connection]:
         yield connection
 
 
-def count(connection: Connection, settings: Settings) -> Look:
+def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
     """Take a snapshot of the application with these settings, as far as Postgres knows."""
-    found, bound = Look(), {"bound": BOUND, "service": settings.service}
+    found, bound = Snapshot(), {"bound": BOUND, "service": settings.service}
     for row in connection.exec_driver_sql(_ACCEPTED, bound):
         state = found.queue(row.queue)
         state.count("accepted", row.accepted, row.stopped)

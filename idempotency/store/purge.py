@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sqlalchemy import Connection
 
+from ..wire.keys import HTTP_TASK
 from . import sweeps
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
@@ -59,14 +60,13 @@ OPERATIONS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# Requests of the HTTP edge that did not come to their end, and that no client has asked for again: nothing but a client
-# goes on with them. One over an effect stays: what it says about the effect is known nowhere else. The index
-# records_unasked has the same conditions.
+# HTTP requests that did not end and that no client has repeated: only a client continues them. One with an effect stays:
+# what it says about the effect is recorded nowhere else. The index records_unasked has the same conditions.
 REQUESTS = Sweep(
     "purge_requests",
     table="records",
     columns="r.fence",
-    due="""r.service = %(service)s AND r.message = '' AND r.task = 'http' AND r.status IN ('started', 'released')
+    due=f"""r.service = %(service)s AND r.message = '' AND r.task = '{HTTP_TASK}' AND r.status IN ('started', 'released')
       AND r.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
       AND (r.locked_until IS NULL OR r.locked_until < clock_timestamp())
       AND NOT jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && (@.state == "begun" || @.state == "done"))')""",
@@ -148,7 +148,7 @@ def operations(connection: Connection, service: str, *, horizon: float, limit: i
 
 
 def requests(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
-    """Delete requests of the HTTP edge that nobody has asked for again in `retention` seconds.
+    """Delete requests of the HTTP edge that no client has repeated for `retention` seconds.
 
     Returns how many, and whether more may be due.
     """

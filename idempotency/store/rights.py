@@ -1,6 +1,6 @@
 """Who may do what with our tables: the roles of `migrate --roles`, and what a role lacks for its work.
 
-Without those roles, one role does everything: it needs all rights but those that nobody has.
+Without those roles, one role does everything: it needs every right that any of them has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RELAY = "idempotency_relay"
 OPERATOR = "idempotency_operator"
 READ_ONLY = "idempotency_read_only"
 ROLES = (OWNER, APPLICATION, RELAY, OPERATOR, READ_ONLY)
-# Whoever sees the rows of all tenants, besides READ_ONLY. Everybody else sees those of the tenants that are set.
+# These see the rows of all tenants, as READ_ONLY does. Every other role sees only those of the tenants that are set.
 OF_ALL_TENANTS = (OWNER, RELAY, OPERATOR)
 
 ALL = "SELECT, INSERT, UPDATE, DELETE"
@@ -37,7 +37,7 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "compatibility": "SELECT",
         "schema_version": "SELECT",
     },
-    # Relays, beats, and the workers of their tasks: also what is found by looking through all tenants.
+    # Relays, beats, and the workers of their tasks: also what is searched across all tenants.
     RELAY: {
         "*": ALL,
         "audit": "",
@@ -57,7 +57,7 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
     READ_ONLY: {"*": "SELECT", "operators": "", "api_keys": ""},
 }
 SEQUENCES = {APPLICATION: ("fence",), RELAY: ("fence", "place"), OPERATOR: ("fence", "place"), READ_ONLY: ()}
-# Whoever may run functions. PUBLIC may not, or a role that has USAGE on the schema for something else could.
+# These may run functions. PUBLIC may not: a role that has USAGE on the schema for another reason could run them.
 RUNNERS = (APPLICATION, RELAY, OPERATOR)
 # Of a role that does everything, as without the roles above. The audit table is append-only.
 ONE_FOR_ALL = {"*": ALL, "audit": "SELECT, INSERT", "schema_version": "SELECT"}

@@ -1,7 +1,7 @@
 """Roles with the least rights, and row-level security: each transaction of the application is about its tenants only.
 
 Who may do what is in `rights.py`. The statements are the same the second time, and then change nothing,
-so `idempotency migrate --roles` belongs into every deploy, after the migrations: it also covers what those have added.
+so `idempotency migrate --roles` can run in every deploy, after the migrations: it also covers what those have added.
 
 Roles belong to the whole server, rights and policies to one database. Not promised: a superuser, and a role with BYPASSRLS,
 sees every tenant; and code that sets `idempotency.tenant` itself sees the tenants that it sets.
@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Engine
 from .rights import OF_ALL_TENANTS, OWNER, READ_ONLY, RIGHTS, ROLES, RUNNERS, SEQUENCES
 from .schema import LOCK_TIMEOUT, SCHEMA
 
-# They write what has no tenant, or is another's, on behalf of whoever causes it.
+# Functions that run with their owner's rights, because they write rows that have no tenant or another one.
 DEFINERS = ("take_places()",)
 
 _ROLES = "SELECT rolname FROM pg_roles WHERE rolname = ANY(%(roles)s)"
@@ -64,7 +64,7 @@ WHERE c.relkind IN ('r', 'p') AND (n.nspname = %(schema)s AND %(table)s::text IS
 ORDER BY 1
 """
 
-# The function in a query of its own: it is run once for a statement, not for each row.
+# In a subquery, the function runs once for a statement and not for each row.
 _POLICIES = {
     "of_tenant": "FOR ALL TO PUBLIC USING (tenant = ANY ((SELECT idempotency.tenants())::text[]))",
     "all_tenants": f"FOR ALL TO {', '.join(OF_ALL_TENANTS)} USING (true) WITH CHECK (true)",
@@ -92,7 +92,7 @@ def create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:
 
 
 def protect(connection: Connection, table: str) -> None:
-    """Put a table of the application, which has a column `tenant`, behind the same policies. The owner of the table calls.
+    """Put a table of the application behind the same policies. It needs a column `tenant`; the caller has to own it.
 
     Changes nothing the second time. Raises `ValueError` if there is no such table, or it has no tenant.
     """
@@ -112,7 +112,7 @@ def _ownership(connection: Connection) -> list[str]:
     me = connection.exec_driver_sql(_ME).one()
     statements = []
     if not me.is_superuser and not connection.exec_driver_sql(_MEMBER, {"role": OWNER}).scalar_one():
-        statements.append(f"GRANT {OWNER} TO CURRENT_USER")  # or nobody could give away what is his
+        statements.append(f"GRANT {OWNER} TO CURRENT_USER")  # only a member of the owner may give objects to it
     names = {"schema": SCHEMA, "owner": OWNER}
     objects = connection.exec_driver_sql(_OBJECTS, names).all()
     if objects:

@@ -1,4 +1,4 @@
-"""Giving what one application has to another name, in short transactions.
+"""Renaming an application: what is stored under its old name gets the new one, in short transactions.
 
 Records come before rows: a row that is published under the new name must not find the record of another application.
 """
@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row
 
 # Rows that one statement reads, in the order of the primary key; of those it changes the ones with the old name.
 PAGE = 5000
-# For a row that is locked; the command can be repeated.
+# How long to wait for a locked row; the command can be repeated.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'"
 
 # For each table: its primary key with the types, and its column. In this order.
@@ -49,9 +49,9 @@ def alive(connection: Connection, service: str, *, silence: float) -> Sequence[R
 def rename(
     connection: Connection, table: str, old: str, new: str, *, after: Sequence[Any] | None
 ) -> tuple[int, Sequence[Any] | None]:
-    """Rename what a page of one of `TABLES` has of `old`, in the caller's transaction. `after`: the last key before it.
+    """Rename the rows of `old` in one page of one of `TABLES`. `after`: the last key before that page.
 
-    Returns how many rows, and the last key of the page; None behind the last one.
+    Runs in the caller's transaction. Returns how many rows, and the last key of the page; None behind the last one.
     """
     keys, column = TABLES[table]
     names = list(keys)

@@ -14,8 +14,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-# The task of the records of HTTP requests.
-EDGE = "http"
+from ..wire.keys import HTTP_TASK
+
 _KEY = re.compile(r"ik_([a-z0-9]{1,32})_[A-Za-z0-9_-]{43}", re.ASCII)
 
 _AUTHENTICATE = "SELECT tenant, name, scopes FROM idempotency.authenticate(%(id)s, %(hash)s)"
@@ -35,20 +35,20 @@ _REVOKE = """
 UPDATE idempotency.api_keys SET revoked_at = clock_timestamp() WHERE id = %(id)s AND revoked_at IS NULL RETURNING tenant
 """
 
-# Of a row and its entries in the indexes, roughly: so that a limit in bytes also bounds what is counted.
+# About the size of a row with its index entries, so that a limit in bytes also bounds how many rows are counted.
 ROW_BYTES = 512
 
 _USAGE = f"""
 SELECT count(*) AS keys, coalesce(sum(bytes), 0)::bigint AS bytes FROM (
     SELECT {ROW_BYTES} + octet_length(key) + coalesce(octet_length(result), 0) AS bytes FROM idempotency.records
-    WHERE tenant = %(tenant)s AND task = '{EDGE}' LIMIT %(most)s
+    WHERE tenant = %(tenant)s AND task = '{HTTP_TASK}' LIMIT %(most)s
 ) kept
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose API key it is, and what the key allows."""
+    """The tenant whose API key a request has, and what the key allows."""
 
     tenant: str
     name: str
@@ -68,7 +68,7 @@ class Usage:
 
 
 def authenticate(connection: Connection, key: str) -> Caller | None:
-    """Whose API key this is. None for every other text: unknown, wrong, revoked or expired are one answer."""
+    """Find the caller whose API key this is. None for every other text, be it unknown, wrong, revoked or expired."""
     found = _KEY.fullmatch(key)
     if found is None:
         return None
@@ -103,7 +103,7 @@ def api_keys(connection: Connection, tenant: str | None = None) -> Sequence[Row[
 
 
 def revoke(connection: Connection, id: str) -> str | None:
-    """Revoke a key. Returns its tenant; None: there is none with this id, or it was revoked before."""
+    """Revoke a key. Returns its tenant; None if there is none with this id, or it was revoked before."""
     tenant: str | None = connection.exec_driver_sql(_REVOKE, {"id": id}).scalar_one_or_none()
     return tenant
 

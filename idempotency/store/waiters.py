@@ -1,4 +1,4 @@
-"""Who waits for an operation's end: one row per operation while someone does, so that its end sends a NOTIFY."""
+"""Waiters for the end of an operation: one row per operation while there are any, so that its end sends a NOTIFY."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add(connection: Connection, id: OperationId, seconds: float) -> None:
 
 
 def remove(connection: Connection, ids: Collection[OperationId]) -> None:
-    """Forget who waited for these operations, which have ended."""
+    """Delete the rows of these operations, which have ended."""
     connection.exec_driver_sql(_REMOVE, _asked(ids))
 
 
@@ -56,10 +56,10 @@ def _asked(ids: Collection[OperationId]) -> dict[str, list[str]]:
 
 
 def forget(connection: Connection) -> None:
-    """Delete the rows of those whose time is over."""
+    """Delete the rows of waits whose time is over."""
     connection.exec_driver_sql(_FORGET)
 
 
 def digest(id: OperationId) -> str:
-    """How a NOTIFY names the operation: its payload has a limit, and a key may say more than a listener should read."""
+    """How a NOTIFY names the operation: its payload has a limit, and a key may tell listeners too much."""
     return sha256("\n".join((id.tenant, id.task, id.key)).encode()).hexdigest()

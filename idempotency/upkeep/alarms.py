@@ -20,7 +20,7 @@ from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
 from ..store import alarms as stored
-from ..store.overview import Look, QueueState, monitoring_connection
+from ..store.overview import QueueState, Snapshot, monitoring_connection
 from ..store.statements import is_news
 from . import overview
 from .alerts import ALARM_INTERVALS, post
@@ -41,7 +41,7 @@ class Alarm:
     patience: float = 0.0
 
 
-def lasting(found: Look, settings: Settings) -> list[Alarm]:
+def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
     """Everything that is wrong in a snapshot. Unknown is not wrong: an unavailable broker has not lost its consumers."""
     alarms = [
         Alarm(
@@ -103,7 +103,7 @@ def run_once(app: Celery) -> int:
             return 0
     try:
         with monitoring_connection(settings) as connection:
-            found = overview.look(connection, app, settings)
+            found = overview.take_snapshot(connection, app, settings)
     except DBAPIError as error:
         if is_news(error):
             log.warning("alarms_unknown", error=type(error.orig).__name__)

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import DBAPIError
 
 from ..application import settings_of
-from ..store.overview import Look, monitoring_connection
+from ..store.overview import Snapshot, monitoring_connection
 from . import overview
 
 # For each queue: the attribute of its state, the gauge, and the help text.
@@ -50,7 +50,7 @@ class Backlog(Collector):
         up = GaugeMetricFamily("idempotency_database_up", "Whether Postgres answered this scrape in time")
         try:
             with monitoring_connection(self._settings) as connection:
-                found = overview.look(connection, self._app, self._settings)
+                found = overview.take_snapshot(connection, self._app, self._settings)
         except DBAPIError:
             up.add_metric([], 0)
             yield up
@@ -73,7 +73,7 @@ class Backlog(Collector):
         yield from _letters(found)
 
 
-def _queues(found: Look) -> Iterator[Metric]:
+def _queues(found: Snapshot) -> Iterator[Metric]:
     for attribute, name, text in _QUEUE_GAUGES:
         gauge = GaugeMetricFamily(f"idempotency_{name}", text, labels=["queue"])
         for queue, state in sorted(found.queues.items()):
@@ -82,7 +82,7 @@ def _queues(found: Look) -> Iterator[Metric]:
         yield gauge
 
 
-def _processes(found: Look) -> Iterator[Metric]:
+def _processes(found: Snapshot) -> Iterator[Metric]:
     signs = GaugeMetricFamily(
         "idempotency_last_sign_seconds",
         "Time since a worker, relay or beat that has not shut down cleanly was last seen",
@@ -93,7 +93,7 @@ def _processes(found: Look) -> Iterator[Metric]:
     yield signs
 
 
-def _letters(found: Look) -> Iterator[Metric]:
+def _letters(found: Snapshot) -> Iterator[Metric]:
     by_reason: dict[tuple[str, str], int] = {}
     for row in found.letters:
         by_reason[row.service, row.reason] = by_reason.get((row.service, row.reason), 0) + row.letters

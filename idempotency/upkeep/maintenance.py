@@ -129,7 +129,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
 
     Of this application, and those without a name; at most about `limit` of each kind. An operation stays while it has
     an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. An HTTP request
-    that did not end, and that nobody asks for again, goes after `retention_http`, unless it is over an effect. The
+    that did not end, and that no client repeats, goes after `retention_http`, unless it is over an effect. The
     audit table is never purged.
     """
     runtime = runtime_of(app)

@@ -15,17 +15,17 @@ from sqlalchemy import Connection
 from ..broker.channel import BROKER_ERRORS
 from ..settings import Settings
 from ..store import overview
-from ..store.overview import TIMEOUT, Look, QueueState
+from ..store.overview import TIMEOUT, QueueState, Snapshot
 
 
-def look(connection: Connection, app: Celery, settings: Settings) -> Look:
+def take_snapshot(connection: Connection, app: Celery, settings: Settings) -> Snapshot:
     """Take a snapshot from Postgres and the broker. If the broker is unavailable, its part is unknown."""
-    found = overview.count(connection, settings)
+    found = overview.take_snapshot(connection, settings)
     ask_broker(app, settings, found)
     return found
 
 
-def ask_broker(app: Celery, settings: Settings, found: Look) -> None:
+def ask_broker(app: Celery, settings: Settings, found: Snapshot) -> None:
     """Ask for the ready messages and the consumers of each queue that the application declares."""
     for name in app.amqp.queues:
         found.queue(name)
@@ -75,7 +75,7 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
 
     `operations_are_estimated`: there are so many that completed and failed ones are extrapolated from a sample.
     """
-    found = look(connection, app, settings)
+    found = take_snapshot(connection, app, settings)
     ended, percent = overview.ended(connection, settings.service)
     for row in ended:
         found.count(row.task, row.status, round(row.operations * 100 / percent))

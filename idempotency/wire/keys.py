@@ -30,6 +30,9 @@ UNRESERVED = frozenset(string.ascii_letters + string.digits + "-_.~")
 _WAYS_OUT = "pass an id, text or a number instead, or register the type with kombu.utils.json.register_type"
 
 KeyFunction = Callable[[Mapping[str, Any]], str]
+# The task in the id of every HTTP request's operation. Method and path are in its fingerprint instead, so a key that is
+# reused on another route is refused.
+HTTP_TASK = "http"
 
 
 @dataclass(frozen=True, slots=True)

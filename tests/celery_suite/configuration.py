@@ -1,4 +1,4 @@
-"""What an application of the suite is configured with: nothing for plain tasks, for ours what README asks for."""
+"""What an application of the suite is configured with: nothing for plain tasks, for ours what the README asks for."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_relay_reset_before_it_publishes_sends_its_row_in_the_next_pass(
     relay: Relay, scene: Scene, cell: SeenCell
 ) -> None:
     assert relay.run_once() == Relayed(0, 0)
-    relay.publisher.depth(scene.app.conf.task_default_queue)  # connected, and the queues are there
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)  # connected, and the queues are there
     scene.accept()
     scene.at("relay.selected", scene.proxy.reset)
     assert relay.run_once() == WHILE_FROZEN
@@ -84,7 +84,7 @@ def test_a_relay_reset_before_it_publishes_sends_its_row_in_the_next_pass(
 
 @pytest.mark.cell("F5", "P8")
 def test_a_relay_reset_before_the_confirm_publishes_again(relay: Relay, scene: Scene, cell: SeenCell) -> None:
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     former = relay.publisher._channel
     scene.proxy.black_hole("replies")
     scene.at("relay.published", lambda: (unconfirmed(scene), scene.proxy.heal()))
@@ -112,7 +112,7 @@ def test_a_relay_waits_for_a_killed_broker_and_publishes_its_rows(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
     scene.declare_queues()
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at("relay.selected", rabbitmq.kill)
     assert relay.run_once() == WHILE_FROZEN
@@ -129,7 +129,7 @@ def test_a_message_whose_confirm_died_with_the_broker_is_published_again(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
     scene.declare_queues()
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     scene.proxy.black_hole("replies")
     scene.at("relay.published", lambda: (unconfirmed(scene), rabbitmq.kill(), scene.proxy.heal()))
     scene.accept()
@@ -144,7 +144,7 @@ def test_a_message_whose_confirm_died_with_the_broker_is_published_again(
 def test_a_relay_waits_for_a_frozen_broker_and_publishes_its_rows(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at("relay.selected", rabbitmq.pause)
     assert relay.run_once() == WHILE_FROZEN
@@ -161,7 +161,7 @@ def test_a_relay_waits_for_a_frozen_broker_and_publishes_its_rows(
 def test_a_broker_frozen_before_its_confirm_costs_a_second_copy(
     relay: Relay, scene: Scene, rabbitmq: RabbitMQ, cell: SeenCell
 ) -> None:
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     scene.proxy.black_hole("replies")
     scene.at("relay.published", lambda: (unconfirmed(scene), rabbitmq.pause()))
     scene.accept()
@@ -179,7 +179,7 @@ def test_a_broker_frozen_before_its_confirm_costs_a_second_copy(
 def test_a_row_whose_queue_was_deleted_waits_until_it_is_declared_again(
     relay: Relay, scene: Scene, cell: SeenCell
 ) -> None:
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at("relay.selected", scene.delete_queues)
     assert relay.run_once() == Relayed(0, 1)
@@ -198,7 +198,7 @@ def test_a_row_whose_queue_was_deleted_waits_until_it_is_declared_again(
 def test_a_published_message_that_its_broker_lost_is_sent_again(
     phase: str, relay: Relay, scene: Scene, cell: SeenCell
 ) -> None:
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     scene.accept()
     scene.at(
         "relay.published" if phase == "P8" else "relay.confirmed",

@@ -32,7 +32,7 @@ FINISH = b"'completed', result ="
 def relay(scene: Scene) -> Iterator[Relay]:
     """A relay that this test runs pass by pass."""
     relay = Relay(scene.app, confirm_timeout=2.0)
-    relay.publisher.depth(scene.app.conf.task_default_queue)  # connected, and the queues are there
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)  # connected, and the queues are there
     yield relay
     relay.close()
 
@@ -144,7 +144,7 @@ def proxied_relay(scene: Scene) -> Iterator[Relay]:
     scene.proxy = scene.postgres_proxy()
     app_module.configure(scene.environment)
     relay = Relay(scene.app, confirm_timeout=2.0)
-    relay.publisher.depth(scene.app.conf.task_default_queue)
+    relay.publisher.in_queue(scene.app.conf.task_default_queue)
     assert relay.run_once() == Relayed(0, 0)
     yield relay
     relay.close()

@@ -76,7 +76,7 @@ def enqueue(
 def now(app: Celery) -> list[str]:
     given = settings_of(app)
     with monitoring_connection(given) as connection:
-        return [alarm.name for alarm in alarms.lasting(overview.look(connection, app, given), given)]
+        return [alarm.name for alarm in alarms.lasting(overview.take_snapshot(connection, app, given), given)]
 
 
 # ---------------------------------------------------------------- with real servers, the whole way

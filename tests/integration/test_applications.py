@@ -509,7 +509,9 @@ def test_rows_of_an_application_without_a_relay_are_an_alarm(
 
     def names() -> set[str]:
         with monitoring_connection(settings) as monitoring:
-            return {alarm.name for alarm in alarms.lasting(overview.look(monitoring, bank, settings), settings)}
+            return {
+                alarm.name for alarm in alarms.lasting(overview.take_snapshot(monitoring, bank, settings), settings)
+            }
 
     assert names() == {"no_relay/orders", "unnamed_rows"}
     SignOfLife(orders, "relay").sign()

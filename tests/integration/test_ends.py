@@ -73,7 +73,7 @@ def waited(
 def test_an_end_wakes_who_waits_for_it_without_being_asked_for(
     ends: Ends, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ends, "_look", lambda self: None)
+    monkeypatch.setattr(Ends, "_poll", lambda self: None)
     id = new_id()
 
     async def end() -> None:
@@ -96,7 +96,7 @@ def test_an_end_whose_notify_was_missed_is_found_by_looking(ends: Ends, engine: 
 
 @pytest.mark.direct
 def test_a_listener_that_is_cut_off_listens_again(ends: Ends, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ends, "_look", lambda self: None)
+    monkeypatch.setattr(Ends, "_poll", lambda self: None)
     id = new_id()
 
     async def end() -> None:

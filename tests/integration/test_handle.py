@@ -150,6 +150,29 @@ def test_a_misspelt_task_is_not_waited_for(bank: Celery, connection: Connection)
     assert Handle(bank, OperationId("default", "of.another.application", "a")).status() == "accepted"
 
 
+def test_a_name_is_checked_once_for_however_long_a_wait(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(bank.loader, "import_default_modules", lambda: checked.append("checked"))
+    elsewhere = Handle(bank, OperationId("default", "another.applications", "a"))
+
+    with pytest.raises(OperationBusy):
+        elsewhere.wait(0.3)
+    assert checked == ["checked"]
+
+    async def wait() -> None:
+        await asyncio.wait_for(_awaited(elsewhere), 0.3)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait())
+    assert checked == ["checked"] * 2
+
+
+async def _awaited(handle: Handle[Any]) -> Any:
+    return await handle
+
+
 def test_waiting_no_time_looks_once(bank: Celery, connection: Connection) -> None:
     watched = Watched(runtime_of(bank)._autocommit_engine)
     holder = op.started(connection)

@@ -25,7 +25,7 @@ from idempotency.cli.root import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
 from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.letters.storing import ON_FAILED_TRIES
+from idempotency.letters.ending import ON_FAILED_TRIES
 from idempotency.operate import discard
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import read
@@ -139,7 +139,7 @@ def test_a_pass_begun_before_a_discard_does_not_hide_what_it_gave_back(
 
     # behind its snapshot, before its first row
     wait = "(SELECT pg_advisory_xact_lock_shared(7)::text IS NOT NULL) AND r.queue = %(queue)s"
-    monkeypatch.setattr(losing, "_LOOK", losing._LOOK.replace("r.queue = %(queue)s", wait))
+    monkeypatch.setattr(losing, "_JUDGE", losing._JUDGE.replace("r.queue = %(queue)s", wait))
     monkeypatch.setattr(sweeps, "LOCK_TIMEOUT_MS", 10_000)
     connection.exec_driver_sql("SELECT pg_advisory_lock(7)")
     passing = op.in_background(lambda: resend_lost(bank))

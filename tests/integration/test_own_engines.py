@@ -65,7 +65,7 @@ def test_a_password_that_an_engine_of_the_application_gives_reaches_every_connec
     runtime_of(changed).heartbeat._renew([])
     assert SignOfLife(changed, "relay", "r1").sign()
     with overview.monitoring_connection(settings_of(changed)) as connection:
-        assert overview.count(connection, settings_of(changed)).processes
+        assert overview.take_snapshot(connection, settings_of(changed)).processes
     relay = Relay(changed)
     listener = runtime_of(changed).listen("idempotency_outbox")
     assert listener is not None

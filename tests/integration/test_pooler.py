@@ -178,7 +178,7 @@ def test_signs_of_life_and_status_go_through_a_pooler(pooled: Celery) -> None:
     life = SignOfLife(pooled, "relay", "r1")
     assert life.sign()
     with overview.monitoring_connection(settings_of(pooled)) as connection:
-        assert [process.name for process in overview.count(connection, settings_of(pooled)).processes] == ["r1"]
+        assert [process.name for process in overview.take_snapshot(connection, settings_of(pooled)).processes] == ["r1"]
 
 
 def test_migrations_through_a_pooler_run_once_and_leave_no_lock(

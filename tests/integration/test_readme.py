@@ -1,4 +1,4 @@
-"""The Python examples of the README and of docs/types.md, run against real servers in the order of the pages.
+"""The Python examples of the README and of the pages that go on with its application, run against real servers.
 
 What an example takes for granted (models, a gateway) is written here; of the examples, only the addresses are replaced.
 """
@@ -28,7 +28,10 @@ from idempotency.testing import AssertIdempotent, Outbox, RecordingServer
 from tests.support.documents import python_blocks
 from tests.support.processes import eventually
 
-BEFORE, AFTER, CALL, RECONCILE, EVENTS, BEAT, TEST, ALERT = python_blocks("README.md")
+BEFORE, AFTER, CALL, TEST = python_blocks("README.md")
+RECONCILE, BEAT = python_blocks("docs/tasks.md")
+(EVENTS,) = python_blocks("docs/events.md")
+(ALERT,) = python_blocks("docs/operating.md")
 (TYPES,) = python_blocks("docs/types.md")
 SEARCH_LAG = 30.0
 

@@ -463,7 +463,7 @@ def test_a_refused_login_is_a_broker_that_is_away_and_blames_no_row(
     try:
         assert relay.run_once() == Relayed(0, 0, broker_unavailable=True)
         with pytest.raises(BrokerUnavailable):  # an empty queue would be filled again
-            relay.publisher.depth(bank.conf.task_default_queue)
+            relay.publisher.in_queue(bank.conf.task_default_queue)
     finally:
         bank.conf.broker_url = address.render_as_string(hide_password=False)
     assert [(row.status, row.attempts, row.relayed_until) for row in op.outbox(connection)] == [

@@ -66,7 +66,7 @@ def test_what_was_begun_under_the_old_name_is_recovered_under_the_new_one(
     settings = runtime_of(bank).settings
     with monitoring_connection(settings) as monitoring:
         state = overview.status(monitoring, bank, settings)
-        lasting = alarms.lasting(overview.look(monitoring, bank, settings), settings)
+        lasting = alarms.lasting(overview.take_snapshot(monitoring, bank, settings), settings)
     assert [(row["service"], row["lease_over"]) for row in state["other_services"]] == [("bank", 1)]
     assert "no_relay/bank" in [alarm.name for alarm in lasting]
     assert "no operation of 'ledger' has it" in str(command("release", "a1").exception)

@@ -387,7 +387,7 @@ def test_no_statement_of_a_pass_reads_what_waits(bank: Celery, sent: Sent, engin
     times = {"after": 60.0, "cap": 3600.0, "batch": 1000, "overdue": published + timedelta(seconds=60)}
     epoch = {"past": marking.EPOCH, "past_id": 0, "marked": marking.EPOCH, "since": marking.EPOCH}
     marker = {"id": "m", "priority": 0, "pause": 7.5, "grace": 5.0, "classes": 2, "until": published}
-    for statement in ("_SETTLE", "_QUEUES", "_TIMES", "_LOOK", "_MARK"):
+    for statement in ("_SETTLE", "_QUEUES", "_TIMES", "_JUDGE", "_MARK"):
         parameters = times | epoch | marker | queue
         assert rows_read(bank, (vars(lost) | vars(marking))[statement], **parameters) < 20, statement
 

@@ -15,9 +15,8 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency.letters import consumer as consuming
-from idempotency.letters import storing
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.letters.storing import ON_FAILED_TRIES
+from idempotency.letters.ending import ON_FAILED_TRIES
 from idempotency.queues import dead_letter_queues
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
@@ -204,14 +203,8 @@ DeadLetterConsumer(bank.app).run_once()
 
 
 def test_a_record_that_is_locked_keeps_no_other_letter_waiting(
-    bank: Celery,
-    consumer: DeadLetterConsumer,
-    connection: Connection,
-    engine: Engine,
-    impatient: None,
-    monkeypatch: pytest.MonkeyPatch,
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, engine: Engine, impatient: None
 ) -> None:
-    monkeypatch.setattr(storing, "LOCK_PATIENCE", "20ms")
     op.failed(connection, STUCK, fingerprint="v1:other")
     die(bank, consumer, body_of("stuck"))
     reject(bank, body_of("a1"), dead=2)

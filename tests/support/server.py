@@ -101,7 +101,7 @@ def create_app() -> Any:
 def create_unlimited_app() -> Any:
     """The application, without the limits on how often operators may ask."""
     from api.application import create_app
-    from api.limits import Limit
+    from api.limits import RateLimit
 
-    Limit.take = lambda self, caller: 0  # type: ignore[method-assign]
+    RateLimit.take = lambda self, caller: 0  # type: ignore[method-assign]
     return create_app()

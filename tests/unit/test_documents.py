@@ -7,16 +7,20 @@ import re
 
 import pytest
 
+from idempotency.settings import Settings
 from tests.support.documents import ROOT, blocks, pages, python_blocks
 
 # The test that runs the Python examples of a page, and how many it runs.
 RUN_BY = {
-    "README.md": ("tests/integration/test_readme.py", 8),
+    "README.md": ("tests/integration/test_readme.py", 4),
     "docs/django.md": ("tests/django/test_page.py", 4),
     "docs/engines.md": ("tests/integration/test_pages.py", 1),
+    "docs/events.md": ("tests/integration/test_readme.py", 1),
     "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
     "docs/http.md": ("tests/http/test_page.py", 1),
+    "docs/operating.md": ("tests/integration/test_readme.py", 1),
     "docs/psycopg.md": ("tests/integration/test_pages.py", 1),
+    "docs/tasks.md": ("tests/integration/test_readme.py", 2),
     "docs/tenants.md": ("tests/integration/test_roles.py", 2),
     "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 3),
     "docs/types.md": ("tests/integration/test_readme.py", 1),
@@ -59,3 +63,9 @@ def test_the_readme_names_what_a_newcomer_looks_for() -> None:
     text = (ROOT / "README.md").read_text()
     for name in ("`Handle`", "idempotency.lookup(", "`make up`", "DATABASE_URL", "REDIS_URL", "BROKER_URL"):
         assert name in text
+
+
+def test_the_page_of_settings_names_every_setting() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
+    names = [name for row in rows for name in re.findall("`([a-z_]+)`", row)]
+    assert sorted(names) == sorted(Settings.model_fields)

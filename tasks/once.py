@@ -1,0 +1,36 @@
+"""A row that several callers submit is inserted once; the others find it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import literal
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from .models import Base
+from .validation import Taken
+
+
+def insert_once(
+    session: Session,
+    model: type[Base],
+    key: Mapping[str, str],
+    values: Mapping[str, Any],
+    *,
+    taken: str,
+    generated: Mapping[str, Any] | None = None,
+) -> bool:
+    """Insert a row in the caller's transaction, unless its primary key has one. Returns whether it was inserted.
+
+    Waits for the commit of another caller that is inserting it. `generated`: columns in which a repeat may differ. Raises
+    `Taken` with the text `taken` if the row that is there has other `values`.
+    """
+    row = insert(Base.metadata.tables[model.__tablename__]).values(**key, **values, **(generated or {}))
+    if session.execute(row.on_conflict_do_nothing().returning(literal(1))).one_or_none() is not None:
+        return True
+    before = session.get_one(model, dict(key))
+    if any(getattr(before, name) != value for name, value in values.items()):
+        raise Taken(taken)
+    return False
