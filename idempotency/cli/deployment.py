@@ -17,6 +17,7 @@ from ..application import runtime_of, settings_of
 from ..checks.broker import require_broker_address
 from ..checks.doctor import doctor as diagnose
 from ..checks.findings import Level
+from ..checks.postgres import require_all_tenants
 from ..checks.startup import require_safe_setup
 from ..checks.unreachable import WRONG_ADDRESS, reason
 from ..environment import environment, role_passwords
@@ -83,6 +84,7 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
             try:
                 with runtime_of(celery).autocommit() as connection:
                     schema.require_compatible(connection)
+                    require_all_tenants(connection)
                 return
             except OperationalError as error:
                 unanswered = reason(error)
