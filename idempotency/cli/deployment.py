@@ -57,8 +57,8 @@ def migrate(
         print_json({"revision": revision} | ({"statements": done} if with_roles else {}))
     else:
         console.print(f"database schema at revision {revision}")
-        for statement in done:
-            console.print(statement, markup=False, highlight=False, soft_wrap=True)
+        if done:
+            console.print(f"roles, rights and row-level security: {len(done)} statements, which --json shows")
 
 
 @commands.command()
