@@ -44,7 +44,7 @@ test: .venv/ready ## run all tests against real servers
 ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--constraint constraints.txt --editable '.[ecosystem]'
-	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
+	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem tests/http/test_litestar.py $(ARGS)
 
 # Every kind of use, without the long ones: bodies, deliveries, the relay, dead letters, the command line, the pools, Django.
 QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \

@@ -82,10 +82,12 @@ def main(
                 jobs_done = unique.measure(engine, rounds=rounds, messages=messages)
             show(as_json, "jobs/s", "unique_vs_plain", jobs_done.ratio, plain=jobs_done.plain, unique=jobs_done.unique)
         if "http" in chosen:
-            answered = http.measure(rounds=rounds, messages=messages)
-            figures = {"plain": answered.plain, "keyed": answered.keyed, "replay": answered.replay}
-            also = f" http_replay_vs_plain={answered.replay_ratio:.3f}"
-            show(as_json, "requests/s", "http_vs_plain", answered.ratio, also, **figures)
+            by_path = http.measure(rounds=rounds, messages=messages)
+            for path, name in (("/async-jobs", "http_async_row"), ("/jobs", "http_row"), ("/orders", "http")):
+                answered = by_path[path]
+                figures = {"plain": answered.plain, "keyed": answered.keyed, "replay": answered.replay}
+                also = f" {name}_replay_vs_plain={answered.replay_ratio:.3f}"
+                show(as_json, "requests/s", f"{name}_vs_plain", answered.ratio, also, **figures)
         if "latency" in chosen:
             with worker(Path(directory) / "worker.log", concurrency, "unique"), relay_process():
                 seconds = latency.measure(engine, messages=20 * rounds)

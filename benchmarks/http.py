@@ -1,15 +1,19 @@
-"""Requests to the same endpoint with and without the middleware, in turns, from clients that keep their connections."""
+"""Requests to the same endpoint with and without the middleware, in turns, from clients that keep their connections.
+
+For an endpoint that takes an order, and for the least that an endpoint can write (`http_application.py`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +21,8 @@ from http.client import HTTPConnection
 from uuid import uuid4
 
 from rich.progress import track
+
+from . import http_application
 
 CLIENTS = 8
 
@@ -38,34 +44,51 @@ class Rates:
         return statistics.median(self.replay) / statistics.median(self.plain)
 
 
-def measure(*, rounds: int, messages: int) -> Rates:
-    """Ask both servers in turns, each with the other idle; the first round is a warm-up and not counted."""
-    rates: dict[str, list[float]] = {"plain": [], "keyed": [], "replay": []}
+def measure(*, rounds: int, messages: int) -> dict[str, Rates]:
+    """The rates by endpoint: both servers are asked in turns, each with the other idle.
+
+    The first round is a warm-up and not counted.
+    """
+    rates: dict[str, dict[str, list[float]]] = {path: {"plain": [], "keyed": [], "replay": []} for path in BODIES}
+    http_application.prepare()
     with server("plain") as plain, server("keyed") as keyed, ThreadPoolExecutor(CLIENTS) as threads:
         for round_ in track(range(rounds + 1), description="http: with and without the middleware in turns"):
-            keys = [str(uuid4()) for _ in range(messages)]
-            for name, port in (("plain", plain), ("keyed", keyed), ("replay", keyed)):
-                rate = _one(threads, port, keys)
-                if round_:
-                    rates[name].append(rate)
-    return Rates(**rates)
+            for path, of_path in rates.items():
+                sent = [(str(uuid4()), json.dumps(BODIES[path](number))) for number in range(messages)]
+                for name, port in (("plain", plain), ("keyed", keyed), ("replay", keyed)):
+                    rate = _one(threads, port, path, sent)
+                    if round_:
+                        of_path[name].append(rate)
+    return {path: Rates(**of_path) for path, of_path in rates.items()}
 
 
-def _one(threads: ThreadPoolExecutor, port: int, keys: list[str]) -> float:
-    numbered = list(enumerate(keys))
+def _order(number: int) -> dict[str, object]:
+    products = random.sample(range(1, http_application.PRODUCTS + 1), 3)
+    lines = [{"product": product, "quantity": 1 + number % 5} for product in products]
+    return {"customer": f"customer {number}", "lines": lines}
+
+
+BODIES: dict[str, Callable[[int], object]] = {
+    "/orders": _order,
+    "/jobs": lambda number: {"number": number},
+    "/async-jobs": lambda number: {"number": number},
+}
+
+
+def _one(threads: ThreadPoolExecutor, port: int, path: str, sent: list[tuple[str, str]]) -> float:
     began = time.perf_counter()
-    for done in [threads.submit(_send, port, numbered[client::CLIENTS]) for client in range(CLIENTS)]:
+    for done in [threads.submit(_send, port, path, sent[client::CLIENTS]) for client in range(CLIENTS)]:
         done.result()
-    return len(keys) / (time.perf_counter() - began)
+    return len(sent) / (time.perf_counter() - began)
 
 
-def _send(port: int, numbered: list[tuple[int, str]]) -> None:
+def _send(port: int, path: str, sent: list[tuple[str, str]]) -> None:
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     connection.connect()
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for number, key in numbered:
+    for key, body in sent:
         headers = {"content-type": "application/json", "idempotency-key": key}
-        connection.request("POST", "/jobs", json.dumps({"number": number}), headers)
+        connection.request("POST", path, body, headers)
         answer = connection.getresponse()
         answer.read()
         if answer.status != 201:

@@ -6,7 +6,8 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,7 +17,7 @@ import pytest
 import redis
 from celery import Celery
 from sqlalchemy import Engine, Row, create_engine, text
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 
 import services
 from idempotency.application import close_runtime
@@ -125,22 +126,27 @@ def redis_url(servers: services.Services) -> str:
 
 
 @pytest.fixture(scope="session")
-def shared_pooler(servers: services.Services) -> Iterator[Pooler | None]:
-    """With `make test POOLER=1`, what the application under test finds Postgres behind; the tests go past it."""
-    if "POOLER" not in os.environ:
-        yield None
-        return
-    with Pooler(servers.database_url, backends=20, ignores_options=False) as pooler:
-        yield pooler
+def poolers() -> Iterator[Callable[[URL], URL]]:
+    """With `make test POOLER=1`, what stands before a server is found here; each server of a test has its own."""
+    running: dict[URL, Pooler] = {}
+
+    def before(database: URL) -> URL:
+        server = database.set(database="")
+        if server not in running:
+            pooler = Pooler(database.render_as_string(hide_password=False), backends=20, ignores_options=False)
+            running[server] = stack.enter_context(pooler)
+        return make_url(running[server].url).set(database=database.database)
+
+    with ExitStack() as stack:
+        yield before
 
 
 @pytest.fixture
-def application_database(database: str, shared_pooler: Pooler | None) -> str:
-    """The address of the test's database that the application is given."""
-    if shared_pooler is None:
+def application_database(database: str, poolers: Callable[[URL], URL]) -> str:
+    """The address of the test's database that the application is given; the tests themselves go past the pooler."""
+    if "POOLER" not in os.environ:
         return database
-    name = make_url(database).database
-    return make_url(shared_pooler.url).set(database=name).render_as_string(hide_password=False)
+    return poolers(make_url(database)).render_as_string(hide_password=False)
 
 
 @pytest.fixture

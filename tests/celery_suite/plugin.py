@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 
 from tests.celery_suite import tasks
 from tests.celery_suite.configuration import configuration
 
-# Seconds.
-TIME_LIMIT = 180
+# Seconds: for a test with what is around it, and for what is around one that is given another time.
+TIME_LIMIT, SETTING_UP = 180, 30
 # Starts twenty workers of its own: ended at its limit, it would leave the process in a state that fails the others.
 LAST = "test_fixture_teardown_releases_backend_connections"
 
@@ -25,9 +26,24 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.name == LAST)  # stable
+    patience = float(os.environ.get("CELERY_SUITE_PATIENCE", 0))
+    limit = TIME_LIMIT if not patience else patience + SETTING_UP
+    for module in {item.module for item in items if patience and isinstance(item, pytest.Function)}:
+        _have_patience(module, patience)
     for item in items:
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "timeout"]
-        item.add_marker(pytest.mark.timeout(TIME_LIMIT), append=False)
+        item.add_marker(pytest.mark.timeout(limit), append=False)
+
+
+def _have_patience(module: ModuleType, seconds: float) -> None:
+    """Make the module's tests and helpers wait so long where they say TIMEOUT; a time that one names itself stays."""
+    usual = getattr(module, "TIMEOUT", None)
+    if usual is None:
+        return
+    module.TIMEOUT = seconds  # type: ignore[attr-defined]
+    for function in vars(module).values():
+        if isinstance(function, FunctionType) and "timeout" in function.__code__.co_varnames:
+            function.__defaults__ = tuple(seconds if value == usual else value for value in function.__defaults__ or ())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

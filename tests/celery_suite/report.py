@@ -90,8 +90,9 @@ class Comparison:
             f"The integration tests of Celery {version('celery')} (`t/integration` of its source distribution), run",
             "twice against real servers: on the tasks as they are, and with every task of the suite on `IdempotentTask`,",
             "each call under its own key, with a relay beside the worker. A test that fails on ours without a reason, or by a race,",
-            "is run again, alone, before it counts. `make celery-suite` does all that and writes this page. Tests that fail on plain",
-            "tasks, or that Celery skips here, say nothing about ours.",
+            "is run again, alone, before it counts. What has timed out, on either side, then waits for minutes where it waited for",
+            "one. `make celery-suite` does all that and writes this page. Tests that fail on plain tasks, or that Celery skips here,",
+            "say nothing about ours.",
             "",
             "| test | plain | ours | reason |",
             "|---|---|---|---|",
@@ -109,8 +110,20 @@ class Comparison:
         for outcome in outcomes:
             counts = (sum(s.outcome == outcome for s in side.values()) for side in (self.plain, self.ours))
             lines.append(f"| {outcome} | " + " | ".join(str(count) for count in counts) + " |")
+        lines += self._patient()
         lines += ["", f"    {self.summary()}", ""]
         return "\n".join(lines)
+
+    def _patient(self) -> list[str]:
+        """The table of the tests that have timed out at first, if there are any."""
+        sides = (("plain", self.plain), ("ours", self.ours))
+        again = [(test, name, s) for name, side in sides for test, s in sorted(side.items()) if s.patience is not None]
+        rows = [f"| `{_short(test)}` | {name} | {s.outcome} | {s.seconds:.0f} |" for test, name, s in again]
+        if not rows:
+            return []
+        limit = max(s.patience or 0 for _, _, s in again)
+        title = f"Timed out beside the others, and run again alone with {limit:.0f} seconds to wait:"
+        return ["", title, "", "| test | side | then | seconds |", "|---|---|---|---|", *rows]
 
     def as_json(self) -> dict[str, object]:
         """The same for programs."""

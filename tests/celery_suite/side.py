@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -33,6 +33,13 @@ class Seen:
     outcome: str
     error: str = ""
     seconds: float = 0.0
+    patience: float | None = None
+    """The seconds that it was given when it was run again for having timed out."""
+
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether it waited too long: a `TimeoutError` of the test's own, or the limit of each test."""
+        return self.outcome == "failed" and ("TimeoutError: " in self.error or "from pytest-timeout" in self.error)
 
 
 NOT_RUN = Seen("not run")
@@ -41,12 +48,19 @@ _migrating = threading.Lock()
 
 
 def run(
-    side: str, servers: services.Services, source: Path, place: Path, arguments: Sequence[str], *, limit: float
+    side: str,
+    servers: services.Services,
+    source: Path,
+    place: Path,
+    arguments: Sequence[str],
+    *,
+    limit: float,
+    patience: float | None = None,
 ) -> dict[str, Seen]:
     """Run Celery's tests on one side and return what became of each; output goes to files in `place`.
 
     The virtual host, the database and the Redis are its own. After `limit` seconds the run is ended; the tests it has
-    not reached are missing from the answer.
+    not reached are missing from the answer. With `patience`, each test waits for as many seconds, not for its module's.
     """
     run_id = uuid4().hex[:8]
     name = f"suite_{run_id}"
@@ -60,6 +74,8 @@ def run(
             environment = _environment(
                 side, source, outcomes, broker=broker, database=database, redis_url=own.redis_url
             )
+            if patience is not None:
+                environment["CELERY_SUITE_PATIENCE"] = str(patience)
             command = [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=short", "-p", "tests.celery_suite.plugin"]
             # a module that needs a package which is not installed here is left out
             command += [
@@ -79,7 +95,7 @@ def run(
     finally:
         servers.drop_database(name)
         servers.delete_vhost(name)
-    return _read(outcomes)
+    return {test: replace(seen, patience=patience) for test, seen in _read(outcomes).items()}
 
 
 def _admit_all(redis_url: str) -> None:

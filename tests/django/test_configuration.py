@@ -157,6 +157,7 @@ def test_the_role_that_django_assumes_is_that_of_every_connection(
     close_runtime(app)
 
 
+@pytest.mark.direct  # a pooler has its own list of logins
 def test_a_login_that_djangos_backend_renews_is_the_librarys_as_well(
     app: Celery, default: Any, superuser: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

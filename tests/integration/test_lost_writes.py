@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
@@ -28,15 +30,21 @@ from tests.support.tasks import ROW, make_task, transactional
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
     server = Postgres(tmp_path_factory.mktemp("postgres") / "own")
     server.start()
-    engine = create_engine(server.superuser_url(), isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        # Nothing is flushed in the background that a commit has not flushed: the crash undoes it every time, not sometimes.
-        connection.execute(text("ALTER SYSTEM SET wal_writer_delay = '10s'"))
-        connection.execute(text("ALTER SYSTEM SET wal_writer_flush_after = '1GB'"))
-        connection.execute(text("SELECT pg_reload_conf()"))
-    engine.dispose()
     yield server
     server.discard()
+
+
+def _keep_unwritten(server: Postgres) -> None:
+    """From now on nothing writes what a commit has not written: the crash undoes it every time, not sometimes."""
+    engine = create_engine(server.superuser_url(), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        # Its commits would write those before them, too.
+        connection.execute(text("ALTER SYSTEM SET autovacuum = off"))
+        connection.execute(text("SELECT pg_reload_conf()"))
+        # It wakes every ten seconds at the least, whatever its settings. The server started after the crash has another.
+        writer = connection.execute(text("SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'"))
+        os.kill(writer.scalar_one(), signal.SIGSTOP)
+    engine.dispose()
 
 
 @pytest.fixture
@@ -62,6 +70,7 @@ def crash(postgres: Postgres, engine: Engine) -> Iterator[Callable[..., None]]:
                 postgres.start()
                 engine.dispose()
 
+        _keep_unwritten(postgres)
         crash_points.install(hook)
         return seen
 
@@ -128,6 +137,7 @@ def test_a_mark_undone_by_a_crash_is_made_again_and_the_work_done_once(
 ) -> None:
     with transactional(engine).begin() as connection:
         handle = deposit.enqueue(connection, account="a1", amount=5)
+    _keep_unwritten(postgres)
     relay = Relay(bank)
     assert relay.run_once().published == 1
     postgres.kill()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from idempotency.store.rights import APPLICATION, RELAY
+from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
@@ -59,14 +59,14 @@ def test_passwords_come_from_outside_and_a_missing_one_is_an_error(name: str) ->
 def test_our_commands_exist_and_hold_no_password(name: str) -> None:
     command = SERVICES[name]["command"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert command[0] in {"celery", *scripts} or (ROOT / f"{command[2].replace('.', '/')}.py").exists()
+    assert command[0] in {"celery", "uvicorn", *scripts} or (ROOT / f"{command[2].replace('.', '/')}.py").exists()
     assert not any("$" in part for part in command)
 
 
 def test_no_process_starts_before_the_business_tables_are_there() -> None:
     assert SERVICES["tables"]["command"] == ["python", "-m", "tasks.migrate", "--roles"]
     assert "migrate" in SERVICES["tables"]["depends_on"]
-    for name in ("worker", "maintenance", "relay", "beat"):
+    for name in ("worker", "maintenance", "relay", "beat", "api", "admin"):
         assert "tables" in SERVICES[name]["depends_on"]
 
 
@@ -75,7 +75,8 @@ def test_each_process_logs_in_as_its_role_and_none_as_a_superuser() -> None:
     logins = {name: url.partition("//")[2].partition(":")[0] for name, url in urls.items() if url is not None}
     assert logins == {
         **dict.fromkeys(("migrate", "tables"), "deployer"),
-        **dict.fromkeys(("worker", "flower"), APPLICATION),
+        **dict.fromkeys(("worker", "flower", "api"), APPLICATION),
+        "admin": OPERATOR,
         **dict.fromkeys(("maintenance", "relay", "beat"), RELAY),
     }
     (statement, _) = COMPOSE["configs"]["deployer"]["content"].split(";", 1)
