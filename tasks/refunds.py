@@ -24,7 +24,7 @@ from .gateway import Result
 from .models import Payment, Refund
 from .once import insert_once
 from .outside import gateway
-from .tenants import DEFAULT, named
+from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_text
 
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
@@ -48,7 +48,7 @@ def submit_refund(
     if not insert_once(session, Refund, id, request, taken="refund_id: was used before, for another refund"):
         # its message was part of the commit that accepted it
         return Handle(app, OperationId(tenant, refund_payment.name, refund_id))
-    handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant)
+    handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant, **owned(tenant))
     return handle
 
 
@@ -103,8 +103,8 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
     provider=STRIPE,
     effect_types={"refund": Result},
 )
-def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
-    """Refund the customer once."""
+def refund_payment(self: IdempotentTask, refund_id: str, owner: str = DEFAULT) -> dict[str, Any]:
+    """Refund the customer once. `owner`: see `owned`; the operation's own tenant decides."""
     request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
