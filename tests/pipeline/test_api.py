@@ -327,6 +327,14 @@ def test_two_tenants_with_one_key_are_charged_each_even_if_the_provider_has_to_b
     theirs = api.pay(key, by=api.globex, amount=77, headers=WAIT)
     assert theirs.json()["status"] == "completed"
     assert (api.charges(key), api.charges(key, "globex")) == ([1000], [77])
+    mails = eventually(
+        lambda: len(found := recipients(api, f"payment.captured {key}")) == 2 and found, what="both mails"
+    )
+    assert sorted(mails) == ["customer-c1@acme.customers.example", "customer-c1@globex.customers.example"]
+
+
+def recipients(api: Api, subject: str) -> list[str]:
+    return [each.recipient for each in ledger.read_mail(api.shop.data / "mail") if each.subject == subject]
 
 
 # ---------------------------------------------------------------- at once
