@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated
 from urllib.parse import quote, unquote
 
@@ -18,6 +19,7 @@ from idempotency.store import operations
 from idempotency.waiting import Ends
 from idempotency.wire.keys import check_key
 from tasks import app as celery
+from tasks.outcomes import outcome
 from tasks.payments import capture_payment
 from tasks.refunds import refund_payment
 
@@ -97,9 +99,10 @@ def _read(id: OperationId) -> OperationDocument | None:
         return OperationDocument(task=id.task, key=id.key, status=stored.status, result=stored.result, code=code)
     runtime = runtime_of(celery)
     with runtime.autocommit(id.tenant) as connection:
-        if operations.accepted(connection, id, runtime.settings.service) is None:
-            return None
-    return OperationDocument(task=id.task, key=id.key, status="accepted")
+        if operations.accepted(connection, id, runtime.settings.service) is not None:
+            return OperationDocument(task=id.task, key=id.key, status="accepted")
+        found = outcome(connection, id)  # its record may have been purged
+    return None if found is None else OperationDocument(task=id.task, key=id.key, **asdict(found))
 
 
 def has_ended(found: OperationDocument) -> bool:
@@ -156,6 +159,8 @@ async def _ended(scope: Scope, headers: list[tuple[bytes, bytes]], seconds: int)
     task, _, key = location.removeprefix(OPERATIONS).partition("/")
     id = OperationId(tenant_of(scope), task, unquote(key))
     try:
+        if (found := await document(id)) is not None and has_ended(found):
+            return found
         if not await ends_of(scope).wait(id, seconds):
             return None
         found = await document(id)

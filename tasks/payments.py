@@ -21,7 +21,7 @@ from idempotency.providers import STRIPE
 from . import app, ledger
 from .gateway import Result
 from .models import Payment, payments
-from .once import insert_once
+from .once import check_not_carried_out, insert_once
 from .outside import gateway
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_currency, check_id, check_local_part, check_minor_unit
@@ -42,9 +42,10 @@ def submit_payment(
     }
     check_minor_unit("amount_cents", amount, currency)
     id = {"tenant": tenant, "id": check_id("purchase_id", payment_id)}
+    operation = OperationId(tenant, capture_payment.name, payment_id)
     if not insert_once(session, Payment, id, purchase, taken="purchase_id: was used before, for another purchase"):
-        # its message was part of the commit that accepted it
-        return Handle(app, OperationId(tenant, capture_payment.name, payment_id))
+        return Handle(app, operation)  # its message was part of the commit that accepted it
+    check_not_carried_out(session, operation, "purchase_id: its task was called before there was a purchase")
     handle: Handle = capture_payment.enqueue(session, payment_id=payment_id, tenant=tenant, **owned(tenant))
     return handle
 

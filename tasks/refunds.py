@@ -22,7 +22,7 @@ from idempotency.providers import STRIPE
 from . import app, ledger
 from .gateway import Result
 from .models import Payment, Refund
-from .once import insert_once
+from .once import check_not_carried_out, insert_once
 from .outside import gateway
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_text
@@ -45,9 +45,10 @@ def submit_refund(
         "reason": check_text("reason", reason),
     }
     id = {"tenant": tenant, "id": check_id("refund_id", refund_id)}
+    operation = OperationId(tenant, refund_payment.name, refund_id)
     if not insert_once(session, Refund, id, request, taken="refund_id: was used before, for another refund"):
-        # its message was part of the commit that accepted it
-        return Handle(app, OperationId(tenant, refund_payment.name, refund_id))
+        return Handle(app, operation)  # its message was part of the commit that accepted it
+    check_not_carried_out(session, operation, "refund_id: its task was called before there was a request")
     handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant, **owned(tenant))
     return handle
 

@@ -378,6 +378,38 @@ def test_one_operation_over_http_and_by_enqueue_at_once_is_one_record_and_one_ch
     assert (api.charges(key), api.count("payments", "id = :id", id=key)) == ([1000], 1)
 
 
+def test_an_id_whose_task_was_called_before_there_was_a_row_is_refused(api: Api) -> None:
+    """It has failed, for want of a row: accepted all the same, the payment would wait for ever."""
+    key = new_key()
+    refund = {"payment_id": "p", "amount": 1, "reason": "r"}
+    with Session(api.shop.engine) as session, session.begin():
+        api.shop.payments.capture_payment.enqueue(session, payment_id=key, tenant="acme")
+        api.shop.refunds.refund_payment.enqueue(session, refund_id=f"{key}-r", tenant="acme")
+    for task, id in (("payments.capture_payment", key), ("refunds.refund_payment", f"{key}-r")):
+        assert api.acme.get(f"/operations/{task}/{id}", headers=WAIT).json()["status"] == "failed"
+    headers = {"Idempotency-Key": f"{key}-r"}
+    for refused in (api.pay(key), api.acme.post("/refunds", json=refund, headers=headers)):
+        assert (refused.status_code, problem(refused)) == (409, "already_used")
+    assert api.count("payments", "id = :id", id=key) == api.count("refunds", "id = :id", id=f"{key}-r") == 0
+
+
+def test_what_became_of_a_payment_and_its_refund_is_known_after_their_records_were_purged(api: Api) -> None:
+    paid = api.captured()
+    refunded = api.refund(paid, 10)
+    key = refunded.json()["key"]
+    addresses = [f"/operations/payments.capture_payment/{paid}", f"/operations/refunds.refund_payment/{key}"]
+    before = [api.acme.get(address).json() for address in addresses]
+    with api.shop.engine.begin() as connection:  # what the purge does
+        for table in ("outbox", "records"):
+            connection.execute(
+                text(f"DELETE FROM idempotency.{table} WHERE key IN (:paid, :key)"), {"paid": paid, "key": key}
+            )
+    assert [api.acme.get(address).json() for address in addresses] == before
+    again = api.pay(paid, headers={"Prefer": "wait=30"})
+    assert (again.status_code, again.json()) == (200, before[0])
+    assert api.charges(paid) == [1000]
+
+
 def until_answered(send: Callable[[], httpx.Response]) -> httpx.Response:
     """Send as a client does: again, with the same key, until there is an answer that says what became of it."""
 
