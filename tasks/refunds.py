@@ -25,7 +25,7 @@ from .models import Payment, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
 from .tenants import DEFAULT, named, owned
-from .validation import check_amount, check_id, check_text
+from .validation import check_amount, check_id, check_minor_unit, check_text
 
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
@@ -74,6 +74,10 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         raise Defer(PENDING_PAUSE, f"payment {payment.id}: still {payment.status}")
     if payment.status != "captured":
         raise PermanentError(f"payment {payment.id}: {payment.status}, nothing to refund", f"payment_{payment.status}")
+    try:
+        check_minor_unit("amount", refund.amount, payment.currency)  # the request does not name it
+    except ValueError as error:
+        raise PermanentError(str(error), "minor_unit") from None
     left = payment.amount - payment.refunded
     if refund.amount > left:
         raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
