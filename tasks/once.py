@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import literal
+from sqlalchemy import literal, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -48,3 +48,14 @@ def check_not_carried_out(session: Session, id: OperationId, taken: str) -> None
     """
     if operations.lookup(session.connection(), id, settings_of(app).service) is not None:
         raise Taken(taken)
+
+
+def wait_at_most(session: Session, seconds: float) -> None:
+    """Let the statements that follow in this transaction wait for a lock for so long, unless less was set before."""
+    session.execute(
+        text(
+            "SELECT set_config('lock_timeout', least(nullif(milliseconds, 0), :limit)::text, true) "
+            "FROM (SELECT extract(epoch FROM current_setting('lock_timeout')::interval) * 1000 AS milliseconds) set"
+        ),
+        {"limit": int(seconds * 1000)},
+    )
