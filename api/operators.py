@@ -67,9 +67,9 @@ def network_of(address: str) -> str:
         found = ip_address(address)
     except ValueError:
         return address
-    if found.version == 4 or found.ipv4_mapped is not None:
+    if found.version == 4:
         return str(found)
-    return str(ip_network((found, 64), strict=False))
+    return str(found.ipv4_mapped or ip_network((found, 64), strict=False))
 
 
 class RateLimits:
