@@ -22,6 +22,8 @@ from ..errors import (
     CallRefused,
     EffectUnknown,
     IdempotencyError,
+    LeaseLost,
+    OutcomeInDoubt,
     PermanentError,
     Unfinished,
 )
@@ -66,8 +68,11 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()
         self._task: asyncio.Task[None] | None = None
+        # The handler's answer may be wrong about what is committed: the client does not get it.
         self._is_guess = False
-        # of the last run of the handler: its response, what it raised, and what was to be stored
+        # the handler's one run: under which attempt, and what it was given
+        self._ran: tuple[Attempt, RequestAttempt, Buffer] | None = None
+        # its response, what it raised, and what was to be stored
         self.buffer: Buffer | None = None
         self.error: BaseException | None = None
         self.kept: dict[str, Any] | None = None
@@ -89,8 +94,11 @@ class Exchange:
             return error
 
     def _body(self, attempt: Attempt) -> dict[str, Any]:
-        """Run the application once, and say what its answer means."""
+        """Run the application, and say what its answer means."""
+        if self._ran is not None:
+            return self._conclude_again(attempt, *self._ran)
         given, self.buffer = RequestAttempt(attempt), Buffer(self._terms.spool_limit)
+        self._ran = attempt, given, self.buffer
         # the context is that of the request: tracing and logging find what they keep there
         self._loop.call_soon_threadsafe(self._start, given, self.buffer, context=self._context)
         given.serve(self._loop)
@@ -122,7 +130,16 @@ class Exchange:
 
         await self._app(scope, receive, buffer.send)
 
-    def _conclude(self, attempt: Attempt, given: RequestAttempt, buffer: Buffer) -> dict[str, Any]:
+    def _conclude_again(self, attempt: Attempt, ran: Attempt, given: RequestAttempt, buffer: Buffer) -> dict[str, Any]:
+        """After a doubt: no request runs its handler twice. The answer of its run counts, unless another ran in between."""
+        if isinstance(self.error, LeaseLost | OutcomeInDoubt) or not attempt.claim.resumes(ran.claim):
+            raise given.verdict or self._lost()
+        attempt.calls.update(ran.calls)
+        return self._conclude(attempt, given, buffer, is_again=True)
+
+    def _conclude(
+        self, attempt: Attempt, given: RequestAttempt, buffer: Buffer, *, is_again: bool = False
+    ) -> dict[str, Any]:
         """The response to store. Raises what else the answer means: `Again` to release, `PermanentError` to end."""
         error = self.error
         if isinstance(error, EffectUnknown | Unfinished):
@@ -140,6 +157,8 @@ class Exchange:
         if rule is Rule.REFUSE:
             attempt.writes.roll_back()
         elif given.has_session:
+            if is_again:  # what it wrote was rolled back with the earlier claim
+                raise self._lost()
             self._flush(attempt)
         self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
         attempt.response_code = buffer.status
@@ -158,13 +177,17 @@ class Exchange:
         said = cause if isinstance(cause, AnswerNotStored) else AnswerNotStored(f"raised {type(cause).__name__}")
         return Again(0.0, said)
 
+    def _lost(self) -> Again:
+        self._is_guess = True
+        return self._released(AnswerNotStored("lost its hold of the operation"))
+
     async def answer(self, outcome: object, send: Send) -> None:
         """Send the handler's own answer if this request ran it to its end, and otherwise what the outcome means.
 
         Raises what the handler raised, for the server's error page and log.
         """
         match outcome:
-            case Release(cause=AnswerNotStored()) if self.error is not None:
+            case Release(cause=AnswerNotStored()) if self.error is not None and not self._is_guess:
                 raise self.error
             case Finished():
                 is_own = True
