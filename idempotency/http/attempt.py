@@ -15,10 +15,11 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar
 
+from ..attempt import conclusions
 from ..attempt.attempt import Attempt
 from ..attempt.effects import Reconcile
 from ..attempt.session import AttemptSession
-from ..errors import EffectUnknown, Unfinished
+from ..errors import EffectMismatch, EffectUnknown, Unfinished
 
 T = TypeVar("T")
 # Seconds between two checks by a waiting thread that its event loop still runs.
@@ -39,7 +40,7 @@ class RequestAttempt:
         self._has_ended = False
         self.has_session = False
         # Set when a person has to decide about an effect. It overrides the handler's answer.
-        self.verdict: EffectUnknown | Unfinished | None = None
+        self.verdict: EffectUnknown | Unfinished | EffectMismatch | None = None
 
     @property
     def tenant(self) -> str:
@@ -67,6 +68,11 @@ class RequestAttempt:
             return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
         except (EffectUnknown, Unfinished) as verdict:
             self.verdict = verdict
+            raise
+        except EffectMismatch as mismatch:
+            # Every next request would meet it, too. Over an effect that was begun it becomes a person's matter.
+            if conclusions.has_acted(self._attempt.claim.effects):
+                self.verdict = mismatch
             raise
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

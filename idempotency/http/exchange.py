@@ -20,6 +20,7 @@ from ..errors import (
     Again,
     AnswerNotStored,
     CallRefused,
+    Defer,
     EffectUnknown,
     IdempotencyError,
     LeaseLost,
@@ -141,17 +142,19 @@ class Exchange:
         self, attempt: Attempt, given: RequestAttempt, buffer: Buffer, *, is_again: bool = False
     ) -> dict[str, Any]:
         """The response to store. Raises what else the answer means: `Again` to release, `PermanentError` to end."""
+        if given.verdict is not None:  # also if the handler has caught it
+            raise given.verdict
         error = self.error
-        if isinstance(error, EffectUnknown | Unfinished):
+        if isinstance(error, EffectUnknown | Unfinished | Defer):
             raise error
         if error is not None or buffer.is_too_large or not buffer.is_complete:
-            raise given.verdict or self._released(error or _defect(buffer)) from error
+            raise self._released(error or _defect(buffer)) from error
         rule = self._terms.decide(buffer.status)
         effects = attempt.claim.effects
-        if rule is Rule.RELEASE or (rule is Rule.REFUSE and conclusions.is_open(effects)):
-            # over an open effect a refusal would be a guess: the next request asks the provider
-            self._is_guess = rule is Rule.REFUSE
-            raise given.verdict or self._released(AnswerNotStored(f"answered {buffer.status}"))
+        if rule is Rule.RELEASE or conclusions.is_open(effects):
+            # over an open effect any answer would be a guess: the next request asks the provider
+            self._is_guess = rule is not Rule.RELEASE
+            raise self._released(AnswerNotStored(f"answered {buffer.status}"))
         if rule is Rule.REFUSE and conclusions.has_acted(effects):
             raise PermanentError(f"answered {buffer.status} after an effect", f"http_{buffer.status}")
         if rule is Rule.REFUSE:

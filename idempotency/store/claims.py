@@ -57,7 +57,8 @@ SELECT CASE
            WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL, NULL, service
+       END, NULL, NULL, generation, NULL,
+       CASE WHEN status = 'released' THEN extract(epoch FROM available_at - clock_timestamp())::float8 END, result, error, NULL, fingerprint, NULL, NULL, service
 FROM idempotency.records
 WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
 """

@@ -25,7 +25,8 @@ def test_an_outage_of_a_lease_does_not_run_a_handler_again_within_its_request(
 ) -> None:
     """What it did by itself still counts: the record is this attempt's. What it wrote in the session was rolled back."""
     runtime = Runtime(Settings.read({"database_url": edge_database, "lease": 0.4, "heartbeat": 0.1}))
-    app, key, charged, renew = FastAPI(), new_key(), [], runtime.heartbeat._renew
+    charged: list[int] = []
+    app, key, renew = FastAPI(), new_key(), runtime.heartbeat._renew
     app.add_middleware(IdempotencyMiddleware, runtime=runtime)
 
     def away(claims: Any) -> Any:
@@ -55,7 +56,8 @@ def test_an_outage_of_a_lease_does_not_run_a_handler_again_within_its_request(
 
 def test_the_loser_of_a_takeover_answers_with_what_the_winner_has_committed(edge: Edge) -> None:
     """Also where the record keeps no body: two such answers are not the same one."""
-    key, runs, paused, go = new_key(), [], threading.Event(), threading.Event()
+    runs: list[str] = []
+    key, paused, go = new_key(), threading.Event(), threading.Event()
 
     def decide(status: int) -> Rule:
         if len(runs) == 1:  # the first process stops here (SIGSTOP, a long pause of the machine)
