@@ -8,7 +8,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt
@@ -26,6 +26,7 @@ from ..errors import (
     LeaseLost,
     OutcomeInDoubt,
     PermanentError,
+    SessionNotYours,
     Unfinished,
 )
 from ..observe.logs import log
@@ -171,6 +172,8 @@ class Exchange:
         """Send what the handler's session still holds: an error in it is the handler's own."""
         try:
             attempt.session.flush()
+            if attempt.writes.is_broken:
+                raise SessionNotYours("a database error was caught, and its transaction is lost: use begin_nested()")
         except Exception as error:
             self.error = error
             raise self._released(error) from error
@@ -190,6 +193,8 @@ class Exchange:
         Raises what the handler raised, for the server's error page and log.
         """
         match outcome:
+            case Release(cause=DBAPIError() as error) if not isinstance(error, OperationalError):
+                raise error  # Postgres has refused what the handler wrote, at COMMIT
             case Release(cause=AnswerNotStored()) if self.error is not None and not self._is_guess:
                 raise self.error
             case Finished():
