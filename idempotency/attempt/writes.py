@@ -142,6 +142,11 @@ class FencedWrites:
             except Exception:  # interrupted in the middle of a statement: the connection cannot be used again
                 self._session.invalidate()
 
+    def discard(self) -> None:
+        """Roll back and close the session: what a thread of the body still writes has no part in the operation's end."""
+        self.close()
+        self._session = None
+
     def close(self) -> None:
         """Roll back what was not committed, and return the connection."""
         self.roll_back()

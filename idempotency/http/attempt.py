@@ -12,12 +12,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context, copy_context
 from queue import Empty, SimpleQueue
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, TypeVar
 
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt
 from ..attempt.effects import Reconcile
+from ..attempt.entries import refuse_coroutine
 from ..attempt.session import AttemptSession
 from ..errors import EffectMismatch, EffectUnknown, Unfinished
 
@@ -33,8 +34,11 @@ class RequestAttempt:
     the event loop stays free.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, loop: asyncio.AbstractEventLoop) -> None:
         self._attempt = attempt
+        self._loop = loop
+        # the thread that runs the handler's calls
+        self._thread = get_ident()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = Lock()
         self._has_ended = False
@@ -54,7 +58,9 @@ class RequestAttempt:
     def session(self) -> AttemptSession:
         """The SQLAlchemy session; its work is committed with the answer. For synchronous handlers. Raises `LeaseLost`."""
         self.has_session = True
-        return self._attempt.session
+        session = self._attempt.session
+        session.stay_off(self._loop)
+        return session
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` if another request may hold the operation by now."""
@@ -83,7 +89,10 @@ class RequestAttempt:
         return self._attempt.step(name, fn, *args, **kwargs)
 
     async def run_sync(self, fn: Callable[[AttemptSession], T]) -> T:
-        """Call `fn(session)` in the attempt's own thread, and wait for it without blocking the event loop."""
+        """Call `fn(session)` in the attempt's own thread, and wait for it without blocking the event loop.
+
+        Raises `InvalidArguments` for a coroutine function: the thread has no event loop.
+        """
         return await asyncio.wrap_future(self._submit(fn))
 
     def run(self, fn: Callable[[AttemptSession], T]) -> T:
@@ -94,6 +103,7 @@ class RequestAttempt:
         return self._submit(fn).result()
 
     def _submit(self, fn: Callable[[AttemptSession], T]) -> Future[T]:
+        refuse_coroutine("run_sync", fn)
         answer: Future[T] = Future()
         context: Context = copy_context()
 
@@ -108,7 +118,11 @@ class RequestAttempt:
         with self._lock:
             if self._has_ended:
                 raise RuntimeError("the request has ended: its session is closed")
-            self._calls.put(call)
+            is_nested = get_ident() == self._thread
+            if not is_nested:
+                self._calls.put(call)
+        if is_nested:
+            call()  # the thread would wait for itself
         return answer
 
     def serve(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -99,7 +99,7 @@ class Exchange:
         """Run the application, and say what its answer means."""
         if self._ran is not None:
             return self._conclude_again(attempt, *self._ran)
-        given, self.buffer = RequestAttempt(attempt), Buffer(self._terms.spool_limit)
+        given, self.buffer = RequestAttempt(attempt, self._loop), Buffer(self._terms.spool_limit)
         self._ran = attempt, given, self.buffer
         # the context is that of the request: tracing and logging find what they keep there
         self._loop.call_soon_threadsafe(self._start, given, self.buffer, context=self._context)
@@ -159,7 +159,7 @@ class Exchange:
         if rule is Rule.REFUSE and conclusions.has_acted(effects):
             raise PermanentError(f"answered {buffer.status} after an effect", f"http_{buffer.status}")
         if rule is Rule.REFUSE:
-            attempt.writes.roll_back()
+            attempt.writes.discard()
         elif given.has_session:
             if is_again:  # what it wrote was rolled back with the earlier claim
                 raise self._lost()
