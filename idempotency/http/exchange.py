@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt
+from ..attempt.claim import look
 from ..attempt.endings import Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
@@ -43,6 +45,8 @@ from .rules import Rule
 
 # There is no limit: every attempt was asked for by a request.
 UNLIMITED = 2**31 - 1
+T = TypeVar("T")
+Result = Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Exchange:
     ) -> None:
         self._app = app
         self._request = request
-        self._id = id
+        self.id = id
         self._runtime = runtime
         self._terms = terms
         self._quotas = quotas
@@ -79,21 +83,35 @@ class Exchange:
         self.error: BaseException | None = None
         self.kept: dict[str, Any] | None = None
 
-    def work(self) -> Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError:
+    async def look(self) -> Result | None:
+        """What the record says already, without a claim; None: the request is to be carried out."""
+        readers = self._runtime.readers
+        return await self._loop.run_in_executor(readers, self._asked, lambda: look(self._runtime, self._delivery))
+
+    def work(self) -> Result:
         """Claim, run, commit. What `run` raises is returned: the request that waits may be gone."""
-        settings = self._runtime.settings
+        return self._asked(self._run)
+
+    def _run(self) -> Outcome | QuotaExceeded:
+        settings, delivery = self._runtime.settings, self._delivery
         usual = Policy.by_settings(settings)
         policy = replace(usual, max_attempts=UNLIMITED, retention_completed=settings.retention_http)
+        if (exceeded := self._quotas.refusal(self._runtime, self.id)) is not None:
+            return exceeded
+        return run(self._runtime, delivery, policy, self._body)
+
+    def _asked(self, ask: Callable[[], T]) -> T | IdempotencyError | SQLAlchemyError:
         try:
-            fingerprint = self._request.fingerprint(self._id.tenant)
-            if (exceeded := self._quotas.refusal(self._runtime, self._id)) is not None:
-                return exceeded
-            return run(self._runtime, Delivery(self._id, fingerprint, {}, only_asked=True), policy, self._body)
+            return ask()
         except CallRefused as error:
             return error
         except (IdempotencyError, SQLAlchemyError) as error:
-            log.warning("http_unanswered", task=self._id.task, key=self._id.key, error=type(error).__name__)
+            log.warning("http_unanswered", task=self.id.task, key=self.id.key, error=type(error).__name__)
             return error
+
+    @cached_property
+    def _delivery(self) -> Delivery:
+        return Delivery(self.id, self._request.fingerprint(self.id.tenant), {}, only_asked=True)
 
     def _body(self, attempt: Attempt) -> dict[str, Any]:
         """Run the application, and say what its answer means."""
