@@ -38,7 +38,7 @@ def request_of(
     return id
 
 
-def test_a_request_that_nobody_asks_for_again_is_deleted_unless_it_is_over_an_effect(
+def test_a_request_that_nobody_asks_for_again_is_deleted_unless_it_is_being_carried_out(
     bank: Celery, connection: Connection
 ) -> None:
     gone = [
@@ -49,8 +49,6 @@ def test_a_request_that_nobody_asks_for_again_is_deleted_unless_it_is_over_an_ef
     ]
     kept = [
         request_of(connection, state=op.started),
-        request_of(connection, state=op.due, effect="begun"),
-        request_of(connection, state=op.due, effect="done"),
         request_of(connection, state=op.due, task="http.pay"),
         request_of(connection, state=op.due, message=op.MESSAGE),
     ]
