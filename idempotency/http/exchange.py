@@ -22,6 +22,7 @@ from ..errors import (
     CallRefused,
     EffectUnknown,
     IdempotencyError,
+    NothingDone,
     PermanentError,
     Unfinished,
 )
@@ -30,7 +31,7 @@ from ..store.answers import Completed
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .answers import answer_to
-from .asgi import Application, Message, Scope, Send
+from .asgi import Application, Headers, Message, Scope, Send
 from .attempt import RequestAttempt
 from .quota import QuotaExceeded, Quotas
 from .request import Request
@@ -45,7 +46,7 @@ UNLIMITED = 2**31 - 1
 class Terms:
     """How the responses of keyed requests are kept, and what their statuses mean."""
 
-    decide: Callable[[int], Rule]
+    rule_of: Callable[[int, Headers], Rule]
     kept_headers: Collection[str]
     response_limit: int
     spool_limit: int
@@ -129,8 +130,10 @@ class Exchange:
             raise error
         if error is not None or buffer.is_too_large or not buffer.is_complete:
             raise given.verdict or self._released(error or _defect(buffer)) from error
-        rule = self._terms.decide(buffer.status)
+        rule = self._rule(buffer)
         effects = attempt.claim.effects
+        if rule is Rule.FORGET:
+            raise given.verdict or NothingDone(0.0, AnswerNotStored(f"answered {buffer.status}"))
         if rule is Rule.RELEASE or (rule is Rule.REFUSE and conclusions.is_open(effects)):
             # over an open effect a refusal would be a guess: the next request asks the provider
             self._is_guess = rule is Rule.REFUSE
@@ -144,6 +147,13 @@ class Exchange:
         self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
         attempt.response_code = buffer.status
         return self.kept
+
+    def _rule(self, buffer: Buffer) -> Rule:
+        try:
+            return self._terms.rule_of(buffer.status, buffer.headers)
+        except Exception as error:  # of the user's function
+            self.error = error
+            raise self._released(error) from error
 
     def _flush(self, attempt: Attempt) -> None:
         """Send what the handler's session still holds: an error in it is the handler's own."""

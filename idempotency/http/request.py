@@ -48,11 +48,12 @@ class Request:
             body = {"json": canonical_json(strict_json(self.body))}
         else:
             body = {"sha256": hashlib.sha256(self.body).hexdigest(), "media_type": self.media_type}
-        path = self.scope.get("raw_path") or quote(self.scope["path"]).encode()
+        path = (self.scope.get("raw_path") or quote(self.scope["path"]).encode()).partition(b"?")[0]
         return fingerprint(
             {
                 "method": self.scope["method"],
-                "path": path.partition(b"?")[0].decode("latin-1"),
+                # `/pay/` is redirected to `/pay`, or the other way round
+                "path": path.removesuffix(b"/").decode("latin-1"),
                 "query": self.scope.get("query_string", b"").decode("latin-1"),
                 "tenant": tenant,
                 "body": body,
