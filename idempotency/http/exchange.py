@@ -79,10 +79,11 @@ class Exchange:
         usual = Policy.by_settings(settings)
         policy = replace(usual, max_attempts=UNLIMITED, retention_completed=settings.retention_http)
         try:
-            fingerprint = self._request.fingerprint(self._id.tenant)
+            fingerprint, *others = self._request.fingerprints(self._id.tenant)
             if (exceeded := self._quotas.refusal(self._runtime, self._id)) is not None:
                 return exceeded
-            return run(self._runtime, Delivery(self._id, fingerprint, {}, only_asked=True), policy, self._body)
+            delivery = Delivery(self._id, fingerprint, {}, only_asked=True, also=others)
+            return run(self._runtime, delivery, policy, self._body)
         except CallRefused as error:
             return error
         except (IdempotencyError, SQLAlchemyError) as error:
