@@ -26,6 +26,7 @@ from ..errors import (
     EffectUnknown,
     IdempotencyError,
     LeaseLost,
+    NothingDone,
     OutcomeInDoubt,
     PermanentError,
     SessionNotYours,
@@ -36,7 +37,7 @@ from ..store.answers import Completed
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .answers import answer_to
-from .asgi import Application, Message, Scope, Send
+from .asgi import Application, Headers, Message, Scope, Send
 from .attempt import RequestAttempt
 from .quota import QuotaExceeded, Quotas
 from .request import Request
@@ -53,7 +54,7 @@ Result = Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError
 class Terms:
     """How the responses of keyed requests are kept, and what their statuses mean."""
 
-    decide: Callable[[int], Rule]
+    rule_of: Callable[[int, Headers], Rule]
     kept_headers: Collection[str]
     response_limit: int
     spool_limit: int
@@ -111,7 +112,8 @@ class Exchange:
 
     @cached_property
     def _delivery(self) -> Delivery:
-        return Delivery(self.id, self._request.fingerprint(self.id.tenant), {}, only_asked=True)
+        fingerprint, *others = self._request.fingerprints(self.id.tenant)
+        return Delivery(self.id, fingerprint, {}, only_asked=True, also=others)
 
     def _body(self, attempt: Attempt) -> dict[str, Any]:
         """Run the application, and say what its answer means."""
@@ -168,8 +170,10 @@ class Exchange:
             raise error
         if error is not None or buffer.is_too_large or not buffer.is_complete:
             raise self._released(error or _defect(buffer)) from error
-        rule = self._terms.decide(buffer.status)
+        rule = self._rule(buffer)
         effects = attempt.claim.effects
+        if rule is Rule.FORGET:
+            raise NothingDone(0.0, AnswerNotStored(f"answered {buffer.status}"))
         if rule is Rule.RELEASE or conclusions.is_open(effects):
             # over an open effect any answer would be a guess: the next request asks the provider
             self._is_guess = rule is not Rule.RELEASE
@@ -187,6 +191,13 @@ class Exchange:
         self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
         attempt.response_code = buffer.status
         return self.kept
+
+    def _rule(self, buffer: Buffer) -> Rule:
+        try:
+            return self._terms.rule_of(buffer.status, buffer.headers)
+        except Exception as error:  # of the user's function
+            self.error = error
+            raise self._released(error) from error
 
     def _longer(self) -> float:
         """How long a request is kept that has acted: its key is not free while its provider remembers the call."""

@@ -14,13 +14,14 @@ from ..attempt.runtime import Runtime
 from ..errors import InvalidKey, SettingsError
 from ..wire.keys import HTTP_TASK, OperationId, check_key
 from .asgi import Application, Receive, Scope, Send
+from .attempt import RequestAttempt
 from .exchange import Exchange, Terms
 from .key import FIELD, key_of
 from .problems import Refused, problem
 from .quota import Quotas
 from .request import Limits, Request, read
 from .response import KEPT_HEADERS
-from .rules import Rule, ServerErrors, by_status
+from .rules import Rule, ServerErrors, rule_of
 from .threads import Threads
 
 MIB = 1024 * 1024
@@ -71,7 +72,7 @@ class IdempotencyMiddleware:
         self._response_limit = response_limit
         self._spool_limit = spool_limit
         self._kept_headers = frozenset(name.lower() for name in kept_headers)
-        self._decide = decide or partial(by_status, server_errors=server_errors)
+        self._rule_of = partial(rule_of, decide=decide, server_errors=server_errors)
         self._concurrency = concurrency
         self._patience = patience
         self._threads: Threads | None = None
@@ -80,7 +81,7 @@ class IdempotencyMiddleware:
             self._terms(runtime)  # refuse wrong limits at start, not with the first request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in self._methods:
+        if scope["type"] != "http" or scope["method"] not in self._methods or _is_carried_out(scope):
             return await self.app(scope, receive, send)
         try:
             key = self._key(scope)
@@ -136,4 +137,9 @@ class IdempotencyMiddleware:
             raise SettingsError(
                 f"response_limit must not be above result_limit: response_limit={limit} result_limit={most}"
             )
-        return Terms(self._decide, self._kept_headers, limit, self._spool_limit)
+        return Terms(self._rule_of, self._kept_headers, limit, self._spool_limit)
+
+
+def _is_carried_out(scope: Scope) -> bool:
+    """Whether the same middleware stands outside, as when an application that has it is mounted in another one."""
+    return isinstance(scope.get("state", {}).get("idempotency"), RequestAttempt)
