@@ -28,7 +28,7 @@ CLIENTS = 8
 # Numbers per second, of all clients together, while the servers answer.
 RATE = 5.0
 # Of a hundred requests; what is not listed is plain.
-SHARES = {"paid": 20, "refused": 15, "broken": 20}
+SHARES = {"paid": 30, "refused": 15, "broken": 20}
 PATHS = ("/deposits", "/async/deposits")
 # Of the requests: sent once more before, by a client that goes away in the middle of the body, or without the answer.
 ABANDONED = 0.15
