@@ -33,7 +33,7 @@ WEIGHTS = {
     "kill_edge": 2,
     "stop_edge": 2,
     "terminate_edge": 1,
-    "kill_edge_at_point": 2,
+    "kill_edge_at_point": 3,
     "stop_edge_before_finish": 2,
     # broker
     "reset_broker": 2,
@@ -53,7 +53,7 @@ WEIGHTS = {
 AT_LEAST = {
     "stop_child_before_finish": 4,
     "stop_child_before_step": 3,
-    "kill_edge_at_point": 2,
+    "kill_edge_at_point": 3,
     "stop_edge_before_finish": 2,
 }
 # Faults per second. More of them, and nothing would run between two.
