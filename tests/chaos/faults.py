@@ -10,7 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ class Scene:
     crash_directory: Path
     # one restart of Postgres at a time
     restarting: threading.Lock = field(default_factory=threading.Lock)
+    # one web server stopped at a time: the other has to take over
+    stopping_edge: threading.Lock = field(default_factory=threading.Lock)
     _armed: set[Path] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -298,7 +301,8 @@ def kill_edge(scene: Scene, target: int) -> str:
 
 def stop_edge(scene: Scene, target: int) -> str:
     """F23: SIGSTOP of a web server until its leases are over, then SIGCONT."""
-    return _stop(scene, EDGE, target)
+    with _only_one_stopped(scene):
+        return _stop(scene, EDGE, target)
 
 
 def terminate_edge(scene: Scene, target: int) -> str:
@@ -313,7 +317,9 @@ def kill_edge_at_point(scene: Scene, target: int) -> str:
 
 def stop_edge_before_finish(scene: Scene, target: int) -> str:
     """F23 with everything written and nothing finished, until the other server has ended all that this one holds."""
-    return _stop_until(scene, scene.arm(("body.done",), target, crashing.STOP, scene.edge_crashes), _REPLACED, "ended")
+    with _only_one_stopped(scene):
+        plan = scene.arm(("body.done",), target, crashing.STOP, scene.edge_crashes)
+        return _stop_until(scene, plan, _REPLACED, "ended")
 
 
 # ---------------------------------------------------------------- servers
@@ -472,6 +478,16 @@ def _terminate(scene: Scene, kind: str, target: int) -> str:
     member, running = _take(scene, kind, target)
     scene.fleet.terminate(member, running)
     return f"{member.name}: {running.pid}"
+
+
+@contextmanager
+def _only_one_stopped(scene: Scene) -> Iterator[None]:
+    if not scene.stopping_edge.acquire(timeout=EDGE_REACHED_WITHIN):
+        raise Missed("another web server is stopped")
+    try:
+        yield
+    finally:
+        scene.stopping_edge.release()
 
 
 def _deploy(scene: Scene, kind: str, target: int) -> str:
