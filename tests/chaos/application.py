@@ -55,7 +55,7 @@ TENANT = "red"
 WORK = 0.2
 # How long a deferral pauses.
 LATER = 0.3
-_INSERT = text("INSERT INTO entries (account, amount) VALUES (:account, :amount)")
+INSERT = text("INSERT INTO entries (account, amount) VALUES (:account, :amount)")
 _REVERSE = text("INSERT INTO reversals (account, amount) VALUES (:account, :amount)")
 _RESERVED = text("""
 SELECT (SELECT coalesce(sum(amount), 0) FROM entries WHERE account = :account)
@@ -138,7 +138,7 @@ def record_failure(session: Session, operation: Operation, error: PermanentError
 
 def break_down(session: Session, operation: Operation, error: PermanentError) -> None:
     """An `on_failed` that is broken."""
-    session.execute(_INSERT, {"account": operation.arguments["account"], "amount": 0})
+    session.execute(INSERT, {"account": operation.arguments["account"], "amount": 0})
     raise ValueError("a broken handler")
 
 
@@ -149,7 +149,7 @@ def time_out(session: Session, operation: Operation, error: PermanentError) -> N
 
 
 def _write(task: IdempotentTask, account: str, amount: int) -> dict[str, Any]:
-    task.session.execute(_INSERT, {"account": account, "amount": amount})
+    task.session.execute(INSERT, {"account": account, "amount": amount})
     return {"account": account, "amount": amount}
 
 
@@ -207,7 +207,7 @@ def reserve(session: Session, account: str, amount: int) -> dict[str, Any]:
     reserved = session.execute(_RESERVED, {"account": account}).scalar_one()
     if reserved:
         raise PermanentError(f"{reserved} reserved already", "exceeds")
-    session.execute(_INSERT, {"account": account, "amount": amount})
+    session.execute(INSERT, {"account": account, "amount": amount})
     return {"account": account, "amount": amount}
 
 
@@ -370,7 +370,7 @@ def hopeless(self: IdempotentTask, number: str, account: str, amount: int) -> No
 @app.task(name="chaos.poison", **_OPTIONS | {"max_attempts": FEW_ATTEMPTS})
 def poison(self: IdempotentTask, number: str, account: str, amount: int) -> None:
     """Writes its row and kills its process."""
-    self.session.execute(_INSERT, {"account": account, "amount": amount})
+    self.session.execute(INSERT, {"account": account, "amount": amount})
     os.kill(os.getpid(), signal.SIGKILL)
 
 

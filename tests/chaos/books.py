@@ -200,6 +200,8 @@ class Books:
                 return "cancel" if "cancel" in self._audited(change) else "give_up"
             case "started", "released" if "release" in self._audited(change):
                 return "operator_release"
+            case "started", "released" if id_of(new).is_request:
+                return self._request_released_by(change)
             case "started", "released":
                 return {"retry": "release", "recover": "recover"}.get(self._delivered_by(change), "unknown_release")
             case "failed", "released":
@@ -220,6 +222,11 @@ class Books:
             if new[column] != old[column]:
                 return verb
         return "touch"
+
+    def _request_released_by(self, change: Change) -> str:
+        """A request's holder or recovery: neither sends anything, so only the writer tells them apart."""
+        holder = process_of((change.old or {}).get("locked_by"))
+        return "recover" if change.writer.startswith("pid ") and change.writer != holder else "release"
 
     def _audited(self, change: Change) -> set[str]:
         return {c.row["action"] for c in self.by_transaction[change.txid] if c.book == "audit"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from tests.chaos.books import Books, surplus_rows, whereabouts
-from tests.chaos.checks import delivery, ends, outside, records, upkeep
+from tests.chaos.checks import delivery, edge, ends, outside, records, upkeep
 from tests.chaos.evidence import Accepted, Counts, Evidence, Findings, Id, Step, Violation
 
 __all__ = ["CHECKS", "Accepted", "Counts", "Evidence", "Findings", "Id", "Step", "Violation", "check", "count"]
@@ -33,6 +33,8 @@ CHECKS: tuple[Callable[[Books], Iterable[Violation]], ...] = (
     records.the_fence_only_grows,
     records.ended_is_ended,
     records.stored_results_are_the_expected,
+    edge.clients_are_told_the_same,
+    edge.answered_is_done,
     delivery.acknowledged_is_held_elsewhere,
     delivery.every_row_is_published,
     delivery.nothing_rolled_back_is_sent,

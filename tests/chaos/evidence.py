@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ from sqlalchemy import Engine
 from tests.chaos import ledgers
 from tests.chaos.ledgers import Change
 
+# The task of every request at the edge.
+EDGE = "http"
+
 
 class Id(NamedTuple):
     """What a key names: the operation."""
@@ -18,6 +22,34 @@ class Id(NamedTuple):
     tenant: str
     task: str
     key: str
+
+    @property
+    def is_request(self) -> bool:
+        """Whether it is a request: no message asks for it, and none is sent for it; its client asks again."""
+        return self.task == EDGE
+
+
+class Answer(NamedTuple):
+    """What a client was told, as far as a repeat has to be told the same."""
+
+    status: int
+    media_type: str
+    body: bytes
+
+    @property
+    def stored(self) -> str:
+        """As a record keeps it."""
+        headers = [["content-type", self.media_type]]
+        return json.dumps({"status": self.status, "headers": headers, "body": self.body.decode()})
+
+    def is_problem(self, name: str) -> bool:
+        """Whether it is the middleware's own answer, of this type."""
+        return str(self.problem.get("type", "")).endswith(f":{name}")
+
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The members of a problem document; none if it is another answer."""
+        return dict(json.loads(self.body)) if self.media_type == "application/problem+json" else {}
 
 
 class Step(NamedTuple):
@@ -46,6 +78,7 @@ class Accepted:
     once_claimed it was only sent: without a record it was never accepted
     is_event    whether it is a consumer's handling of an event
     max_attempts of its task; None: as the evidence says of every task
+    status      that a request is answered with when it completes; None: not known
     """
 
     tenant: str
@@ -64,6 +97,7 @@ class Accepted:
     once_claimed: bool = False
     is_event: bool = False
     max_attempts: int | None = None
+    status: int | None = None
 
     @property
     def id(self) -> Id:
@@ -80,6 +114,7 @@ class Evidence:
     queues         messages left in each queue of the broker
     tenants        who may have rows; None: not checked
     revoked        what Celery was told to revoke
+    answers        what the clients of each request were told, by those that were told something final
     rolled_back    operations enqueued only by transactions that rolled back
     drained        faults are over and everything had time to end; else what is under way is no violation
     max_attempts   of every task
@@ -94,6 +129,7 @@ class Evidence:
     queues: Mapping[str, int] = field(default_factory=dict)
     tenants: frozenset[str] | None = None
     revoked: frozenset[Id] = frozenset()
+    answers: Mapping[Id, Sequence[Answer]] = field(default_factory=dict)
     rolled_back: Sequence[Id] = ()
     drained: bool = True
     max_attempts: int = 5

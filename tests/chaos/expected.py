@@ -16,6 +16,8 @@ _CLOSED = frozenset({f"provider_{CLOSED}"})
 # Only a repeat is refused so: the provider has acted, and nothing plainly fails over that unless an undo answers for it.
 _REVOKED = frozenset({f"provider_{REVOKED}"})
 
+UNLIMITED = 2**31 - 1
+
 
 def expected(tenant: str, task: str, key: str, account: str, amount: int) -> Accepted:
     """What should come of an accepted operation."""
@@ -87,6 +89,21 @@ def expected(tenant: str, task: str, key: str, account: str, amount: int) -> Acc
             )
         case "chaos.direct":
             return Accepted(tenant, task, key, (row,), result, failure_row=True, once_claimed=True)
+        case "http":
+            # clients ask until they are answered: there is no last attempt
+            refused, paid = "-refused-" in account, "-paid-" in account
+            return Accepted(
+                tenant,
+                task,
+                key,
+                rows=() if refused else (row,),
+                may_stop=_REVOKED,
+                failure_row=False,
+                acts=int(paid),
+                amount=amount,
+                max_attempts=UNLIMITED,
+                status=422 if refused else 201,
+            )
         case application.LEDGER | application.MAILER:
             return Accepted(tenant, task, key, (row,), result, failure_row=False, is_event=True)
     return Accepted(tenant, task, key, (row,), result, failure_row=True)

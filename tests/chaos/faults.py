@@ -10,7 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ import services
 from idempotency.queues import dead_letter_queues
 from services import process
 from tests.chaos import application
-from tests.chaos.fleet import BEAT, CALLER, RELAY, WORKER, Fleet, Member
+from tests.chaos.edge import CRASHES
+from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, WORKER, Fleet, Member
 from tests.support import crashing
 from tests.support.proxy import Proxy
 
@@ -33,6 +35,8 @@ from tests.support.proxy import Proxy
 STOPPED = application.LEASE + 2.0
 # How long a crash point may take to be reached before the fault counts as missed.
 REACHED_WITHIN = 10.0
+# There are two web servers, of which one may be stopped while the other starts.
+EDGE_REACHED_WITHIN = 25.0
 # How long a process stays stopped at most until another process has ended its operation: longer than the lease, the
 # sweep and a backlog of the queue.
 REPLACED_WITHIN = 20.0
@@ -60,6 +64,18 @@ ATTEMPT_POINTS = (
 )
 # Where a fault of one kind waits for one task.
 OWN_POINTS = ("charge.reserving",)
+# A request has no hint in Redis; and one that is answered with a 5xx is released.
+EDGE_POINTS = (
+    "claimed",
+    "body.entered",
+    "body.done",
+    "finish.written",
+    "finish.committed",
+    "released",
+    "effect.begun",
+    "effect.called",
+    "effect.recorded",
+)
 RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
 # The fourth part of a holder's name is its pid.
@@ -97,8 +113,15 @@ class Scene:
     crash_directory: Path
     # one restart of Postgres at a time
     restarting: threading.Lock = field(default_factory=threading.Lock)
-    _armed: set[str] = field(default_factory=set)
+    # one web server stopped at a time: the other has to take over
+    stopping_edge: threading.Lock = field(default_factory=threading.Lock)
+    _armed: set[Path] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def edge_crashes(self) -> Path:
+        """Where the web servers' own crash points are planned."""
+        return self.crash_directory / CRASHES
 
     def heal(self) -> None:
         """Undo whatever may still be in force."""
@@ -110,6 +133,8 @@ class Scene:
             self.servers.postgres.start()  # nothing happens when it runs
         for point in (*ATTEMPT_POINTS, *OWN_POINTS, *RELAY_POINTS):
             (self.crash_directory / point).unlink(missing_ok=True)
+        for point in EDGE_POINTS:
+            (self.edge_crashes / point).unlink(missing_ok=True)
         for member in self.fleet.members:
             if (running := member.running) is not None:
                 process.signal_all(process.family(running), signal.SIGCONT)
@@ -126,36 +151,38 @@ class Scene:
                     raise
                 time.sleep(0.2)
 
-    def arm(self, points: Sequence[str], target: int, action: str) -> str:
-        """Plan an action at one of these points that has none yet."""
+    def arm(self, points: Sequence[str], target: int, action: str, directory: Path | None = None) -> Path:
+        """Plan an action at one of these points that has none yet; returns the plan, whose name is the point's."""
+        directory = directory or self.crash_directory
         with self._lock:
-            free = [point for point in points if point not in self._armed]
+            free = [plan for point in points if (plan := directory / point) not in self._armed]
             if not free:
                 raise Missed("every point has a plan already")
-            point = free[target % len(free)]
-            self._armed.add(point)
-        crashing.plan(self.crash_directory, point, action)
-        return point
+            plan = free[target % len(free)]
+            self._armed.add(plan)
+        crashing.plan(directory, plan.name, action)
+        return plan
 
-    def wait_for(self, point: str, sign: str) -> str:
+    def wait_for(self, plan: Path, sign: str) -> str:
         """Wait until a point is reached and return the sign's text; Missed when it is not reached in time."""
-        path = self.crash_directory / f"{point}.{sign}"
+        path = plan.with_name(f"{plan.name}.{sign}")
+        within = EDGE_REACHED_WITHIN if plan.parent == self.edge_crashes else REACHED_WITHIN
         try:
-            deadline = time.monotonic() + REACHED_WITHIN
+            deadline = time.monotonic() + within
             while not path.exists():
-                if time.monotonic() > deadline and self._disarm(point):
-                    raise Missed(f"{point} was not reached within {REACHED_WITHIN:g} s")
+                if time.monotonic() > deadline and self._disarm(plan):
+                    raise Missed(f"{plan.name} was not reached within {within:g} s")
                 time.sleep(0.02)
             text = path.read_text()
             path.unlink()
             return text
         finally:
             with self._lock:
-                self._armed.discard(point)
+                self._armed.discard(plan)
 
-    def _disarm(self, point: str) -> bool:
+    def _disarm(self, plan: Path) -> bool:
         try:
-            (self.crash_directory / point).unlink()
+            plan.unlink()
         except FileNotFoundError:
             return False  # reached just now
         return True
@@ -190,19 +217,12 @@ def kill_worker(scene: Scene, target: int) -> str:
 
 def stop_worker(scene: Scene, target: int) -> str:
     """F3: SIGSTOP of a whole worker until its leases are over, then SIGCONT."""
-    member, running = _take(scene, WORKER, target)
-    family = process.family(running)
-    process.signal_all(family, signal.SIGSTOP)
-    time.sleep(STOPPED)
-    process.signal_all(family, signal.SIGCONT)
-    return f"{member.name}: {running.pid} for {STOPPED:g} s"
+    return _stop(scene, WORKER, target)
 
 
 def terminate_worker(scene: Scene, target: int) -> str:
     """F4: SIGTERM, a warm shutdown."""
-    member, running = _take(scene, WORKER, target)
-    scene.fleet.terminate(member, running)
-    return f"{member.name}: {running.pid}"
+    return _terminate(scene, WORKER, target)
 
 
 def kill_relay(scene: Scene, target: int) -> str:
@@ -235,23 +255,17 @@ def deploy_relay(scene: Scene, target: int) -> str:
 
 def kill_child_at_point(scene: Scene, target: int) -> str:
     """F1 at a named moment of an attempt."""
-    point = scene.arm(ATTEMPT_POINTS, target, crashing.KILL_CHILD)
-    scene.wait_for(point, "reached")
-    return point
+    return _kill_at(scene, scene.arm(ATTEMPT_POINTS, target, crashing.KILL_CHILD))
 
 
 def kill_worker_at_point(scene: Scene, target: int) -> str:
     """F2 at a named moment of an attempt."""
-    point = scene.arm(ATTEMPT_POINTS, target, crashing.KILL_WORKER)
-    scene.wait_for(point, "reached")
-    return point
+    return _kill_at(scene, scene.arm(ATTEMPT_POINTS, target, crashing.KILL_WORKER))
 
 
 def kill_relay_at_point(scene: Scene, target: int) -> str:
     """F2 of a relay between select, publish, confirm and mark."""
-    point = scene.arm(RELAY_POINTS, target, crashing.KILL_CHILD)
-    scene.wait_for(point, "reached")
-    return point
+    return _kill_at(scene, scene.arm(RELAY_POINTS, target, crashing.KILL_CHILD))
 
 
 def stop_child_at_point(scene: Scene, target: int) -> str:
@@ -265,7 +279,7 @@ def stop_child_before_finish(scene: Scene, target: int) -> str:
     Its next statement is the write that must match nothing.
     """
     # either way it was stopped past its lease, and what it writes now must match nothing
-    return _stop_until(scene, "body.done", target, _REPLACED, "ended")
+    return _stop_until(scene, scene.arm(("body.done",), target, crashing.STOP), _REPLACED, "ended")
 
 
 def stop_child_before_step(scene: Scene, target: int) -> str:
@@ -273,7 +287,39 @@ def stop_child_before_step(scene: Scene, target: int) -> str:
 
     What it decides now is about another attempt's work, and belongs to no attempt that is still there.
     """
-    return _stop_until(scene, "charge.reserving", target, _PAID_AND_RELEASED, "paid and released")
+    plan = scene.arm(("charge.reserving",), target, crashing.STOP)
+    return _stop_until(scene, plan, _PAID_AND_RELEASED, "paid and released")
+
+
+# ---------------------------------------------------------------- web servers
+
+
+def kill_edge(scene: Scene, target: int) -> str:
+    """F22: SIGKILL of a web server with all requests that it carries out."""
+    return _kill(scene, EDGE, target)
+
+
+def stop_edge(scene: Scene, target: int) -> str:
+    """F23: SIGSTOP of a web server until its leases are over, then SIGCONT."""
+    with _only_one_stopped(scene):
+        return _stop(scene, EDGE, target)
+
+
+def terminate_edge(scene: Scene, target: int) -> str:
+    """F4: SIGTERM of a web server, which answers what it has begun."""
+    return _terminate(scene, EDGE, target)
+
+
+def kill_edge_at_point(scene: Scene, target: int) -> str:
+    """F22 at a named moment of a request."""
+    return _kill_at(scene, scene.arm(EDGE_POINTS, target, crashing.KILL_CHILD, scene.edge_crashes))
+
+
+def stop_edge_before_finish(scene: Scene, target: int) -> str:
+    """F23 with everything written and nothing finished, until the other server has ended all that this one holds."""
+    with _only_one_stopped(scene):
+        plan = scene.arm(("body.done",), target, crashing.STOP, scene.edge_crashes)
+        return _stop_until(scene, plan, _REPLACED, "ended")
 
 
 # ---------------------------------------------------------------- servers
@@ -381,6 +427,11 @@ FAULTS: dict[str, Inflict] = {
         stop_child_at_point,
         stop_child_before_finish,
         stop_child_before_step,
+        kill_edge,
+        stop_edge,
+        terminate_edge,
+        kill_edge_at_point,
+        stop_edge_before_finish,
         reset_broker,
         freeze_broker,
         wipe_broker,
@@ -409,22 +460,53 @@ def _kill(scene: Scene, kind: str, target: int) -> str:
     return f"{member.name}: {running.pid}"
 
 
+def _kill_at(scene: Scene, plan: Path) -> str:
+    scene.wait_for(plan, "reached")
+    return plan.name
+
+
+def _stop(scene: Scene, kind: str, target: int) -> str:
+    member, running = _take(scene, kind, target)
+    family = process.family(running)
+    process.signal_all(family, signal.SIGSTOP)
+    time.sleep(STOPPED)
+    process.signal_all(family, signal.SIGCONT)
+    return f"{member.name}: {running.pid} for {STOPPED:g} s"
+
+
+def _terminate(scene: Scene, kind: str, target: int) -> str:
+    member, running = _take(scene, kind, target)
+    scene.fleet.terminate(member, running)
+    return f"{member.name}: {running.pid}"
+
+
+@contextmanager
+def _only_one_stopped(scene: Scene) -> Iterator[None]:
+    if not scene.stopping_edge.acquire(timeout=EDGE_REACHED_WITHIN):
+        raise Missed("another web server is stopped")
+    try:
+        yield
+    finally:
+        scene.stopping_edge.release()
+
+
 def _deploy(scene: Scene, kind: str, target: int) -> str:
     member, running = _take(scene, kind, target)
     scene.fleet.deploy(member, running)
     return f"{member.name}: {member.application.rpartition('.')[2]}"
 
 
-def _stop_until(scene: Scene, point: str, target: int, query: str, what: str) -> str:
-    """Stop the process that reaches a point until the query is true of its operation, at most REPLACED_WITHIN."""
-    pid = int(scene.wait_for(scene.arm((point,), target, crashing.STOP), "stopped"))
+def _stop_until(scene: Scene, plan: Path, query: str, what: str) -> str:
+    """Stop the process that reaches a point until the query is true of its operations, at most REPLACED_WITHIN."""
+    pid = int(scene.wait_for(plan, "stopped"))
     replaced = False
     try:
         held = scene.ask(_HELD, {"pid": str(pid)})
         deadline = time.monotonic() + REPLACED_WITHIN
         while held and not replaced and time.monotonic() < deadline:
             time.sleep(0.02)
-            replaced = any(row[0] for row in scene.ask(query, held[0]._asdict()))
+            # a web server carries out several at once, and it is not known which of them has stopped it
+            replaced = all(any(row[0] for row in scene.ask(query, each._asdict())) for each in held)
     finally:
         goes_on = _continue(pid)
     of = f"{held[0].tenant} {held[0].task} {held[0].key}" if held else "nothing"
@@ -434,10 +516,10 @@ def _stop_until(scene: Scene, point: str, target: int, query: str, what: str) ->
 
 
 def _stop_at(scene: Scene, points: Sequence[str], target: int) -> str:
-    point = scene.arm(points, target, crashing.STOP)
-    pid = int(scene.wait_for(point, "stopped"))
+    plan = scene.arm(points, target, crashing.STOP)
+    pid = int(scene.wait_for(plan, "stopped"))
     time.sleep(STOPPED)
-    return f"{point}: {pid} for {STOPPED:g} s" if _continue(pid) else f"{point}: {pid}, killed meanwhile"
+    return f"{plan.name}: {pid} for {STOPPED:g} s" if _continue(pid) else f"{plan.name}: {pid}, killed meanwhile"
 
 
 def _continue(pid: int) -> bool:

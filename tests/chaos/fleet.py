@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ RESTART_PAUSE = 0.5
 GRACE = 20.0
 WATCH = 0.1
 
-WORKER, RELAY, BEAT, CALLER = "worker", "relay", "beat", "caller"
+WORKER, RELAY, BEAT, CALLER, EDGE = "worker", "relay", "beat", "caller", "edge"
 # The first of each begins with the old code.
 DEPLOYED = (WORKER, RELAY)
 
@@ -44,6 +45,8 @@ class Member:
     directory: Path
     arguments: list[str]
     application: str = NEW
+    # where it listens; None: nowhere
+    port: int | None = None
     pid: int = 0
     # where the log of the present process begins
     log_start: int = 0
@@ -59,9 +62,16 @@ class Member:
         """What is run, with the code that is deployed."""
         if self.kind == CALLER:
             return [sys.executable, "-m", "tests.chaos.caller"]
+        if self.kind == EDGE:
+            listening = ["--port", str(self.port), "--log-level", "warning"]
+            return [sys.executable, "-m", "uvicorn", "tests.chaos.edge:app", *listening]
         if self.kind == RELAY:
             return [sys.executable, "-m", "idempotency.cli", "relay", "-A", self.application]
         return [sys.executable, "-m", "celery", "-A", self.application, *self.arguments]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> Path:
@@ -77,7 +87,7 @@ class Member:
 
 
 class Fleet:
-    """Workers, relays and beats, each in its own session. Their records and logs are below `directory`."""
+    """Workers, relays, beats, callers and web servers, each in its own session. Their records and logs are below `directory`."""
 
     def __init__(
         self,
@@ -89,6 +99,7 @@ class Fleet:
         relays: int,
         beats: int,
         callers: int,
+        edges: int = 0,
     ) -> None:
         self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self._lock = threading.Lock()
@@ -109,6 +120,10 @@ class Fleet:
             self._add(directory, BEAT, "beat", "--pidfile", "", "--schedule", "schedule")
         for _ in range(callers):
             self._add(directory, CALLER)
+        # bound here and never listening, so that no other program is given a server's port while it is down
+        self._ports = [_reserved_port() for _ in range(edges)]
+        for reserved in self._ports:
+            self._add(directory, EDGE).port = reserved.getsockname()[1]
         for kind in DEPLOYED:
             self.of(kind)[0].application = OLD
 
@@ -171,12 +186,15 @@ class Fleet:
         deadline = time.monotonic() + GRACE
         for running in stopping:
             process.end(running, signal.SIGTERM, timeout=max(deadline - time.monotonic(), 0.1))
+        for reserved in self._ports:
+            reserved.close()
 
-    def _add(self, directory: Path, kind: str, *arguments: str) -> None:
+    def _add(self, directory: Path, kind: str, *arguments: str) -> Member:
         name = f"{kind}-{len(self.of(kind)) + 1}"
         place = directory / name
         place.mkdir(parents=True)
         self.members.append(Member(name, kind, place, list(arguments)))
+        return self.members[-1]
 
     def _start(self, member: Member) -> None:
         # before it is there: from then on a fault may tell it to stop
@@ -213,6 +231,14 @@ class Fleet:
                     member.due = now + RESTART_PAUSE
                 elif member.overdue is not None and now > member.overdue and (running := member.running) is not None:
                     process.end(running, signal.SIGKILL, timeout=5)
+
+
+def _reserved_port() -> socket.socket:
+    """A socket on a free port, where a server that says SO_REUSEADDR, as asyncio's do, may listen all the same."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def _ended(pid: int) -> int | None:

@@ -32,6 +32,7 @@ from idempotency.operate.resolve import resolve_effect
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.chaos import provider
+from tests.chaos.evidence import EDGE
 
 # A command every so many seconds.
 PAUSE = 0.25
@@ -42,6 +43,7 @@ WEIGHTS = {"release": 3, "cancel": 3, "revoke": 2, "replay": 4, "resolve": 8, "d
 ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
 
 _STARTED = "SELECT tenant, task, key FROM idempotency.records WHERE status = 'started' LIMIT 50"
+# What has ended at the edge is left alone: its client has its answer, and would not ask for what a replay goes on with.
 _CANCELLABLE = """
 SELECT tenant, task, key FROM idempotency.records WHERE status = 'released'
 UNION ALL
@@ -54,11 +56,11 @@ _ACCEPTED = """
 SELECT tenant, task, key, message FROM idempotency.outbox
 WHERE settled_at IS NULL AND origin = 'enqueue' ORDER BY id DESC LIMIT 50
 """
-_OPEN = "SELECT id FROM idempotency.dead_letters WHERE status = 'open' ORDER BY id LIMIT 200"
+_OPEN = "SELECT id FROM idempotency.dead_letters WHERE status = 'open' AND task IS DISTINCT FROM 'http' ORDER BY id LIMIT 200"
 _UNKNOWN = """
 SELECT r.tenant, r.task, r.key, e.name, e.effect ->> 'key' AS gateway_key
 FROM idempotency.records r, jsonb_each(r.effects) AS e(name, effect)
-WHERE r.status = 'failed' AND e.effect ->> 'state' = 'begun' LIMIT 50
+WHERE r.status = 'failed' AND r.task <> 'http' AND e.effect ->> 'state' = 'begun' LIMIT 50
 """
 
 
@@ -117,8 +119,12 @@ class People:
         id = self._one(_CANCELLABLE)
         if id is not None:
             shown = self._shown(id)
-            anyway = self._chance.random() < 0.5
-            self._give("cancel", lambda change: cancel(self._app, shown, change, may_have_happened=anyway))
+            anyway, without_task = self._chance.random() < 0.5, id.task == EDGE
+
+            def end(change: Change) -> None:
+                cancel(self._app, shown, change, may_have_happened=anyway, without_task=without_task)
+
+            self._give("cancel", end)
 
     def _revoke(self) -> None:
         found = self._one(_ACCEPTED, lambda row: row)

@@ -29,6 +29,12 @@ WEIGHTS = {
     "stop_child_at_point": 3,
     "stop_child_before_finish": 3,
     "stop_child_before_step": 3,
+    # web servers
+    "kill_edge": 2,
+    "stop_edge": 2,
+    "terminate_edge": 1,
+    "kill_edge_at_point": 3,
+    "stop_edge_before_finish": 2,
     # broker
     "reset_broker": 2,
     "freeze_broker": 1,
@@ -44,9 +50,14 @@ WEIGHTS = {
 }
 # A former holder that goes on and finds the fence moved is what the fence is for: one try may be overtaken by another
 # fault, so there are more.
-AT_LEAST = {"stop_child_before_finish": 4, "stop_child_before_step": 3}
+AT_LEAST = {
+    "stop_child_before_finish": 4,
+    "stop_child_before_step": 3,
+    "kill_edge_at_point": 3,
+    "stop_edge_before_finish": 2,
+}
 # Faults per second. More of them, and nothing would run between two.
-RATE = 0.6
+RATE = 0.7
 # The first fault finds work under way, and the last one still has the run around it.
 LEAD_IN, LEAD_OUT = 2.0, 1.0
 # What a target may be; the fault takes it modulo what there is.

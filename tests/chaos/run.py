@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from idempotency.observe import metrics
 from idempotency.store import schema
 from tests.chaos import application, ledgers
 from tests.chaos.application import MANY_ATTEMPTS
-from tests.chaos.books import UNFINISHED, UNKNOWN
+from tests.chaos.books import UNFINISHED, UNKNOWN, process_of
 from tests.chaos.checker import Evidence, Findings, Id, Violation, check
+from tests.chaos.edge import CRASHES
+from tests.chaos.evidence import EDGE as EDGE_TASK
 from tests.chaos.expected import expected
 from tests.chaos.faults import FAULTS, Missed, Scene
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import EDGE, Fleet
 from tests.chaos.monitor import unexplained
 from tests.chaos.people import WEIGHTS as COMMANDS
 from tests.chaos.people import People
@@ -40,6 +42,8 @@ from tests.chaos.plan import WEIGHTS, Fault, plan
 from tests.chaos.provider import FAULTS as PROVIDER_FAULTS
 from tests.chaos.provider import Provider
 from tests.chaos.report import Report, unproved
+from tests.chaos.requests import STRUCK as REQUESTS_STRUCK
+from tests.chaos.requests import Requests
 from tests.chaos.traffic import TENANTS, Traffic
 from tests.support.proxy import Proxy
 
@@ -50,6 +54,8 @@ SPARE_ATTEMPTS = 4
 READY_WITHIN = 90.0
 # A killed relay's rows are another one's after 30 s, and an unroutable one's pause grows to a minute.
 QUIET_WITHIN = 120.0
+# After everything was healed: a lease, a server that starts, and the clients' own time limits.
+ANSWERED_WITHIN = 90.0
 STATUS_SECONDS = 10.0
 
 
@@ -68,6 +74,7 @@ class Options:
     relays: int = 2
     beats: int = 2
     callers: int = 2
+    edges: int = 2
     rate: float = 30.0
     only: tuple[str, ...] = ()
 
@@ -95,6 +102,8 @@ def run(options: Options, console: Console) -> Report:
             )
             inflicted, missed = stage.storm(faults, console)
             began = time.monotonic()
+            stage.requests.finish(ANSWERED_WITHIN)
+            phases["until answered"] = time.monotonic() - began
             open_work = stage.wait_for_quiet()
             phases["until quiet"] = time.monotonic() - began
             stage.fleet.stop()
@@ -143,7 +152,7 @@ class _Stage:
             proxies[which] = Proxy(address.hostname or "127.0.0.1", address.port or 0)
             stack.callback(proxies[which].close)
         crash_directory, self.metrics = self.directory / "crash", self.directory / "metrics"
-        crash_directory.mkdir()
+        (crash_directory / CRASHES).mkdir(parents=True)
         self.metrics.mkdir()
         # without the library's own variable: this process must not count among the application's
         environment = {
@@ -164,6 +173,7 @@ class _Stage:
             relays=options.relays,
             beats=options.beats,
             callers=options.callers,
+            edges=options.edges,
         )
         stack.callback(self.fleet.stop)
         self.scene = Scene(
@@ -182,6 +192,12 @@ class _Stage:
             rate=options.rate,
             url=self.provider.url,
             may_go_on=lambda: self.open < WINDOW,
+        )
+        self.requests = Requests(
+            [member.url for member in self.fleet.of(EDGE)],
+            TENANTS,
+            seed=options.seed,
+            url=self.provider.url,
         )
         self.people = People(application.app, seed=options.seed, url=self.provider.url)
         self.open = 0
@@ -207,6 +223,7 @@ class _Stage:
             console.print(f"  {fault.second:6.1f} s  {fault.kind}: {what}", highlight=False, markup=False)
 
         self.traffic.start()
+        self.requests.start()
         self.people.start()
         threads = []
         waiting = list(faults)
@@ -221,6 +238,7 @@ class _Stage:
                 next_status += STATUS_SECONDS
                 console.print(f"  {now:6.1f} s  {self._status()}", highlight=False)
             time.sleep(0.05)
+        self.requests.stop()
         self.traffic.stop()
         self.people.stop()
         for thread in threads:
@@ -245,7 +263,11 @@ class _Stage:
 
     def _status(self) -> str:
         tally = self.traffic.tally
-        return f"{len(tally.certain)} accepted, {tally.unknown} unknown, {tally.copies} copies sent, {self.open} open"
+        requests = f"{len(self.requests.answers)} of {len(self.requests.sent)} requests answered"
+        return (
+            f"{len(tally.certain)} accepted, {tally.unknown} unknown, {tally.copies} copies sent, {requests}, "
+            f"{self.open} open"
+        )
 
     def _open_work(self) -> list[str]:
         return [row[0] for row in self.scene.ask(_OPEN_WORK)]
@@ -275,15 +297,21 @@ class _Stage:
         with self.engine.connect() as connection:
             rows = connection.exec_driver_sql("SELECT DISTINCT tenant, task, key, account, amount FROM submitted").all()
         accepted = [expected(*row) for row in rows]
+        # a refused request has left no row that accepts it, and one that was never answered may have no record
+        asked = [
+            replace(expected(*id, request.account, request.amount), once_claimed=id not in self.requests.answers)
+            for id, request in self.requests.sent.items()
+        ]
         findings = check(
             Evidence(
                 self.engine,
-                accepted,
+                [*accepted, *asked],
                 acts=dict(self.provider.acts),
                 amounts=dict(self.provider.amounts),
                 queues=self._waiting(),
                 tenants=frozenset(TENANTS),
                 revoked=frozenset(Id(id.tenant, id.task, id.key) for id in self.people.revoked),
+                answers=self.requests.answers,
                 # it had its time: what is open now stays open
                 drained=True,
                 max_attempts=MANY_ATTEMPTS,
@@ -291,15 +319,19 @@ class _Stage:
                 fenced=metrics.totals(self.metrics).get("idempotency_fenced_writes_total", 0),
             )
         )
+        # without what clients have asked for: these rows are what was committed
         known = {each.id for each in accepted}
         vanished = [
             Violation("I15", "/".join(id), "its COMMIT was answered, and its row is not there")
-            for id in self.traffic.tally.certain
+            for id in [*self.traffic.tally.certain, *self.requests.certain]
             if id not in known
         ]
-        return Findings(
-            (*findings.violations, *vanished, *self._announcements(rows)), findings.counts, findings.changes
-        )
+        kept = [
+            Violation("I3", "/".join(id), "not answered as carried out, and the row that accepts it is there")
+            for id in known & (self.requests.answers.keys() - set(self.requests.certain))
+        ]
+        more = (*vanished, *kept, *self._announcements(rows), *self.requests.violations)
+        return Findings((*findings.violations, *more), findings.counts, findings.changes)
 
     def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
         """I3: an announcement and its event are one commit: exactly one event for each that completed."""
@@ -343,7 +375,8 @@ class _Stage:
             problems,
             struck=struck,
             counters=counters,
-            traffic={name: getattr(tally, name) for name in ("committed", "unknown", "copies", "unsent")},
+            traffic={name: getattr(tally, name) for name in ("committed", "unknown", "copies", "unsent")}
+            | {"requests": len(self.requests.sent), "copies of requests": self.requests.tally["copies"]},
             phases={name: round(seconds, 1) for name, seconds in phases.items()},
             versions=self._versions(),
             ended_by_themselves=self.fleet.ended_by_themselves,
@@ -355,7 +388,7 @@ class _Stage:
     def _struck(self, findings: Findings, counters: Mapping[str, int]) -> dict[str, int]:
         """What has to have happened besides the faults of the plan, each with how often it did."""
         codes: Counter[str] = Counter()
-        eager = broken = undone = refunded = 0
+        eager = broken = undone = refunded = taken_over = refused = 0
         for change in findings.changes:
             old, new = change.old or {}, change.new or {}
             if change.book == "records" and new.get("status") == "failed" and old.get("status") != "failed":
@@ -363,6 +396,12 @@ class _Stage:
             eager += change.book == "records" and change.writer in self.fleet.callers
             broken += change.book == "dead_letters" and not old and new["reason"] == "on_failed_error"
             undone += change.book == "reversals"
+            if change.book == "records" and new.get("task") == EDGE_TASK:
+                # by the next request, or by recovery, which only lets go
+                started = old.get("status") == "started" and new["token"] != old["token"]
+                replaced = new["status"] == "started" or change.writer != process_of(old.get("locked_by"))
+                taken_over += started and new["status"] in ("started", "released") and replaced
+                refused += new["status"] == "completed" and new["response_code"] >= 400
             refunded += change.book == "reversals" and new["account"].endswith("/pay")
         struck = {name: self.provider.struck[name] for name in PROVIDER_FAULTS}
         struck |= {f"commands to {name}": self.people.done[name] for name in (*COMMANDS, "resolve and end")}
@@ -370,6 +409,8 @@ class _Stage:
         struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled", "revoked")}
         struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
         struck |= {"undone steps": undone, "refunds": refunded}
+        struck |= {name: self.requests.tally[name] for name in REQUESTS_STRUCK}
+        struck |= {"requests taken over": taken_over, "requests refused": refused}
         return struck
 
     def _versions(self) -> dict[str, str]:

@@ -45,7 +45,7 @@ SHARES = {
     "changed": 4,
     "novel": 3,
     "stumble": 2,
-    "refunded": 2,
+    "refunded": 4,
     "hopeless": 2,
     "ungrateful": 2,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from services import process
 from tests.chaos import monitor
-from tests.chaos.fleet import WORKER, Fleet
+from tests.chaos.fleet import EDGE, WORKER, Fleet
 from tests.chaos.many import Run, figures, verdict
 from tests.chaos.monitor import Ended, Known, explanation, unexplained
 
@@ -47,6 +48,17 @@ def test_a_process_that_is_told_to_stop_while_it_starts_has_not_ended_by_itself(
         monkeypatch.setattr(process, "launch", launch)
         fleet._start(worker)
     assert worker.overdue is not None
+
+
+def test_a_web_servers_port_is_its_own_whether_or_not_it_runs(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, {}, workers=1, concurrency=1, relays=1, beats=0, callers=0, edges=2)
+    first, second = (member.port or 0 for member in fleet.of(EDGE))
+    assert first != second
+    for _ in range(2):  # started, ended, and started again
+        socket.create_server(("127.0.0.1", first)).close()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", first))  # by another program, while the server is down
+    fleet.stop()
 
 
 @pytest.mark.parametrize("known", [Known("worker", "did not answer", "-"), Known("relay", "out of memory", "-")])

@@ -50,8 +50,8 @@ def acknowledged_is_held_elsewhere(books: Books) -> Iterator[Violation]:
     sent = {id_of(row) for row in books.rows_left() if row["settled_at"] is None}
     for id, changes in books.records.items():
         record = changes[-1].new
-        if record is None:
-            continue
+        if record is None or id.is_request:
+            continue  # no message is acknowledged on the strength of a request's record
         if record["status"] in ("started", "released") and record["message"] in (None, "", sha256("")):
             yield Violation("I7", name_of(id), f"{record['status']}, and its message is not kept")
         if record["status"] == "released" and id not in sent:
@@ -59,7 +59,9 @@ def acknowledged_is_held_elsewhere(books: Books) -> Iterator[Violation]:
     for id, events in books.events.items():
         for event in events:
             counted = event.verb == "count"
-            if counted and event.old["status"] not in ("started", "released"):
+            if counted and id.is_request:
+                yield Violation("I7", name_of(id), "a duplicate of a request was counted, and no message may go for it")
+            elif counted and event.old["status"] not in ("started", "released"):
                 yield Violation("I7", name_of(id), f"a duplicate in flight was counted on a record that is {event.old['status']}")  # fmt: skip
 
 
@@ -146,7 +148,8 @@ def sweepers_do_not_add_up(books: Books) -> Iterator[Violation]:
         for event in events:
             if event.verb in ("release", "recover", "operator_release", "unknown_release"):
                 number = len(deliveries_in(books, event.change))
-                if number != 1:
+                # nothing is sent for a request: its client asks again
+                if number != (0 if id.is_request else 1):
                     yield Violation("I22", name_of(id), f"{event.verb} with {number} next deliveries")
     for row_id, lines in books.outbox.items():
         for change in lines:

@@ -186,7 +186,9 @@ def stored_results_are_the_expected(books: Books) -> Iterator[Violation]:
 
 def _codes(books: Books, accepted: Accepted, event: Event) -> set[str | None]:
     """What an operation may fail as: as it is to, by faults, by a person, or over an effect."""
-    codes = {accepted.failure, *accepted.may_fail, *FAULTS}
+    codes = {accepted.failure, *accepted.may_fail}
+    # a request has attempts without limit, and no message that the broker could give up
+    codes |= set() if accepted.id.is_request else FAULTS
     # a person's word ends what only the unknown effect had ended
     by_a_person = event.verb == "cancel" or (event.verb == "resolve_end" and cause_of(event.old) in (None, "cancelled"))
     codes |= {"cancelled"} if by_a_person else set()
