@@ -8,7 +8,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt
@@ -23,6 +23,7 @@ from ..errors import (
     EffectUnknown,
     IdempotencyError,
     PermanentError,
+    SettingsError,
     Unfinished,
 )
 from ..observe.logs import log
@@ -73,7 +74,10 @@ class Exchange:
         self.kept: dict[str, Any] | None = None
 
     def work(self) -> Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError:
-        """Claim, run, commit. What `run` raises is returned: the request that waits may be gone."""
+        """Claim, run, commit. What `run` raises is returned, since the request that waits may be gone.
+
+        Raises `SettingsError` and `ProgrammingError`, which sending again does not help.
+        """
         settings = self._runtime.settings
         usual = Policy.by_settings(settings)
         policy = replace(usual, max_attempts=UNLIMITED, retention_completed=settings.retention_http)
@@ -84,6 +88,8 @@ class Exchange:
             return run(self._runtime, Delivery(self._id, fingerprint, {}, only_asked=True), policy, self._body)
         except CallRefused as error:
             return error
+        except (SettingsError, ProgrammingError):
+            raise  # no outage, but a setting, a table or a right that is missing: it is for the server's log
         except (IdempotencyError, SQLAlchemyError) as error:
             log.warning("http_unanswered", task=self._id.task, key=self._id.key, error=type(error).__name__)
             return error

@@ -15,12 +15,18 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
 
     Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
     `ChangeRefused` while a process of `old` is running, since it would go on to write under that name, and unless `new`
-    is this application's name.
+    is this application's name. A web server is known by its requests only.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
     if new != settings.service or old == new:
         raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
+    with runtime.engine.begin() as connection:
+        if services.has_answered(connection, old, silence=settings.alarm_silence):
+            raise ChangeRefused(
+                f"{old}: has carried out requests over HTTP within the last {settings.alarm_silence:g} s; "
+                "stop its web servers, and wait as long"
+            )
     renamed, tables, after = dict.fromkeys(services.TABLES, 0), list(services.TABLES), None
     while tables:
         with runtime.engine.begin() as connection:
