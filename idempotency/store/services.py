@@ -42,7 +42,6 @@ SELECT kind, name FROM idempotency.processes
 WHERE service = %(service)s AND seen_at > clock_timestamp() - make_interval(secs => %(silence)s) ORDER BY kind, name
 """
 
-# A web server gives no sign of life but its answers.
 _ANSWERED = f"""
 SELECT EXISTS (SELECT FROM idempotency.records WHERE service = %(service)s AND task = '{HTTP_TASK}'
                AND updated_at > clock_timestamp() - make_interval(secs => %(silence)s))
