@@ -6,7 +6,7 @@ from celery import Celery
 
 from ..application import runtime_of
 from ..errors import ChangeRefused
-from ..store import services
+from ..store import renaming
 from .change import Change, audit
 
 
@@ -21,19 +21,19 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
     settings = runtime.settings
     if new != settings.service or old == new:
         raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
-    renamed, tables, after = dict.fromkeys(services.TABLES, 0), list(services.TABLES), None
+    renamed, tables, after = dict.fromkeys(renaming.TABLES, 0), list(renaming.TABLES), None
     while tables:
         with runtime.engine.begin() as connection:
-            if running := services.alive(connection, old, silence=settings.alarm_silence):
+            if running := renaming.alive(connection, old, silence=settings.alarm_silence):
                 names = ", ".join(f"{process.kind} {process.name}" for process in running)
                 raise ChangeRefused(f"{old}: is running ({names}); stop its processes first")
             # once for a table, which is read for it: a web server gives no sign of life but its answers
-            if after is None and services.has_answered(connection, old, silence=settings.alarm_silence):
+            if after is None and renaming.has_answered(connection, old, silence=settings.alarm_silence):
                 raise ChangeRefused(
                     f"{old}: has carried out requests over HTTP within the last {settings.alarm_silence:g} s; "
                     "stop its web servers, and wait as long"
                 )
-            rows, after = services.rename(connection, tables[0], old, new, after=after)
+            rows, after = renaming.rename(connection, tables[0], old, new, after=after)
             if rows:
                 details = {"old": old, "new": new, "table": tables[0], "rows": rows}
                 audit(connection, change, "rename_service", None, None, details=details)

@@ -91,7 +91,11 @@ class CheckedConnection(psycopg.Connection[Any]):
 
     def _fail(self, why: str) -> None:
         self.pgconn.finish()
-        raise psycopg.OperationalError(why)
+        raise Unanswered(why)
+
+
+class Unanswered(psycopg.OperationalError):
+    """The connection was given up, because its answer did not come or was not enough."""
 
 
 class OneStatement:
@@ -246,6 +250,12 @@ def _is_stale(driver: Any, error: psycopg.Error) -> bool:
     return error.sqlstate == NO_RIGHT and not getattr(driver, "needs_tenant", True) and NO_TENANT in str(error)
 
 
+def _driver(connection: Connection | None) -> Any:
+    if connection is None or connection.closed or connection.invalidated:
+        return None
+    return connection.connection.driver_connection
+
+
 def treat_stale_as_unavailable(engine: Engine) -> None:
     """Turn a refusal that a new connection may not get into an `OperationalError`, and drop the connections."""
     _engines.add(engine)
@@ -253,7 +263,7 @@ def treat_stale_as_unavailable(engine: Engine) -> None:
     @event.listens_for(engine, "handle_error")
     def _(context: ExceptionContext) -> None:
         error = context.original_exception
-        if isinstance(error, psycopg.Error) and _is_stale(getattr(context.cursor, "connection", None), error):
+        if isinstance(error, psycopg.Error) and _is_stale(_driver(context.connection), error):
             context.is_disconnect = True
             raise _given_up(context.statement, error)
         if isinstance(error, psycopg.OperationalError) and context.connection is None:
