@@ -15,9 +15,6 @@ from contextlib import closing, nullcontext, suppress
 from multiprocessing.connection import wait as ready
 from socket import socketpair
 
-import psycopg
-from sqlalchemy.exc import SQLAlchemyError
-
 from .attempt.runtime import Runtime
 from .observe.logs import log
 from .store import waiters
@@ -114,7 +111,7 @@ class Ends:
         while not self._closed.is_set():
             try:
                 self._listen()
-            except (SQLAlchemyError, psycopg.Error) as error:
+            except Exception as error:  # of a wrong setting, too: once it is right, the waiting goes on
                 if is_news(error):
                     log.warning("waiting_for_postgres", error=describe(error))
                 self._closed.wait(PAUSE)

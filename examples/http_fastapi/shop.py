@@ -9,7 +9,7 @@ from idempotency.http import IdempotencyMiddleware
 from idempotency.http.fastapi import AttemptSession, CurrentAttempt
 from idempotency.settings import Settings
 
-runtime = Runtime(Settings.read({"database_url": os.environ["DATABASE_URL"]}))
+runtime = Runtime(Settings.read({"database_url": os.environ["DATABASE_URL"], "service": "shop"}))
 app = FastAPI()
 app.add_middleware(IdempotencyMiddleware, runtime=runtime, required=True)
 

@@ -39,6 +39,14 @@ def answer_to(outcome: object) -> Answer:
                 "Idempotency-Key was used for another request",
                 "This key came with another method, path, query or body before. Use a new key for a new request.",
             )
+        case Ended(error=PermanentError(code="cancelled")) | Failed(code="cancelled"):
+            return problem(
+                500,
+                "operation_failed",
+                "The request was cancelled",
+                "A person has ended it before it was finished. Repeating does not help; use a new key.",
+                code="cancelled",
+            )
         case Ended(error=PermanentError(code=code)) | Failed(code=code):
             return problem(
                 500,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError, SQLAlchemyError
 
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt
@@ -30,6 +30,7 @@ from ..errors import (
     OutcomeInDoubt,
     PermanentError,
     SessionNotYours,
+    SettingsError,
     Unfinished,
 )
 from ..observe.logs import log
@@ -90,7 +91,10 @@ class Exchange:
         return await self._loop.run_in_executor(readers, self._asked, lambda: look(self._runtime, self._delivery))
 
     def work(self) -> Result:
-        """Claim, run, commit. What `run` raises is returned: the request that waits may be gone."""
+        """Claim, run, commit. What `run` raises is returned, since the request that waits may be gone.
+
+        Raises `SettingsError` and `ProgrammingError`, which sending again does not help.
+        """
         return self._asked(self._run)
 
     def _run(self) -> Outcome | QuotaExceeded:
@@ -106,6 +110,8 @@ class Exchange:
             return ask()
         except CallRefused as error:
             return error
+        except (SettingsError, ProgrammingError):
+            raise  # no outage, but a setting, a table or a right that is missing: it is for the server's log
         except (IdempotencyError, SQLAlchemyError) as error:
             log.warning("http_unanswered", task=self.id.task, key=self.id.key, error=type(error).__name__)
             return error

@@ -15,7 +15,7 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
 
     Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
     `ChangeRefused` while a process of `old` is running, since it would go on to write under that name, and unless `new`
-    is this application's name.
+    is this application's name. A web server is known by its requests only.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
@@ -27,6 +27,12 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
             if running := renaming.alive(connection, old, silence=settings.alarm_silence):
                 names = ", ".join(f"{process.kind} {process.name}" for process in running)
                 raise ChangeRefused(f"{old}: is running ({names}); stop its processes first")
+            # once for a table, which is read for it: a web server gives no sign of life but its answers
+            if after is None and renaming.has_answered(connection, old, silence=settings.alarm_silence):
+                raise ChangeRefused(
+                    f"{old}: has carried out requests over HTTP within the last {settings.alarm_silence:g} s; "
+                    "stop its web servers, and wait as long"
+                )
             rows, after = renaming.rename(connection, tables[0], old, new, after=after)
             if rows:
                 details = {"old": old, "new": new, "table": tables[0], "rows": rows}

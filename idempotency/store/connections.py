@@ -20,7 +20,7 @@ from .statements import (
     CheckedConnection,
     OneStatementCursor,
     TransactionCursor,
-    treat_read_only_as_unavailable,
+    treat_stale_as_unavailable,
     use_checked_connections,
 )
 
@@ -88,7 +88,7 @@ def make_engine(
     event.listen(engine, "begin", _begin)
     if options.get("isolation_level") == "AUTOCOMMIT":
         event.listen(engine, "connect", _wrap_statements)
-    treat_read_only_as_unavailable(engine)
+    treat_stale_as_unavailable(engine)
     return engine
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from ..wire.keys import HTTP_TASK
+
 # Rows that one statement reads, in the order of the primary key; of those it changes the ones with the old name.
 PAGE = 5000
 # How long to wait for a locked row; the command can be repeated.
@@ -40,10 +42,21 @@ SELECT kind, name FROM idempotency.processes
 WHERE service = %(service)s AND seen_at > clock_timestamp() - make_interval(secs => %(silence)s) ORDER BY kind, name
 """
 
+_ANSWERED = f"""
+SELECT EXISTS (SELECT FROM idempotency.records WHERE service = %(service)s AND task = '{HTTP_TASK}'
+               AND updated_at > clock_timestamp() - make_interval(secs => %(silence)s))
+"""
+
 
 def alive(connection: Connection, service: str, *, silence: float) -> Sequence[Row[Any]]:
     """The processes of `service` that were seen within the last `silence` seconds."""
     return connection.exec_driver_sql(_ALIVE, {"service": service, "silence": silence}).all()
+
+
+def has_answered(connection: Connection, service: str, *, silence: float) -> bool:
+    """Whether `service` has carried out a keyed request over HTTP within the last `silence` seconds."""
+    answered: bool = connection.exec_driver_sql(_ANSWERED, {"service": service, "silence": silence}).scalar_one()
+    return answered
 
 
 def rename(

@@ -9,17 +9,25 @@ sees every tenant; and code that sets `idempotency.tenant` itself sees the tenan
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from random import uniform
 from typing import Any
 
 from psycopg import sql
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 
 from .rights import APPLICATION, OF_ALL_TENANTS, OWNER, READ_ONLY, RIGHTS, ROLES, RUNNERS, SEQUENCES
-from .schema import LOCK_TIMEOUT, SCHEMA
+from .schema import LOCK_PAUSE, LOCK_TIMEOUT, SCHEMA, TRY_AGAIN
 
 # Functions that run with their owner's rights, because they write rows that have no tenant or another one.
 DEFINERS = ("take_places()",)
+
+# Seconds for which other deploys that make the roles are waited for.
+PATIENCE = 60.0
+# internal_error, "tuple concurrently updated": two transactions grant the same, and no lock covers all databases of a server.
+AT_ONCE = "XX000"
 
 _ROLES = "SELECT rolname FROM pg_roles WHERE rolname = ANY(%(roles)s)"
 
@@ -80,9 +88,22 @@ _OF_RECORDS = {
 def create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:
     """Make the roles, their rights and the policies, in one transaction. Returns the statements that were run.
 
+    Several deploys may do so at once, also for several databases of a server: what fails by that is tried again.
+
     `passwords`: by role; those roles may log in with it. It leaves this process as a SCRAM verifier only, and the statements
     returned hold neither. Needs CREATEROLE, and the database's owner or a superuser. Raises SQLAlchemy's errors.
     """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return _create(engine, passwords)
+        except DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) not in (*TRY_AGAIN, AT_ONCE) or time.monotonic() > deadline:
+                raise
+        time.sleep(uniform(0.0, LOCK_PAUSE))
+
+
+def _create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:
     with engine.begin() as connection:
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(LOCK_TIMEOUT * 1000)}'")
         done = []

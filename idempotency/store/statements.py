@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -25,12 +26,17 @@ from ..observe import outages
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
 READ_ONLY = "25006"
+# insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
+NO_RIGHT = "42501"
+NO_TENANT = "idempotency.tenant is not set"
 # PgBouncer's answer to options, unless its ignore_startup_parameters names them.
 REFUSED_OPTIONS = "unsupported startup parameter"
 # The key in a connection's `info` for the cursor of our statements.
 _CURSOR = "idempotency.cursor"
 # The tenants that row-level security shows, until the end of the transaction or of the session.
 SET_TENANTS = "SELECT set_config('idempotency.tenant', %(tenants)s, %(local)s)"
+# Those whose connections ask for row-level security when they are opened.
+_engines: WeakSet[Engine] = WeakSet()
 # Frames: enough to reach the application's code below those of a client library.
 PLACES = 6
 # Characters: enough for a sentence.
@@ -181,9 +187,9 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
             cursor = connection.info[_CURSOR] = driver.cursor(row_factory=namedtuple_row)
         return cursor.execute(statement, parameters)
     except psycopg.Error as error:
-        if error.sqlstate == READ_ONLY:
+        if _is_stale(driver, error):
             connection.invalidate()
-            raise _unavailable(statement, error) from error
+            raise _given_up(statement, error) from error
         if driver.closed:
             connection.invalidate()
         raise DBAPIError.instance(
@@ -236,18 +242,38 @@ def where(error: BaseException) -> str | None:
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)) or None
 
 
-def treat_read_only_as_unavailable(engine: Engine) -> None:
-    """Turn a refusal to write into an `OperationalError` and drop the connections: the primary is elsewhere."""
+def _is_stale(driver: Any, error: psycopg.Error) -> bool:
+    """Whether a new connection may be answered otherwise: the primary is elsewhere, or row-level security was turned on
+    after this connection had asked for it."""
+    if error.sqlstate == READ_ONLY:
+        return True
+    return error.sqlstate == NO_RIGHT and not getattr(driver, "needs_tenant", True) and NO_TENANT in str(error)
+
+
+def _driver(connection: Connection | None) -> Any:
+    if connection is None or connection.closed or connection.invalidated:
+        return None
+    return connection.connection.driver_connection
+
+
+def treat_stale_as_unavailable(engine: Engine) -> None:
+    """Turn a refusal that a new connection may not get into an `OperationalError`, and drop the connections."""
+    _engines.add(engine)
 
     @event.listens_for(engine, "handle_error")
     def _(context: ExceptionContext) -> None:
         error = context.original_exception
-        if isinstance(error, psycopg.Error) and error.sqlstate == READ_ONLY:
+        if isinstance(error, psycopg.Error) and _is_stale(_driver(context.connection), error):
             context.is_disconnect = True
-            raise _unavailable(context.statement, error)
+            raise _given_up(context.statement, error)
         if isinstance(error, psycopg.OperationalError) and context.connection is None:
             raise NotConnected(None, None, error, hide_parameters=True)
 
 
-def _unavailable(statement: str | None, error: psycopg.Error) -> OperationalError:
+def _given_up(statement: str | None, error: psycopg.Error) -> OperationalError:
+    """The error for a stale connection. Of those from before row-level security, the process closes all: an attempt that
+    was claimed on a new one must not have to end on one of them."""
+    if error.sqlstate == NO_RIGHT:
+        for engine in list(_engines):
+            engine.dispose()
     return OperationalError(statement, None, error, hide_parameters=True, connection_invalidated=True)

@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import text
+from typer.testing import CliRunner
 
+from idempotency.cli.root import cli
 from tests.support.documents import ROOT, python_blocks
 from tests.support.edge import Edge, within
 
@@ -42,5 +44,11 @@ def test_the_page_on_http_runs_as_it_is(edge: Edge, edge_database: str, monkeypa
     finally:
         shop.runtime.close()
     with edge.engine.connect() as connection:
+        month_ago = "expires_at = expires_at - interval '30 days'"
+        connection.execute(text(f"UPDATE idempotency.records SET {month_ago} WHERE service = 'shop'"))
         rows = connection.execute(text("SELECT id, amount FROM payments ORDER BY id")).all()
     assert [tuple(row) for row in rows] == [("p1", 5), ("r1", -3)]
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "http_fastapi"))
+    for command, said in (("recover", "recovered: 0"), ("purge", "purged: 3"), ("dead-letters list", "")):
+        done = CliRunner().invoke(cli, [*command.split(), "-A", "upkeep"])
+        assert (done.exit_code, said in done.output) == (0, True), done.output

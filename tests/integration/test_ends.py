@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from celery import Celery
 from sqlalchemy import Engine, text
 
 from idempotency.application import runtime_of
+from idempotency.errors import SettingsError
 from idempotency.store import waiters
 from idempotency.upkeep import maintenance
 from idempotency.waiting import Ends
@@ -130,6 +131,29 @@ def test_a_hundred_waiters_hold_no_connection_and_their_rows_go(ends: Ends, bank
 
     assert asyncio.run(all_of_them()) == [True] * len(ids)
     asyncio.run(until(lambda: rows(engine) == 0))
+
+
+def test_the_waiting_goes_on_after_an_error_that_is_no_outage(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, refusals = runtime_of(bank), [SettingsError("default_transaction_isolation: wrong for a moment")]
+    listen = runtime.listen
+
+    def refused_once(channel: str) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return listen(channel)
+
+    monkeypatch.setattr(runtime, "listen", refused_once)
+    ends = Ends(runtime)
+    id = new_id()
+
+    async def end() -> None:
+        await asyncio.to_thread(complete, engine, id)
+
+    assert waited(ends, engine, id, end)
+    ends.close()
+    assert refusals == []
 
 
 def test_beyond_the_limit_of_a_process_calls_do_not_wait(bank: Celery, engine: Engine) -> None:

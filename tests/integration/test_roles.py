@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -218,6 +219,13 @@ def test_making_the_roles_again_changes_no_table_and_takes_no_lock_on_one(walled
         busy.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one()
         done = roles.create(owner, {})
     assert not [statement for statement in done if not statement.startswith(("GRANT", "REVOKE", "ALTER FUNCTION"))]
+
+
+def test_several_deploys_make_the_roles_at_once(walled: str) -> None:
+    """Roles belong to the server, so a lock in one database keeps nobody away."""
+    engines = [create_engine(walled, poolclass=NullPool) for _ in range(4)]
+    with ThreadPoolExecutor(4) as deploys:
+        assert all(deploys.map(lambda engine: roles.create(engine, PASSWORDS), engines))
 
 
 def test_a_password_is_sent_and_reported_only_as_its_verifier(walled: str) -> None:

@@ -61,8 +61,19 @@ def test_the_way_back_leaves_the_tables_of_0012(empty: Engine) -> None:
         connection.execute(text("ALTER TABLE idempotency.records ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY"))
         policy = "CREATE POLICY one ON idempotency.records USING (tenant = ANY (idempotency.tenants()))"
         connection.execute(text(policy))
+        # and `protect`, on a table of the application that has a policy of its own, too
+        connection.execute(text("CREATE TABLE payments (tenant text NOT NULL)"))
+        for each in (
+            "of_tenant ON payments USING (tenant = ANY (idempotency.tenants()))",
+            "all_tenants ON payments",
+        ):
+            connection.execute(text(f"CREATE POLICY {each}"))
+        connection.execute(text("CREATE POLICY own ON payments USING (true)"))
+        connection.execute(text("ALTER TABLE payments ENABLE ROW LEVEL SECURITY"))
     migrate_back(empty, "0012")
     assert objects(empty) == before
+    with empty.connect() as connection:
+        assert list(connection.execute(text("SELECT policyname FROM pg_policies")).scalars()) == ["own"]
     with empty.connect() as connection:
         query = "SELECT relrowsecurity OR relforcerowsecurity FROM pg_class WHERE oid = 'idempotency.records'::regclass"
         assert connection.execute(text(query)).scalar_one() is False

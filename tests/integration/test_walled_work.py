@@ -102,9 +102,8 @@ def test_whatever_a_task_does_works_for_one_tenant_after_the_other(
     )
     assert len(set(ordered)) == 2, "one for each tenant"
     assert None not in ordered, "each has its place, although no transaction may write lanes"
-    assert connection.execute(text("SELECT task, ordering_key FROM idempotency.lanes")).all() == [
-        (b.deposit.name, "lane")
-    ]
+    lanes = "SELECT task, ordering_key FROM idempotency.lanes ORDER BY 2"
+    assert connection.execute(text(lanes)).all() == [(b.deposit.name, f"{tenant}\nlane") for tenant in ("a", "b")]
 
 
 def test_relays_and_upkeep_see_the_work_of_all_tenants(

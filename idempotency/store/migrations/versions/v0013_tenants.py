@@ -94,16 +94,26 @@ BEGIN
 END $$;
 """
 
-# A policy left behind would hide every row from older code, which names no tenant.
+# A policy left behind would hide every row from older code, which names no tenant. The application's own tables may have
+# the same ones (`roles.protect`), and others, which stay.
 WITHOUT_POLICIES = """
 DO $$
 DECLARE
     found record;
 BEGIN
-    FOR found IN SELECT p.policyname, p.tablename FROM pg_policies p WHERE p.schemaname = 'idempotency' LOOP
-        EXECUTE format('DROP POLICY %I ON idempotency.%I', found.policyname, found.tablename);
-        EXECUTE format('ALTER TABLE idempotency.%I NO FORCE ROW LEVEL SECURITY, DISABLE ROW LEVEL SECURITY',
-            found.tablename);
+    FOR found IN
+        SELECT p.polname AS policy, p.polrelid AS id, p.polrelid::regclass::text AS name
+        FROM pg_policy p JOIN pg_class c ON c.oid = p.polrelid
+        WHERE c.relnamespace = 'idempotency'::regnamespace OR p.polrelid IN (
+            SELECT ours.polrelid FROM pg_policy ours
+            JOIN pg_depend d ON d.classid = 'pg_policy'::regclass AND d.objid = ours.oid
+            WHERE d.refclassid = 'pg_proc'::regclass AND d.refobjid = 'idempotency.tenants()'::regprocedure
+              AND (p.oid = ours.oid OR p.polname IN ('all_tenants', 'all_tenants_read')))
+    LOOP
+        EXECUTE format('DROP POLICY %I ON %s', found.policy, found.name);
+        IF NOT EXISTS (SELECT FROM pg_policy WHERE polrelid = found.id) THEN
+            EXECUTE format('ALTER TABLE %s NO FORCE ROW LEVEL SECURITY, DISABLE ROW LEVEL SECURITY', found.name);
+        END IF;
     END LOOP;
 END $$;
 """
