@@ -29,9 +29,10 @@ MIB = 1024 * 1024
 class IdempotencyMiddleware:
     """Answer repeated requests from the record of the first, by their header `Idempotency-Key`.
 
-    `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, for a server that
-    forks. `tenant(scope)`: whose keys these are; None, or no function: the setting `tenant`. `required`: whether a
-    request without a key is refused; may be a function of the scope. `methods`: the keyed ones; others pass through.
+    `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, which is asked with
+    each request: for a server that forks, and for a lifespan that closes it. `tenant(scope)`: whose keys these are; None,
+    or no function: the setting `tenant`. `required`: whether a request without a key is refused; may be a function of the
+    scope. `methods`: the keyed ones; others pass through.
 
     Sizes in bytes: `body_limit` of a request, decoded; `response_limit` of an answer that replays repeat with its body
     (default and maximum: the setting `result_limit`); `spool_limit` of any answer. `media_types`: those that a request
@@ -119,9 +120,8 @@ class IdempotencyMiddleware:
             exchange.close()
 
     def _runtime(self) -> Runtime:
-        if not isinstance(self._given_runtime, Runtime):
-            self._given_runtime = self._given_runtime()
-        return self._given_runtime
+        # a function is asked each time: a lifespan that ends closes its runtime, and the next one opens another
+        return self._given_runtime if isinstance(self._given_runtime, Runtime) else self._given_runtime()
 
     def _started_threads(self, runtime: Runtime) -> Threads:
         if self._threads is None:
