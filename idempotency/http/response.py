@@ -45,6 +45,7 @@ class Buffer:
         self.headers: Headers = ()
         self.is_complete = False
         self.is_too_large = False
+        self.is_broken = False
         self.ended = asyncio.Event()
         self._limit = limit
         self._size = 0
@@ -53,10 +54,13 @@ class Buffer:
     async def send(self, message: Message) -> None:
         """Keep a message of the response. Raises `ResponseTooLarge`."""
         match message["type"]:
+            case "http.response.start" if self.status:  # a server would break the connection off
+                self.is_broken = True
+                raise RuntimeError("the response has started: another one cannot follow it")
             case "http.response.start":
                 self.status = message["status"]
                 self.headers = tuple((bytes(name).lower(), bytes(value)) for name, value in message.get("headers", ()))
-            case "http.response.body" if not self.is_complete:
+            case "http.response.body" if not self.is_complete and not self.is_broken:
                 part = message.get("body", b"")
                 self._size += len(part)
                 if self._size > self._limit:

@@ -293,3 +293,30 @@ def test_what_is_not_keyed_passes_through_untouched(edge: Edge) -> None:
 
     asyncio.run(main())
     assert len(seen) == 3
+
+
+# ---------------------------------------------------------------- two answers
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_second_answer_after_the_start_of_the_first_is_an_error(edge: Edge, catches: bool) -> None:
+    """A middleware inside answers an error after the stream has begun. A server would break the connection off."""
+    key = new_key()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/csv")]})
+        await send({"type": "http.response.body", "body": b"id,amount\n1,5\n", "more_body": True})
+        try:
+            await Handler(422, b'{"error": "no"}').answer(send)
+        except RuntimeError:
+            if not catches:
+                raise
+            await send({"type": "http.response.body", "body": b'{"error": "no"}'})
+
+    async def send(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post("/pay", headers={"idempotency-key": key})
+
+    answer = edge.use(app, send)
+    record: Any = edge.record(key)
+    assert (answer.status_code, record.status) == (503 if catches else 500, "released")
+    assert b"amount" not in answer.content
