@@ -109,7 +109,8 @@ class Exchange:
         request = self._request
         scope: Scope = {
             **request.scope,
-            "headers": list(request.headers),
+            # replays get what is stored, so nothing inside may compress it for this client
+            "headers": [header for header in request.headers if header[0] != b"accept-encoding"],
             "state": {**request.scope.get("state", {}), "idempotency": given},
             # nothing may reach the client past the buffer
             "extensions": {},
@@ -145,7 +146,8 @@ class Exchange:
             attempt.writes.roll_back()
         elif given.has_session:
             self._flush(attempt)
-        self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
+        most = self._runtime.settings.result_limit
+        self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit, most)
         attempt.response_code = buffer.status
         return self.kept
 
