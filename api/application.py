@@ -11,50 +11,28 @@ from fastapi.security import HTTPBearer
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.runtime import Runtime
 from idempotency.http import IdempotencyMiddleware
-from idempotency.http.asgi import Application, Message, Receive, Scope, Send
-from idempotency.http.problems import Refused
-from idempotency.http.request import Limits, read
+from idempotency.http.asgi import Application, Receive, Scope, Send
 from idempotency.waiting import Ends
 from tasks import app as celery
 
 from . import admin, health, operations, problems, submissions
+from .bodies import BODY_LIMIT, JSON, LimitedBodies
 from .callers import Authentication, Callers, is_write, tenant_of
 
 DESCRIPTION = "Payments, refunds and orders, each carried out once for its Idempotency-Key."
-JSON = ("application/json",)
-BODY_LIMIT = 1024 * 1024
 
 
-class Once:
-    """Puts keyed routes behind the library's middleware, and limits the bodies of operators' requests."""
+class KeyedRoutes:
+    """Puts the routes where a key makes something happen once behind the library's middleware, and no others."""
 
     def __init__(self, app: Application) -> None:
-        self._app = app
+        self.app = app
         self._keyed = IdempotencyMiddleware(
             app, runtime=_runtime, tenant=tenant_of, required=True, media_types=JSON, body_limit=BODY_LIMIT
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_write(scope):
-            await self._keyed(scope, receive, send)
-        elif scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(admin.PATH):
-            await self._limited(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            request = await read(scope, receive, Limits(BODY_LIMIT, JSON))
-        except Refused as refused:
-            await refused.answer(scope, receive, send)
-            return
-        if request is not None:
-            body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
-
-            async def again() -> Message:
-                return body.pop() if body else await receive()
-
-            await self._app({**scope, "headers": list(request.headers)}, again, send)
+        await (self._keyed if is_write(scope) else self.app)(scope, receive, send)
 
 
 def create_app() -> FastAPI:
@@ -69,7 +47,8 @@ def create_app() -> FastAPI:
     app.include_router(admin.router, dependencies=operators)
     app.include_router(health.router)
     # from the inside out
-    app.add_middleware(Once)
+    app.add_middleware(LimitedBodies, path=admin.PATH)
+    app.add_middleware(KeyedRoutes)
     app.add_middleware(operations.PreferWait)
     app.add_middleware(Authentication, callers=Callers(_runtime))
     return app

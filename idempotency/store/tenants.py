@@ -77,6 +77,12 @@ def authenticate(connection: Connection, key: str) -> Caller | None:
     return None if row is None else Caller(row.tenant, row.name, tuple(row.scopes))
 
 
+def id_of(key: str) -> str | None:
+    """The id in an API key, which is no secret; None for every other text."""
+    found = _KEY.fullmatch(key)
+    return None if found is None else found[1]
+
+
 def hash_of(key: str) -> bytes:
     """What is stored of a key."""
     return hashlib.sha256(key.encode()).digest()

@@ -36,7 +36,7 @@ def request_of(
     return id
 
 
-def test_a_request_that_nobody_asks_for_again_is_deleted_unless_it_is_over_an_effect(
+def test_a_request_that_no_client_repeats_is_deleted_unless_it_has_an_effect(
     bank: Celery, connection: Connection
 ) -> None:
     gone = [

@@ -138,7 +138,7 @@ def test_every_table_with_a_tenant_is_behind_the_wall(walled: str) -> None:
     assert found == dict.fromkeys([*OF_THE_APPLICATION, "api_keys", "audit", "set_aside"], True)
 
 
-def test_row_security_holds_for_a_role_that_nobody_has_thought_of(walled: str) -> None:
+def test_row_security_holds_for_roles_that_no_policy_names(walled: str) -> None:
     """One with rights to the tables, from before `--roles`, say: it sees what it sets, and not silently nothing."""
     owner, name = create_engine(walled, poolclass=NullPool), f"older_{uuid4().hex[:8]}"
     older = create_engine(make_url(walled).set(username=name, password="p"), poolclass=NullPool)
