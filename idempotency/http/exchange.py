@@ -26,6 +26,7 @@ from ..errors import (
     EffectUnknown,
     IdempotencyError,
     LeaseLost,
+    NothingDone,
     OutcomeInDoubt,
     PermanentError,
     SessionNotYours,
@@ -36,7 +37,7 @@ from ..store.answers import Completed
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .answers import answer_to
-from .asgi import Application, Message, Scope, Send
+from .asgi import Application, Headers, Message, Scope, Send
 from .attempt import RequestAttempt
 from .quota import QuotaExceeded, Quotas
 from .request import Request
@@ -53,7 +54,7 @@ Result = Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError
 class Terms:
     """How the responses of keyed requests are kept, and what their statuses mean."""
 
-    decide: Callable[[int], Rule]
+    rule_of: Callable[[int, Headers], Rule]
     kept_headers: Collection[str]
     response_limit: int
     spool_limit: int
@@ -67,6 +68,8 @@ class Exchange:
     ) -> None:
         self._app = app
         self._request = request
+        # as it came: each run of the handler begins with it
+        self._scope = {**request.scope, "state": {**request.scope.get("state", {})}}
         self.id = id
         self._runtime = runtime
         self._terms = terms
@@ -111,7 +114,8 @@ class Exchange:
 
     @cached_property
     def _delivery(self) -> Delivery:
-        return Delivery(self.id, self._request.fingerprint(self.id.tenant), {}, only_asked=True)
+        fingerprint, *others = self._request.fingerprints(self.id.tenant)
+        return Delivery(self.id, fingerprint, {}, only_asked=True, also=others)
 
     def _body(self, attempt: Attempt) -> dict[str, Any]:
         """Run the application, and say what its answer means."""
@@ -132,15 +136,15 @@ class Exchange:
         self._task.add_done_callback(lambda _: given.end())
 
     async def _handle(self, given: RequestAttempt, buffer: Buffer) -> None:
-        request = self._request
         scope: Scope = {
-            **request.scope,
-            "headers": list(request.headers),
-            "state": {**request.scope.get("state", {}), "idempotency": given},
+            **self._scope,
+            # replays get what is stored, so nothing inside may compress it for this client
+            "headers": [header for header in self._request.headers if header[0] != b"accept-encoding"],
+            "state": {**self._scope["state"], "idempotency": given},
             # nothing may reach the client past the buffer
             "extensions": {},
         }
-        body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+        body: list[Message] = [{"type": "http.request", "body": self._request.body, "more_body": False}]
 
         async def receive() -> Message:
             if body:
@@ -148,7 +152,17 @@ class Exchange:
             await buffer.ended.wait()  # a client that has gone does not stop what was begun
             return {"type": "http.disconnect"}
 
-        await self._app(scope, receive, buffer.send)
+        try:
+            await self._app(scope, receive, buffer.send)
+        finally:
+            self._pass_on(scope)
+
+    def _pass_on(self, scope: Scope) -> None:
+        """Let the middleware outside see what was found, as the route: it would have, without this one."""
+        outside, own = self._request.scope, ("headers", "state", "extensions")
+        outside.update((name, value) for name, value in scope.items() if name not in own)
+        if found := {name: value for name, value in scope["state"].items() if name != "idempotency"}:
+            outside.setdefault("state", {}).update(found)
 
     def _conclude_again(self, attempt: Attempt, ran: Attempt, given: RequestAttempt, buffer: Buffer) -> dict[str, Any]:
         """After a doubt: no request runs its handler twice. The answer of its run counts, unless another ran in between."""
@@ -168,8 +182,10 @@ class Exchange:
             raise error
         if error is not None or buffer.is_too_large or not buffer.is_complete:
             raise self._released(error or _defect(buffer)) from error
-        rule = self._terms.decide(buffer.status)
+        rule = self._rule(buffer)
         effects = attempt.claim.effects
+        if rule is Rule.FORGET:
+            raise NothingDone(0.0, AnswerNotStored(f"answered {buffer.status}"))
         if rule is Rule.RELEASE or conclusions.is_open(effects):
             # over an open effect any answer would be a guess: the next request asks the provider
             self._is_guess = rule is not Rule.RELEASE
@@ -182,9 +198,17 @@ class Exchange:
             if is_again:  # what it wrote was rolled back with the earlier claim
                 raise self._lost()
             self._flush(attempt)
-        self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
+        most = self._runtime.settings.result_limit
+        self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit, most)
         attempt.response_code = buffer.status
         return self.kept
+
+    def _rule(self, buffer: Buffer) -> Rule:
+        try:
+            return self._terms.rule_of(buffer.status, buffer.headers)
+        except Exception as error:  # of the user's function
+            self.error = error
+            raise self._released(error) from error
 
     def _flush(self, attempt: Attempt) -> None:
         """Send what the handler's session still holds: an error in it is the handler's own."""

@@ -9,10 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import text
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 
 from idempotency.http import Rule
 from idempotency.http.asgi import Receive, Scope, Send
-from tests.support.edge import Edge, Handler, new_key
+from idempotency.wire import keys
+from tests.support.edge import Edge, Handler, new_key, within
 
 JSON = {"content-type": "application/json"}
 
@@ -82,6 +85,37 @@ def test_an_answer_too_large_to_keep_is_replayed_without_its_body(
     assert second.json()["type"].endswith("body_not_kept")
 
 
+def test_an_answer_is_stored_as_every_client_can_read_it(edge: Edge) -> None:
+    """Whatever compresses inside, as Django's GZipMiddleware always does; outside, it compresses replays too."""
+
+    async def send(client: httpx.AsyncClient) -> list[tuple[httpx.Response, str | None]]:
+        headers = {"idempotency-key": new_key()}
+        answers = [await client.post("/pay", headers=headers) for _ in range(2)]
+        return [(answer, answer.headers.get("content-encoding")) for answer in answers]
+
+    handler = Handler(201, b'{"id": "%s"}' % (b"p" * 100))
+    inside = edge.use(GZipMiddleware(handler, minimum_size=10), send)
+    outside = asyncio.run(within(GZipMiddleware(edge.middleware(handler), minimum_size=10), send))
+    assert [coding for _, coding in (*inside, *outside)] == [None, None, "gzip", "gzip"]
+    assert {answer.content for answer, _ in (*inside, *outside)} == {handler.body}
+
+
+@pytest.mark.parametrize("kept", [{}, {"kept_headers": []}], ids=["usual", "none named"])
+def test_an_answer_that_is_a_compressed_file_stays_readable(edge: Edge, kept: dict[str, Any]) -> None:
+    handler = Handler(200, gzip.compress(b"a,b"), (b"content-encoding", b"gzip"))
+    first, second = twice(edge, handler, new_key(), **kept)
+    assert first.content == second.content == b"a,b"
+    assert second.headers["idempotency-replayed"] == "true"
+
+
+def test_headers_too_long_to_keep_are_replayed_without(edge: Edge) -> None:
+    key, handler = new_key(), Handler(201, b"{}", (b"link", b"</payments?page=2>; rel=next, " * 200))
+    first, second = twice(edge, handler, key)
+    assert (first.status_code, first.content, edge.entries(key), edge.letters(key)) == (201, b"{}", 1, [])
+    assert (second.status_code, "link" in second.headers) == (201, False)
+    assert second.json()["type"].endswith("body_not_kept")
+
+
 def test_no_content_stays_without_a_length(edge: Edge) -> None:
     _, second = twice(edge, Handler(204, b""), new_key())
     assert (second.status_code, second.content, "content-length" in second.headers) == (204, b"", False)
@@ -118,7 +152,10 @@ def test_the_status_decides_what_is_committed_and_what_is_kept(
     assert handler.runs == (1 if kept else 2)
     assert edge.entries(key) == int(committed)
     record: Any = edge.record(key)
-    assert (record.status, record.response_code) == (("completed", status) if kept else ("released", None))
+    if status in (401, 404, 429):
+        assert record is None
+    else:
+        assert (record.status, record.response_code) == (("completed", status) if kept else ("released", None))
     assert edge.letters(key) == []
 
 
@@ -190,11 +227,14 @@ SAME: dict[str, tuple[dict[str, str], bytes, dict[str, str]]] = {
     "another order and white space": ({}, b'{"b": [1, 2],\n "a": 1}', {}),
     "a quoted key": ({"idempotency-key": '"{key}"'}, b'{"a": 1, "b": [1, 2]}', {}),
     "gzip": ({"content-encoding": "gzip"}, gzip.compress(b'{"a": 1, "b": [1, 2]}'), {}),
+    "numbers of the same value": ({}, b'{"a": 1.0, "b": [10e-1, 2.00]}', {}),
+    "a slash at the end": ({}, b'{"a": 1, "b": [1, 2]}', {"url": "/pay/"}),
     "a charset": ({"content-type": "application/json; charset=utf-8"}, b'{"a": 1, "b": [1, 2]}', {}),
 }
 OTHERS: dict[str, tuple[dict[str, str], bytes, dict[str, str]]] = {
     "another body": ({}, b'{"a": 2, "b": [1, 2]}', {}),
     "another order in a list": ({}, b'{"a": 1, "b": [2, 1]}', {}),
+    "an object that looks like a number": ({}, b'{"a": {"__type__": "decimal", "__value__": "1"}, "b": [1, 2]}', {}),
     "text for a number": ({}, b'{"a": "1", "b": [1, 2]}', {}),
     "another path": ({}, b'{"a": 1, "b": [1, 2]}', {"url": "/refund"}),
     "another query": ({}, b'{"a": 1, "b": [1, 2]}', {"url": "/pay?wait=1"}),
@@ -249,6 +289,39 @@ def test_numbers_that_a_float_cannot_tell_apart_are_different(edge: Edge) -> Non
     assert edge.use(handler, send) == [201, 422]
 
 
+def test_a_file_that_is_sent_again_is_a_repeat(edge: Edge) -> None:
+    key, handler = new_key(), Handler()
+
+    async def send(client: httpx.AsyncClient) -> list[int]:
+        sent = [b"the same bytes", b"the same bytes", b"other bytes"]
+        return [
+            (await client.post("/pay", headers={"idempotency-key": key}, files={"scan": each})).status_code
+            for each in sent
+        ]
+
+    assert edge.use(handler, send) == [201, 201, 422]
+    assert handler.runs == 1
+
+
+def test_a_new_rule_for_fingerprints_does_not_refuse_a_repeat_from_before(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, new, handler = new_key(), new_key(), Handler()
+
+    async def send(client: httpx.AsyncClient) -> list[int]:
+        sent = [(each, amount) for each in (key, new) for amount in (b"5", b"5", b"6")]
+        return [
+            (await client.post("/pay", headers=JSON | {"idempotency-key": each}, content=amount)).status_code
+            for each, amount in sent
+        ]
+
+    edge.use(handler, lambda client: client.post("/pay", headers=JSON | {"idempotency-key": key}, content=b"5"))
+    monkeypatch.setitem(keys.FINGERPRINT_RULES, "v2", lambda given: f"v2:{hash(keys.canonical_json(given))}")
+    assert edge.use(handler, send) == [201, 201, 422, 201, 201, 422]
+    records: list[Any] = [edge.record(each) for each in (key, new)]
+    assert ([each.fingerprint[:3] for each in records], handler.runs) == (["v1:", "v2:"], 2)
+
+
 def test_tenants_keys_are_independent(edge: Edge) -> None:
     key, handler = new_key(), Handler()
 
@@ -293,6 +366,18 @@ def test_what_is_not_keyed_passes_through_untouched(edge: Edge) -> None:
 
     asyncio.run(main())
     assert len(seen) == 3
+
+
+def test_cors_outside_lets_a_browser_read_replays_and_problems(edge: Edge) -> None:
+    key, origin = new_key(), "https://shop.example"
+    app = CORSMiddleware(edge.middleware(Handler()), allow_origins=[origin])
+
+    async def send(client: httpx.AsyncClient) -> list[tuple[int, str | None]]:
+        headers = {"idempotency-key": key, "origin": origin}
+        answers = [await client.post("/pay", headers=headers, content=body) for body in (b"1", b"1", b"2")]
+        return [(answer.status_code, answer.headers.get("access-control-allow-origin")) for answer in answers]
+
+    assert asyncio.run(within(app, send)) == [(201, origin), (201, origin), (422, origin)]
 
 
 # ---------------------------------------------------------------- two answers
