@@ -44,8 +44,9 @@ def run(runtime: Runtime, delivery: Delivery, policy: Policy, body: Body, patien
 
     `patiently` asks Postgres for as long as the caller can wait. Exceptions of the body are outcomes. Raises what
     `patiently` raises, the exception that ends the process (`SystemExit`, `KeyboardInterrupt`), and `IdempotencyError`
-    after `DOUBT_ROUNDS` rounds without an answer.
+    after `DOUBT_ROUNDS` rounds without an answer; and `RuntimeError` if the runtime is closed.
     """
+    runtime.check_open()
     token, ending = secrets.token_hex(16), None
     for _ in range(DOUBT_ROUNDS):
         with metrics.phase(delivery.id.task, "claim"):

@@ -37,6 +37,7 @@ class Runtime:
 
     # Whether tasks run inside the caller's own transaction, as in the tests of an application.
     joins_transaction = False
+    is_closed = False
 
     def __init__(self, settings: Settings) -> None:
         metrics.prepare()
@@ -91,11 +92,17 @@ class Runtime:
 
     def close(self) -> None:
         """Close everything; it is not used again."""
+        self.is_closed = True
         self.heartbeat.stop()
         self.hints.flush()
         self.readers.shutdown(wait=False)
         for engine in self._engines:
             engine.dispose()
+
+    def check_open(self) -> None:
+        """Raise `RuntimeError` if nobody would renew the lease of a claim made now."""
+        if self.is_closed:
+            raise RuntimeError("the runtime is closed: make a new one, or give a function that returns the open one")
 
     def abandon(self) -> None:
         """Forget inherited connections without closing the parent's sockets."""

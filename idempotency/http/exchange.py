@@ -69,6 +69,8 @@ class Exchange:
     ) -> None:
         self._app = app
         self._request = request
+        # as it came: each run of the handler begins with it
+        self._scope = {**request.scope, "state": {**request.scope.get("state", {})}}
         self.id = id
         self._runtime = runtime
         self._terms = terms
@@ -140,15 +142,15 @@ class Exchange:
         self._task.add_done_callback(lambda _: given.end())
 
     async def _handle(self, given: RequestAttempt, buffer: Buffer) -> None:
-        request = self._request
         scope: Scope = {
-            **request.scope,
-            "headers": list(request.headers),
-            "state": {**request.scope.get("state", {}), "idempotency": given},
+            **self._scope,
+            # replays get what is stored, so nothing inside may compress it for this client
+            "headers": [header for header in self._request.headers if header[0] != b"accept-encoding"],
+            "state": {**self._scope["state"], "idempotency": given},
             # nothing may reach the client past the buffer
             "extensions": {},
         }
-        body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+        body: list[Message] = [{"type": "http.request", "body": self._request.body, "more_body": False}]
 
         async def receive() -> Message:
             if body:
@@ -156,7 +158,17 @@ class Exchange:
             await buffer.ended.wait()  # a client that has gone does not stop what was begun
             return {"type": "http.disconnect"}
 
-        await self._app(scope, receive, buffer.send)
+        try:
+            await self._app(scope, receive, buffer.send)
+        finally:
+            self._pass_on(scope)
+
+    def _pass_on(self, scope: Scope) -> None:
+        """Let the middleware outside see what was found, as the route: it would have, without this one."""
+        outside, own = self._request.scope, ("headers", "state", "extensions")
+        outside.update((name, value) for name, value in scope.items() if name not in own)
+        if found := {name: value for name, value in scope["state"].items() if name != "idempotency"}:
+            outside.setdefault("state", {}).update(found)
 
     def _conclude_again(self, attempt: Attempt, ran: Attempt, given: RequestAttempt, buffer: Buffer) -> dict[str, Any]:
         """After a doubt: no request runs its handler twice. The answer of its run counts, unless another ran in between."""
@@ -194,7 +206,8 @@ class Exchange:
             self._flush(attempt)
         if effects:
             attempt.policy = replace(attempt.policy, retention_completed=self._longer())
-        self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
+        most = self._runtime.settings.result_limit
+        self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit, most)
         attempt.response_code = buffer.status
         return self.kept
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from ..attempt.runtime import Runtime
-from ..errors import InvalidKey, SettingsError
+from ..errors import InvalidKey, MissingKey, SettingsError
 from ..wire.keys import HTTP_TASK, OperationId, check_key
+from . import options
 from .asgi import Application, Receive, Scope, Send
 from .attempt import RequestAttempt
 from .exchange import Exchange, Terms
@@ -30,9 +31,10 @@ MIB = 1024 * 1024
 class IdempotencyMiddleware:
     """Answer repeated requests from the record of the first, by their header `Idempotency-Key`.
 
-    `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, for a server that
-    forks. `tenant(scope)`: whose keys these are; None, or no function: the setting `tenant`. `required`: whether a
-    request without a key is refused; may be a function of the scope. `methods`: the keyed ones; others pass through.
+    `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, which is asked with
+    each request: for a server that forks, and for a lifespan that closes it. `tenant(scope)`: whose keys these are;
+    without a function, all are of the setting `tenant`. `required`: whether a request without a key is refused; may be a
+    function of the scope. `methods`: the keyed ones; others pass through.
 
     Sizes in bytes: `body_limit` of a request, decoded; `response_limit` of an answer that replays repeat with its body
     (default and maximum: the setting `result_limit`); `spool_limit` of any answer. `media_types`: those that a request
@@ -42,7 +44,7 @@ class IdempotencyMiddleware:
     threads, one for each keyed request that is carried out (default: twice the setting `pool_size`, all connections that
     the runtime may open; with `tenant`, half of them for one tenant alone); further requests wait for `patience` seconds,
     then they are answered with 503.
-    Raises `SettingsError` for a limit that cannot be kept.
+    Raises `SettingsError` for a limit that cannot be kept, and for an option that would have no effect.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class IdempotencyMiddleware:
         app: Application,
         *,
         runtime: Runtime | Callable[[], Runtime],
-        tenant: Callable[[Scope], str | None] | None = None,
+        tenant: Callable[[Scope], str] | None = None,
         required: bool | Callable[[Scope], bool] = False,
         methods: Collection[str] = ("POST", "PATCH"),
         body_limit: int = MIB,
@@ -67,11 +69,13 @@ class IdempotencyMiddleware:
         self._given_runtime = runtime
         self._tenant = tenant
         self._required = required
-        self._methods = frozenset(methods)
-        self._limits = Limits(body_limit, media_types)
+        options.check_functions(runtime=runtime, tenant=tenant, required=required, decide=decide)
+        options.check_server_errors(server_errors)
+        self._methods = options.methods(methods)
+        self._limits = Limits(body_limit, options.media_types(media_types))
         self._response_limit = response_limit
         self._spool_limit = spool_limit
-        self._kept_headers = frozenset(name.lower() for name in kept_headers)
+        self._kept_headers = options.headers(kept_headers)
         self._rule_of = partial(rule_of, decide=decide, server_errors=server_errors)
         self._concurrency = concurrency
         self._patience = patience
@@ -105,8 +109,16 @@ class IdempotencyMiddleware:
         return key
 
     def _tenant_of(self, scope: Scope) -> str:
-        tenant = None if self._tenant is None else self._tenant(scope)
-        return self._runtime().settings.tenant if tenant is None else check_key(tenant, field="tenant")
+        if self._tenant is None:
+            return self._runtime().settings.tenant
+        try:
+            return check_key(self._tenant(scope), field="tenant")
+        except MissingKey:
+            raise SettingsError(
+                "tenant: the function has returned None; it has to name whose keys these are, or to be left out"
+            ) from None
+        except InvalidKey as error:  # what it comes from is in the request
+            raise Refused(problem(400, "tenant_invalid", "Not a tenant", str(error))) from None
 
     async def _carry_out(self, request: Request, tenant: str, key: str, send: Send) -> None:
         runtime = self._runtime()
@@ -120,9 +132,8 @@ class IdempotencyMiddleware:
             exchange.close()
 
     def _runtime(self) -> Runtime:
-        if not isinstance(self._given_runtime, Runtime):
-            self._given_runtime = self._given_runtime()
-        return self._given_runtime
+        # a function is asked each time: a lifespan that ends closes its runtime, and the next one opens another
+        return self._given_runtime if isinstance(self._given_runtime, Runtime) else self._given_runtime()
 
     def _started_threads(self, runtime: Runtime) -> Threads:
         if self._threads is None:

@@ -30,6 +30,8 @@ KEPT_HEADERS = frozenset(
         "location",
     )
 )
+# Kept whatever the middleware is told: without it nobody could read the body.
+_OF_THE_BODY = "content-encoding"
 REPLAYED = (b"idempotency-replayed", b"true")
 
 
@@ -45,6 +47,7 @@ class Buffer:
         self.headers: Headers = ()
         self.is_complete = False
         self.is_too_large = False
+        self.is_broken = False
         self.ended = asyncio.Event()
         self._limit = limit
         self._size = 0
@@ -53,10 +56,13 @@ class Buffer:
     async def send(self, message: Message) -> None:
         """Keep a message of the response. Raises `ResponseTooLarge`."""
         match message["type"]:
+            case "http.response.start" if self.status:  # a server would break the connection off
+                self.is_broken = True
+                raise RuntimeError("the response has started: another one cannot follow it")
             case "http.response.start":
                 self.status = message["status"]
                 self.headers = tuple((bytes(name).lower(), bytes(value)) for name, value in message.get("headers", ()))
-            case "http.response.body" if not self.is_complete:
+            case "http.response.body" if not self.is_complete and not self.is_broken:
                 part = message.get("body", b"")
                 self._size += len(part)
                 if self._size > self._limit:
@@ -97,19 +103,24 @@ class Buffer:
         self._body.close()
 
 
-def stored(buffer: Buffer, kept: Collection[str], limit: int) -> dict[str, Any]:
-    """A response as its record keeps it: at most `limit` bytes of JSON, the body left out if it does not fit."""
+def stored(buffer: Buffer, kept: Collection[str], limit: int, most: int) -> dict[str, Any]:
+    """A response as its record keeps it: the body only if that makes at most `limit` bytes of JSON, headers if `most`."""
     headers = [
-        [text, value.decode("latin-1")] for name, value in buffer.headers if (text := name.decode("latin-1")) in kept
+        [text, value.decode("latin-1")]
+        for name, value in buffer.headers
+        if (text := name.decode("latin-1")) in kept or text == _OF_THE_BODY
     ]
     form: dict[str, Any] = {"status": buffer.status, "headers": headers}
     body = buffer.body(at_most=limit)
-    if body is not None:
-        whole = form | _body(body)
-        if len(encoding.dumps(whole)) <= limit:
-            return whole
+    if body is not None and _fits(whole := form | _body(body), limit):
+        return whole
     # two answers whose bodies are not kept are the same one only if the bodies are
-    return form | {"body_not_kept": True, "sha256": buffer.digest()}
+    without = form | {"body_not_kept": True, "sha256": buffer.digest()}
+    return without if _fits(without, most) else without | {"headers": []}
+
+
+def _fits(form: Mapping[str, Any], limit: int) -> bool:
+    return len(encoding.dumps(form)) <= limit
 
 
 def _body(body: bytes) -> dict[str, str]:
@@ -129,7 +140,8 @@ def replay(form: Mapping[str, Any]) -> Answer:
             "Done before; the body was not kept",
             "The request was carried out once, with this status. Its response was too large to be kept.",
         )
-        others = tuple(header for header in headers if header[0] not in (b"content-type", b"etag"))
+        about_it = (b"content-type", b"content-encoding", b"etag")
+        others = tuple(header for header in headers if header[0] not in about_it)
         return Answer(said.status, (*said.headers, *others, REPLAYED), said.body)
     body = form["body"].encode() if "body" in form else base64.b64decode(form["body_base64"])
     return Answer(form["status"], (*headers, REPLAYED), body)

@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import text
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 
 from idempotency.http import Rule
 from idempotency.http.asgi import Receive, Scope, Send
 from idempotency.wire import keys
-from tests.support.edge import Edge, Handler, new_key
+from tests.support.edge import Edge, Handler, new_key, within
 
 JSON = {"content-type": "application/json"}
 
@@ -80,6 +82,37 @@ def test_an_answer_too_large_to_keep_is_replayed_without_its_body(
     assert second.headers["idempotency-replayed"] == "true"
     assert second.headers["content-type"] == "application/problem+json"
     assert "etag" not in second.headers
+    assert second.json()["type"].endswith("body_not_kept")
+
+
+def test_an_answer_is_stored_as_every_client_can_read_it(edge: Edge) -> None:
+    """Whatever compresses inside, as Django's GZipMiddleware always does; outside, it compresses replays too."""
+
+    async def send(client: httpx.AsyncClient) -> list[tuple[httpx.Response, str | None]]:
+        headers = {"idempotency-key": new_key()}
+        answers = [await client.post("/pay", headers=headers) for _ in range(2)]
+        return [(answer, answer.headers.get("content-encoding")) for answer in answers]
+
+    handler = Handler(201, b'{"id": "%s"}' % (b"p" * 100))
+    inside = edge.use(GZipMiddleware(handler, minimum_size=10), send)
+    outside = asyncio.run(within(GZipMiddleware(edge.middleware(handler), minimum_size=10), send))
+    assert [coding for _, coding in (*inside, *outside)] == [None, None, "gzip", "gzip"]
+    assert {answer.content for answer, _ in (*inside, *outside)} == {handler.body}
+
+
+@pytest.mark.parametrize("kept", [{}, {"kept_headers": []}], ids=["usual", "none named"])
+def test_an_answer_that_is_a_compressed_file_stays_readable(edge: Edge, kept: dict[str, Any]) -> None:
+    handler = Handler(200, gzip.compress(b"a,b"), (b"content-encoding", b"gzip"))
+    first, second = twice(edge, handler, new_key(), **kept)
+    assert first.content == second.content == b"a,b"
+    assert second.headers["idempotency-replayed"] == "true"
+
+
+def test_headers_too_long_to_keep_are_replayed_without(edge: Edge) -> None:
+    key, handler = new_key(), Handler(201, b"{}", (b"link", b"</payments?page=2>; rel=next, " * 200))
+    first, second = twice(edge, handler, key)
+    assert (first.status_code, first.content, edge.entries(key), edge.letters(key)) == (201, b"{}", 1, [])
+    assert (second.status_code, "link" in second.headers) == (201, False)
     assert second.json()["type"].endswith("body_not_kept")
 
 
@@ -333,3 +366,42 @@ def test_what_is_not_keyed_passes_through_untouched(edge: Edge) -> None:
 
     asyncio.run(main())
     assert len(seen) == 3
+
+
+def test_cors_outside_lets_a_browser_read_replays_and_problems(edge: Edge) -> None:
+    key, origin = new_key(), "https://shop.example"
+    app = CORSMiddleware(edge.middleware(Handler()), allow_origins=[origin])
+
+    async def send(client: httpx.AsyncClient) -> list[tuple[int, str | None]]:
+        headers = {"idempotency-key": key, "origin": origin}
+        answers = [await client.post("/pay", headers=headers, content=body) for body in (b"1", b"1", b"2")]
+        return [(answer.status_code, answer.headers.get("access-control-allow-origin")) for answer in answers]
+
+    assert asyncio.run(within(app, send)) == [(201, origin), (201, origin), (422, origin)]
+
+
+# ---------------------------------------------------------------- two answers
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_second_answer_after_the_start_of_the_first_is_an_error(edge: Edge, catches: bool) -> None:
+    """A middleware inside answers an error after the stream has begun. A server would break the connection off."""
+    key = new_key()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/csv")]})
+        await send({"type": "http.response.body", "body": b"id,amount\n1,5\n", "more_body": True})
+        try:
+            await Handler(422, b'{"error": "no"}').answer(send)
+        except RuntimeError:
+            if not catches:
+                raise
+            await send({"type": "http.response.body", "body": b'{"error": "no"}'})
+
+    async def send(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post("/pay", headers={"idempotency-key": key})
+
+    answer = edge.use(app, send)
+    record: Any = edge.record(key)
+    assert (answer.status_code, record.status) == (503 if catches else 500, "released")
+    assert b"amount" not in answer.content

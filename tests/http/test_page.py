@@ -8,19 +8,20 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI, Request
 from sqlalchemy import text
 from typer.testing import CliRunner
 
 from idempotency.cli.root import cli
 from tests.support.documents import ROOT, python_blocks
-from tests.support.edge import Edge, within
+from tests.support.edge import Edge, new_key, within
 
 
 def test_the_page_on_http_runs_as_it_is(edge: Edge, edge_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", edge_database)
     with edge.engine.connect() as connection:
         connection.execute(text("CREATE TABLE payments (id text PRIMARY KEY, amount int)"))
-    (example,) = python_blocks("docs/http.md")
+    _, example = python_blocks("docs/http.md")
     assert (ROOT / "examples" / "http_fastapi" / "shop.py").read_text() == example
     # a module of its own, where FastAPI finds the names of the annotations
     shop: Any = ModuleType("shop")
@@ -52,3 +53,25 @@ def test_the_page_on_http_runs_as_it_is(edge: Edge, edge_database: str, monkeypa
     for command, said in (("recover", "recovered: 0"), ("purge", "purged: 3"), ("dead-letters list", "")):
         done = CliRunner().invoke(cli, [*command.split(), "-A", "upkeep"])
         assert (done.exit_code, said in done.output) == (0, True), done.output
+
+
+def test_users_get_no_answer_of_each_others_and_strangers_none(edge: Edge) -> None:
+    """FastAPI's own way to know the user, a dependency, is never asked for a replay: authentication stands outside."""
+    outside, _ = python_blocks("docs/http.md")
+    page: Any = ModuleType("outside")
+    exec(outside, page.__dict__)
+    app, key = FastAPI(), new_key()
+    page.protect(app, edge.runtime)
+
+    @app.post("/pay", status_code=201)
+    def pay(request: Request) -> dict[str, str]:
+        return {"card": f"card of {request.state.user}"}
+
+    async def send(client: httpx.AsyncClient) -> list[tuple[int, str]]:
+        tokens = ["a-secret", "b-secret", "wrong", "a-secret"]
+        headers = [{"idempotency-key": key, "authorization": f"Bearer {token}"} for token in tokens]
+        answers = [await client.post("/pay", headers=each) for each in headers]
+        return [(answer.status_code, answer.text) for answer in answers]
+
+    alice, bob = '{"card":"card of alice"}', '{"card":"card of bob"}'
+    assert asyncio.run(within(app, send)) == [(201, alice), (201, bob), (401, ""), (201, alice)]

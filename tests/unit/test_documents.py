@@ -17,7 +17,7 @@ RUN_BY = {
     "docs/engines.md": ("tests/integration/test_pages.py", 1),
     "docs/events.md": ("tests/integration/test_readme.py", 1),
     "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
-    "docs/http.md": ("tests/http/test_page.py", 1),
+    "docs/http.md": ("tests/http/test_page.py", 2),
     "docs/operating.md": ("tests/integration/test_readme.py", 1),
     "docs/psycopg.md": ("tests/integration/test_pages.py", 1),
     "docs/tasks.md": ("tests/integration/test_readme.py", 2),
