@@ -66,6 +66,18 @@ def claim(
     return answer
 
 
+def look(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch | Foreign | Busy | None:
+    """What a claim would be answered, by a read that waits for no lock; None: it might succeed."""
+    with runtime.autocommit(delivery.id.tenant) as connection:
+        return claims.look(
+            connection,
+            delivery.id,
+            service=runtime.settings.service,
+            fingerprint=delivery.fingerprint,
+            also=delivery.also,
+        )
+
+
 def _answer(
     runtime: Runtime, delivery: Delivery, token: str, *, duplicate_first: bool
 ) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:

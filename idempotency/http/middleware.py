@@ -41,7 +41,8 @@ class IdempotencyMiddleware:
 
     `decide(status)` says what an answer means (`Rule`); `server_errors="store"` keeps 5xx as answers. `concurrency`:
     threads, one for each keyed request that is carried out (default: twice the setting `pool_size`, all connections that
-    the runtime may open); further requests wait for `patience` seconds, then they are answered with 503.
+    the runtime may open; with `tenant`, half of them for one tenant alone); further requests wait for `patience` seconds,
+    then they are answered with 503.
     Raises `SettingsError` for a limit that cannot be kept, and for an option that would have no effect.
     """
 
@@ -123,7 +124,7 @@ class IdempotencyMiddleware:
         exchange = Exchange(
             self.app, request, OperationId(tenant, HTTP_TASK, key), runtime, self._terms(runtime), self._quotas
         )
-        outcome = await self._started_threads(runtime).run(exchange.work)
+        outcome = await self._started_threads(runtime).run(exchange.id, exchange.work, exchange.look)
         try:
             await exchange.answer(outcome, send)
         finally:
@@ -136,7 +137,8 @@ class IdempotencyMiddleware:
 
     def _started_threads(self, runtime: Runtime) -> Threads:
         if self._threads is None:
-            self._threads = Threads(self._concurrency or 2 * runtime.settings.pool_size, self._patience)
+            most = self._concurrency or 2 * runtime.settings.pool_size
+            self._threads = Threads(most, self._patience, tenants=self._tenant is not None)
         return self._threads
 
     def _terms(self, runtime: Runtime) -> Terms:
