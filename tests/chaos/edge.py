@@ -69,9 +69,9 @@ def work(attempt: RequestAttempt, session: Session, deposit: Deposit) -> dict[st
 _failed: set[tuple[str, str]] = set()
 
 
-def tenant_of(scope: Scope) -> str | None:
+def tenant_of(scope: Scope) -> str:
     """The tenant that a request names."""
-    return next((value.decode() for name, value in scope["headers"] if name == TENANT_HEADER.encode()), None)
+    return next(value.decode() for name, value in scope["headers"] if name == TENANT_HEADER.encode())
 
 
 app = FastAPI()

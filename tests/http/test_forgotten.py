@@ -9,10 +9,13 @@ import httpx
 import pytest
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
-from sqlalchemy import text
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import OperationalError
 
 from idempotency.http import Rule
 from idempotency.http.fastapi import AttemptSession, CurrentAttempt
+from idempotency.store import ends
+from idempotency.store.answers import Claimed
 from tests.http.test_handlers import fast, post
 from tests.support.edge import INSERT, Edge, Handler, new_key, within
 
@@ -171,3 +174,17 @@ def test_a_holder_that_was_taken_over_forgets_nothing(edge: Edge) -> None:
     (answer,) = post(edge.middleware(Slow(404)), key)
     record: Any = edge.record(key)
     assert (answer.status_code, record.status, record.token) == (409, "started", "another")
+
+
+def test_a_lost_answer_to_the_deletion_runs_nothing_again(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, handler, forget, calls = new_key(), Handler(404), ends.forget, []
+
+    def lossy(connection: Connection, claim: Claimed) -> bool:
+        calls.append(forget(connection, claim))
+        if len(calls) == 1:
+            raise OperationalError("DELETE", None, Exception("the connection broke"))
+        return calls[-1]
+
+    monkeypatch.setattr(ends, "forget", lossy)
+    (answer,) = post(edge.middleware(handler), key)
+    assert (answer.status_code, handler.runs, calls, edge.record(key)) == (404, 1, [True, True], None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, create_engine, event, text
@@ -20,6 +22,7 @@ from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
 from idempotency.checks.processes import check_processes
 from idempotency.handle import Handle
+from idempotency.http import IdempotencyMiddleware
 from idempotency.letters.consumer import consume_once
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
@@ -31,6 +34,7 @@ from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
+from tests.support.edge import Handler, within
 from tests.support.outside import OutsideWorld
 from tests.support.roles import PASSWORDS, url_of
 
@@ -67,6 +71,23 @@ def enqueue(app: Celery, task: Any, *args: Any, tenant: str, **options: Any) -> 
         handle: Handle[Any] = task.enqueue(session, *args, tenant=tenant, **options)
         session.commit()
     return handle
+
+
+def test_a_request_that_has_done_nothing_is_forgotten_and_one_that_has_is_kept(
+    under: Under, connection: Connection
+) -> None:
+    with under(APPLICATION) as app:
+        for status, kept in ((404, []), (500, ["released"]), (201, ["completed"])):
+            middleware = IdempotencyMiddleware(
+                Handler(status), runtime=runtime_of(app), tenant=lambda scope, status=status: f"t{status}"
+            )
+
+            async def send(client: httpx.AsyncClient) -> int:
+                return (await client.post("/pay", headers={"idempotency-key": "k"})).status_code
+
+            assert asyncio.run(within(middleware, send)) == status
+            query = text("SELECT status FROM idempotency.records WHERE tenant = :tenant")
+            assert connection.execute(query, {"tenant": f"t{status}"}).scalars().all() == kept
 
 
 def test_whatever_a_task_does_works_for_one_tenant_after_the_other(
