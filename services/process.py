@@ -14,7 +14,7 @@ import psutil
 # The process writes its own /proc/self/stat line before it becomes the program, so it never runs unrecorded. The start
 # time in that line distinguishes it from a later process with the same pid.
 _LAUNCH = 'read -r line < /proc/$$/stat && echo "$line" > "$1" && cd "$2" && shift 2 && exec "$@"'
-_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat, counted after the program's name
+_STATE, _THREADS, _STARTED = 0, 17, 19  # fields of /proc/<pid>/stat, counted after the program's name
 
 
 def launch(
@@ -49,9 +49,8 @@ def find(record: Path) -> psutil.Process | None:
     """The process that wrote `record`; None if it has ended, even if its pid was reused."""
     try:
         pid, started = _identity(record.read_text())
-        state, started_now = _state(Path(f"/proc/{pid}/stat").read_text())
-        # A zombie has ended; its files and ports are free.
-        return psutil.Process(pid) if started == started_now and state not in "ZX" else None
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return psutil.Process(pid) if started == _fields(stat)[_STARTED] and not _has_ended(stat) else None
     except (OSError, IndexError, ValueError, psutil.NoSuchProcess):
         return None
 
@@ -80,12 +79,20 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _identity(line: str) -> tuple[int, str]:
-    return int(line.split(maxsplit=1)[0]), _state(line)[1]
+    return int(line.split(maxsplit=1)[0]), _fields(line)[_STARTED]
 
 
-def _state(line: str) -> tuple[str, str]:
-    fields = line.rpartition(")")[2].split()
-    return fields[_STATE], fields[_STARTED]
+def _fields(line: str) -> list[str]:
+    return line.rpartition(")")[2].split()
+
+
+def _has_ended(line: str) -> bool:
+    """Whether this is the line of a zombie whose files and ports are free.
+
+    The first thread may be a zombie before the others have ended, which keep them until then.
+    """
+    fields = _fields(line)
+    return fields[_STATE] in "ZX" and int(fields[_THREADS]) <= 1
 
 
 def _wait(members: Sequence[psutil.Process], timeout: float) -> bool:
@@ -100,11 +107,11 @@ def _wait(members: Sequence[psutil.Process], timeout: float) -> bool:
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if process.is_running() and not _has_ended(Path(f"/proc/{process.pid}/stat").read_text()):
             return True
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, OSError):
         pass
     return False
 

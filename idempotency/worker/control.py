@@ -178,9 +178,9 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
             and isinstance(self.backend, DisabledBackend)
         ):
             raise InvalidArguments("replace: a group or a chord needs a result backend")
-        if not (firsts := first_of(replacement)):
+        if _is_empty_chain(replacement):
             raise InvalidReplacement("Cannot replace with an empty chain")
-        for first in firsts:
+        for first in first_of(replacement):
             task = self.app.tasks.get(first.task)
             if isinstance(task, KeyedTask) and task._check_call(first) == self._attempt.claim.id:
                 raise InvalidArguments(
@@ -217,6 +217,11 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
             with allow_join_result():  # nothing waits: each result is there when it is asked for
                 return sig.apply().get()
         return super().on_replace(sig)
+
+
+def _is_empty_chain(sig: Signature) -> bool:
+    """Whether nothing would be sent; of an empty group something is: what takes its results, which are none."""
+    return sig.subtask_type == "chain" and all(map(_is_empty_chain, sig.tasks))
 
 
 def _check_retries(name: str, given: object) -> None:

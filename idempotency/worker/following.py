@@ -29,6 +29,8 @@ FOLLOWS = "idempotency_follows"
 def first_of(sig: Signature) -> list[Signature]:
     """The signatures that are sent first: their arguments are known. None of an empty chain."""
     match sig.subtask_type:
+        case "chord" if isinstance(sig.tasks, Signature):  # frozen: its header is a group, and as such a dictionary
+            return first_of(sig.tasks)
         case "group" | "chord":
             return [first for each in sig.tasks for first in first_of(each)]
         case "chain":

@@ -20,6 +20,8 @@ def configuration() -> dict[str, Any]:
         "broker_connection_retry_on_startup": True,
         "worker_prefetch_multiplier": 1,
         "worker_enable_prefetch_count_reduction": False,
+        # tests start workers of Celery objects of their own beside the suite's, on the same queue
+        "idempotency_service": "celery.tests",
         "idempotency_database_url": os.environ["DATABASE_URL"],
         "idempotency_redis_url": os.environ["HINTS_URL"],
         # what the tests wait for, they wait for seconds

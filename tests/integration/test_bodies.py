@@ -470,6 +470,22 @@ def test_a_replacement_that_could_never_be_sent_ends_the_operation(
     assert (code(record("k")), record("k").attempts) == (expected, 1)
 
 
+@pytest.mark.parametrize("of", [group, lambda: group() | app_module.returning.s().set(idempotency_key="tail")])
+def test_an_empty_group_is_a_replacement_with_no_results(
+    bank: Celery, deliveries: Deliveries, record: Record, monkeypatch: pytest.MonkeyPatch, of: Any
+) -> None:
+    monkeypatch.setattr(type(bank), "backend", CacheBackend(app=bank, url="memory://"))
+
+    def body(self: Any) -> None:
+        self.replace(of())
+
+    with bank.connection_for_read() as connection:
+        queue = connection.SimpleQueue(bank.amqp.queues[bank.conf.task_default_queue])
+        assert deliveries.deliver(make_task(bank, body), key="k", task_id="id").state == "IGNORED"
+        sent = queue.get(timeout=10)
+    assert (sent.headers["id"], sent.payload[0][0], record("k").status) == ("id", [], "completed")
+
+
 @pytest.mark.parametrize("of", [chain, lambda: app_module.deposit.s("a").set(chord=app_module.deposit.s("b"))])
 def test_what_celery_takes_for_no_replacement_is_its_own_error(bank: Celery, deliveries: Deliveries, of: Any) -> None:
     def body(self: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, chain, group
+from celery import Celery, chain, chord, group
 from celery.signals import task_failure
 
 from idempotency import CallRefused
@@ -97,6 +97,12 @@ def test_a_refused_errback_is_kept_and_hook_and_signal_are_told(
     assert (failed, heard, kept_as(bank)) == (["t-1"], ["t-1"], ["missing_key"])
 
 
+def frozen(canvas: Any) -> Any:
+    """As Celery makes it where its results are known: the header of a chord is then a group."""
+    canvas.freeze()
+    return canvas
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "a chain, no key": lambda: chain(b.deposit.s("first"), b.returning.s()).apply_async(),
     "a chain, later": lambda: chain(b.deposit.s("first"), b.deposit.si("2"), b.returning.s()).apply_async(),
@@ -104,6 +110,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "a chain, expires": lambda: chain(b.deposit.s("first"), b.deposit.s().set(expires=60)).apply_async(),
     "a group in a chain": lambda: chain(b.deposit.s("first"), group(b.returning.s(), b.deposit.si("2"))).apply_async(),
     "link": lambda: b.deposit.apply_async(("first",), link=b.returning.s()),
+    "a frozen chord in a link": lambda: b.deposit.apply_async(
+        ("first",), link=frozen(group(chord([b.returning.si("x")], b.deposit.si("2"))))
+    ),
     "link_error": lambda: b.deposit.apply_async(("first",), link_error=[b.returning.si("x")]),
 }
 
