@@ -71,7 +71,7 @@ _failed: set[tuple[str, str]] = set()
 
 def tenant_of(scope: Scope) -> str:
     """The tenant that a request names."""
-    return next(value.decode() for name, value in scope["headers"] if name == TENANT_HEADER.encode())
+    return str(dict(scope["headers"])[TENANT_HEADER.encode()], "ascii")
 
 
 app = FastAPI()
