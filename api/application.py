@@ -19,19 +19,19 @@ from . import admin, health, operations, problems, submissions
 from .callers import Authentication, Callers, is_write, tenant_of
 from .operators import Operators, RateLimits
 
-DESCRIPTION = "Payments, refunds and orders, each carried out once for its Idempotency-Key."
 JSON = ("application/json",)
+DESCRIPTION = "Payments, refunds and orders, each carried out once for its Idempotency-Key."
 
 
-class Once:
-    """Puts keyed routes behind the library's middleware."""
+class KeyedRoutes:
+    """Puts the routes where a key makes something happen once behind the library's middleware, and no others."""
 
     def __init__(self, app: Application) -> None:
-        self._app = app
+        self.app = app
         self._keyed = IdempotencyMiddleware(app, runtime=_runtime, tenant=tenant_of, required=True, media_types=JSON)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._keyed if is_write(scope) else self._app)(scope, receive, send)
+        await (self._keyed if is_write(scope) else self.app)(scope, receive, send)
 
 
 def create_app() -> FastAPI:
@@ -46,7 +46,7 @@ def create_app() -> FastAPI:
     app.include_router(admin.router, dependencies=operators)
     app.include_router(health.router)
     # from the inside out
-    app.add_middleware(Once)
+    app.add_middleware(KeyedRoutes)
     app.add_middleware(Operators)
     app.add_middleware(operations.PreferWait)
     app.add_middleware(Authentication, callers=Callers(_runtime))

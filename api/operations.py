@@ -97,7 +97,8 @@ async def document(id: OperationId) -> OperationDocument | None:
 def _read(id: OperationId) -> OperationDocument | None:
     stored = Handle(celery, id).lookup()
     if stored is not None:
-        code = None if stored.error is None else stored.error["code"]
+        # of an operation that has not failed, it would be an earlier attempt's
+        code = stored.error["code"] if stored.status == "failed" and stored.error is not None else None
         return OperationDocument(task=id.task, key=id.key, status=stored.status, result=stored.result, code=code)
     runtime = runtime_of(celery)
     with runtime.autocommit(id.tenant) as connection:

@@ -22,6 +22,7 @@
     ├── Defer                       not the operation's fault: try later, without using up an attempt
     │   └── NotSent                 from an effect: nothing was sent to the provider
     ├── Again                       the body asks for another attempt, as Celery's retry() does
+    │   └── NothingDone             an HTTP handler's answer says nothing: its key is free if nothing is recorded
     ├── StoredFailure               the provider replays a stored failure under this key
     ├── LeaseLost                   this attempt is no longer the holder and must stop
     ├── OutcomeInDoubt              the reply to a COMMIT was lost: the operation is claimed again
@@ -219,6 +220,10 @@ class Again(IdempotencyError):
 
     def __str__(self) -> str:
         return str(self.cause)
+
+
+class NothingDone(Again):
+    """An HTTP handler's answer says nothing about the operation: as `Again`, and if nothing is recorded its key is free."""
 
 
 class StoredFailure(IdempotencyError):

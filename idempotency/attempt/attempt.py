@@ -211,23 +211,29 @@ class Attempt:
             except Exception as unanswered:
                 log.warning("reconcile_failed", effect=call.name, error=type(unanswered).__name__, **self.writes.names)
 
-    def release(self, *, delay: float, error: BaseException | None, give_back: bool = False) -> None:
+    def release(
+        self, *, delay: float, error: BaseException | None, give_back: bool = False, forget: bool = False
+    ) -> None:
         """Let go. The next delivery is committed with it and is due after `delay` seconds; `error` is why.
 
-        `give_back` does not count this attempt. Raises `LeaseLost`.
+        `give_back` does not count this attempt. With `forget`, the record goes too, unless something is recorded in it.
+        Raises `LeaseLost`.
         """
         self.writes.roll_back()
         described = None if error is None else error_text(type(error).__name__, describe(error))
         is_eager = self.delivery.is_eager
         self.writes.alone(
-            lambda connection: ends.release(
-                connection,
-                self.claim,
-                # An eager call's next attempt follows at once; if its process dies first, a worker takes over.
-                delay=0.0 if is_eager else delay,
-                after_due=max(delay, self.runtime.settings.lease) if is_eager else 0.0,
-                error=described,
-                give_back=give_back,
+            lambda connection: (
+                (forget and ends.forget(connection, self.claim))
+                or ends.release(
+                    connection,
+                    self.claim,
+                    # An eager call's next attempt follows at once; if its process dies first, a worker takes over.
+                    delay=0.0 if is_eager else delay,
+                    after_due=max(delay, self.runtime.settings.lease) if is_eager else 0.0,
+                    error=described,
+                    give_back=give_back,
+                )
             ),
             then="released",
         )

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store import claims
 from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch
+from ..store.statements import Unanswered
 from ..wire.delivery import Delivery
 from .hints import Hint
 from .runtime import Runtime
@@ -25,7 +27,16 @@ class Patience(Protocol):
 
 
 def at_once(ask: Callable[[], T], /) -> T:
-    """Ask once: for a caller who can be told that Postgres is away."""
+    """Ask once: for a caller who can be told that Postgres is away.
+
+    And once more if the connection was found closed, as idle ones are when Postgres has been restarted. The same token
+    claims the same attempt, so a claim whose answer was lost is not made twice.
+    """
+    try:
+        return ask()
+    except DBAPIError as error:
+        if not error.connection_invalidated or isinstance(error.orig, Unanswered):
+            raise
     return ask()
 
 
@@ -53,6 +64,18 @@ def claim(
         hints.drop(id, token, delivery.fingerprint)
     _count(answer, id.task)
     return answer
+
+
+def look(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch | Foreign | Busy | None:
+    """What a claim would be answered, by a read that waits for no lock; None: it might succeed."""
+    with runtime.autocommit(delivery.id.tenant) as connection:
+        return claims.look(
+            connection,
+            delivery.id,
+            service=runtime.settings.service,
+            fingerprint=delivery.fingerprint,
+            also=delivery.also,
+        )
 
 
 def _answer(

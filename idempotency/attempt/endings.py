@@ -9,7 +9,16 @@ from typing import Any
 import psycopg
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import Again, AttemptsExhausted, CallRefused, Defer, NotConnected, PermanentError, RetriesExhausted
+from ..errors import (
+    Again,
+    AttemptsExhausted,
+    CallRefused,
+    Defer,
+    NotConnected,
+    NothingDone,
+    PermanentError,
+    RetriesExhausted,
+)
 from ..store.answers import Claimed
 from ..store.statements import describe, driver_error
 from . import conclusions
@@ -65,13 +74,14 @@ class Release:
     delay: float
     cause: BaseException | None
     give_back: bool = False
+    forget: bool = False  # the record goes, if nothing is recorded in it
     is_spent: bool = False  # the next claim has a last look, whatever `max_attempts` says
     ends_process: BaseException | None = None  # raised once the operation is released
 
     def apply(self, attempt: Attempt) -> Release:
         if self.is_spent:
             attempt.note_spent(within=1)
-        attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back)
+        attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back, forget=self.forget)
         if self.ends_process is not None:
             raise self.ends_process
         return self
@@ -105,6 +115,8 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
             return Release(claim, seconds, error, give_back=True)
     cause = error.cause if isinstance(error, Again) else error
+    if attempt.delivery.only_asked and not isinstance(error, (Again, *policy.permanent_errors)):
+        return Release(claim, 0.0, cause)  # whoever asks again decides when
     if _is_lock_timeout(cause) and claim.age + settings.lease <= settings.defer_budget:
         # Someone else's lock is not this operation's fault: a frozen holder keeps it for several leases.
         return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
@@ -122,7 +134,7 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         last = f"attempt {claim.attempts} of {policy.max_attempts}: {describe(cause)}"
         return Fail(claim, AttemptsExhausted(last), cause)
     if isinstance(error, Again) and error.delay is not None:
-        return Release(claim, min(error.delay, MAX_DELAY), cause)
+        return Release(claim, min(error.delay, MAX_DELAY), cause, forget=isinstance(error, NothingDone))
     # full jitter: a burst that failed together does not come back together
     highest = min(settings.retry_cap, settings.retry_base * 2.0 ** min(claim.attempts - 1, 60))
     return Release(claim, random.uniform(0.0, highest), cause)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Raise `InvalidArguments` if a function does not take these arguments. One without a signature is not checked."""
+    """Raise `InvalidArguments` if a function does not take these arguments, or is `async`.
+
+    One without a signature is not checked.
+    """
+    refuse_coroutine(what, function)
     try:
         # not the wrapped function's: a decorator may call it with other arguments
         inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
@@ -23,6 +27,12 @@ def check_call(what: str, function: Callable[..., Any], /, *args: Any, **kwargs:
         raise InvalidArguments(f"{what} cannot be called with these arguments: {error}") from None
     except ValueError:
         return
+
+
+def refuse_coroutine(what: str, function: Callable[..., Any]) -> None:
+    """Raise `InvalidArguments` for an `async` function: called, it would return without having done anything."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        raise InvalidArguments(f"{what}: the function is `async`, and nothing here would await it")
 
 
 def recorded(attempt: Attempt, name: str, kind: str, arguments: str) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
 from ..observe import metrics
@@ -116,7 +116,9 @@ class Runtime:
             try:
                 connections.act_for(connection, tenants)
                 yield connection
-            except SQLAlchemyError:
+            except SQLAlchemyError as error:
+                if isinstance(error, DBAPIError) and error.connection_invalidated:
+                    self._forget_idle_connections()
                 raise
             except BaseException:
                 # A signal in the middle of a statement leaves its answer on the wire: never use that connection again.
@@ -142,6 +144,11 @@ class Runtime:
         driver.execute(f"LISTEN {channel}")
         listener: psycopg.Connection[Any] = driver
         return listener
+
+    def _forget_idle_connections(self) -> None:
+        """One was found closed. If Postgres has restarted, all are, and each would fail a request or a body of its own."""
+        for engine in (self.engine, self._autocommit_engine):
+            engine.dispose()
 
     def _identity(self) -> str:
         with self.autocommit() as connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, NoReturn
 
@@ -21,6 +22,24 @@ class AttemptSession(Session):
     _owned: Connection | None = None
     # whose rows its transactions are about, where row-level security wants to know
     _tenant: str | None = None
+    _has_ended = False
+    # the event loop that waits for the body, if it is an HTTP handler
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def get_bind(self, *args: Any, **options: Any) -> Any:
+        """Every statement asks here. Refuses those of a thread that outlives its attempt, and those that would stop the loop."""
+        if self._has_ended:
+            raise SessionNotYours("the attempt has ended: nothing more is committed in its session")
+        if self._loop is not None and asyncio._get_running_loop() is self._loop:
+            raise SessionNotYours(
+                "a statement on the event loop would stop it, perhaps for a lock whose holder waits for the loop: in an "
+                "`async def` handler, await attempt.run_sync(fn)"
+            )
+        return super().get_bind(*args, **options)
+
+    def stay_off(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Refuse statements on this event loop."""
+        self._loop = loop
 
     def commit(self) -> NoReturn:
         raise SessionNotYours(_REFUSAL)
@@ -51,7 +70,8 @@ class AttemptSession(Session):
             self._may_commit = False
 
     def end(self) -> None:
-        """Close, for the session's owner."""
+        """Close for good, for the session's owner."""
+        self._has_ended = True
         super().close()
 
 

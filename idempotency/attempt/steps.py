@@ -28,6 +28,7 @@ def step(
     recorded = entries.recorded(attempt, name, "step", arguments)
     if recorded is not None:
         return results.from_text(recorded["result"])
+    entries.refuse_coroutine(f"step {name!r}", fn)
     attempt.check_may_begin()
     entry: dict[str, Any] = {
         "kind": "step",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError
 
@@ -54,6 +55,14 @@ class FencedWrites:
     @property
     def in_transaction(self) -> bool:
         return self._session is not None and self._session.in_transaction()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a statement has failed and its error was caught: the transaction can only be rolled back."""
+        if self._session is None or not self._session.in_transaction():
+            return False
+        driver: Any = self._session.connection().connection.driver_connection
+        return bool(driver.info.transaction_status is TransactionStatus.INERROR)
 
     def alone(self, write: Callable[[Connection], T | None], *, then: str | None = None) -> T:
         """Write and commit at once. Returns what `write` returns; None or False from it means: not the holder.
@@ -132,6 +141,11 @@ class FencedWrites:
                 self._session.rollback()
             except Exception:  # interrupted in the middle of a statement: the connection cannot be used again
                 self._session.invalidate()
+
+    def discard(self) -> None:
+        """Roll back and close the session: what a thread of the body still writes has no part in the operation's end."""
+        self.close()
+        self._session = None
 
     def close(self) -> None:
         """Roll back what was not committed, and return the connection."""

@@ -127,6 +127,16 @@ def _tables(connection: Connection) -> list[Finding]:
     return [ok("database schema", "compatible with this code"), *lacking]
 
 
+def require_all_tenants(connection: Connection) -> None:
+    """Raise `SettingsError` if row-level security shows this role one tenant at a time: a relay works for all."""
+    role = rights.row_security(connection)
+    if role is not None and not role.passes and not role.of_all:
+        raise SettingsError(
+            f"idempotency_database_url: {role.name!r} sees one tenant at a time, and a relay works for all; "
+            f"log in as {rights.RELAY} or as a member of it"
+        )
+
+
 def _wall(connection: Connection) -> list[Finding]:
     """Whether row-level security keeps tenants apart, and whether it does for this role; nothing if it is not used."""
     subject, role = "database row-level security", rights.row_security(connection)

@@ -63,10 +63,16 @@ def list_keys(tenant: TenantOption = None, app: AppOption = "", as_json: JsonOpt
 
 
 @api_keys.command("revoke")
-def revoke(id: str, actor: ActorOption, app: AppOption = "", as_json: JsonOption = False) -> None:
+def revoke(
+    id: Annotated[str, typer.Argument(metavar="ID|KEY", help="The key's id, or the whole key.")],
+    actor: ActorOption,
+    app: AppOption = "",
+    as_json: JsonOption = False,
+) -> None:
     """Revoke an API key. Servers that remember it accept it for a few more seconds."""
+    id = tenants.id_of(id) or id
     with runtime_of(application(app)).engine.begin() as connection:
-        tenant = operate.revoke_api_key(connection, Change(actor, f"api-key revoke {id}"[:500]), id)
+        tenant = operate.revoke_api_key(connection, Change(actor, "api-key revoke"), id)
     if as_json:
         print_json({"revoked": id, "tenant": tenant})
     else:

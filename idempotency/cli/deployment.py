@@ -17,6 +17,7 @@ from ..application import runtime_of, settings_of
 from ..checks.broker import require_broker_address
 from ..checks.doctor import doctor as diagnose
 from ..checks.findings import Level
+from ..checks.postgres import require_all_tenants
 from ..checks.startup import require_safe_setup
 from ..checks.unreachable import WRONG_ADDRESS, reason
 from ..environment import environment, role_passwords
@@ -56,8 +57,8 @@ def migrate(
         print_json({"revision": revision} | ({"statements": done} if with_roles else {}))
     else:
         console.print(f"database schema at revision {revision}")
-        for statement in done:
-            console.print(statement, markup=False, highlight=False, soft_wrap=True)
+        if done:
+            console.print(f"roles, rights and row-level security: {len(done)} statements, which --json shows")
 
 
 @commands.command()
@@ -83,6 +84,7 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
             try:
                 with runtime_of(celery).autocommit() as connection:
                     schema.require_compatible(connection)
+                    require_all_tenants(connection)
                 return
             except OperationalError as error:
                 unanswered = reason(error)

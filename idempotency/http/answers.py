@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..attempt.endings import Ended, Release
-from ..errors import AnswerNotStored, CallRefused, PermanentError
+from ..errors import AnswerNotStored, CallRefused, Defer, PermanentError
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from .problems import Answer, problem
 from .quota import RETRY_AFTER as QUOTA_RETRY_AFTER
@@ -14,6 +14,7 @@ from .response import replay
 
 # Seconds until a request is worth sending again after it met a running one, or a Postgres that did not answer.
 RETRY_AFTER = 1
+_NOT_DUE = "What this request waits for takes a while. Send it again, with the same key."
 
 
 def answer_to(outcome: object) -> Answer:
@@ -21,6 +22,8 @@ def answer_to(outcome: object) -> Answer:
     match outcome:
         case Completed():
             return replay(outcome.value())
+        case Busy(due_in=float() as seconds):
+            return unavailable(_NOT_DUE, seconds)
         case Busy():
             return problem(
                 409,
@@ -53,6 +56,8 @@ def answer_to(outcome: object) -> Answer:
             )
         case Release(cause=AnswerNotStored(), delay=delay):
             return unavailable("The answer was not completed. Nothing was kept; send the request again.", delay)
+        case Release(cause=Defer(), delay=delay):
+            return unavailable(_NOT_DUE, delay)
         case Release(delay=delay):
             return unavailable("The request could not be committed. Nothing was kept; send it again.", delay)
         case QuotaExceeded(what=what, limit=limit):

@@ -12,13 +12,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context, copy_context
 from queue import Empty, SimpleQueue
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, TypeVar
 
+from ..attempt import conclusions
 from ..attempt.attempt import Attempt
 from ..attempt.effects import Reconcile
+from ..attempt.entries import refuse_coroutine
 from ..attempt.session import AttemptSession
-from ..errors import EffectUnknown, Unfinished
+from ..errors import EffectMismatch, EffectUnknown, Unfinished
 
 T = TypeVar("T")
 # Seconds between two checks by a waiting thread that its event loop still runs.
@@ -32,14 +34,17 @@ class RequestAttempt:
     the event loop stays free.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, loop: asyncio.AbstractEventLoop) -> None:
         self._attempt = attempt
+        self._loop = loop
+        # the thread that runs the handler's calls
+        self._thread = get_ident()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = Lock()
         self._has_ended = False
         self.has_session = False
         # Set when a person has to decide about an effect. It overrides the handler's answer.
-        self.verdict: EffectUnknown | Unfinished | None = None
+        self.verdict: EffectUnknown | Unfinished | EffectMismatch | None = None
 
     @property
     def tenant(self) -> str:
@@ -53,7 +58,9 @@ class RequestAttempt:
     def session(self) -> AttemptSession:
         """The SQLAlchemy session; its work is committed with the answer. For synchronous handlers. Raises `LeaseLost`."""
         self.has_session = True
-        return self._attempt.session
+        session = self._attempt.session
+        session.stay_off(self._loop)
+        return session
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` if another request may hold the operation by now."""
@@ -68,6 +75,11 @@ class RequestAttempt:
         except (EffectUnknown, Unfinished) as verdict:
             self.verdict = verdict
             raise
+        except EffectMismatch as mismatch:
+            # Every next request would meet it, too. Over an effect that was begun it becomes a person's matter.
+            if conclusions.has_acted(self._attempt.claim.effects):
+                self.verdict = mismatch
+            raise
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Commit a database phase before the handler goes on: `fn(session, *args, **kwargs)`.
@@ -77,7 +89,10 @@ class RequestAttempt:
         return self._attempt.step(name, fn, *args, **kwargs)
 
     async def run_sync(self, fn: Callable[[AttemptSession], T]) -> T:
-        """Call `fn(session)` in the attempt's own thread, and wait for it without blocking the event loop."""
+        """Call `fn(session)` in the attempt's own thread, and wait for it without blocking the event loop.
+
+        Raises `InvalidArguments` for a coroutine function: the thread has no event loop.
+        """
         return await asyncio.wrap_future(self._submit(fn))
 
     def run(self, fn: Callable[[AttemptSession], T]) -> T:
@@ -88,6 +103,7 @@ class RequestAttempt:
         return self._submit(fn).result()
 
     def _submit(self, fn: Callable[[AttemptSession], T]) -> Future[T]:
+        refuse_coroutine("run_sync", fn)
         answer: Future[T] = Future()
         context: Context = copy_context()
 
@@ -102,7 +118,11 @@ class RequestAttempt:
         with self._lock:
             if self._has_ended:
                 raise RuntimeError("the request has ended: its session is closed")
-            self._calls.put(call)
+            is_nested = get_ident() == self._thread
+            if not is_nested:
+                self._calls.put(call)
+        if is_nested:
+            call()  # the thread would wait for itself
         return answer
 
     def serve(self, loop: asyncio.AbstractEventLoop) -> None:

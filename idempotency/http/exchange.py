@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt
+from ..attempt.claim import look
 from ..attempt.endings import Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
@@ -20,9 +22,14 @@ from ..errors import (
     Again,
     AnswerNotStored,
     CallRefused,
+    Defer,
     EffectUnknown,
     IdempotencyError,
+    LeaseLost,
+    NothingDone,
+    OutcomeInDoubt,
     PermanentError,
+    SessionNotYours,
     Unfinished,
 )
 from ..observe.logs import log
@@ -30,7 +37,7 @@ from ..store.answers import Completed
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .answers import answer_to
-from .asgi import Application, Message, Scope, Send
+from .asgi import Application, Headers, Message, Scope, Send
 from .attempt import RequestAttempt
 from .quota import QuotaExceeded, Quotas
 from .request import Request
@@ -39,13 +46,15 @@ from .rules import Rule
 
 # There is no limit: every attempt was asked for by a request.
 UNLIMITED = 2**31 - 1
+T = TypeVar("T")
+Result = Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """How the responses of keyed requests are kept, and what their statuses mean."""
 
-    decide: Callable[[int], Rule]
+    rule_of: Callable[[int, Headers], Rule]
     kept_headers: Collection[str]
     response_limit: int
     spool_limit: int
@@ -59,38 +68,59 @@ class Exchange:
     ) -> None:
         self._app = app
         self._request = request
-        self._id = id
+        self.id = id
         self._runtime = runtime
         self._terms = terms
         self._quotas = quotas
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()
         self._task: asyncio.Task[None] | None = None
+        # The handler's answer may be wrong about what is committed: the client does not get it.
         self._is_guess = False
-        # of the last run of the handler: its response, what it raised, and what was to be stored
+        # the handler's one run: under which attempt, and what it was given
+        self._ran: tuple[Attempt, RequestAttempt, Buffer] | None = None
+        # its response, what it raised, and what was to be stored
         self.buffer: Buffer | None = None
         self.error: BaseException | None = None
         self.kept: dict[str, Any] | None = None
 
-    def work(self) -> Outcome | QuotaExceeded | IdempotencyError | SQLAlchemyError:
+    async def look(self) -> Result | None:
+        """What the record says already, without a claim; None: the request is to be carried out."""
+        readers = self._runtime.readers
+        return await self._loop.run_in_executor(readers, self._asked, lambda: look(self._runtime, self._delivery))
+
+    def work(self) -> Result:
         """Claim, run, commit. What `run` raises is returned: the request that waits may be gone."""
-        settings = self._runtime.settings
+        return self._asked(self._run)
+
+    def _run(self) -> Outcome | QuotaExceeded:
+        settings, delivery = self._runtime.settings, self._delivery
         usual = Policy.by_settings(settings)
         policy = replace(usual, max_attempts=UNLIMITED, retention_completed=settings.retention_http)
+        if (exceeded := self._quotas.refusal(self._runtime, self.id)) is not None:
+            return exceeded
+        return run(self._runtime, delivery, policy, self._body)
+
+    def _asked(self, ask: Callable[[], T]) -> T | IdempotencyError | SQLAlchemyError:
         try:
-            fingerprint = self._request.fingerprint(self._id.tenant)
-            if (exceeded := self._quotas.refusal(self._runtime, self._id)) is not None:
-                return exceeded
-            return run(self._runtime, Delivery(self._id, fingerprint, {}, only_asked=True), policy, self._body)
+            return ask()
         except CallRefused as error:
             return error
         except (IdempotencyError, SQLAlchemyError) as error:
-            log.warning("http_unanswered", task=self._id.task, key=self._id.key, error=type(error).__name__)
+            log.warning("http_unanswered", task=self.id.task, key=self.id.key, error=type(error).__name__)
             return error
 
+    @cached_property
+    def _delivery(self) -> Delivery:
+        fingerprint, *others = self._request.fingerprints(self.id.tenant)
+        return Delivery(self.id, fingerprint, {}, only_asked=True, also=others)
+
     def _body(self, attempt: Attempt) -> dict[str, Any]:
-        """Run the application once, and say what its answer means."""
-        given, self.buffer = RequestAttempt(attempt), Buffer(self._terms.spool_limit)
+        """Run the application, and say what its answer means."""
+        if self._ran is not None:
+            return self._conclude_again(attempt, *self._ran)
+        given, self.buffer = RequestAttempt(attempt, self._loop), Buffer(self._terms.spool_limit)
+        self._ran = attempt, given, self.buffer
         # the context is that of the request: tracing and logging find what they keep there
         self._loop.call_soon_threadsafe(self._start, given, self.buffer, context=self._context)
         given.serve(self._loop)
@@ -122,33 +152,64 @@ class Exchange:
 
         await self._app(scope, receive, buffer.send)
 
-    def _conclude(self, attempt: Attempt, given: RequestAttempt, buffer: Buffer) -> dict[str, Any]:
+    def _conclude_again(self, attempt: Attempt, ran: Attempt, given: RequestAttempt, buffer: Buffer) -> dict[str, Any]:
+        """After a doubt: no request runs its handler twice. The answer of its run counts, unless another ran in between."""
+        if isinstance(self.error, LeaseLost | OutcomeInDoubt) or not attempt.claim.resumes(ran.claim):
+            raise given.verdict or self._lost()
+        attempt.calls.update(ran.calls)
+        return self._conclude(attempt, given, buffer, is_again=True)
+
+    def _conclude(
+        self, attempt: Attempt, given: RequestAttempt, buffer: Buffer, *, is_again: bool = False
+    ) -> dict[str, Any]:
         """The response to store. Raises what else the answer means: `Again` to release, `PermanentError` to end."""
+        if given.verdict is not None:  # also if the handler has caught it
+            raise given.verdict
         error = self.error
-        if isinstance(error, EffectUnknown | Unfinished):
+        if isinstance(error, EffectUnknown | Unfinished | Defer):
             raise error
         if error is not None or buffer.is_too_large or not buffer.is_complete:
-            raise given.verdict or self._released(error or _defect(buffer)) from error
-        rule = self._terms.decide(buffer.status)
+            raise self._released(error or _defect(buffer)) from error
+        rule = self._rule(buffer)
         effects = attempt.claim.effects
-        if rule is Rule.RELEASE or (rule is Rule.REFUSE and conclusions.is_open(effects)):
-            # over an open effect a refusal would be a guess: the next request asks the provider
-            self._is_guess = rule is Rule.REFUSE
-            raise given.verdict or self._released(AnswerNotStored(f"answered {buffer.status}"))
+        if rule is Rule.FORGET:
+            raise NothingDone(0.0, AnswerNotStored(f"answered {buffer.status}"))
+        if rule is Rule.RELEASE or conclusions.is_open(effects):
+            # over an open effect any answer would be a guess: the next request asks the provider
+            self._is_guess = rule is not Rule.RELEASE
+            raise self._released(AnswerNotStored(f"answered {buffer.status}"))
         if rule is Rule.REFUSE and conclusions.has_acted(effects):
             raise PermanentError(f"answered {buffer.status} after an effect", f"http_{buffer.status}")
         if rule is Rule.REFUSE:
-            attempt.writes.roll_back()
+            attempt.writes.discard()
         elif given.has_session:
+            if is_again:  # what it wrote was rolled back with the earlier claim
+                raise self._lost()
             self._flush(attempt)
+        if effects:
+            attempt.policy = replace(attempt.policy, retention_completed=self._longer())
         self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit)
         attempt.response_code = buffer.status
         return self.kept
+
+    def _rule(self, buffer: Buffer) -> Rule:
+        try:
+            return self._terms.rule_of(buffer.status, buffer.headers)
+        except Exception as error:  # of the user's function
+            self.error = error
+            raise self._released(error) from error
+
+    def _longer(self) -> float:
+        """How long a request is kept that has acted: its key is not free while its provider remembers the call."""
+        settings = self._runtime.settings
+        return max(settings.retention_http, settings.retention_completed, settings.provider_key_retention)
 
     def _flush(self, attempt: Attempt) -> None:
         """Send what the handler's session still holds: an error in it is the handler's own."""
         try:
             attempt.session.flush()
+            if attempt.writes.is_broken:
+                raise SessionNotYours("a database error was caught, and its transaction is lost: use begin_nested()")
         except Exception as error:
             self.error = error
             raise self._released(error) from error
@@ -158,13 +219,19 @@ class Exchange:
         said = cause if isinstance(cause, AnswerNotStored) else AnswerNotStored(f"raised {type(cause).__name__}")
         return Again(0.0, said)
 
+    def _lost(self) -> Again:
+        self._is_guess = True
+        return self._released(AnswerNotStored("lost its hold of the operation"))
+
     async def answer(self, outcome: object, send: Send) -> None:
         """Send the handler's own answer if this request ran it to its end, and otherwise what the outcome means.
 
         Raises what the handler raised, for the server's error page and log.
         """
         match outcome:
-            case Release(cause=AnswerNotStored()) if self.error is not None:
+            case Release(cause=DBAPIError() as error) if not isinstance(error, OperationalError):
+                raise error  # Postgres has refused what the handler wrote, at COMMIT
+            case Release(cause=AnswerNotStored()) if self.error is not None and not self._is_guess:
                 raise self.error
             case Finished():
                 is_own = True

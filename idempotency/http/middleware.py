@@ -14,13 +14,14 @@ from ..attempt.runtime import Runtime
 from ..errors import InvalidKey, SettingsError
 from ..wire.keys import HTTP_TASK, OperationId, check_key
 from .asgi import Application, Receive, Scope, Send
+from .attempt import RequestAttempt
 from .exchange import Exchange, Terms
 from .key import FIELD, key_of
 from .problems import Refused, problem
 from .quota import Quotas
 from .request import Limits, Request, read
 from .response import KEPT_HEADERS
-from .rules import Rule, ServerErrors, by_status
+from .rules import Rule, ServerErrors, rule_of
 from .threads import Threads
 
 MIB = 1024 * 1024
@@ -39,7 +40,8 @@ class IdempotencyMiddleware:
 
     `decide(status)` says what an answer means (`Rule`); `server_errors="store"` keeps 5xx as answers. `concurrency`:
     threads, one for each keyed request that is carried out (default: twice the setting `pool_size`, all connections that
-    the runtime may open); further requests wait for `patience` seconds, then they are answered with 503.
+    the runtime may open; with `tenant`, half of them for one tenant alone); further requests wait for `patience` seconds,
+    then they are answered with 503.
     Raises `SettingsError` for a limit that cannot be kept.
     """
 
@@ -70,7 +72,7 @@ class IdempotencyMiddleware:
         self._response_limit = response_limit
         self._spool_limit = spool_limit
         self._kept_headers = frozenset(name.lower() for name in kept_headers)
-        self._decide = decide or partial(by_status, server_errors=server_errors)
+        self._rule_of = partial(rule_of, decide=decide, server_errors=server_errors)
         self._concurrency = concurrency
         self._patience = patience
         self._threads: Threads | None = None
@@ -79,7 +81,7 @@ class IdempotencyMiddleware:
             self._terms(runtime)  # refuse wrong limits at start, not with the first request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in self._methods:
+        if scope["type"] != "http" or scope["method"] not in self._methods or _is_carried_out(scope):
             return await self.app(scope, receive, send)
         try:
             key = self._key(scope)
@@ -111,7 +113,7 @@ class IdempotencyMiddleware:
         exchange = Exchange(
             self.app, request, OperationId(tenant, HTTP_TASK, key), runtime, self._terms(runtime), self._quotas
         )
-        outcome = await self._started_threads(runtime).run(exchange.work)
+        outcome = await self._started_threads(runtime).run(exchange.id, exchange.work, exchange.look)
         try:
             await exchange.answer(outcome, send)
         finally:
@@ -124,7 +126,8 @@ class IdempotencyMiddleware:
 
     def _started_threads(self, runtime: Runtime) -> Threads:
         if self._threads is None:
-            self._threads = Threads(self._concurrency or 2 * runtime.settings.pool_size, self._patience)
+            most = self._concurrency or 2 * runtime.settings.pool_size
+            self._threads = Threads(most, self._patience, tenants=self._tenant is not None)
         return self._threads
 
     def _terms(self, runtime: Runtime) -> Terms:
@@ -134,4 +137,9 @@ class IdempotencyMiddleware:
             raise SettingsError(
                 f"response_limit must not be above result_limit: response_limit={limit} result_limit={most}"
             )
-        return Terms(self._decide, self._kept_headers, limit, self._spool_limit)
+        return Terms(self._rule_of, self._kept_headers, limit, self._spool_limit)
+
+
+def _is_carried_out(scope: Scope) -> bool:
+    """Whether the same middleware stands outside, as when an application that has it is mounted in another one."""
+    return isinstance(scope.get("state", {}).get("idempotency"), RequestAttempt)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from ..wire.keys import canonical_json, fingerprint
+from ..wire.keys import fingerprints
 from .asgi import Headers, Receive, Scope
-from .body import strict_json
+from .body import digest, media_type_of
 from .problems import refused
 
 # Of a response's or a request's own bytes, which change when the body is decoded.
@@ -34,29 +33,22 @@ class Request:
     headers: Headers
     body: bytes
 
-    @property
-    def media_type(self) -> str:
-        return _media_type(self.headers)
-
-    def fingerprint(self, tenant: str) -> str:
-        """What makes two requests the same: method, path, query, tenant and body; of JSON, its meaning.
+    def fingerprints(self, tenant: str) -> list[str]:
+        """What makes two requests the same: method, path, query, tenant and body. By every known rule, the newest first.
 
         Raises `InvalidArguments` for a JSON body that is none, or that readers would read differently.
         """
-        is_json = self.media_type == "application/json" or self.media_type.endswith("+json")
-        if is_json and self.body:
-            body = {"json": canonical_json(strict_json(self.body))}
-        else:
-            body = {"sha256": hashlib.sha256(self.body).hexdigest(), "media_type": self.media_type}
-        path = self.scope.get("raw_path") or quote(self.scope["path"]).encode()
-        return fingerprint(
+        path = (self.scope.get("raw_path") or quote(self.scope["path"]).encode()).partition(b"?")[0]
+        return fingerprints(
             {
                 "method": self.scope["method"],
-                "path": path.partition(b"?")[0].decode("latin-1"),
+                # `/pay/` is redirected to `/pay`, or the other way round
+                "path": path.removesuffix(b"/").decode("latin-1"),
                 "query": self.scope.get("query_string", b"").decode("latin-1"),
                 "tenant": tenant,
-                "body": body,
-            }
+                "body": digest(self.body, _content_type(self.headers)),
+            },
+            None,
         )
 
 
@@ -131,14 +123,13 @@ def _coding(headers: Headers) -> bytes | None:
 
 
 def _check_media_type(headers: Headers, limits: Limits) -> None:
-    if limits.media_types is not None and _media_type(headers) not in limits.media_types:
+    if limits.media_types is not None and media_type_of(_content_type(headers)) not in limits.media_types:
         accepted = ", ".join(sorted(limits.media_types))
         raise refused(415, "content_type", "Content-Type not supported", f"Content-Type: one of {accepted}")
 
 
-def _media_type(headers: Headers) -> str:
-    value = next((value for name, value in headers if name == b"content-type"), b"")
-    return value.partition(b";")[0].strip().lower().decode("latin-1")
+def _content_type(headers: Headers) -> str:
+    return next((value for name, value in headers if name == b"content-type"), b"").decode("latin-1")
 
 
 def _without(headers: Headers, names: Collection[bytes]) -> Iterable[tuple[bytes, bytes]]:

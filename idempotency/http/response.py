@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 from collections.abc import Collection, Mapping
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -73,6 +74,14 @@ class Buffer:
         self._body.seek(0)
         return self._body.read()
 
+    def digest(self) -> str:
+        """SHA-256 of the whole body."""
+        self._body.seek(0)
+        digest = hashlib.sha256()
+        while part := self._body.read(CHUNK):
+            digest.update(part)
+        return digest.hexdigest()
+
     async def send_to(self, send: Send) -> None:
         """Send what was kept."""
         await send({"type": "http.response.start", "status": self.status, "headers": list(self.headers)})
@@ -99,7 +108,8 @@ def stored(buffer: Buffer, kept: Collection[str], limit: int) -> dict[str, Any]:
         whole = form | _body(body)
         if len(encoding.dumps(whole)) <= limit:
             return whole
-    return form | {"body_not_kept": True}
+    # two answers whose bodies are not kept are the same one only if the bodies are
+    return form | {"body_not_kept": True, "sha256": buffer.digest()}
 
 
 def _body(body: bytes) -> dict[str, str]:

@@ -24,6 +24,7 @@ SECRET_BYTES = 32
 ID_BYTES = 6
 NAME_LIMIT = 255
 ALL_SCOPES = "*"
+_ID = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
 _SCOPE = re.compile(r"[a-z][a-z0-9_.-]{0,63}:[a-z][a-z0-9_.-]{0,63}", re.ASCII)
 
 
@@ -73,10 +74,13 @@ def create_api_key(
 def revoke_api_key(connection: Connection, change: Change, id: str) -> str:
     """Revoke an API key, from the commit on. Returns its tenant.
 
-    One transaction, which the caller commits. Raises `OperationNotFound` if there is no such key, or it was revoked before.
+    One transaction, which the caller commits. Raises `ChangeRefused` for what is no key's id, and
+    `OperationNotFound` if there is no such key, or it was revoked before.
     """
+    if _ID.fullmatch(id) is None:  # perhaps a whole key, whose secret must not be repeated
+        raise ChangeRefused("ID: the part of the key between `ik_` and the next `_`; nothing was revoked")
     tenant = tenants.revoke(connection, id)
     if tenant is None:
-        raise OperationNotFound(f"API key {id[:NAME_LIMIT]!r}: there is none with this id, or it was revoked before")
+        raise OperationNotFound(f"API key {id}: there is none with this id, or it was revoked before")
     audit(connection, change, "api_key_revoked", None, None, details={"id": id, "tenant": tenant})
     return tenant

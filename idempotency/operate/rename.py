@@ -6,7 +6,7 @@ from celery import Celery
 
 from ..application import runtime_of
 from ..errors import ChangeRefused
-from ..store import services
+from ..store import renaming
 from .change import Change, audit
 
 
@@ -21,13 +21,13 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
     settings = runtime.settings
     if new != settings.service or old == new:
         raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
-    renamed, tables, after = dict.fromkeys(services.TABLES, 0), list(services.TABLES), None
+    renamed, tables, after = dict.fromkeys(renaming.TABLES, 0), list(renaming.TABLES), None
     while tables:
         with runtime.engine.begin() as connection:
-            if running := services.alive(connection, old, silence=settings.alarm_silence):
+            if running := renaming.alive(connection, old, silence=settings.alarm_silence):
                 names = ", ".join(f"{process.kind} {process.name}" for process in running)
                 raise ChangeRefused(f"{old}: is running ({names}); stop its processes first")
-            rows, after = services.rename(connection, tables[0], old, new, after=after)
+            rows, after = renaming.rename(connection, tables[0], old, new, after=after)
             if rows:
                 details = {"old": old, "new": new, "table": tables[0], "rows": rows}
                 audit(connection, change, "rename_service", None, None, details=details)

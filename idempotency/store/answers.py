@@ -77,7 +77,9 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Another attempt holds it, or it is released and not due yet."""
+    """Another attempt holds it, or it is released and not due yet: for `due_in` seconds, if a claim has found that."""
+
+    due_in: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def why_not(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Change
         case "foreign":
             return Foreign(row.generation, row.service)
         case "busy":
-            return Busy()
+            return Busy(getattr(row, "age", None))
         case _:
             return Changed()
 

@@ -11,9 +11,20 @@ from sqlalchemy import Connection
 
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .answers import Answer, Changed, Claimed, Renewal, why_not
+from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, why_not
 from .record import MINE, OWN, ROW, mine, named
 from .statements import execute
+
+# The answer of a record that cannot be claimed.
+_WHY_NOT = """CASE
+           WHEN service <> %(service)s THEN 'foreign'
+           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
+           WHEN status IN ('completed', 'failed') THEN status
+           WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
+           WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
+           ELSE 'changed'
+       END"""
+_DUE_IN = "CASE WHEN status = 'released' THEN extract(epoch FROM available_at - clock_timestamp())::float8 END"
 
 _CLAIM = f"""
 WITH claimed AS (
@@ -50,16 +61,15 @@ SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over, spent_at, NULL AS service
 FROM claimed
 UNION ALL
-SELECT CASE
-           WHEN service <> %(service)s THEN 'foreign'
-           WHEN fingerprint <> ALL(%(fingerprints)s) THEN 'mismatch'
-           WHEN status IN ('completed', 'failed') THEN status
-           WHEN status = 'started' AND locked_until >= clock_timestamp() THEN 'busy'
-           WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
-           ELSE 'changed'
-       END, NULL, NULL, generation, NULL, NULL, result, error, NULL, fingerprint, NULL, NULL, service
+SELECT {_WHY_NOT}, NULL, NULL, generation, NULL, {_DUE_IN}, result, error, NULL, fingerprint, NULL, NULL, service
 FROM idempotency.records
 WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
+"""
+
+# Unlike a claim, it never waits for a lock.
+_LOOK = f"""
+SELECT {_WHY_NOT} AS answer, generation, {_DUE_IN} AS age, result, error, fingerprint, service
+FROM idempotency.records WHERE {ROW}
 """
 
 # Only one updated row allows a duplicate in flight to be acknowledged. With zero rows nothing was flushed, so nothing is
@@ -194,6 +204,16 @@ def claim(
             asked_at=asked_at,
         )
     return why_not(row)
+
+
+def look(
+    connection: Connection, id: OperationId, *, service: str, fingerprint: str, also: Sequence[str] = ()
+) -> Completed | Failed | Mismatch | Foreign | Busy | None:
+    """Why an operation cannot be claimed at the moment; None: it could be. Raises `UnknownVersion`, as `claim` does."""
+    fields = {"service": service, "fingerprints": [fingerprint, *also]}
+    row = execute(connection, _LOOK, named(id) | fields).fetchone()
+    answer = Changed() if row is None else why_not(row)
+    return None if isinstance(answer, Changed) else answer
 
 
 def count_duplicate(

@@ -1,4 +1,4 @@
-"""Ending an operation or releasing it: complete, fail, release, and what people end or correct."""
+"""Ending an operation or letting it go: complete, fail, release, forget, and what people end or correct."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ WITH released AS (
       AND r.message <> '' AND %(deliver)s
 )
 SELECT count(*) FROM released
+"""
+
+# The claim itself is taken back. What is recorded binds the key: an effect or a step, a message, an end before a replay.
+_FORGET = f"""
+DELETE FROM idempotency.records WHERE {MINE} AND effects = '{{}}' AND message = '' AND generation = 1 RETURNING 1
 """
 
 _CANCEL = f"""
@@ -145,6 +150,11 @@ def release(
         "after_due": after_due,
     }
     return bool(execute(connection, _RELEASE, mine(claim) | parameters).fetchone()[0])
+
+
+def forget(connection: Connection, claim: Claimed) -> bool:
+    """Delete the record, as if nobody had asked. False: not the holder, or something is recorded that has to be kept."""
+    return execute(connection, _FORGET, mine(claim)).fetchone() is not None
 
 
 def cancel(connection: Connection, id: OperationId, end: FailedEnd, *, fence: int, retention: float) -> int | None:

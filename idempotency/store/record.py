@@ -1,5 +1,7 @@
 """The record of an operation, and how a holder proves that it still is the holder.
 
+       ┌─────forget──────┐
+       ▼                 │
     (none) ──claim──▶ started ──complete──▶ completed ──purge──▶ (none)
                        │  ▲  └────fail────▶ failed ─────purge──▶ (none)
               release, │  │ claim, when due    │

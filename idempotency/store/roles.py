@@ -15,7 +15,7 @@ from typing import Any
 from psycopg import sql
 from sqlalchemy import Connection, Engine
 
-from .rights import OF_ALL_TENANTS, OWNER, READ_ONLY, RIGHTS, ROLES, RUNNERS, SEQUENCES
+from .rights import APPLICATION, OF_ALL_TENANTS, OWNER, READ_ONLY, RIGHTS, ROLES, RUNNERS, SEQUENCES
 from .schema import LOCK_TIMEOUT, SCHEMA
 
 # Functions that run with their owner's rights, because they write rows that have no tenant or another one.
@@ -69,6 +69,11 @@ _POLICIES = {
     "of_tenant": "FOR ALL TO PUBLIC USING (tenant = ANY ((SELECT idempotency.tenants())::text[]))",
     "all_tenants": f"FOR ALL TO {', '.join(OF_ALL_TENANTS)} USING (true) WITH CHECK (true)",
     "all_tenants_read": f"FOR SELECT TO {READ_ONLY} USING (true)",
+}
+# The application takes back a claim in which nothing was recorded (`ends.forget`). What has ended only relays delete.
+_OF_RECORDS = {
+    "taken_back": f"""AS RESTRICTIVE FOR DELETE TO {APPLICATION}
+    USING (status = 'started' AND effects = '{{}}' AND message = '')""",
 }
 
 
@@ -153,7 +158,8 @@ def _walls(connection: Connection, table: str | None) -> list[str]:
     """The statements that put the library's tables with a tenant, or this one, behind the policies."""
     statements = []
     for found in connection.exec_driver_sql(_WITH_TENANT, {"schema": SCHEMA, "table": table}):
-        missing = {name: policy for name, policy in _POLICIES.items() if name not in found.policies}
+        wanted = _POLICIES | (_OF_RECORDS if found.name == f"{SCHEMA}.records" else {})
+        missing = {name: policy for name, policy in wanted.items() if name not in found.policies}
         statements += [f"CREATE POLICY {name} ON {found.name} {policy}" for name, policy in missing.items()]
         if not found.forced:
             statements.append(f"ALTER TABLE {found.name} ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY")

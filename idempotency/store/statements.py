@@ -85,7 +85,11 @@ class CheckedConnection(psycopg.Connection[Any]):
 
     def _fail(self, why: str) -> None:
         self.pgconn.finish()
-        raise psycopg.OperationalError(why)
+        raise Unanswered(why)
+
+
+class Unanswered(psycopg.OperationalError):
+    """The connection was given up, because its answer did not come or was not enough."""
 
 
 class OneStatement:

@@ -38,10 +38,11 @@ UPDATE idempotency.api_keys SET revoked_at = clock_timestamp() WHERE id = %(id)s
 # About the size of a row with its index entries, so that a limit in bytes also bounds how many rows are counted.
 ROW_BYTES = 512
 
+# What was released keeps no answer.
 _USAGE = f"""
 SELECT count(*) AS keys, coalesce(sum(bytes), 0)::bigint AS bytes FROM (
     SELECT {ROW_BYTES} + octet_length(key) + coalesce(octet_length(result), 0) AS bytes FROM idempotency.records
-    WHERE tenant = %(tenant)s AND task = '{HTTP_TASK}' LIMIT %(most)s
+    WHERE tenant = %(tenant)s AND task = '{HTTP_TASK}' AND status <> 'released' LIMIT %(most)s
 ) kept
 """
 
@@ -75,6 +76,12 @@ def authenticate(connection: Connection, key: str) -> Caller | None:
     fields = {"id": found[1], "hash": hash_of(key)}
     row = connection.exec_driver_sql(_AUTHENTICATE, fields).one_or_none()
     return None if row is None else Caller(row.tenant, row.name, tuple(row.scopes))
+
+
+def id_of(key: str) -> str | None:
+    """The id in an API key, which is no secret; None for every other text."""
+    found = _KEY.fullmatch(key)
+    return None if found is None else found[1]
 
 
 def hash_of(key: str) -> bytes:

@@ -102,7 +102,7 @@ def test_a_handler_without_the_session_is_claimed_run_and_finished_around(edge: 
     assert first.json() == second.json() == {"runs": 1}
 
 
-def test_a_request_that_has_ended_gives_its_session_to_nobody(edge: Edge) -> None:
+def test_a_request_that_has_ended_lends_its_session_no_more(edge: Edge) -> None:
     app, kept = fast(edge), []
 
     @app.post("/pay")
@@ -395,7 +395,7 @@ def test_a_refused_effect_is_a_plain_answer(edge: Edge) -> None:
     assert (first.status_code, second.status_code, edge.letters(key)) == (402, 402, [])
 
 
-def test_an_effect_that_nobody_can_find_out_about_is_left_to_a_person(edge: Edge) -> None:
+def test_an_effect_whose_outcome_stays_unknown_is_left_to_a_person(edge: Edge) -> None:
     """Its provider has forgotten the key: whatever the handler answers, the operation ends as effect_unknown."""
     key, provider = new_key(), Provider(fails=1)
 

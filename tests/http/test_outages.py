@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
 from idempotency.attempt.runtime import Runtime
@@ -52,6 +54,28 @@ def test_a_lost_answer_to_the_commit_is_answered_once_and_runs_nothing_twice(pro
     assert "idempotency-replayed" not in answer.headers
     record: Any = through.record(key)
     assert (record.status, record.attempts, through.entries(key), handler.runs) == ("completed", 1, 1, 2)
+
+
+def test_after_a_restart_of_postgres_no_request_finds_a_dead_connection(proxy: Proxy, through: Edge) -> None:
+    """An idle connection learns of the restart when it is used; one does for all, and that claim is made again."""
+    handler = Handler()
+
+    async def send(client: httpx.AsyncClient) -> list[int]:
+        async def many() -> list[int]:
+            sent = [client.post("/pay", headers={"idempotency-key": new_key()}) for _ in range(8)]
+            return [answer.status_code for answer in await asyncio.gather(*sent)]
+
+        before = await many()
+        with through.engine.connect() as connection:
+            connection.execute(
+                text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+            )
+        return before + await many() + await many()
+
+    assert set(through.use(handler, send)) == {201}
 
 
 def test_without_postgres_a_request_is_sent_again_later(proxy: Proxy, through: Edge) -> None:

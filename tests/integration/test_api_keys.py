@@ -60,6 +60,17 @@ def test_a_key_lets_its_tenant_in_until_it_is_revoked(run: Run, connection: Conn
     ]
 
 
+def test_a_leaked_key_is_revoked_by_itself_and_never_repeated(run: Run, connection: Connection) -> None:
+    made = run("create", "acme", "--name", "till", "--scope", "*", "--json")[1]
+    status, revoked, said = run("revoke", made["key"], "--json")
+    assert (status, revoked) == (0, {"revoked": made["id"], "tenant": "acme"})
+    for wrong in (made["key"], made["key"][:-3]):
+        status, _, said = run("revoke", wrong)
+        assert (status, made["key"][20:40] in said) == (1, False)
+    kept = connection.execute(text("SELECT string_agg(a::text, ' ') FROM idempotency.audit a")).scalar_one()
+    assert made["key"][20:40] not in kept
+
+
 def test_the_key_is_shown_once_and_stored_nowhere(run: Run, connection: Connection) -> None:
     _, printed, said = run("create", "acme", "--name", "web shop", "--scope", "*", "--expires", "2999-01-31")
     key = printed.strip()
@@ -84,7 +95,8 @@ def test_the_key_is_shown_once_and_stored_nowhere(run: Run, connection: Connecti
         (["create", "acme", "--name", " ", "--scope", "*"], "--name: 1 to 255 characters"),
         (["create", "acme", "--name", "n", "--scope", "everything"], "--scope: a word like payments:write"),
         (["create", "acme", "--name", "n", "--scope", "*", "--expires", "2020-01-01"], "--expires: 2020-01-01"),
-        (["revoke", "nothing"], "'nothing': there is none with this id"),
+        (["revoke", "nothing"], "API key nothing: there is none with this id"),
+        (["revoke", "ik_1_tooshort"], "ID: the part of the key between"),
     ],
 )
 def test_a_change_that_cannot_be_made_names_the_field(run: Run, engine: Engine, given: list[str], named: str) -> None:

@@ -70,9 +70,7 @@ def waited(
 
 
 @pytest.mark.direct
-def test_an_end_wakes_who_waits_for_it_without_being_asked_for(
-    ends: Ends, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_wakes_its_waiters_without_polling(ends: Ends, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ends, "_poll", lambda self: None)
     id = new_id()
 
@@ -134,7 +132,7 @@ def test_a_hundred_waiters_hold_no_connection_and_their_rows_go(ends: Ends, bank
     asyncio.run(until(lambda: rows(engine) == 0))
 
 
-def test_beyond_the_limit_of_a_process_nobody_waits(bank: Celery, engine: Engine) -> None:
+def test_beyond_the_limit_of_a_process_calls_do_not_wait(bank: Celery, engine: Engine) -> None:
     full = Ends(runtime_of(bank), limit=0)
     assert not asyncio.run(full.wait(new_id(), 60))
     assert rows(engine) == 0

@@ -133,7 +133,7 @@ def test_a_payload_that_is_not_json_is_refused_and_nothing_is_written(
     assert rows(engine) == []
 
 
-def test_what_is_no_session_is_refused_although_nobody_has_subscribed(bank: Celery) -> None:
+def test_what_is_no_session_is_refused_even_without_subscribers(bank: Celery) -> None:
     with pytest.raises(InvalidArguments, match="session: must be"):
         publish(None, "nobody.listens", {}, app=bank)  # type: ignore[arg-type]
 

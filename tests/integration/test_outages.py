@@ -49,7 +49,7 @@ def published(connection: Connection) -> int:
     return int(connection.execute(query).scalar_one())
 
 
-def test_a_relay_logs_one_line_for_an_outage_whoever_notices(
+def test_a_relay_logs_one_line_for_an_outage(
     proxy: Proxy, environment: dict[str, str], connection: Connection, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"

@@ -18,7 +18,7 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.examine import examine
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
-from idempotency.store import services
+from idempotency.store import renaming
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import alarms, maintenance, overview
 from idempotency.upkeep.presence import SignOfLife
@@ -81,7 +81,7 @@ def test_what_was_begun_under_the_old_name_is_recovered_under_the_new_one(
 def test_rows_lanes_and_dead_letters_of_the_old_name_go_on_under_the_new_one(
     bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "PAGE", 1)
+    monkeypatch.setattr(renaming, "PAGE", 1)
     deliveries.deliver(b.failing, "f1", "permanent")
     deliveries.deliver(b.failing, "f2", "permanent")
     b.enqueue_deposit()

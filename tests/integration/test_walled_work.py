@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from idempotency import OperationId
+from idempotency import OperationId, cli
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
@@ -130,6 +131,17 @@ def test_relays_and_upkeep_see_the_work_of_all_tenants(
         alarms.run_once(app)
         maintenance.purge(app)
         assert SignOfLife(app, "relay").sign()
+
+
+def test_a_relay_that_would_see_one_tenant_at_a_time_does_not_start(
+    under: Under, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with under(APPLICATION):
+        monkeypatch.setattr(sys, "argv", ["idempotency", "relay", "-A", "tests.support.bank"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    said = f"{capsys.readouterr().err}{ended.value.code}"
+    assert f"{APPLICATION!r} sees one tenant at a time, and a relay works for all; log in as {RELAY}" in said
 
 
 @pytest.mark.parametrize("role", [APPLICATION, RELAY, OPERATOR])

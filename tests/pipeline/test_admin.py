@@ -215,7 +215,7 @@ def test_a_discard_is_asked_for_and_waits_for_another_admin(admin: Admin) -> Non
     assert (again.status_code, "has asked already" in again.json()["detail"]) == (409, True)
 
 
-def test_whoever_asks_too_often_has_to_wait(admin: Admin) -> None:
+def test_a_caller_that_asks_too_often_has_to_wait(admin: Admin) -> None:
     async def hurry() -> list[httpx.Response]:
         async with started(admin.app) as client:
             headers = {"Authorization": f"Bearer {admin.tokens['ann']}"}

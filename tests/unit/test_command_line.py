@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from psycopg.errors import UndefinedTable
+from psycopg.errors import InsufficientPrivilege, UndefinedFunction, UndefinedTable
 from typer.main import get_group
 
 from idempotency.cli import root
@@ -48,6 +48,12 @@ def test_messages_name_the_command_as_it_is_called_here(used: type[Framework], c
     before = framework()
     use_framework(used())
     try:
-        assert str(remedy(UndefinedTable("no relation"))).endswith(f"run `{command} migrate`")
+        for missing in (UndefinedTable("no relation"), UndefinedFunction("no function idempotency.about")):
+            assert str(remedy(missing)).endswith(f"run `{command} migrate`")
     finally:
         use_framework(before)
+
+
+def test_who_may_not_migrate_is_told_to_log_in_as_the_owner() -> None:
+    said = remedy(InsufficientPrivilege("must be owner of table records"))
+    assert str(said).endswith("log in as its owner or as a member of it")

@@ -69,3 +69,7 @@ def test_the_page_of_settings_names_every_setting() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
     names = [name for row in rows for name in re.findall("`([a-z_]+)`", row)]
     assert sorted(names) == sorted(Settings.model_fields)
+
+
+def test_the_readme_is_for_the_first_hour() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 300, "what is for later has a page in docs/"

@@ -20,6 +20,7 @@ ALL = sorted(
 )
 ARGUMENTS: dict[type[Exception], tuple[object, ...]] = {
     errors.Again: (1.5, "rate limited"),
+    errors.NothingDone: (1.5, "rate limited"),
     errors.Defer: (1.5, "rate limited"),
     errors.NotSent: (1.5, "circuit open"),
     errors.OperationFailed: ("card declined", "card_declined"),
