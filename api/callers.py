@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 
+from anyio import CapacityLimiter, to_thread
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.concurrency import run_in_threadpool
 
 from idempotency.attempt.runtime import Runtime
 from idempotency.http.asgi import Application, Receive, Scope, Send
@@ -26,6 +26,8 @@ READS = "operations:read"
 CACHED = 3.0
 # Keys that are remembered. A forgotten one is checked again.
 REMEMBERED = 10_000
+# Keys that are checked at once. Guesses cost a statement each, and must not take all threads and connections.
+ASKED_AT_ONCE = 4
 
 UNAUTHENTICATED = unauthenticated(
     "API key missing or not valid", "Authorization: Bearer with an API key; `idempotency api-key create` makes one"
@@ -38,6 +40,7 @@ class Callers:
     def __init__(self, runtime: Callable[[], Runtime]) -> None:
         self._runtime = runtime
         self._known: Recent[bytes, tuple[Caller, float]] = Recent(REMEMBERED)
+        self._asking = CapacityLimiter(ASKED_AT_ONCE)
 
     async def of(self, key: str) -> Caller | None:
         """The caller whose key this is; None if it is not valid. Raises `SQLAlchemyError`."""
@@ -45,7 +48,7 @@ class Callers:
         caller, until = self._known.get(digest, (None, 0.0))
         if caller is not None and time.monotonic() < until:
             return caller
-        caller = await run_in_threadpool(self._ask, key)
+        caller = await to_thread.run_sync(self._ask, key, limiter=self._asking)
         if caller is None:
             self._known.pop(digest, None)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ import pytest
 from fastapi import FastAPI
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
+from starlette.concurrency import run_in_threadpool
 
 import services
+from api.callers import Callers
 from api.operators import SUMMARY, Refusals, network_of
 from idempotency.application import close_runtime
 from idempotency.operate.change import Change
@@ -271,6 +274,21 @@ def test_beyond_what_is_recorded_one_row_sums_up_the_refusals(monkeypatch: pytes
         "why; the last of 101 refusals without a row each",
         None,
     ]
+
+
+def test_guesses_of_api_keys_leave_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers, answered = Callers(lambda: pytest.fail("asks Postgres")), threading.Event()
+    monkeypatch.setattr(callers, "_ask", lambda _: answered.wait(20) and None)
+
+    async def guess() -> str:
+        guesses = [asyncio.create_task(callers.of(f"ik_{number}")) for number in range(100)]
+        async with asyncio.timeout(10):
+            other = await run_in_threadpool(lambda: "answered")
+        answered.set()
+        await asyncio.gather(*guesses)
+        return other
+
+    assert asyncio.run(guess()) == "answered"
 
 
 # ---------------------------------------------------------------- the body and the key of a change
