@@ -1,12 +1,12 @@
 """Dead letters, for operators: what `idempotency dead-letters` does, by the same functions.
 
-The credential is an operator's token (`idempotency operators add`). Refusals are audited; the rate limit comes first, so
-guessing tokens cannot fill the audit table.
+The credential is an operator's token (`idempotency operators add`), which `operators` has checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -14,29 +14,22 @@ from fastapi.encoders import jsonable_encoder
 from sqlalchemy.exc import DBAPIError
 
 from idempotency.application import runtime_of
-from idempotency.errors import IdempotencyError, NotAllowed, NotAuthenticated, OperationNotFound
+from idempotency.errors import IdempotencyError, OperationNotFound
 from idempotency.http.problems import Answer, problem
-from idempotency.operate import discard, people
+from idempotency.operate import discard
 from idempotency.operate.change import Change, check_service
 from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
-from idempotency.store import dead_letters, tenants
+from idempotency.store import dead_letters
 from idempotency.store.dead_letters import Selection
 from idempotency.store.statements import describe
 from idempotency.store.sweeps import is_row_error
 from tasks import app as celery
 
-from .callers import bearer
-from .limits import RateLimit
-from .problems import NOT_FOUND, Problem, documented, unauthenticated
+from .operators import PATH
+from .problems import NOT_FOUND, Problem, documented
 from .schemas import BIGINT, Letters, Outcome, Refusal
 
-PATH = "/admin/dead-letters"
-UNAUTHENTICATED = unauthenticated(
-    "Operator's token missing or not valid",
-    "Authorization: Bearer with the token of an operator; `idempotency operators add` makes one",
-)
-NOT_ALLOWED = problem(403, "not_allowed", "Not allowed", "Needs the token of an operator whose role may do this.")
 # Never in an answer: they may contain customers' data. `idempotency dead-letters show --json` has them.
 HIDDEN = ("payload", "headers")
 
@@ -44,35 +37,9 @@ router = APIRouter(prefix=PATH, responses=documented(400, 401, 403, 429, 503))
 
 
 def operator(request: Request) -> Person:
-    """Authenticate the operator. Raises `Problem`: 401, 403 or 429."""
-    action, runtime = f"{request.method} {request.scope['route'].path}", runtime_of(celery)
-    limits: RateLimits = request.app.state.admin_limits
-    _check(limits.by_address, request.client.host if request.client else "")
-    token = bearer(request.headers.raw)
-    try:
-        person = people.authenticate(runtime, token, role="operator", action=action)
-    except NotAuthenticated:
-        with runtime.autocommit() as connection:
-            caller = None if token is None else tenants.authenticate(connection, token)
-        raise Problem(UNAUTHENTICATED if caller is None else NOT_ALLOWED) from None
-    except NotAllowed:
-        raise Problem(NOT_ALLOWED) from None
-    _check(limits.by_operator, person.name)
+    """Who `Operators` has let pass."""
+    person: Person = request.state.operator
     return person
-
-
-class RateLimits:
-    """How often each address may ask, with any token or none, and how often each operator."""
-
-    def __init__(self) -> None:
-        self.by_address = RateLimit(burst=60, per_second=2.0)
-        self.by_operator = RateLimit(burst=30, per_second=1.0)
-
-
-def _check(limit: RateLimit, caller: str) -> None:
-    if seconds := limit.take(caller):
-        detail = "Retry-After says when to try again."
-        raise Problem(problem(429, "too_many_requests", "Too many requests", detail, retry_after=seconds))
 
 
 Operator = Annotated[Person, Depends(operator)]
@@ -115,24 +82,34 @@ def show_letter(_: Operator, letter: int) -> dict[str, Any]:
 @router.post("/replay", summary="Send dead letters again", responses=documented(404, 409, 413, 415))
 def replay_letters(person: Operator, letters: Letters, request: Request) -> Outcome:
     """Each under its own key and in its own transaction. Repeated with the same Idempotency-Key, each once."""
-    given = request.headers.get("idempotency-key")
 
     def replay_one(letter: int) -> None:
-        change = Change(person.name, letters.reason, None if given is None else f"{given}:{letter}")
-        replay(celery, letter, change)
+        replay(celery, letter, Change(person.name, letters.reason, _request_id(request, letter)))
 
     return _each(letters, replay_one)
 
 
 @router.post("/discard", summary="Ask for dead letters to be discarded", responses=documented(404, 409, 413, 415))
-def discard_letters(person: Operator, letters: Letters) -> Outcome:
-    """They stay open until another person, an admin, approves: `idempotency dead-letters approve`."""
+def discard_letters(person: Operator, letters: Letters, request: Request) -> Outcome:
+    """They stay open until another person, an admin, approves: `idempotency dead-letters approve`.
+
+    Repeated with the same Idempotency-Key, it is asked for once.
+    """
 
     def ask(letter: int) -> None:
         with runtime_of(celery).engine.begin() as connection:
-            discard.request(connection, person, letter, letters.reason)
+            discard.request(connection, person, letter, letters.reason, request_id=_request_id(request, letter))
 
     return _each(letters, ask)
+
+
+def _request_id(request: Request, letter: int) -> str | None:
+    """What names this change of a letter in the audit table, by the request's key; a long key by its hash."""
+    key: str | None = request.state.key
+    if key is None:
+        return None
+    given = f"{key}:{letter}"
+    return given if len(given) <= 255 else f"{sha256(key.encode()).hexdigest()}:{letter}"
 
 
 def _each(letters: Letters, work: Callable[[int], None]) -> Outcome:

@@ -16,9 +16,10 @@ from idempotency.waiting import Ends
 from tasks import app as celery
 
 from . import admin, health, operations, problems, submissions
-from .bodies import BODY_LIMIT, JSON, LimitedBodies
 from .callers import Authentication, Callers, is_write, tenant_of
+from .operators import Operators, RateLimits
 
+JSON = ("application/json",)
 DESCRIPTION = "Payments, refunds and orders, each carried out once for its Idempotency-Key."
 
 
@@ -27,9 +28,7 @@ class KeyedRoutes:
 
     def __init__(self, app: Application) -> None:
         self.app = app
-        self._keyed = IdempotencyMiddleware(
-            app, runtime=_runtime, tenant=tenant_of, required=True, media_types=JSON, body_limit=BODY_LIMIT
-        )
+        self._keyed = IdempotencyMiddleware(app, runtime=_runtime, tenant=tenant_of, required=True, media_types=JSON)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._keyed if is_write(scope) else self.app)(scope, receive, send)
@@ -47,8 +46,8 @@ def create_app() -> FastAPI:
     app.include_router(admin.router, dependencies=operators)
     app.include_router(health.router)
     # from the inside out
-    app.add_middleware(LimitedBodies, path=admin.PATH)
     app.add_middleware(KeyedRoutes)
+    app.add_middleware(Operators)
     app.add_middleware(operations.PreferWait)
     app.add_middleware(Authentication, callers=Callers(_runtime))
     return app
@@ -58,7 +57,7 @@ def create_app() -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.ends = Ends(_runtime())
     app.state.readiness = health.ReadinessCheck()
-    app.state.admin_limits = admin.RateLimits()
+    app.state.admin_limits = RateLimits()
     yield
     app.state.ends.close()
     close_runtime(celery)

@@ -16,7 +16,7 @@ from idempotency.http.recent import Recent
 from idempotency.store import tenants
 from idempotency.store.tenants import Caller
 
-from .problems import UNAVAILABLE, unauthenticated
+from .problems import Problem, failure, unauthenticated
 
 # The scope that each route needs. Other routes are not for tenants.
 WRITES = {"/payments": "payments:write", "/refunds": "refunds:write", "/orders": "orders:write"}
@@ -77,8 +77,8 @@ class Authentication:
         token = bearer(scope["headers"])
         try:
             caller = None if token is None else await self._callers.of(token)
-        except SQLAlchemyError:
-            return UNAVAILABLE
+        except SQLAlchemyError as error:
+            return failure(error)
         if caller is None:
             return UNAUTHENTICATED
         if not caller.may(needed):
@@ -90,18 +90,31 @@ def scope_needed(scope: Scope) -> str | None:
     """The scope that this request needs; None if it needs no tenant."""
     if scope["type"] != "http":
         return None
-    path = scope["path"]
+    path = path_of(scope)
     return READS if path.startswith(OPERATIONS) else WRITES.get(path)
 
 
 def is_write(scope: Scope) -> bool:
     """Whether this request is carried out once for its Idempotency-Key."""
-    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in WRITES
+    return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in WRITES
+
+
+def path_of(scope: Scope) -> str:
+    """The path that the routes have: without the prefix of a mount, or of a proxy (`uvicorn --root-path`)."""
+    path, root = str(scope["path"]), root_of(scope)
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def root_of(scope: Scope) -> str:
+    """The prefix that clients see before the paths of the routes."""
+    return str(scope.get("root_path", "")).rstrip("/")
 
 
 def tenant_of(scope: Scope) -> str:
-    """The tenant of a request that has passed `Authentication`."""
-    caller: Caller = scope["state"]["caller"]
+    """The tenant of a request that has passed `Authentication`. Raises `Problem` for one that has not."""
+    caller: Caller | None = scope.get("state", {}).get("caller")
+    if caller is None:
+        raise Problem(UNAUTHENTICATED)
     return caller.tenant
 
 

@@ -10,15 +10,17 @@ import redis
 from fastapi import APIRouter, Request, Response
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 
 from idempotency.application import runtime_of
 from idempotency.errors import IdempotencyError
 from idempotency.observe import metrics
 from idempotency.store import schema
 from idempotency.store.overview import Snapshot, monitoring_connection, take_snapshot
+from idempotency.store.statements import describe
 from idempotency.upkeep import overview
 from tasks import app as celery
+from tasks.models import Base
 
 from .schemas import Part, Readiness
 
@@ -29,7 +31,14 @@ KEPT = 1.0
 # Seconds that a due message may wait before the relay counts as late.
 LATE = 60.0
 
+# A standby, or a server that its operator or a full disk has made read-only.
+_READ_ONLY = "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::boolean"
+
 router = APIRouter()
+
+
+class Unready(Exception):
+    """A part answers, but requests cannot be accepted with it."""
 
 
 @router.get("/livez", summary="The process answers")
@@ -86,8 +95,10 @@ async def _in_time(check: Callable[[], str], *, needed: bool = False) -> Part:
             return Part(ok=True, needed=needed, detail=await asyncio.to_thread(check))
     except TimeoutError:
         return Part(ok=False, needed=needed, detail=f"no answer within {DEADLINE:g} s")
-    except IdempotencyError as error:
+    except (IdempotencyError, Unready) as error:
         return Part(ok=False, needed=needed, detail=str(error))
+    except ProgrammingError as error:
+        return Part(ok=False, needed=needed, detail=describe(error))
     except (SQLAlchemyError, redis.RedisError, OSError) as error:
         return Part(ok=False, needed=needed, detail=type(error).__name__)
 
@@ -95,6 +106,10 @@ async def _in_time(check: Callable[[], str], *, needed: bool = False) -> Part:
 def _postgres() -> str:
     with monitoring_connection(runtime_of(celery).settings) as connection:
         schema.require_compatible(connection)
+        if connection.exec_driver_sql(_READ_ONLY).scalar_one():
+            raise Unready("takes no writes")
+        for table in Base.metadata.sorted_tables:
+            connection.execute(table.select().limit(0))  # its columns, and the right to read them
     return "answers, with the tables of this version"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated
 from urllib.parse import quote, unquote
 
@@ -18,10 +19,11 @@ from idempotency.store import operations
 from idempotency.waiting import Ends
 from idempotency.wire.keys import check_key
 from tasks import app as celery
+from tasks.outcomes import outcome
 from tasks.payments import capture_payment
 from tasks.refunds import refund_payment
 
-from .callers import OPERATIONS, is_write, tenant_of
+from .callers import OPERATIONS, is_write, root_of, tenant_of
 from .problems import NOT_FOUND, Problem, documented
 from .schemas import OperationDocument
 
@@ -34,7 +36,7 @@ router = APIRouter()
 
 
 def address(id: OperationId) -> str:
-    """Where a tenant finds its operation."""
+    """The path at which a tenant finds its operation."""
     return f"{OPERATIONS}{id.task}/{quote(id.key, safe='')}"
 
 
@@ -70,8 +72,10 @@ async def read_operation(
     id, seconds = OperationId(tenant_of(request.scope), task, key), preferred_wait(request.headers.raw)
     found = await document(id)
     if found is not None and seconds is not None:
-        response.headers["Preference-Applied"] = applied(seconds)
-        if not has_ended(found) and await ends_of(request.scope).wait(id, seconds):
+        ended = has_ended(found) or await waited(request.scope, request.receive, id, seconds)
+        if ended is not None:
+            response.headers["Preference-Applied"] = applied(seconds)
+        if ended and not has_ended(found):
             found = await document(id)
     if found is None:
         raise Problem(NOT_FOUND)
@@ -98,9 +102,10 @@ def _read(id: OperationId) -> OperationDocument | None:
         return OperationDocument(task=id.task, key=id.key, status=stored.status, result=stored.result, code=code)
     runtime = runtime_of(celery)
     with runtime.autocommit(id.tenant) as connection:
-        if operations.accepted(connection, id, runtime.settings.service) is None:
-            return None
-    return OperationDocument(task=id.task, key=id.key, status="accepted")
+        if operations.accepted(connection, id, runtime.settings.service) is not None:
+            return OperationDocument(task=id.task, key=id.key, status="accepted")
+        found = outcome(connection, id)  # its record may have been purged
+    return None if found is None else OperationDocument(task=id.task, key=id.key, **asdict(found))
 
 
 def has_ended(found: OperationDocument) -> bool:
@@ -111,6 +116,27 @@ def ends_of(scope: Scope) -> Ends:
     """The process's `Ends`, made when the application starts."""
     ends: Ends = scope["app"].state.ends
     return ends
+
+
+async def waited(scope: Scope, receive: Receive, id: OperationId, seconds: int) -> bool | None:
+    """Whether the operation has ended within so many seconds. None: it was not waited for, or the client has gone.
+
+    Raises `SQLAlchemyError`.
+    """
+    ending = asyncio.create_task(ends_of(scope).wait(id, seconds))
+    leaving = asyncio.create_task(_leaving(receive))
+    try:
+        await asyncio.wait((ending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return ending.result() if ending.done() else None
+    finally:
+        for task in (ending, leaving):
+            task.cancel()
+        await asyncio.gather(ending, leaving, return_exceptions=True)
+
+
+async def _leaving(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class PreferWait:
@@ -137,12 +163,15 @@ class PreferWait:
 
         await self.app(scope, receive, hold)
         if held:
-            await self._answer(scope, held, seconds, send)
+            await self._answer(scope, receive, held, seconds, send)
 
-    async def _answer(self, scope: Scope, held: list[Message], seconds: int, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, held: list[Message], seconds: int, send: Send) -> None:
         start, *rest = held
-        headers = [*start["headers"], (b"preference-applied", applied(seconds).encode())]
-        if (found := await _ended(scope, headers, seconds)) is not None:
+        headers = list(start["headers"])
+        was_waited_for, found = await _ended(scope, receive, headers, seconds)
+        if was_waited_for:
+            headers.append((b"preference-applied", applied(seconds).encode()))
+        if found is not None:
             body = found.model_dump_json(exclude_none=True).encode()
             headers = [each for each in headers if each[0].lower() != b"content-length"]
             headers.append((b"content-length", b"%d" % len(body)))
@@ -151,15 +180,19 @@ class PreferWait:
             await send(message)
 
 
-async def _ended(scope: Scope, headers: list[tuple[bytes, bytes]], seconds: int) -> OperationDocument | None:
-    """The operation that a 202's Location names, once it has ended; None if that takes longer."""
+async def _ended(
+    scope: Scope, receive: Receive, headers: list[tuple[bytes, bytes]], seconds: int
+) -> tuple[bool, OperationDocument | None]:
+    """Whether the operation that a 202's Location names was waited for, and itself, if it has ended in time."""
     location = next((value.decode("latin-1") for name, value in headers if name.lower() == b"location"), "")
-    task, _, key = location.removeprefix(OPERATIONS).partition("/")
+    task, _, key = location.removeprefix(root_of(scope)).removeprefix(OPERATIONS).partition("/")
     id = OperationId(tenant_of(scope), task, unquote(key))
     try:
-        if not await ends_of(scope).wait(id, seconds):
-            return None
+        if (found := await document(id)) is not None and has_ended(found):
+            return True, found
+        if not (ended := await waited(scope, receive, id, seconds)):
+            return ended is not None, None
         found = await document(id)
     except SQLAlchemyError:
-        return None  # the wait failed; the request is accepted all the same
-    return found if found is not None and has_ended(found) else None
+        return False, None  # the wait failed; the request is accepted all the same
+    return True, found if found is not None and has_ended(found) else None

@@ -7,12 +7,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from idempotency.http.answers import unavailable
 from idempotency.http.fastapi import as_response
 from idempotency.http.problems import Answer, problem
+from idempotency.observe.logs import log
+from idempotency.store import statements
 
 SCHEMA = {
     "type": "object",
@@ -33,6 +35,12 @@ SCHEMA = {
     },
 }
 UNAVAILABLE = unavailable("The database did not answer. Send the request again.")
+MISCONFIGURED = problem(
+    500,
+    "misconfigured",
+    "The server is not set up",
+    "It lacks a table or a right in its database. Its log says which; `python -m tasks.migrate` may not have run.",
+)
 NOT_FOUND = problem(404, "not_found", "Not found", "There is nothing here for these credentials.")
 _MEANINGS = {
     400: "The request is malformed; nothing was written. Names the field and the limit",
@@ -44,9 +52,17 @@ _MEANINGS = {
     415: "The media type or the coding of the body is not supported",
     422: "The Idempotency-Key came with another request before",
     429: "Too many requests, or the tenant's quota is used up; Retry-After says when to try again",
-    500: "The request ended without success, and a person has to look at it",
+    500: "The request ended without success, or the server is not set up; a person has to look at it",
     503: "The database did not answer; send the request again, with the same key",
 }
+
+
+def failure(error: SQLAlchemyError) -> Answer:
+    """What a client is told: to send it again, unless a table, a column or a right is missing, which repeating cannot mend."""
+    if not isinstance(error, ProgrammingError):
+        return UNAVAILABLE
+    log.error("database_refused", error=statements.describe(error))
+    return MISCONFIGURED
 
 
 class Problem(Exception):
@@ -73,7 +89,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Problem, lambda _, error: as_response(error.answer))
-    app.add_exception_handler(SQLAlchemyError, lambda *_: as_response(UNAVAILABLE))
+    app.add_exception_handler(SQLAlchemyError, _failed)
+
+
+def _failed(_: Request, error: Exception) -> Response:
+    assert isinstance(error, SQLAlchemyError)
+    return as_response(failure(error))
 
 
 def _invalid(_: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from idempotency.http.fastapi import AttemptSession, CurrentAttempt
 from idempotency.http.problems import problem
@@ -14,6 +14,7 @@ from tasks.payments import capture_payment, submit_payment
 from tasks.refunds import submit_refund
 from tasks.validation import Taken
 
+from .callers import root_of
 from .operations import address
 from .problems import Problem, documented
 from .schemas import Accepted, AcceptedOrder, NewOrder, NewPayment, NewRefund
@@ -46,29 +47,31 @@ router = APIRouter()
 
 @router.post("/payments", summary="Charge a customer once", **KEYED)
 def create_payment(
-    payment: NewPayment, attempt: CurrentAttempt, session: AttemptSession, response: Response
+    payment: NewPayment, attempt: CurrentAttempt, session: AttemptSession, request: Request, response: Response
 ) -> Accepted:
     """The key is the payment's id. The work goes on: Location says where to ask for its end."""
     try:
         handle = submit_payment(session, tenant=attempt.tenant, payment_id=attempt.key, **payment.model_dump())
     except Taken:
         raise Problem(_taken("Idempotency-Key: is the id of another payment")) from None
-    return Accepted(id=handle.id.key, operation=_located(response, handle.id))
+    return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
 
 
 @router.post("/refunds", summary="Refund a payment, whole or in part, once", **KEYED)
-def create_refund(refund: NewRefund, attempt: CurrentAttempt, session: AttemptSession, response: Response) -> Accepted:
+def create_refund(
+    refund: NewRefund, attempt: CurrentAttempt, session: AttemptSession, request: Request, response: Response
+) -> Accepted:
     """The key is the refund's id. Whether enough is left to refund is decided by the operation, not by this answer."""
     try:
         handle = submit_refund(session, tenant=attempt.tenant, refund_id=attempt.key, **refund.model_dump())
     except Taken:
         raise Problem(_taken("Idempotency-Key: is the id of another refund")) from None
-    return Accepted(id=handle.id.key, operation=_located(response, handle.id))
+    return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
 
 
 @router.post("/orders", summary="Order what a checkout session contains, once", **KEYED)
 def create_order(
-    order: NewOrder, attempt: CurrentAttempt, session: AttemptSession, response: Response
+    order: NewOrder, attempt: CurrentAttempt, session: AttemptSession, request: Request, response: Response
 ) -> AcceptedOrder:
     """One order and one payment for each checkout session, even if the requests for it have different keys."""
     try:
@@ -76,11 +79,11 @@ def create_order(
     except Taken:
         raise Problem(_taken("checkout_session_id: has an order for another customer or amount")) from None
     payment = OperationId(attempt.tenant, capture_payment.name, found.id)
-    return AcceptedOrder(id=found.id, operation=_located(response, payment), **order.model_dump())
+    return AcceptedOrder(id=found.id, operation=_located(request, response, payment), **order.model_dump())
 
 
-def _located(response: Response, id: OperationId) -> str:
-    where = response.headers["Location"] = address(id)
+def _located(request: Request, response: Response, id: OperationId) -> str:
+    where = response.headers["Location"] = f"{root_of(request.scope)}{address(id)}"
     return where
 
 

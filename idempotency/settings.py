@@ -140,8 +140,8 @@ class Settings(BaseModel):
     # Long enough that Friday evening's records are still there on Monday.
     retention_completed: float = Field(72 * HOUR, gt=0)
     retention_failed: float = Field(30 * DAY, gt=0)
-    # How long the answers to HTTP requests are kept, and requests that died and were not sent again. No message
-    # delivers them, so it need not reach the redelivery horizon.
+    # How long the answers to HTTP requests are kept that have no effects and no steps, and requests that died and were not
+    # sent again. No message delivers them, so it need not reach the redelivery horizon.
     retention_http: float = Field(24 * HOUR, gt=0)
     # How many keys of HTTP requests a tenant may keep at a time, and about how many bytes with the answers. None: no limit.
     tenant_keys_limit: int | None = Field(None, gt=0)
@@ -204,6 +204,11 @@ class Settings(BaseModel):
                     f"{name} must not be below redelivery_horizon: {name}={retention} "
                     f"redelivery_horizon={self.redelivery_horizon}"
                 )
+        if self.retention_http < self.longest_run:
+            raise ValueError(
+                f"retention_http must not be below max_run, by default ten leases: retention_http={self.retention_http} "
+                f"max_run={self.longest_run}"
+            )
         if self.defer_budget >= self.provider_key_retention:
             raise ValueError(
                 f"defer_budget must be below provider_key_retention: defer_budget={self.defer_budget} "

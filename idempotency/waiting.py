@@ -30,6 +30,8 @@ POLL = 1.0
 PAUSE = 1.0
 # Waiters of a process. Further ones return at once: each costs a statement when it begins and when it ends.
 LIMIT = 1000
+# Those of one tenant, which must not take the places of all others.
+LIMIT_OF_A_TENANT = 200
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -37,9 +39,10 @@ _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 class Ends:
     """Tells when operations have ended. One for each process; `close()` it at the end."""
 
-    def __init__(self, runtime: Runtime, *, limit: int = LIMIT) -> None:
+    def __init__(self, runtime: Runtime, *, limit: int = LIMIT, limit_of_a_tenant: int = LIMIT_OF_A_TENANT) -> None:
         self._runtime = runtime
         self._limit = limit
+        self._limit_of_a_tenant = limit_of_a_tenant
         self._lock = threading.Lock()
         self._waiting: dict[OperationId, set[_Waiter]] = {}
         self._by_digest: dict[str, OperationId] = {}
@@ -49,15 +52,15 @@ class Ends:
         self._thread = threading.Thread(target=self._run, name="idempotency-ends", daemon=True)
         self._thread.start()
 
-    async def wait(self, id: OperationId, seconds: float) -> bool:
+    async def wait(self, id: OperationId, seconds: float) -> bool | None:
         """Wait until the operation has ended, for at most so many seconds. False: not by then, as far as is known.
 
-        False at once while `limit` others wait. Raises `SQLAlchemyError` if Postgres cannot be asked.
+        None at once, without waiting, while `limit` others wait, or too many of this tenant. Raises `SQLAlchemyError` if Postgres cannot be asked.
         """
         loop = asyncio.get_running_loop()
         waiter = (loop, loop.create_future())
         if not self._enlist(id, waiter):
-            return False
+            return None
         try:
             async with asyncio.timeout(seconds):
                 if not await loop.run_in_executor(self._runtime.readers, self._begin, id, seconds):
@@ -80,7 +83,9 @@ class Ends:
 
     def _enlist(self, id: OperationId, waiter: _Waiter) -> bool:
         with self._lock:
-            if sum(map(len, self._waiting.values())) >= self._limit:
+            of_all = sum(map(len, self._waiting.values()))
+            of_tenant = sum(len(each) for other, each in self._waiting.items() if other.tenant == id.tenant)
+            if of_all >= self._limit or of_tenant >= self._limit_of_a_tenant:
                 return False
             self._waiting.setdefault(id, set()).add(waiter)
             self._by_digest[waiters.digest(id)] = id

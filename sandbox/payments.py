@@ -15,6 +15,7 @@ from typing import Any, Self
 # Stripe's test payment method for a card that is always declined.
 DECLINING_METHOD = "pm_card_chargeDeclined"
 MAX_AMOUNT = 99_999_999
+_THREE_DECIMALS = {"bhd", "jod", "kwd", "omr", "tnd"}
 _INTENT_PARAMS = {
     "amount",
     "automatic_payment_methods[allow_redirects]",
@@ -92,7 +93,9 @@ class NewPaymentIntent:
         currency = _required(form, "currency").lower()
         if not re.fullmatch("[a-z]{3}", currency):
             raise invalid("Invalid currency: it must be a three-letter ISO code.", param="currency")
-        return cls(_amount(_required(form, "amount")), currency, _required(form, "payment_method"), metadata)
+        amount = _amount(_required(form, "amount"))
+        _check_rounded(amount, currency)
+        return cls(amount, currency, _required(form, "payment_method"), metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,10 @@ def create_refund(db: sqlite3.Connection, new: NewRefund, idempotency_key: str, 
         return Answer.error(invalid("The charge has already been refunded.", code="charge_already_refunded"))
     left = charged - refunded
     amount = left if new.amount is None else new.amount
+    try:
+        _check_rounded(amount, currency)
+    except ApiError as error:
+        return Answer.error(error)
     if amount > left:
         return Answer.error(
             invalid(
@@ -317,6 +324,12 @@ def _amount(text: str) -> int:
             param="amount",
         )
     return int(text)
+
+
+def _check_rounded(amount: int, currency: str) -> None:
+    """Three-decimal currencies are rounded to two decimals: their amounts end with 0."""
+    if currency in _THREE_DECIMALS and amount % 10:
+        raise invalid("Invalid amount: in this currency it must be a multiple of 10.", param="amount")
 
 
 def _limit(query: Mapping[str, str]) -> int:

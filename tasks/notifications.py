@@ -11,6 +11,7 @@ from idempotency import IdempotentTask, Operation, PermanentError, subscribe
 from . import app
 from .models import Notification
 from .outside import mailer
+from .tenants import domain
 
 
 def about(event: dict[str, Any]) -> tuple[str, str]:
@@ -36,7 +37,7 @@ def notification_failed(session: Session, operation: Operation, error: Permanent
 def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
     """Send the e-mail about an event. SMTP has no idempotency keys, but a repeated call uses the same Message-ID."""
     subject = " ".join(about(event))
-    recipient = f"customer-{event['data']['customer_id']}@customers.example"
+    recipient = f"customer-{event['data']['customer_id']}@{domain(self.tenant)}"
     body = f"{subject}, purchase {event['data']['payment_id']}\n"
 
     sent: dict[str, Any] = self.effect("mail", mailer.send, recipient, subject, body)

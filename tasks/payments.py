@@ -21,9 +21,9 @@ from idempotency.providers import STRIPE
 from . import app, ledger
 from .gateway import Result
 from .models import Payment, payments
-from .once import insert_once
+from .once import check_not_carried_out, insert_once
 from .outside import gateway
-from .tenants import DEFAULT, named
+from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_currency, check_id, check_local_part, check_minor_unit
 
 
@@ -42,10 +42,11 @@ def submit_payment(
     }
     check_minor_unit("amount_cents", amount, currency)
     id = {"tenant": tenant, "id": check_id("purchase_id", payment_id)}
+    operation = OperationId(tenant, capture_payment.name, payment_id)
     if not insert_once(session, Payment, id, purchase, taken="purchase_id: was used before, for another purchase"):
-        # its message was part of the commit that accepted it
-        return Handle(app, OperationId(tenant, capture_payment.name, payment_id))
-    handle: Handle = capture_payment.enqueue(session, payment_id=payment_id, tenant=tenant)
+        return Handle(app, operation)  # its message was part of the commit that accepted it
+    check_not_carried_out(session, operation, "purchase_id: its task was called before there was a purchase")
+    handle: Handle = capture_payment.enqueue(session, payment_id=payment_id, tenant=tenant, **owned(tenant))
     return handle
 
 
@@ -72,8 +73,8 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
     provider=STRIPE,
     effect_types={"capture": Result},
 )
-def capture_payment(self: IdempotentTask, payment_id: str) -> dict[str, Any]:
-    """Charge the customer once."""
+def capture_payment(self: IdempotentTask, payment_id: str, owner: str = DEFAULT) -> dict[str, Any]:
+    """Charge the customer once. `owner`: see `owned`; the operation's own tenant decides."""
     payment = self.session.get(Payment, (self.tenant, payment_id))
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")

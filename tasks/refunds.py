@@ -22,10 +22,10 @@ from idempotency.providers import STRIPE
 from . import app, ledger
 from .gateway import Result
 from .models import Payment, Refund
-from .once import insert_once
+from .once import check_not_carried_out, insert_once
 from .outside import gateway
-from .tenants import DEFAULT, named
-from .validation import check_amount, check_id, check_text
+from .tenants import DEFAULT, named, owned
+from .validation import check_amount, check_id, check_minor_unit, check_text
 
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
@@ -45,10 +45,11 @@ def submit_refund(
         "reason": check_text("reason", reason),
     }
     id = {"tenant": tenant, "id": check_id("refund_id", refund_id)}
+    operation = OperationId(tenant, refund_payment.name, refund_id)
     if not insert_once(session, Refund, id, request, taken="refund_id: was used before, for another refund"):
-        # its message was part of the commit that accepted it
-        return Handle(app, OperationId(tenant, refund_payment.name, refund_id))
-    handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant)
+        return Handle(app, operation)  # its message was part of the commit that accepted it
+    check_not_carried_out(session, operation, "refund_id: its task was called before there was a request")
+    handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant, **owned(tenant))
     return handle
 
 
@@ -73,6 +74,10 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         raise Defer(PENDING_PAUSE, f"payment {payment.id}: still {payment.status}")
     if payment.status != "captured":
         raise PermanentError(f"payment {payment.id}: {payment.status}, nothing to refund", f"payment_{payment.status}")
+    try:
+        check_minor_unit("amount", refund.amount, payment.currency)  # the request does not name it
+    except ValueError as error:
+        raise PermanentError(str(error), "minor_unit") from None
     left = payment.amount - payment.refunded
     if refund.amount > left:
         raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
@@ -103,8 +108,8 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
     provider=STRIPE,
     effect_types={"refund": Result},
 )
-def refund_payment(self: IdempotentTask, refund_id: str) -> dict[str, Any]:
-    """Refund the customer once."""
+def refund_payment(self: IdempotentTask, refund_id: str, owner: str = DEFAULT) -> dict[str, Any]:
+    """Refund the customer once. `owner`: see `owned`; the operation's own tenant decides."""
     request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)

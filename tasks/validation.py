@@ -68,7 +68,7 @@ def check_minor_unit(field: str, amount: int, currency: str) -> None:
     It rounds three-decimal currencies to two: their amounts end with 0 (docs.stripe.com/currencies#three-decimal).
     """
     if exponent(currency) == 3 and amount % 10:
-        raise ValueError(f"{field}: in {currency}, must be a multiple of 10, got {amount}")
+        raise ValueError(f"{field}: in {currency}, must be a multiple of 10")
 
 
 def check_currency(field: str, value: object) -> str:

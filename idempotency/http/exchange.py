@@ -198,6 +198,8 @@ class Exchange:
             if is_again:  # what it wrote was rolled back with the earlier claim
                 raise self._lost()
             self._flush(attempt)
+        if effects:
+            attempt.policy = replace(attempt.policy, retention_completed=self._longer())
         most = self._runtime.settings.result_limit
         self.kept = stored(buffer, self._terms.kept_headers, self._terms.response_limit, most)
         attempt.response_code = buffer.status
@@ -209,6 +211,11 @@ class Exchange:
         except Exception as error:  # of the user's function
             self.error = error
             raise self._released(error) from error
+
+    def _longer(self) -> float:
+        """How long a request is kept that has acted: its key is not free while its provider remembers the call."""
+        settings = self._runtime.settings
+        return max(settings.retention_http, settings.retention_completed, settings.provider_key_retention)
 
     def _flush(self, attempt: Attempt) -> None:
         """Send what the handler's session still holds: an error in it is the handler's own."""

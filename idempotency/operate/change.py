@@ -136,6 +136,8 @@ def repeated(
     same = id is None or (id.tenant, id.task, id.key) == (row.tenant, row.task, row.key)
     if row.action != action or not same or any(row.details.get(name) != value for name, value in said.items()):
         raise ChangeRefused(f"--request-id: was used before, to {row.action} {row.task} {row.key}, and not for this")
+    if (row.actor, row.reason) != (change.actor, change.reason):
+        raise ChangeRefused("--request-id: was used before, by another person or for another reason")
     return row
 
 

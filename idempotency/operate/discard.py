@@ -11,17 +11,20 @@ from ..errors import DiscardRefused, NotAllowed
 from ..store import dead_letters, discards, operations
 from ..wire import keys
 from ..wire.keys import OperationId
-from .change import Change, audit
+from .change import Change, audit, repeated
 from .people import Person
 
 
-def request(connection: Connection, person: Person, letter: int, reason: str) -> None:
+def request(connection: Connection, person: Person, letter: int, reason: str, *, request_id: str | None = None) -> None:
     """Ask for a dead letter to be discarded; it stays open until another person approves.
 
-    One transaction, which the caller commits. Raises `OperationNotFound`, `ChangeRefused` for the reason, and
+    Repeated under the same `request_id`, it is asked for once. One transaction, which the caller commits. Raises `OperationNotFound`, `ChangeRefused` for the reason, and
     `DiscardRefused`, also while an effect of the operation has an unknown outcome.
     """
-    change = Change(person.name, reason)
+    change = Change(person.name, reason, request_id)
+    said = {"dead_letter": letter}
+    if repeated(connection, change, "discard_requested", None, said=said) is not None:
+        return
     if not discards.request(connection, letter, by=person.name, reason=reason):
         row = dead_letters.show(connection, letter)
         if row.status != "open":
@@ -34,7 +37,7 @@ def request(connection: Connection, person: Person, letter: int, reason: str) ->
     row = dead_letters.show(connection, letter)
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
-    audit(connection, change, "discard_requested", id, record, details={"dead_letter": letter})
+    audit(connection, change, "discard_requested", id, record, details=said)
 
 
 def approve(connection: Connection, person: Person, letter: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,11 +60,19 @@ def remove_operator(connection: Connection, change: Change, name: str) -> None:
     audit(connection, change, "operator_removed", None, None, details={"name": name})
 
 
-def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str, letter: int | None = None) -> Person:
+def authenticate(
+    runtime: Runtime,
+    token: str | None,
+    *,
+    role: Role,
+    action: str,
+    letter: int | None = None,
+    said: Callable[[str], str | None] = lambda why: why,
+) -> Person:
     """Check whose token this is, and that they may do this: an admin may do what an operator may.
 
     Raises `NotAllowed`, as `NotAuthenticated` if it is no valid token. The refusal's audit row is committed by itself,
-    whatever becomes of the caller's transaction.
+    whatever becomes of the caller's transaction. `said`: what it says of the reason; None: there is no row.
     """
     refusal: type[NotAllowed] = NotAuthenticated
     with runtime.autocommit() as connection:
@@ -80,7 +89,8 @@ def authenticate(runtime: Runtime, token: str | None, *, role: Role, action: str
             why, refusal = f"{action}: needs the role admin, {row.name!r} is {row.role}", NotAllowed
         else:
             return Person(row.name, row.role)
-        audit_refusal(connection, row.name if row is not None else "unknown", why, action=action, letter=letter)
+        if (reason := said(why)) is not None:
+            audit_refusal(connection, row.name if row is not None else "unknown", reason, action=action, letter=letter)
     raise refusal(why)
 
 

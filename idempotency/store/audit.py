@@ -22,7 +22,7 @@ VALUES (%(actor)s, %(action)s, %(tenant)s, %(task)s, %(key)s, %(generation)s, %(
 _LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
 
 _REQUESTED = """
-SELECT action, tenant, task, key, details FROM idempotency.audit WHERE request_id = %(request_id)s
+SELECT actor, action, tenant, task, key, reason, details FROM idempotency.audit WHERE request_id = %(request_id)s
 """
 
 

@@ -3,8 +3,8 @@
 A row is written in the transaction of the business change, and a relay publishes it after the commit (`relay/relay.py`).
 It stays until its operation has ended, so that it can be resent if the broker loses it.
 
-Rows with the same task and ordering key form a lane. A failed row blocks its lane until a person replays it, in its old
-place, or discards it.
+Rows with the same tenant, task and ordering key form a lane. A failed row blocks its lane until a person replays it, in
+its old place, or discards it.
 
 Several applications may share the table. Each row names its application, the `service`, and each relay publishes its
 own. Rows without a name, which code of schema 0011 still writes, are adopted by an application that knows their task.
@@ -180,6 +180,8 @@ Lane = tuple[str, str]
 # The task name of rows for external consumers of events begins with this. Such a row has no operation. What was written
 # before the name had the application in it ends here, and is of any.
 EXTERNAL = "idempotency.external_event"
+# Its lanes have the names that all had before there were tenants.
+DEFAULT_TENANT = "default"
 # Rows without a name per pass, for short transactions.
 ADOPTED = 1000
 
@@ -204,8 +206,8 @@ def insert(
 
     Returns its message_id. With a `message_id` of the caller's, only the first row is written.
 
-    Due at `eta`, but not before `countdown` seconds. Rows with the same task and `ordering_key` are published in commit
-    order: the database assigns each its place during the commit. `settled=True`: no operation to wait for; done once
+    Due at `eta`, but not before `countdown` seconds. Rows with the same tenant, task and `ordering_key` are published in
+    commit order: the database assigns each its place during the commit. `settled=True`: no operation to wait for; done once
     published.
     """
     given, message_id = message_id, message_id or str(uuid4())
@@ -219,7 +221,7 @@ def insert(
             "fingerprint": fingerprint,
             "message": message.to_text(),
             "queue": queue,
-            "ordering_key": ordering_key,
+            "ordering_key": None if ordering_key is None else lane_key(id.tenant, ordering_key),
             "origin": origin,
             "eta": eta,
             "countdown": countdown,
@@ -229,6 +231,12 @@ def insert(
         },
     )
     return message_id
+
+
+def lane_key(tenant: str, ordering_key: str) -> str:
+    """An ordering key as it is stored, with the tenant whose it is. A tenant's name has no line break."""
+    named = str(ordering_key)
+    return named if tenant == DEFAULT_TENANT and "\n" not in named else f"{tenant}\n{named}"
 
 
 def external_task(service: str) -> str:

@@ -85,6 +85,7 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
 ) counted WHERE q.queue IS NOT NULL AND accepted + scheduled > 0
 """
 
+# Without a message, an operation is not due: a request over HTTP goes on when its client asks again.
 _RELEASED = f"""
 {_QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
@@ -92,7 +93,8 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
            extract(epoch FROM min(o.available_at) - clock_timestamp())::float8 AS next_due,
            extract(epoch FROM clock_timestamp() - min(o.opened_at))::float8 AS oldest
     FROM (SELECT r.task, r.available_at, r.opened_at, r.service FROM idempotency.records r
-          WHERE r.available_at IS NOT NULL AND r.queue = q.queue ORDER BY r.available_at LIMIT {_PART}) o
+          WHERE r.available_at IS NOT NULL AND r.queue = q.queue AND r.message <> ''
+          ORDER BY r.available_at LIMIT {_PART}) o
     WHERE (o.service = %(service)s) IS NOT FALSE
     GROUP BY o.task
 ) counted WHERE q.queue IS NOT NULL

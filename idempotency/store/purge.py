@@ -6,10 +6,11 @@ An application deletes what is its own, by its own retentions, and what has no n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from ..wire.keys import HTTP_TASK
 from . import sweeps
@@ -60,16 +61,19 @@ OPERATIONS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# HTTP requests that did not end and that no client has repeated: only a client continues them. One with an effect stays:
-# what it says about the effect is recorded nowhere else. The index records_unasked has the same conditions.
+# HTTP requests that did not end and that no client has repeated: only a client continues them. The index records_unasked
+# has the same conditions.
+_UNASKED = f"""r.service = %(service)s AND r.message = '' AND r.task = '{HTTP_TASK}' AND r.status IN ('started', 'released')
+      AND r.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND (r.locked_until IS NULL OR r.locked_until < clock_timestamp())"""
+# An effect or a step that is there already, and is recorded nowhere else: without its record it would be made again.
+_HAS_BEGUN = """jsonb_path_exists(r.effects, '$.* ? (@.state == "begun" || @.state == "done")')"""
+
 REQUESTS = Sweep(
     "purge_requests",
     table="records",
     columns="r.fence",
-    due=f"""r.service = %(service)s AND r.message = '' AND r.task = '{HTTP_TASK}' AND r.status IN ('started', 'released')
-      AND r.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
-      AND (r.locked_until IS NULL OR r.locked_until < clock_timestamp())
-      AND NOT jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && (@.state == "begun" || @.state == "done"))')""",
+    due=f"{_UNASKED} AND NOT {_HAS_BEGUN}",
     order="r.updated_at",
     one=THIS_RECORD,
     id=RECORD_ID,
@@ -78,6 +82,19 @@ REQUESTS = Sweep(
     DELETE FROM idempotency.records r USING due d WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key) RETURNING 1
 )
 SELECT (SELECT count(*) FROM purged)""",
+)
+
+# Those that have begun something are ended one by one in Python, so that a person sees them. `recover` has released those
+# whose process died.
+ABANDONED = Sweep(
+    "abandoned",
+    table="records",
+    columns="r.fingerprint, r.message, r.queue, r.fence, r.token, r.attempts, r.generation, r.effects",
+    due=f"{_UNASKED} AND r.status = 'released' AND {_HAS_BEGUN}",
+    order="r.updated_at",
+    one=THIS_RECORD,
+    id=RECORD_ID,
+    then="",
 )
 
 # Settled rows whose operation has ended or has no record: repeated requests, events for external consumers, discarded
@@ -153,6 +170,27 @@ def requests(connection: Connection, service: str, *, retention: float, limit: i
     Returns how many, and whether more may be due.
     """
     return sweeps.run(connection, REQUESTS, {"service": service, "retention": retention}, limit=limit)
+
+
+def end_abandoned(
+    connection: Connection, service: str, *, retention: float, end: Callable[[Mapping[str, Any]], int]
+) -> int:
+    """Call `end` with the names of each request that has begun something and that no client has repeated for so long.
+
+    Returns how many it ended.
+    """
+    found = sweeps.find(connection, ABANDONED, {"service": service, "retention": retention})
+    ended, _ = sweeps.one_by_one(connection, ABANDONED, found, lambda row: end(sweeps.names(row)))
+    return ended
+
+
+def lock_abandoned(
+    connection: Connection, service: str, names: Mapping[str, Any], *, retention: float
+) -> Row[Any] | None:
+    """Lock the record of such a request, in the transaction that ends it. None: it was asked for again, or is locked."""
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {sweeps.LOCK_TIMEOUT_MS}")
+    fields = {"service": service, "retention": retention, **names}
+    return connection.exec_driver_sql(ABANDONED.find_one, fields).one_or_none()
 
 
 def rows(

@@ -16,9 +16,10 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..attempt import conclusions
+from ..attempt.conclusions import Concluded
 from ..attempt.liveness import is_provably_dead
 from ..attempt.runtime import Runtime
-from ..errors import AttemptsExhausted
+from ..errors import AttemptsExhausted, PermanentError
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
@@ -67,18 +68,46 @@ def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str
 
 def _conclude(connection: Connection, settings: Settings, record: Row[Any], task: Any) -> None:
     """Fail an operation whose process died in every attempt, and store its dead letter. The record must be locked."""
+    why = "the process died in every attempt, and in every claim that would have ended it"
+    claim, concluded = _with_letter(connection, settings, record, AttemptsExhausted(why), task, skip=why)
+    retention = getattr(task, "retention_failed", None) or settings.retention_failed
+    ends.fail(connection, claim, concluded.end, retention=retention, lease=settings.lease)
+
+
+def _end_abandoned(runtime: Runtime, names: Mapping[str, Any]) -> int:
+    """Fail one request whose client has left it half done, in its own transaction. Returns 0 if it was asked for again."""
+    settings = runtime.settings
+    with runtime.engine.begin() as connection:
+        record = past.lock_abandoned(connection, settings.service, names, retention=settings.retention_http)
+        if record is None:
+            return 0
+        error = PermanentError("it was begun, and no client has asked for it again", "abandoned")
+        claim, concluded = _with_letter(connection, settings, record, error, None)
+        ends.cancel(connection, claim.id, concluded.end, fence=record.fence, retention=settings.retention_failed)
+    return 1
+
+
+def _with_letter(
+    connection: Connection,
+    settings: Settings,
+    record: Row[Any],
+    error: PermanentError,
+    task: Any,
+    *,
+    skip: str | None = None,
+) -> tuple[Claimed, Concluded]:
+    """Say how an operation without a holder ends, and store its dead letter."""
     id = OperationId(record.tenant, record.task, record.key)
     claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, record.effects, False)
-    why = "the process died in every attempt, and in every claim that would have ended it"
     concluded = conclusions.conclude(
         connection,
         id,
-        AttemptsExhausted(why),
+        error,
         entries=record.effects,
         arguments={},
         attempts=record.attempts,
         on_failed=getattr(task, "on_failed", None),
-        skip=why,
+        skip=skip,
     )
     delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
     letters.store_failure(
@@ -89,9 +118,8 @@ def _conclude(connection: Connection, settings: Settings, record: Row[Any], task
         last_error=concluded.end.error,
         service=settings.service,
     )
-    retention = getattr(task, "retention_failed", None) or settings.retention_failed
-    ends.fail(connection, claim, concluded.end, retention=retention, lease=settings.lease)
     metrics.count_failed(id.task, concluded.error.code)
+    return claim, concluded
 
 
 def _bounds(app: Celery, runtime: Runtime, dead: list[str]) -> Bounds:
@@ -129,8 +157,8 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
 
     Of this application, and those without a name; at most about `limit` of each kind. An operation stays while it has
     an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. An HTTP request
-    that did not end, and that no client repeats, goes after `retention_http`, unless it is over an effect. The
-    audit table is never purged.
+    that did not end, and that no client repeats, goes after `retention_http`; one that has begun an effect or a step
+    fails then, with a dead letter. The audit table is never purged.
     """
     runtime = runtime_of(app)
     settings, service = runtime.settings, runtime.settings.service
@@ -138,6 +166,12 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     with runtime.autocommit() as connection:
         deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit)
         operations, more_operations = past.operations(connection, service, horizon=horizon, limit=limit)
+        abandoned = past.end_abandoned(
+            connection,
+            service,
+            retention=settings.retention_http,
+            end=lambda names: _end_abandoned(runtime, names),
+        )
         requests, more_requests = past.requests(connection, service, retention=settings.retention_http, limit=limit)
         more, rows = more or more_operations or more_requests, 0
         for status, retention in (
@@ -152,5 +186,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
         waiters.forget(connection)
+    if abandoned:
+        log.warning("requests_abandoned", operations=abandoned)
     metrics.purged.inc(operations + requests)
     return Purged(operations + requests, rows, deleted_letters, more)

@@ -8,6 +8,8 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
+from idempotency.application import settings_of
+from idempotency.store import overview
 from idempotency.upkeep.maintenance import purge
 from idempotency.wire.keys import OperationId
 from tests.support import operations as op
@@ -36,7 +38,7 @@ def request_of(
     return id
 
 
-def test_a_request_that_no_client_repeats_is_deleted_unless_it_has_an_effect(
+def test_a_request_that_no_client_repeats_is_deleted_unless_it_is_being_carried_out(
     bank: Celery, connection: Connection
 ) -> None:
     gone = [
@@ -47,8 +49,6 @@ def test_a_request_that_no_client_repeats_is_deleted_unless_it_has_an_effect(
     ]
     kept = [
         request_of(connection, state=op.started),
-        request_of(connection, state=op.due, effect="begun"),
-        request_of(connection, state=op.due, effect="done"),
         request_of(connection, state=op.due, task="http.pay"),
         request_of(connection, state=op.due, message=op.MESSAGE),
     ]
@@ -57,4 +57,12 @@ def test_a_request_that_no_client_repeats_is_deleted_unless_it_has_an_effect(
     assert purge(bank) == len(gone)
     assert [op.record(connection, id) for id in gone] == [None] * len(gone)
     assert None not in [op.record(connection, id) for id in [*kept, young]]
+    connection.close()
+
+
+def test_a_request_that_is_not_asked_for_again_is_no_overdue_operation(bank: Celery, connection: Connection) -> None:
+    request_of(connection, state=op.due)
+    assert overview.take_snapshot(connection, settings_of(bank)).queues == {}
+    request_of(connection, state=op.due, task="pay", message=op.MESSAGE)
+    assert overview.take_snapshot(connection, settings_of(bank)).queues[""].released == 1
     connection.close()

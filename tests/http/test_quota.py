@@ -51,3 +51,12 @@ def test_a_count_is_believed_for_a_while(edge: Edge) -> None:
     handler = Handler()
     answers = posts(edge, new_key(), [new_key() for _ in range(3)], handler, tenant_keys_limit=1)
     assert [answer.status_code for answer in answers] == [201, 201, 201]
+
+
+def test_what_was_released_keeps_no_answer_and_uses_up_no_quota(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "AGE", 0.0)
+    tenant, handler = new_key(), Handler(500)
+    answers = posts(edge, tenant, [new_key() for _ in range(3)], handler, tenant_keys_limit=1)
+    handler.status = 201
+    answers += posts(edge, tenant, [new_key() for _ in range(2)], handler, tenant_keys_limit=1)
+    assert [answer.status_code for answer in answers] == [500, 500, 500, 201, 429]

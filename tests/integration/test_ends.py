@@ -57,10 +57,10 @@ def complete(engine: Engine, *ids: OperationId) -> None:
 
 def waited(
     ends: Ends, engine: Engine, id: OperationId, then: Callable[[], Awaitable[None]], seconds: float = 15
-) -> bool:
+) -> bool | None:
     """Wait for the operation, and once its row is there do `then`."""
 
-    async def both() -> bool:
+    async def both() -> bool | None:
         waiting = asyncio.create_task(ends.wait(id, seconds))
         await until(lambda: rows(engine))
         await then()
@@ -120,7 +120,7 @@ def test_a_hundred_waiters_hold_no_connection_and_their_rows_go(ends: Ends, bank
     runtime = runtime_of(bank)
     assert len(ids) > 2 * runtime.settings.pool_size
 
-    async def all_of_them() -> list[bool]:
+    async def all_of_them() -> list[bool | None]:
         waiting = asyncio.gather(*(ends.wait(id, 30) for id in ids))
         await until(lambda: rows(engine) == len(ids))
         pools = [pool for each in runtime._engines if hasattr(pool := each.pool, "checkedout")]
@@ -137,6 +137,17 @@ def test_beyond_the_limit_of_a_process_calls_do_not_wait(bank: Celery, engine: E
     assert not asyncio.run(full.wait(new_id(), 60))
     assert rows(engine) == 0
     full.close()
+
+
+def test_one_tenant_does_not_take_the_places_of_the_others(bank: Celery, engine: Engine) -> None:
+    shared = Ends(runtime_of(bank), limit_of_a_tenant=1)
+
+    async def wait() -> list[bool | None]:
+        noisy = [OperationId("noisy", "t", key) for key in "abc"]
+        return await asyncio.gather(*(shared.wait(id, 0.2) for id in (*noisy, OperationId("quiet", "t", "a"))))
+
+    assert asyncio.run(wait()) == [False, None, None, False]
+    shared.close()
 
 
 def test_a_purge_forgets_those_whose_time_is_over(bank: Celery, engine: Engine) -> None:

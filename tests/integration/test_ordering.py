@@ -37,7 +37,7 @@ def write(connection: Connection | Session, key: str, lane: str | None, **option
     """An ordered row, perhaps with its own route or countdown."""
     composed = Message.composed(b.app, b.deposit.name, (key,), {}, task_id=f"t-{key}", headers={KEY_HEADER: key})
     message = Message(composed.headers, composed.body, options.pop("route", composed.route), composed.properties)
-    id = OperationId("default", b.deposit.name, key)
+    id = OperationId(options.pop("tenant", "default"), b.deposit.name, key)
     executes = connection.connection() if isinstance(connection, Session) else connection
     return outbox.insert(executes, id, "v1:f", message, service=op.SERVICE, ordering_key=lane, **options)
 
@@ -212,6 +212,24 @@ def test_what_is_behind_a_refused_row_waits_for_it_and_other_keys_do_not(
     assert keys(drained(bank)) == ["a1", "b1"]
     assert relay.run_once() == Relayed(0, 0)  # a2 backs off
     assert [row.attempts for row in op.outbox(connection)] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("held_back", ["a failed row", "a row that is not due"])
+def test_no_tenant_waits_for_the_ordering_key_of_another(
+    relays: Callable[..., Relay], connection: Connection, held_back: str
+) -> None:
+    relay = relays()
+    if held_back == "a failed row":
+        fail(connection, relay, write(connection, "x", "order-17", tenant="acme", route=TOO_LONG))
+    else:
+        write(connection, "x", "order-17", tenant="acme", countdown=3600.0)
+    for tenant in ("globex", "default", "acme"):
+        write(connection, f"of-{tenant}", "order-17", tenant=tenant)
+    for _ in range(3):
+        relay.run_once()
+    query = "SELECT tenant FROM idempotency.outbox WHERE status = 'published' ORDER BY id"
+    assert list(connection.execute(text(query)).scalars()) == ["globex", "default"]
+    assert len(lanes(connection)) == 1
 
 
 def test_a_row_that_broke_the_channel_is_not_overtaken_by_those_behind_it(

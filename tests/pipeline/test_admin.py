@@ -18,6 +18,7 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
+from api.operators import SUMMARY, Refusals, network_of
 from idempotency.application import close_runtime
 from idempotency.operate.change import Change
 from idempotency.operate.people import Role, add_operator
@@ -27,6 +28,7 @@ from tests.support import operations as op
 from tests.support.server import api_key
 
 LETTERS = "/admin/dead-letters"
+PAYMENT = {"customer_id": "c1", "amount": 1000, "currency": "EUR"}
 
 
 @dataclass
@@ -217,15 +219,94 @@ def test_a_caller_that_asks_too_often_has_to_wait(admin: Admin) -> None:
     async def hurry() -> list[httpx.Response]:
         async with started(admin.app) as client:
             headers = {"Authorization": f"Bearer {admin.tokens['ann']}"}
-            by_token = [await client.get(LETTERS, headers=headers) for _ in range(40)]
-            by_address = [await client.get(LETTERS) for _ in range(40)]
-            return [by_token[0], by_token[-1], by_address[0], by_address[-1]]
+            return [await client.get(LETTERS, headers=headers) for _ in range(40)]
 
+    first, *_, last = asyncio.run(hurry())
+    assert (first.status_code, last.status_code, last.headers["retry-after"]) == (200, 429, "1")
+
+
+def test_guesses_from_one_network_have_to_wait_fill_no_table_and_stop_no_operator(admin: Admin) -> None:
+    """One computer has 2**64 addresses of IPv6, and a proxy is one address for many people."""
     before = len(admin.audited("refused"))
-    answers = asyncio.run(hurry())
-    assert [answer.status_code for answer in answers] == [200, 429, 401, 429]
-    assert answers[1].headers["retry-after"] == "1"
-    assert len(admin.audited("refused")) - before < 40
+
+    async def ask(number: int, token: str) -> int:
+        transport = httpx.ASGITransport(admin.app, client=(f"2001:db8::{number % 16:x}", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            return (await client.get(LETTERS, headers={"Authorization": f"Bearer {token}"})).status_code
+
+    async def guess() -> tuple[set[int], int]:
+        async with started(admin.app):
+            statuses = {await ask(number, "guess") for number in range(100)}
+            return statuses, await ask(0, admin.tokens["ann"])
+
+    assert asyncio.run(guess()) == ({401, 429}, 200)
+    assert 60 <= len(admin.audited("refused")) - before < 100
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8::7", "2001:db8::/64"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("testclient", "testclient"),
+        ("", ""),
+    ],
+)
+def test_addresses_that_one_computer_may_choose_from_are_one_network(address: str, network: str) -> None:
+    assert network_of(address) == network
+
+
+def test_beyond_what_is_recorded_one_row_sums_up_the_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    refusals = Refusals()
+    taken = [refusals.take(f"192.0.2.{number % 250}", "why") for number in range(600)]
+    assert [row for _, row in taken] == ["why"] * 500 + [None] * 100
+    assert not any(seconds for seconds, _ in taken)
+    now = SUMMARY
+    assert [refusals.take("192.0.2.1", "why")[1] for _ in range(4)] == [
+        "why",
+        "why",
+        "why; the last of 101 refusals without a row each",
+        None,
+    ]
+
+
+# ---------------------------------------------------------------- the body and the key of a change
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b'{"ids": [1], "reason": "a\\u0000b"}', "U+0000"),
+        (b'{"ids": [1], "reason": "r", "ids": [2]}', "twice"),
+        (b'{"ids": [1], "reason": "', "JSON"),
+    ],
+)
+def test_a_body_that_readers_read_differently_is_refused_once_it_is_known_who_asks(
+    admin: Admin, body: bytes, named: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    for action in ("replay", "discard"):
+        refused = admin.ask("POST", f"{LETTERS}/{action}", content=body, headers=headers)
+        assert (refused.status_code, named in refused.json()["detail"]) == (400, True)
+        assert admin.ask("POST", f"{LETTERS}/{action}", "guess", content=body, headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("action", ["replay", "discard"])
+def test_a_key_names_one_change_of_one_person_for_one_reason(admin: Admin, action: str) -> None:
+    number, _ = admin.letter()
+    key = f"{action}-{number}-"
+
+    def ask(key: str, reason: str = "r") -> httpx.Response:
+        body = {"ids": [number], "reason": reason}
+        return admin.ask("POST", f"{LETTERS}/{action}", json=body, headers={"Idempotency-Key": key})
+
+    long = key + "k" * (255 - len(key))
+    assert [ask(each).status_code for each in (long, long, f'"{long}"')] == [200] * 3
+    assert (ask(long, "quite another").status_code, ask(key).status_code) == (409, 409)
+    assert [ask(each).status_code for each in ("k" * 256, "a,b", "")] == [400] * 3
 
 
 # ---------------------------------------------------------------- readiness
@@ -281,6 +362,122 @@ def unreachable(admin: Admin) -> Iterator[Callable[[str], None]]:
     for setting, value in before.items():
         tasks.app.conf[setting] = value
     close_runtime(tasks.app)
+
+
+@pytest.mark.parametrize("why", ["takes no writes", "payments"])
+def test_a_server_whose_database_takes_no_payments_is_not_ready(admin: Admin, why: str) -> None:
+    """A standby after a failover, and a deploy half way: `python -m tasks.migrate` has not run."""
+    import tasks
+
+    name = admin.engine.url.database
+    breaks, mends = {
+        "takes no writes": (
+            f"ALTER DATABASE {name} SET default_transaction_read_only = on",
+            f"SET default_transaction_read_only = off; ALTER DATABASE {name} RESET default_transaction_read_only",
+        ),
+        "payments": ("ALTER TABLE payments RENAME TO later", "ALTER TABLE later RENAME TO payments"),
+    }[why]
+    with admin.engine.connect() as connection:
+        for statement in breaks.split("; "):
+            connection.execute(text(statement))
+    close_runtime(tasks.app)
+    try:
+        answer = admin.ask("GET", "/readyz", None)
+        paid = admin.ask("POST", "/payments", "tenant", json=PAYMENT, headers={"Idempotency-Key": uuid4().hex})
+    finally:
+        with admin.engine.connect() as connection:
+            for statement in mends.split("; "):
+                connection.execute(text(statement))
+        close_runtime(tasks.app)
+    part = answer.json()["parts"]["postgres"]
+    assert (answer.status_code, part["ok"], why in part["detail"]) == (503, False, True)
+    assert paid.status_code == (503 if why == "takes no writes" else 500)
+    assert admin.ask("GET", "/readyz", None).json()["parts"]["postgres"]["ok"]
+
+
+# ---------------------------------------------------------------- behind a proxy, and hanging up
+
+
+def test_behind_a_proxy_that_strips_a_prefix_everything_works_and_locations_have_the_prefix(admin: Admin) -> None:
+    """`uvicorn --root-path /shop`: the scope's path has the prefix, those of the routes do not."""
+    requests = [
+        ("POST", "/payments", "tenant", 202),
+        ("GET", "/operations/payments.capture_payment/none", "tenant", 404),
+        ("GET", "/operations/payments.capture_payment/none", None, 401),
+        ("GET", LETTERS, "ann", 200),
+        ("GET", LETTERS, "tenant", 403),
+    ]
+
+    async def ask() -> list[httpx.Response]:
+        async with started(admin.app):
+            transport = httpx.ASGITransport(admin.app, raise_app_exceptions=False, root_path="/shop")
+            async with httpx.AsyncClient(transport=transport, base_url="http://shop/shop") as client:
+                answers: list[httpx.Response] = []
+                for method, path, who, _ in requests:
+                    headers = {"Idempotency-Key": uuid4().hex, "Prefer": "wait=0"}
+                    headers |= {} if who is None else {"Authorization": f"Bearer {admin.tokens[who]}"}
+                    body = PAYMENT if method == "POST" else None
+                    answers.append(await client.request(method, path, json=body, headers=headers))
+                return answers
+
+    answers = asyncio.run(ask())
+    assert [answer.status_code for answer in answers] == [status for *_, status in requests], answers[0].text
+    where = answers[0].headers["location"]
+    assert where.startswith("/shop/operations/payments.capture_payment/")
+    assert answers[0].json()["operation"] == where
+
+
+def test_a_client_that_hangs_up_gives_its_place_to_another(admin: Admin) -> None:
+    async def hang_up() -> None:
+        async with started(admin.app) as client:
+            ends = admin.app.state.ends
+            headers = {"Authorization": f"Bearer {admin.tokens['tenant']}", "Prefer": "wait=30"}
+            for method, path in (("POST", "/payments"), ("GET", "")):
+                key = {"Idempotency-Key": uuid4().hex}
+                if method == "GET":
+                    path = (
+                        await client.post("/payments", json=PAYMENT, headers={**headers, **key, "Prefer": ""})
+                    ).headers["location"]
+                scope = scope_of(method, path, headers | key)
+                gone = asyncio.Event()
+                body = [{"type": "http.request", "body": json.dumps(PAYMENT).encode() if method == "POST" else b""}]
+
+                async def receive(body: list[Any] = body, gone: asyncio.Event = gone) -> Any:
+                    if body:
+                        return body.pop()
+                    await gone.wait()
+                    return {"type": "http.disconnect"}
+
+                async def send(_: Any) -> None: ...
+
+                answering = asyncio.create_task(admin.app(scope, receive, send))
+                async with asyncio.timeout(20):
+                    while not ends._waiting:
+                        await asyncio.sleep(0.01)
+                    gone.set()
+                    await answering
+                assert not ends._waiting
+
+    asyncio.run(hang_up())
+
+
+def scope_of(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
+    given = {"Content-Type": "application/json"} | headers
+    encoded = [(name.lower().encode(), value.encode()) for name, value in given.items()]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": encoded,
+        "client": ("192.0.2.1", 1),
+        "server": ("shop", 80),
+    }
 
 
 # ---------------------------------------------------------------- the OpenAPI document

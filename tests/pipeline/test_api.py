@@ -317,6 +317,10 @@ def test_a_currency_has_as_many_decimals_as_it_has(api: Api, currency: str, amou
     key = new_key()
     assert api.pay(key, amount=amount, currency=currency, headers=WAIT).json()["status"] == "completed"
     assert api.charges(key) == [amount]
+    refunds = [
+        (answer["status"], answer.get("code")) for answer in (api.refund(key, part).json() for part in (101, 110))
+    ]
+    assert refunds == [("failed", "minor_unit") if currency == "KWD" else ("completed", None), ("completed", None)]
 
 
 def test_two_tenants_with_one_key_are_charged_each_even_if_the_provider_has_to_be_asked(api: Api) -> None:
@@ -327,6 +331,16 @@ def test_two_tenants_with_one_key_are_charged_each_even_if_the_provider_has_to_b
     theirs = api.pay(key, by=api.globex, amount=77, headers=WAIT)
     assert theirs.json()["status"] == "completed"
     assert (api.charges(key), api.charges(key, "globex")) == ([1000], [77])
+    subject = f"payment.captured {key}"
+    eventually(lambda: len(recipients(api, subject)) == 2, what="both mails")
+    assert sorted(recipients(api, subject)) == [
+        "customer-c1@acme.customers.example",
+        "customer-c1@globex.customers.example",
+    ]
+
+
+def recipients(api: Api, subject: str) -> list[str]:
+    return [each.recipient for each in ledger.read_mail(api.shop.data / "mail") if each.subject == subject]
 
 
 # ---------------------------------------------------------------- at once
@@ -352,6 +366,35 @@ def test_fifty_clicks_make_one_order_and_one_payment(api: Api) -> None:
     assert (other.status_code, problem(other)) == (409, "already_used")
 
 
+def test_a_click_does_not_wait_long_for_a_transaction_that_has_taken_its_checkout(api: Api) -> None:
+    """Those who wait hold a thread each, which all tenants share."""
+    from tasks.orders import submit_order
+
+    body = ORDER | {"checkout_session_id": f"cs-{new_key()}"}
+    headers = {"Idempotency-Key": new_key()}
+    with Session(api.shop.engine) as frozen:
+        submit_order(frozen, tenant="acme", **body)
+        refused = api.acme.post("/orders", json=body, headers=headers)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.elapsed.total_seconds() < 3  # its connections wait for a lock for 4 s
+        frozen.rollback()
+    assert api.acme.post("/orders", json=body, headers=headers).status_code == 202
+
+
+def test_code_from_before_tenants_does_not_know_an_argument_of_a_tenants_task(api: Api) -> None:
+    """So it leaves the message to newer code; by the id alone it would find another tenant's payment."""
+    found = {}
+    for tenant in ("default", "acme"):
+        payment, refund = {"tenant": tenant, "payment_id": new_key()}, {"tenant": tenant, "refund_id": new_key()}
+        with Session(api.shop.engine) as session:
+            api.shop.payments.submit_payment(session, **payment, **PAYMENT)
+            api.shop.refunds.submit_refund(session, **refund, payment_id="p", amount=1, reason="r")
+            query = text("SELECT message FROM idempotency.outbox WHERE key = ANY(:keys)")
+            keys = {"keys": [payment["payment_id"], refund["refund_id"]]}
+            found[tenant] = ["owner" in str(message) for message in session.execute(query, keys).scalars()]
+    assert found == {"default": [False] * 2, "acme": [True] * 2}
+
+
 def test_one_operation_over_http_and_by_enqueue_at_once_is_one_record_and_one_charge(api: Api) -> None:
     key = new_key()
 
@@ -368,6 +411,38 @@ def test_one_operation_over_http_and_by_enqueue_at_once_is_one_record_and_one_ch
     assert api.acme.get(where, headers=WAIT).json()["status"] == "completed"
     assert api.count("idempotency.records", "key = :key AND task LIKE 'payments.%'", key=key) == 1
     assert (api.charges(key), api.count("payments", "id = :id", id=key)) == ([1000], 1)
+
+
+def test_an_id_whose_task_was_called_before_there_was_a_row_is_refused(api: Api) -> None:
+    """It has failed, for want of a row: accepted all the same, the payment would wait for ever."""
+    key = new_key()
+    refund = {"payment_id": "p", "amount": 1, "reason": "r"}
+    with Session(api.shop.engine) as session, session.begin():
+        api.shop.payments.capture_payment.enqueue(session, payment_id=key, tenant="acme")
+        api.shop.refunds.refund_payment.enqueue(session, refund_id=f"{key}-r", tenant="acme")
+    for task, id in (("payments.capture_payment", key), ("refunds.refund_payment", f"{key}-r")):
+        assert api.acme.get(f"/operations/{task}/{id}", headers=WAIT).json()["status"] == "failed"
+    headers = {"Idempotency-Key": f"{key}-r"}
+    for refused in (api.pay(key), api.acme.post("/refunds", json=refund, headers=headers)):
+        assert (refused.status_code, problem(refused)) == (409, "already_used")
+    assert api.count("payments", "id = :id", id=key) == api.count("refunds", "id = :id", id=f"{key}-r") == 0
+
+
+def test_what_became_of_a_payment_and_its_refund_is_known_after_their_records_were_purged(api: Api) -> None:
+    paid = api.captured()
+    refunded = api.refund(paid, 10)
+    key = refunded.json()["key"]
+    addresses = [f"/operations/payments.capture_payment/{paid}", f"/operations/refunds.refund_payment/{key}"]
+    before = [api.acme.get(address).json() for address in addresses]
+    with api.shop.engine.begin() as connection:  # what the purge does
+        for table in ("outbox", "records"):
+            connection.execute(
+                text(f"DELETE FROM idempotency.{table} WHERE key IN (:paid, :key)"), {"paid": paid, "key": key}
+            )
+    assert [api.acme.get(address).json() for address in addresses] == before
+    again = api.pay(paid, headers={"Prefer": "wait=30"})
+    assert (again.status_code, again.json()) == (200, before[0])
+    assert api.charges(paid) == [1000]
 
 
 def until_answered(send: Callable[[], httpx.Response]) -> httpx.Response:

@@ -93,6 +93,11 @@ CROSS_CHECKS = [
         {"retention_processes": 60, "alarm_silence": 60},
         ("retention_processes=60", "alarm_silence=60"),
     ),
+    (
+        {"retention_http": 600},
+        {"retention_http": 599},
+        ("retention_http=599", "max_run=600"),
+    ),
     ({"max_run": 60, "lease": 60}, {"max_run": 59, "lease": 60}, ("max_run=59", "lease=60")),
 ]
 

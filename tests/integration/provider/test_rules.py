@@ -79,6 +79,13 @@ def test_refunds_stop_at_what_is_left_of_the_payment(sandbox: Sandbox, purchase:
     assert mine == [600, 400]
 
 
+def test_refunds_in_a_currency_of_three_decimals_are_whole_hundredths(sandbox: Sandbox, purchase: str) -> None:
+    intent = client(sandbox).v1.payment_intents.create(params(purchase, amount=1000, currency="kwd"))
+    with pytest.raises(stripe.InvalidRequestError, match="multiple of 10"):
+        refund(sandbox, intent.id, 5)
+    assert refund(sandbox, intent.id, 10).amount == 10
+
+
 def test_a_refund_without_an_amount_gives_back_all_that_is_left(sandbox: Sandbox, purchase: str) -> None:
     intent = pay(sandbox, purchase, amount=1000)
     refund(sandbox, intent.id, 300)
@@ -175,6 +182,7 @@ def test_a_refused_refund_is_stored_because_its_execution_began(sandbox: Sandbox
         ({"amount": 0}, "amount"),
         ({"amount": "1.5"}, "amount"),
         ({"amount": 100_000_000}, "amount"),
+        ({"currency": "kwd", "amount": 1005}, "amount"),
         ({"currency": "euro"}, "currency"),
         ({"currency": ""}, "currency"),
         ({"confirm": False}, "confirm"),

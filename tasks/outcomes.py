@@ -1,0 +1,50 @@
+"""What became of payments and refunds by their rows, which stay when the records of their operations are purged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from idempotency import OperationId
+
+from .models import Payment, Refund
+from .payments import capture_payment
+from .refunds import refund_payment
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`status` as that of an operation; `result` is what its task has returned, `code` why it failed."""
+
+    status: str
+    result: dict[str, Any] | None = None
+    code: str | None = None
+
+
+def outcome(connection: Connection, id: OperationId) -> Outcome | None:
+    """The outcome that the row of this operation shows; None if it has no row."""
+    if id.task == capture_payment.name:
+        payment = connection.execute(
+            select(Payment.status, Payment.charge_id, Payment.failure).filter_by(tenant=id.tenant, id=id.key)
+        ).one_or_none()
+        if payment is None:
+            return None
+        if payment.status in ("captured", "free"):
+            return Outcome("completed", {"status": payment.status, "charge": payment.charge_id})
+        return _unsuccessful(payment.failure)
+    if id.task == refund_payment.name:
+        refund = connection.execute(
+            select(Refund.status, Refund.provider_refund_id, Refund.failure).filter_by(tenant=id.tenant, id=id.key)
+        ).one_or_none()
+        if refund is None:
+            return None
+        if refund.status == "refunded":
+            return Outcome("completed", {"status": refund.status, "refund": refund.provider_refund_id})
+        return _unsuccessful(refund.failure)
+    return None
+
+
+def _unsuccessful(failure: str | None) -> Outcome:
+    return Outcome("accepted") if failure is None else Outcome("failed", code=failure)
