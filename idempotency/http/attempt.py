@@ -57,6 +57,10 @@ class RequestAttempt:
     @property
     def session(self) -> AttemptSession:
         """The SQLAlchemy session; its work is committed with the answer. For synchronous handlers. Raises `LeaseLost`."""
+        self._check_open()
+        return self._opened()
+
+    def _opened(self) -> AttemptSession:
         self.has_session = True
         session = self._attempt.session
         session.stay_off(self._loop)
@@ -70,6 +74,7 @@ class RequestAttempt:
         self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Reconcile | None = None, **kwargs: Any
     ) -> Any:
         """Call the outside world, as `IdempotentTask.effect` does."""
+        self._check_open()
         try:
             return self._attempt.effect(name, fn, *args, reconcile=reconcile, **kwargs)
         except (EffectUnknown, Unfinished) as verdict:
@@ -86,6 +91,7 @@ class RequestAttempt:
 
         It stays committed whatever the handler answers: unlike a task's, it takes no `undo`.
         """
+        self._check_open()
         return self._attempt.step(name, fn, *args, **kwargs)
 
     async def run_sync(self, fn: Callable[[AttemptSession], T]) -> T:
@@ -111,19 +117,23 @@ class RequestAttempt:
             if not answer.set_running_or_notify_cancel():
                 return
             try:
-                answer.set_result(context.run(fn, self.session))
+                answer.set_result(context.run(fn, self._opened()))
             except BaseException as error:
                 answer.set_exception(error)
 
         with self._lock:
-            if self._has_ended:
-                raise RuntimeError("the request has ended: its session is closed")
+            self._check_open()
             is_nested = get_ident() == self._thread
             if not is_nested:
                 self._calls.put(call)
         if is_nested:
             call()  # the thread would wait for itself
         return answer
+
+    def _check_open(self) -> None:
+        """Raise for a thread or a task that outlives the handler: what it does has no part in the answer."""
+        if self._has_ended:
+            raise RuntimeError("the request has ended: its session is closed")
 
     def serve(self, loop: asyncio.AbstractEventLoop) -> None:
         """In the attempt's thread: do what the handler asks for, until it has ended.

@@ -52,10 +52,16 @@ def test_what_a_thread_writes_after_the_answer_is_refused(edge: Edge) -> None:
 
         def later() -> None:
             go.wait(30)
-            try:
-                session.execute(INSERT, {"account": attempt.key})
-            except SessionNotYours as error:
-                refused.append(str(error))
+            for use in (
+                lambda: session.execute(INSERT, {"account": attempt.key}),
+                lambda: attempt.session.execute(INSERT, {"account": attempt.key}),
+                lambda: attempt.step("late", lambda session: None),
+                lambda: attempt.effect("late", lambda *, idempotency_key: None),
+            ):
+                try:
+                    use()
+                except (SessionNotYours, RuntimeError) as error:
+                    refused.append(str(error))
 
         threads.append(threading.Thread(target=later))
         threads[0].start()
@@ -64,7 +70,7 @@ def test_what_a_thread_writes_after_the_answer_is_refused(edge: Edge) -> None:
     go.set()
     threads[0].join(30)
     assert (answer.status_code, edge.entries(key)) == (201, 1)
-    assert "has ended" in refused[0]
+    assert [" has ended" in said for said in refused] == [True] * 4
 
 
 def test_a_thread_that_outlives_its_handler_writes_nothing_into_its_refusal(edge: Edge) -> None:
