@@ -66,10 +66,10 @@ def claim(
     return answer
 
 
-def look(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch | Foreign | Busy | None:
+def peek(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch | Foreign | Busy | None:
     """What a claim would be answered, by a read that waits for no lock; None: it might succeed."""
     with runtime.autocommit(delivery.id.tenant) as connection:
-        return claims.look(
+        return claims.peek(
             connection,
             delivery.id,
             service=runtime.settings.service,

@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError, SQLAl
 
 from ..attempt import conclusions
 from ..attempt.attempt import Attempt
-from ..attempt.claim import look
+from ..attempt.claim import peek
 from ..attempt.endings import Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
@@ -87,10 +87,10 @@ class Exchange:
         self.error: BaseException | None = None
         self.kept: dict[str, Any] | None = None
 
-    async def look(self) -> Result | None:
+    async def peek(self) -> Result | None:
         """What the record says already, without a claim; None: the request is to be carried out."""
         readers = self._runtime.readers
-        return await self._loop.run_in_executor(readers, self._asked, lambda: look(self._runtime, self._delivery))
+        return await self._loop.run_in_executor(readers, self._asked, lambda: peek(self._runtime, self._delivery))
 
     def work(self) -> Result:
         """Claim, run, commit. What `run` raises is returned, since the request that waits may be gone.

@@ -125,7 +125,7 @@ class IdempotencyMiddleware:
         exchange = Exchange(
             self.app, request, OperationId(tenant, HTTP_TASK, key), runtime, self._terms(runtime), self._quotas
         )
-        outcome = await self._started_threads(runtime).run(exchange.id, exchange.work, exchange.look)
+        outcome = await self._started_threads(runtime).run(exchange.id, exchange.work, exchange.peek)
         try:
             await exchange.answer(outcome, send)
         finally:

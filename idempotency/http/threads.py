@@ -49,15 +49,15 @@ class Threads:
         self._held: Counter[str | OperationId] = Counter()
         self._waiting: list[_Waiting] = []
 
-    async def run(self, id: OperationId, work: Callable[[], T], look: Callable[[], Awaitable[T | None]]) -> T:
+    async def run(self, id: OperationId, work: Callable[[], T], peek: Callable[[], Awaitable[T | None]]) -> T:
         """Run `work` in a thread, to its end even if this call is cancelled. Raises `Refused` if none becomes free.
 
-        If none is free at once, `look` may answer without one.
+        If none is free at once, `peek` may answer without one.
         """
         with self._lock:
             is_taken = self._take(id)
         if not is_taken:
-            if (known := await look()) is not None:
+            if (known := await peek()) is not None:
                 return known
             await self._wait(id)
 

@@ -67,7 +67,7 @@ WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
 
 # Unlike a claim, it never waits for a lock.
-_LOOK = f"""
+_PEEK = f"""
 SELECT {_WHY_NOT} AS answer, generation, {_DUE_IN} AS age, result, error, fingerprint, service
 FROM idempotency.records WHERE {ROW}
 """
@@ -206,12 +206,12 @@ def claim(
     return why_not(row)
 
 
-def look(
+def peek(
     connection: Connection, id: OperationId, *, service: str, fingerprint: str, also: Sequence[str] = ()
 ) -> Completed | Failed | Mismatch | Foreign | Busy | None:
     """Why an operation cannot be claimed at the moment; None: it could be. Raises `UnknownVersion`, as `claim` does."""
     fields = {"service": service, "fingerprints": [fingerprint, *also]}
-    row = execute(connection, _LOOK, named(id) | fields).fetchone()
+    row = execute(connection, _PEEK, named(id) | fields).fetchone()
     answer = Changed() if row is None else why_not(row)
     return None if isinstance(answer, Changed) else answer
 
