@@ -12,8 +12,9 @@ from rich.console import Console
 
 from tests.chaos.checker import Counts, Violation
 from tests.chaos.plan import WEIGHTS
-from tests.chaos.report import Report, unproved
+from tests.chaos.report import LONG, Report, unproved
 
+KINDS = list(WEIGHTS)
 ENOUGH = dict.fromkeys(WEIGHTS, 2)
 GOOD = Counts(accepted=10, completed=9, failed=1, takeovers=3, fenced=1)
 BROKEN = Violation("I1", "red/chaos.deposit/17", "2 committed results in generation 1")
@@ -50,7 +51,7 @@ def test_a_run_with_every_kind_takeover_and_fenced_write_is_a_proof() -> None:
     ("inflicted", "counts", "reason"),
     [
         (ENOUGH, GOOD, f"only {2 * len(WEIGHTS)} faults in 180 s"),
-        (ENOUGH | {"cut_commit": 0}, GOOD, "never hit: cut_commit"),
+        (ENOUGH | dict.fromkeys(KINDS[:3], 0), GOOD, f"never hit: {', '.join(KINDS[:3])}"),
         (ENOUGH, Counts(accepted=1, completed=1, fenced=1), "no takeover"),
         (ENOUGH, Counts(accepted=1, completed=1, takeovers=1), "no fenced write"),
         (ENOUGH, Counts(takeovers=1, fenced=1), "0 operations accepted, 0 completed"),
@@ -80,4 +81,12 @@ def test_a_run_is_recorded_as_one_line_of_json() -> None:
 
 def test_a_run_in_which_a_fault_of_its_own_never_struck_proves_nothing() -> None:
     struck = {"swallowed replies": 3, "commands to release": 0}
-    assert unproved(60, ENOUGH, GOOD, struck) == ["never seen: commands to release"]
+    often = dict.fromkeys(WEIGHTS, 4)
+    assert unproved(LONG, often, GOOD, struck) == ["never seen: commands to release"]
+    assert unproved(LONG, often | {"cut_commit": 0}, GOOD) == ["never hit: cut_commit"]
+
+
+def test_a_minute_need_not_have_seen_every_rare_event() -> None:
+    struck = dict.fromkeys("ab", 0)
+    assert unproved(60, ENOUGH | dict.fromkeys(KINDS[:2], 0), GOOD, struck | {"c": 1}) == []
+    assert unproved(60, ENOUGH, GOOD, struck | {"c": 0}) == ["never seen: a, b, c"]
