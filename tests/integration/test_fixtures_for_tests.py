@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -169,6 +170,9 @@ def django_db_setup():
 """
 
 
+@pytest.mark.skipif(
+    find_spec("pytest_django") is not None, reason="pytest-django is installed; tests/ecosystem tries the real one"
+)
 def test_with_pytest_django_the_fixtures_use_the_test_database_that_it_makes(
     test_database: str, tmp_path: Path
 ) -> None:
