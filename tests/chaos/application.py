@@ -161,6 +161,8 @@ def _write_last(task: IdempotentTask, account: str, amount: int) -> dict[str, An
 
 
 _OPTIONS: dict[str, Any] = {
+    # Celery gives a shared task to every application of the process: tests have others
+    "shared": False,
     "base": IdempotentTask,
     "bind": True,
     "key": "{number}",
@@ -374,19 +376,19 @@ def poison(self: IdempotentTask, number: str, account: str, amount: int) -> None
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@app.task(name="upkeep.recover", ignore_result=True)
+@app.task(name="upkeep.recover", ignore_result=True, shared=False)
 def recover() -> None:
     """Release orphaned operations."""
     maintenance.recover(app)
 
 
-@app.task(name="upkeep.resend", ignore_result=True)
+@app.task(name="upkeep.resend", ignore_result=True, shared=False)
 def resend_outbox() -> None:
     """Send again what the broker has lost."""
     resend_lost(app)
 
 
-@app.task(name="upkeep.purge", ignore_result=True)
+@app.task(name="upkeep.purge", ignore_result=True, shared=False)
 def purge() -> None:
     """Delete what is past its retention."""
     maintenance.purge(app)
