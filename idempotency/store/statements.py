@@ -201,6 +201,10 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
             connection_invalidated=connection.invalidated,
             dialect=connection.dialect,
         ) from error
+    except BaseException:
+        if driver.info.transaction_status is TransactionStatus.ACTIVE:
+            connection.invalidate()  # interrupted in the middle of a statement, whose answer would be the next one's
+        raise
 
 
 def driver_error(error: BaseException) -> BaseException | None:

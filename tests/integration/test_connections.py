@@ -19,6 +19,8 @@ from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.heartbeat import Holding
 from idempotency.attempt.runtime import Runtime
+from idempotency.store import operations
+from idempotency.wire.keys import OperationId
 from services.postgres import Postgres, create_database
 from tests.support import bank as app_module
 from tests.support import operations as op
@@ -277,3 +279,28 @@ def test_attempts_without_a_pooler_prepare_their_statements(bank: Celery, delive
     with runtime_of(bank).autocommit() as connection:
         prepared = connection.exec_driver_sql("SELECT statement FROM pg_prepared_statements").scalars().all()
     assert any("INSERT INTO idempotency.records" in statement for statement in prepared)
+
+
+def test_a_callers_transaction_that_is_interrupted_in_a_statement_of_ours_ends_with_the_interrupt(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does between sending the statement and waiting for its answer, which stays on the wire."""
+    callers = create_engine(engine.url)
+
+    def interrupted(generator: Any, *_: Any, **__: Any) -> None:
+        monkeypatch.undo()
+        next(generator)
+        raise KeyboardInterrupt
+
+    def look_up(*, interrupt: bool) -> object:
+        with Session(callers) as session, session.begin():
+            session.execute(text("SELECT 1"))
+            driver: Any = session.connection().connection.driver_connection
+            if interrupt:
+                monkeypatch.setattr(driver, "wait", interrupted)
+            return operations.lookup(session.connection(), OperationId("default", "a", "b"), "bank")
+
+    with pytest.raises(KeyboardInterrupt):
+        look_up(interrupt=True)
+    assert look_up(interrupt=False) is None
+    callers.dispose()
