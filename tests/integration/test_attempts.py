@@ -34,6 +34,7 @@ from tests.support import operations as op
 from tests.support.bank import record_failure
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record, code, deaths, make_due
+from tests.support.processes import eventually
 from tests.support.tasks import Provider, lost, make_task, on_failed, pay, told_codes, unwrite, write
 
 # ---------------------------------------------------------------- an ending belongs to its attempt
@@ -435,6 +436,9 @@ def test_a_postgres_that_is_full_uses_no_attempt(
             deliveries.deliver(b.deposit, "a1", origin="retry" if attempt > 1 else None)
             assert (record("a1").status, record("a1").attempts) == ("released", 0)
             op.age(connection, id, available_at=-1)
+    left = text("SELECT count(*) = 1 FROM pg_stat_activity WHERE usename = :role")
+    # a server process ends a moment after its client has closed the connection
+    eventually(lambda: connection.execute(left, {"role": crowded.url.username}).scalar_one())
     assert deliveries.deliver(b.deposit, "a1", origin="retry").state == "SUCCESS"  # Postgres has room again
     assert (record("a1").status, record("a1").attempts) == ("completed", 1)
     assert entries("a1") == 1
