@@ -52,7 +52,8 @@ class Ends:
     async def wait(self, id: OperationId, seconds: float) -> bool | None:
         """Wait until the operation has ended, for at most so many seconds. False: not by then, as far as is known.
 
-        None at once, without waiting, while `limit` others wait, or too many of this tenant. Raises `SQLAlchemyError` if Postgres cannot be asked.
+        None at once, without waiting, while `limit` others wait, or too many of this tenant. Raises `SQLAlchemyError` if
+        Postgres cannot be asked.
         """
         loop = asyncio.get_running_loop()
         waiter = (loop, loop.create_future())
