@@ -26,7 +26,7 @@ from tests.support import crashing, shop
 from tests.support.documents import ROOT
 from tests.support.operations import at_once, in_background, wait_for_a_lock
 from tests.support.processes import eventually
-from tests.support.server import Server, api_key, client, serving
+from tests.support.server import START_WITHIN, Server, api_key, client, serving
 from tests.support.shop import Shop
 
 PAYMENT: dict[str, Any] = {"customer_id": "c1", "amount": 1000, "currency": "EUR"}
@@ -478,7 +478,7 @@ def test_fifty_identical_requests_to_two_servers_of_which_one_dies_make_one_paym
     restarting = in_background(restart)
     answers = at_once(50, lambda _: until_answered(lambda: api.pay(key)))
     stop.set()
-    assert restarting.result(30) == 1
+    assert restarting.result(START_WITHIN) == 1
     assert len({(answer.status_code, answer.content) for answer in answers}) == 1
     assert api.acme.get(answers[0].headers["location"], headers=WAIT).json()["status"] == "completed"
     assert (api.charges(key), api.count("payments", "id = :id", id=key)) == ([1000], 1)

@@ -18,6 +18,9 @@ from sqlalchemy import Engine
 from idempotency.store import tenants
 from tests.support.processes import eventually
 
+# Seconds: importing the application takes half a minute of a machine that runs several suites.
+START_WITHIN = 90.0
+
 
 class Server:
     """`uvicorn` processes that accept from one socket. Kept by the test, it holds requests while none of them runs."""
@@ -50,6 +53,7 @@ class Server:
         self.processes.append(process)
         eventually(
             lambda: self.log.count("Application startup complete") > begun or process.poll() is not None,
+            timeout=START_WITHIN,
             what="server ready",
         )
         assert process.poll() is None, self.log[-3000:]
