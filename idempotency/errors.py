@@ -18,6 +18,7 @@
     │   ├── InvalidResult           not JSON, too large, or not of the type in `effect_types`
     │   ├── OpenTransaction         an external call while the session has an open transaction
     │   ├── SessionNotYours         commit() or begin() on the attempt's session
+    │   ├── CallFailed              a task that a saga has called has failed
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
     ├── Defer                       not the operation's fault: try later, without using up an attempt
     │   └── NotSent                 from an effect: nothing was sent to the provider
@@ -47,6 +48,9 @@
     ├── AnswerNotStored             an HTTP handler answered, and its operation is open
     ├── BrokerUnavailable
     └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
+
+    BaseException                   internal, and not for `except Exception` in a body
+    └── Waiting                     a saga has let go of everything, and goes on later
 
     AssertionError
     └── NotIdempotent               of a test with `assert_idempotent`
@@ -174,6 +178,15 @@ class SessionNotYours(PermanentError):
     """`commit()` or `begin()` was called on the attempt's session; use `self.step` to commit something early."""
 
     default_code = "session_not_yours"
+
+
+class CallFailed(PermanentError):
+    """A task that a saga has called has failed; `code` and the message are those of the failure.
+
+    A saga that does not catch it is undone, and fails with it.
+    """
+
+    default_code = "call_failed"
 
 
 class UnsupportedControl(PermanentError):
@@ -329,6 +342,10 @@ class BrokerUnavailable(Exception):
 
 class NotConnected(sqlalchemy.exc.OperationalError):
     """Postgres could not be reached or had no connection left; no statement was sent."""
+
+
+class Waiting(BaseException):
+    """A saga waits: its record is released and the next delivery is committed. Ends the attempt, but not the saga."""
 
 
 # ---------------------------------------------------------------- of an application's tests

@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary, WeakSet
 from celery import Celery, current_app
 
 from .application import runtime_of
-from .errors import InvalidArguments, SettingsError
-from .store import outbox
+from .errors import CallRefused, InvalidArguments, SettingsError
+from .store import outbox, sagas
 from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from .store.outbox import external_task
 from .store.refused import explained
 from .wire import keys
-from .wire.keys import OperationId
+from .wire.keys import KeyFunction, OperationId
 from .wire.message import Message
 from .worker.task import IdempotentTask
 
@@ -45,6 +45,9 @@ class Subscription:
 _subscriptions: WeakKeyDictionary[Celery, list[Subscription]] = WeakKeyDictionary()
 
 
+# Events that the sagas of an application may wait for: by type, the templates of what a wait's `match` is compared with.
+_expected: WeakKeyDictionary[Celery, dict[str, dict[str, KeyFunction]]] = WeakKeyDictionary()
+
 _imported: WeakSet[Celery] = WeakSet()
 
 
@@ -54,6 +57,11 @@ def _subscriptions_of(application: Celery) -> list[Subscription]:
         application.loader.import_default_modules()
         _imported.add(application)
     return _subscriptions.get(application, [])
+
+
+def expect(application: Celery, event_type: str, template: str) -> None:
+    """Keep events of this type for the application's sagas, matched by a template over their data. Raises `SettingsError`."""
+    _expected.setdefault(application, {}).setdefault(event_type, {})[template] = keys.template(template)
 
 
 def subscribe(
@@ -126,6 +134,10 @@ def publish(
             subscription.task.enqueue(
                 session, event, idempotency_key=event_id, ordering_key=ordering_key, tenant=tenant
             )
+    for match in _matches(application, event_type, data):
+        with explained():
+            event_text = json.dumps({**attributes, "data": data})
+            sagas.keep_event(connection, tenant or settings.tenant, event_type, match, event_id, event_text)
     if exchange is not None:
         headers = {f"cloudEvents:{name}": value for name, value in attributes.items() if name != "datacontenttype"}
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
@@ -143,6 +155,17 @@ def publish(
                 settled=True,
             )
     return event_id
+
+
+def _matches(application: Celery, event_type: str, data: Any) -> set[str]:
+    """What the waits of sagas for this event are compared with. Raises `InvalidArguments` for data that lack it."""
+    matches = set()
+    for template, function in _expected.get(application, {}).get(event_type, {}).items():
+        try:
+            matches.add(keys.made_by(function, data if isinstance(data, dict) else {}))
+        except CallRefused as refused:
+            raise InvalidArguments(f"event {event_type}: a saga matches it by {template!r}: {refused}") from None
+    return matches
 
 
 async def apublish(session: AsyncCaller, event_type: str, payload: Any, **options: Any) -> str:

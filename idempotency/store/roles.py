@@ -47,8 +47,8 @@ _OBJECTS = """
 SELECT 'SCHEMA' AS kind, quote_ident(nspname) AS name FROM pg_namespace
 WHERE nspname = %(schema)s AND pg_get_userbyid(nspowner) <> %(owner)s
 UNION ALL
-SELECT CASE c.relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, c.oid::regclass::text FROM pg_class c
-WHERE c.relnamespace = to_regnamespace(%(schema)s) AND c.relkind IN ('r', 'p', 'S')
+SELECT CASE c.relkind WHEN 'S' THEN 'SEQUENCE' WHEN 'v' THEN 'VIEW' ELSE 'TABLE' END, c.oid::regclass::text FROM pg_class c
+WHERE c.relnamespace = to_regnamespace(%(schema)s) AND c.relkind IN ('r', 'p', 'S', 'v')
   AND pg_get_userbyid(c.relowner) <> %(owner)s
   AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
 UNION ALL
@@ -58,7 +58,7 @@ WHERE p.pronamespace = to_regnamespace(%(schema)s) AND pg_get_userbyid(p.proowne
 
 _TABLES = """
 SELECT relname FROM pg_class
-WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p') ORDER BY relname
+WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v') ORDER BY relname
 """
 
 # Those with a tenant. Of a partitioned table, the policies are on the table itself.
