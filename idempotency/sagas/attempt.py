@@ -63,7 +63,8 @@ class SagaAttempt(Attempt):
         self._entity_id = entity_id
         self._positions: dict[str, int] = {}
         self._undo_of: dict[str, undoing.Undo | None] = {}
-        self._has_run = False
+        # whether the code was entered, and so has to come to all that is recorded
+        self.has_run = False
         self._is_undone = False
 
     def prepare(self) -> None:
@@ -256,7 +257,6 @@ class SagaAttempt(Attempt):
 
     def _recalled(self, kind: str, name: str, args: str | None) -> Recorded | None:
         """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`."""
-        self._has_run = True
         self.check_lease()
         if self.writes.in_transaction:
             raise OpenTransaction(f"{name!r}: the session has a transaction open; a saga reads and writes in its steps")
@@ -345,7 +345,6 @@ class SagaAttempt(Attempt):
 
     def undo(self, tasks: Any) -> NoReturn:
         """Undo the next of what is recorded, from the last to the first, and wait for it; or end the saga."""
-        self._has_run = True
         for row in reversed(self.journal):
             undone = self.journal.undos.get(row.position)
             if row.state == "begun" and row.kind == "effect":
@@ -376,7 +375,7 @@ class SagaAttempt(Attempt):
 
     def _check_read(self) -> None:
         """A saga whose code ends before it has come to all that is recorded is another saga: it stops."""
-        if not self._has_run:
+        if not self.has_run:
             return
         try:
             self.journal.check_read()

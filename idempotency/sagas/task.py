@@ -134,6 +134,7 @@ class SagaTask(IdempotentTask[..., Any]):
         assert isinstance(attempt, SagaAttempt)
         if attempt.is_undone_now:
             attempt.undo(self.app.tasks)
+        attempt.has_run = True
         return super()._body(attempt)
 
 

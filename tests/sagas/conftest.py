@@ -11,7 +11,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
+from idempotency.operate.replay import replay
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
+from tests.support.operators import ANN
 
 _DUE = text("""
 UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()
@@ -68,6 +70,13 @@ class Stage:
         with self.engine.begin() as connection:
             connection.execute(_PASS, {"seconds": seconds})
 
+    def replay(self, task: str) -> None:
+        """Replay the open dead letters of a task, as a person does."""
+        with self.engine.connect() as connection:
+            query = text("SELECT id FROM idempotency.dead_letters WHERE task = :task AND status = 'open'")
+            for id in connection.execute(query, {"task": task}).scalars():
+                replay(self.app, id, ANN)
+
     def saga(self, key: str) -> Any:
         """The row of `saga_instances`."""
         with self.engine.connect() as connection:
@@ -92,9 +101,7 @@ class Stage:
 
     def letters(self) -> list[tuple[str, str, str]]:
         with self.engine.connect() as connection:
-            rows = connection.execute(
-                text("SELECT task, reason, status FROM idempotency.dead_letters ORDER BY id")
-            )
+            rows = connection.execute(text("SELECT task, reason, status FROM idempotency.dead_letters ORDER BY id"))
             return [(row.task, row.reason, row.status) for row in rows]
 
 
