@@ -28,7 +28,6 @@ from ..wire import results
 from ..wire.delivery import Delivery
 from ..wire.keys import fingerprint
 from . import compensation
-from .compensation import NOT_UNDONE
 from .journal import Journal, Mismatch
 from .undo import Undo, checked
 
@@ -36,8 +35,6 @@ from .undo import Undo, checked
 NUMBERS = 1000
 # Seconds until a saga whose code does not fit is tried again: a deploy may be half done. Doubled each time, up to the last.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
-# What a dead letter of a saga says whose code does not fit.
-MISMATCH = "saga_mismatch"
 
 
 class SagaAttempt(Attempt):
@@ -153,7 +150,7 @@ class SagaAttempt(Attempt):
         try:
             return self.journal.next(kind, name, args)
         except Mismatch as mismatch:
-            self.stop(MISMATCH, str(mismatch))
+            self.stop(sagas.MISMATCH, str(mismatch))
 
     def new_row(self, kind: str, name: str, state: str, args: str | None, undo: Undo | None = None) -> Recorded:
         """The next thing to record."""
@@ -210,7 +207,7 @@ class SagaAttempt(Attempt):
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
         self.writes.roll_back()
         if self.is_compensating and not self.is_undone:
-            self.stop(NOT_UNDONE, f"{error.code}: {error}")  # its attempts are used up
+            self.stop(sagas.NOT_UNDONE, f"{error.code}: {error}")  # its attempts are used up
         if not self.is_undone:
             self._check_read()
             self.check_lease()
@@ -246,7 +243,7 @@ class SagaAttempt(Attempt):
         try:
             self.journal.check_read()
         except Mismatch as mismatch:
-            self.stop(MISMATCH, str(mismatch))
+            self.stop(sagas.MISMATCH, str(mismatch))
 
     def stop(self, reason: str, why: str) -> NoReturn:
         """Go no further without a deploy or a person: a dead letter says why. What is recorded stays as it is."""
@@ -262,7 +259,7 @@ class SagaAttempt(Attempt):
             service=self.runtime.settings.service,
         )
         log.error("saga_stopped", reason=reason, why=why, **self.writes.names)
-        pause = None if reason != MISMATCH else min(FIRST_PAUSE * 2.0 ** min(self.saga.stops, 20), LONGEST_PAUSE)
+        pause = None if reason != sagas.MISMATCH else min(FIRST_PAUSE * 2.0 ** min(self.saga.stops, 20), LONGEST_PAUSE)
         self.wait(1, pause, stopped=reason)
 
     def _close_letter(self) -> None:

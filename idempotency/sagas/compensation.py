@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from .attempt import SagaAttempt
     from .journal import Journal
 
-# What a dead letter of a saga that cannot be undone says.
-NOT_UNDONE = "compensation_failed"
-
 
 def is_needed(journal: Journal) -> bool:
     """Whether something has to be undone, or its end to be waited for, before the saga may fail."""
@@ -55,7 +52,7 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
         _begin_undo(attempt, tasks, row)
     if undone.state == "failed":
         why = "" if undone.error is None else f": {error_fields(undone.error)['message']}"
-        attempt.stop(NOT_UNDONE, f"the undo of {row.kind} {row.name!r} has failed{why}")
+        attempt.stop(sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} has failed{why}")
     if undone.state == "begun":
         attempt.wait(1)
 
@@ -63,7 +60,7 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
 def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
     task = tasks.get(row.undo)
     if task is None:
-        attempt.stop(NOT_UNDONE, f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone")
+        attempt.stop(sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone")
     new = attempt.new_row("undo", f"undo {row.name}", "begun", None)
     new.undoes, new.call_task = row.position, task.name
     new.call_key = derived_key(attempt.claim, f"undo/{row.name}")

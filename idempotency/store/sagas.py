@@ -13,11 +13,13 @@ from sqlalchemy import Connection
 from ..wire.keys import OperationId
 from .answers import Claimed
 from .callers import Executes
-from .record import MINE, idle_ms, mine, named
+from .record import MINE, ROW, idle_ms, mine, named
 from .statements import execute
 
 # Without a time of its own. Not infinity, which Python's clock does not have.
 LONGEST_WAIT = "10 years"
+# Why a saga stops: its code does not fit what it has recorded, or it cannot be undone.
+MISMATCH, NOT_UNDONE = "saga_mismatch", "compensation_failed"
 RUNNING, COMPLETED, FAILED, COMPENSATING = "RUNNING", "COMPLETED", "FAILED", "COMPENSATING"
 
 
@@ -93,6 +95,28 @@ WITH saga AS (
 SELECT count(*) FROM saga
 """
 
+_STATUS = f"SELECT status FROM idempotency.sagas WHERE {ROW} AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE"
+
+# Of a saga whose processes died in every attempt: its code has killed them, so it is undone; or the undoing has, so that
+# it stops.
+_LET_GO = f"""
+WITH saga AS (
+    UPDATE idempotency.sagas SET status = 'COMPENSATING', error = coalesce(error, %(error)s), waits_for = NULL,
+        stopped = CASE WHEN status = 'COMPENSATING' THEN %(stopped)s END, updated_at = clock_timestamp()
+    WHERE {ROW}
+    RETURNING clock_timestamp() + CASE WHEN stopped IS NULL THEN interval '0' ELSE interval '{LONGEST_WAIT}' END AS due
+), released AS (
+    UPDATE idempotency.records SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
+        available_at = saga.due, opened_at = saga.due, attempts = 0, spent_at = NULL, updated_at = clock_timestamp()
+    FROM saga WHERE {ROW}
+    RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation, service
+)
+INSERT INTO idempotency.outbox
+    (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, generation, service)
+SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'recover', available_at, generation, service
+FROM released WHERE message <> ''
+"""
+
 _END = """
 UPDATE idempotency.sagas SET status = %(status)s, stopped = NULL, waits_for = NULL, updated_at = clock_timestamp()
 WHERE id = %(saga)s AND status = %(was)s RETURNING 1
@@ -162,6 +186,17 @@ def compensate(connection: Connection, claim: Claimed, saga: SagaRow, error: str
     """From now on the saga is undone, because of `error`. False: not the holder, or it is undone already."""
     fields = mine(claim) | {"saga": saga.id, "error": error}
     return bool(execute(connection, _COMPENSATE, fields).fetchone()[0])
+
+
+def status_locked(connection: Connection, id: OperationId) -> str | None:
+    """RUNNING or COMPENSATING, if the operation is a saga that has not ended; it is locked until the transaction ends."""
+    row = execute(connection, _STATUS, named(id)).fetchone()
+    return None if row is None else str(row.status)
+
+
+def let_go(connection: Connection, id: OperationId, error: str, *, stopped: str) -> None:
+    """Take a saga from processes that die of it: it is undone, or stops if it was being undone. Its record is locked."""
+    execute(connection, _LET_GO, named(id) | {"error": error, "stopped": stopped})
 
 
 def end(connection: Connection, saga: SagaRow, status: str) -> None:
