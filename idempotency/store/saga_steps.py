@@ -47,7 +47,9 @@ class Recorded:
 
 
 _STEPS = """
-SELECT position, name, kind, state, args, result, error, entry, undo, undo_arguments, undoes, call_task, call_key,
+SELECT position, name, kind, state, args, result, error, undo, undo_arguments, undoes, call_task, call_key,
+       -- with the time that the record of another operation keeps in it
+       entry || jsonb_build_object('begun_at', extract(epoch FROM begun_at)::float8) AS entry,
        event_type, match, event_id, due_at <= clock_timestamp() AS is_due,
        extract(epoch FROM due_at - clock_timestamp())::float8 AS due_in
 FROM idempotency.saga_steps WHERE saga_id = %(saga)s AND generation = %(generation)s ORDER BY position

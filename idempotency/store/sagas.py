@@ -39,12 +39,14 @@ class SagaRow:
 _OPEN = """
 INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id)
 VALUES (%(tenant)s, %(task)s, %(key)s, %(generation)s, %(entity)s)
+-- Not fenced, so it changes nothing that the next attempt depends on: this one may have been overtaken since its claim.
 ON CONFLICT (tenant, task, key) DO UPDATE SET
-    generation = excluded.generation,
+    generation = greatest(g.generation, excluded.generation),
+    -- one that was cancelled before it began has its key here
+    entity_id = excluded.entity_id,
     -- a replay begins anew
     status = CASE WHEN g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
-    error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END,
-    waits_for = NULL
+    error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END
 -- xmax is 0 for an inserted row
 RETURNING id, status, error, stopped, stops, signals, xmax = 0
 """
@@ -92,7 +94,7 @@ WITH saga AS (
     WHERE id = %(saga)s AND status = 'RUNNING' AND EXISTS (SELECT FROM idempotency.records WHERE {MINE})
     RETURNING id
 )
-SELECT count(*) FROM saga
+SELECT 1 / count(*) FROM saga
 """
 
 _STATUS = f"SELECT status FROM idempotency.sagas WHERE {ROW} AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE"
@@ -182,10 +184,9 @@ def wait(
     execute(connection, _WAIT, fields)
 
 
-def compensate(connection: Connection, claim: Claimed, saga: SagaRow, error: str) -> bool:
-    """From now on the saga is undone, because of `error`. False: not the holder, or it is undone already."""
-    fields = mine(claim) | {"saga": saga.id, "error": error}
-    return bool(execute(connection, _COMPENSATE, fields).fetchone()[0])
+def compensate(connection: Connection, claim: Claimed, saga: SagaRow, error: str) -> None:
+    """From now on the saga is undone, because of `error`. Raises `DivisionByZero` if not the holder, or undone already."""
+    execute(connection, _COMPENSATE, mine(claim) | {"saga": saga.id, "error": error})
 
 
 def status_locked(connection: Connection, id: OperationId) -> str | None:
