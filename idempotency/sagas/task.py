@@ -134,9 +134,9 @@ class SagaTask(IdempotentTask[..., Any]):
 
     def _body(self, attempt: Attempt) -> Any:
         assert isinstance(attempt, SagaAttempt)
+        attempt.has_run = True
         if attempt.is_compensating:
             compensation.run(attempt, self.app.tasks)
-        attempt.has_run = True
         return super()._body(attempt)
 
 

@@ -43,13 +43,15 @@ class Recorded:
     # seconds from when it is recorded, for the database to add to its own clock
     seconds: float | None = field(default=None, compare=False)
     is_due: bool = False
+    begun_at: float | None = None
     due_in: float | None = None
 
 
 _STEPS = """
 SELECT position, name, kind, state, args, result, error, entry, undo, undo_arguments, undoes, call_task, call_key,
        event_type, match, event_id, due_at <= clock_timestamp() AS is_due,
-       extract(epoch FROM due_at - clock_timestamp())::float8 AS due_in
+       extract(epoch FROM due_at - clock_timestamp())::float8 AS due_in,
+       extract(epoch FROM begun_at)::float8 AS begun_at
 FROM idempotency.saga_steps WHERE saga_id = %(saga)s AND generation = %(generation)s ORDER BY position
 """
 
