@@ -8,7 +8,8 @@ recorded under `RUNNING` never commits once the saga is being undone.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 from typing import Any
 
 from sqlalchemy import Connection
@@ -63,6 +64,8 @@ class Recorded:
     due_in: float | None = None
 
 
+_RECORDED = tuple(each.name for each in fields_of(Recorded))
+
 _OPEN = """
 INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id)
 VALUES (%(tenant)s, %(task)s, %(key)s, %(generation)s, %(entity)s)
@@ -72,8 +75,9 @@ ON CONFLICT (tenant, task, key) DO UPDATE SET
     status = CASE WHEN g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
     error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END,
     waits_for = NULL
--- xmax is 0 for an inserted row
-RETURNING id, status, error, stopped, stops, signals, xmax = 0
+-- xmax is 0 for an inserted row, which need not reach the disk before what is recorded of the saga does, like a first claim
+RETURNING id, status, error, stopped, stops, signals, xmax = 0,
+    CASE WHEN xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 """
 
 _STEPS = """
@@ -269,7 +273,7 @@ HAVING NOT coalesce(bool_or(name = %(name)s), false)
 def open_saga(connection: Connection, claim: Claimed, entity_id: str) -> SagaRow:
     """Find the saga of a claim, or make it. A replay begins it anew; its earlier rows stay, under their generation."""
     fields = named(claim.id) | {"generation": claim.generation, "entity": entity_id}
-    return SagaRow(*execute(connection, _OPEN, fields).fetchone())
+    return SagaRow(*execute(connection, _OPEN, fields).fetchone()[:-1])
 
 
 def steps_of(connection: Connection, saga: SagaRow, claim: Claimed) -> list[Recorded]:
@@ -408,6 +412,7 @@ def _at(claim: Claimed, saga: SagaRow, position: int) -> dict[str, Any]:
 
 
 def _fields(claim: Claimed, saga: SagaRow, row: Recorded) -> dict[str, Any]:
-    fields: dict[str, Any] = asdict(row)
+    # not `asdict`, which copies every value
+    fields = {name: getattr(row, name) for name in _RECORDED}
     fields["entry"] = None if row.entry is None else json.dumps(row.entry)
     return mine(claim) | fields | {"saga": saga.id, "status": saga.status, "generation": claim.generation}
