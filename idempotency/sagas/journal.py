@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..store.sagas import Recorded
+from ..store.saga_steps import Recorded
 
 
 class Mismatch(Exception):
