@@ -182,7 +182,8 @@ _LOCK_EVENTS = "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, 
 # The earliest that this saga has not used yet.
 _FIND_EVENT = """
 SELECT e.id, e.event FROM idempotency.saga_events e
-WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s AND NOT EXISTS (
+WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s
+  AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND NOT EXISTS (
     SELECT FROM idempotency.saga_steps s
     WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.event_id = e.id)
 ORDER BY e.id LIMIT 1
@@ -250,7 +251,9 @@ WITH cancelled AS (
 SELECT idempotency.resume_saga(cancelled) FROM cancelled
 """
 
-_KEEP_EVENT = "SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s)"
+_KEEP_EVENT = """
+SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s, %(saga)s::uuid)
+"""
 
 _OBSERVE = """
 INSERT INTO idempotency.sagas AS g (tenant, task, key, entity_id, status)
@@ -389,10 +392,15 @@ def cancel(connection: Connection, id: OperationId, error: str) -> bool:
     return execute(connection, _CANCEL, named(id) | {"error": error}).fetchone() is not None
 
 
-def keep_event(connection: Executes, tenant: str, event_type: str, match: str, event_id: str, event: str) -> None:
-    """Keep an event for the sagas that wait for it, now or later, and let those go on that wait. In the caller's commit."""
+def keep_event(
+    connection: Executes, tenant: str, event_type: str, match: str, event_id: str, event: str, *, saga: Any = None
+) -> None:
+    """Keep an event for the sagas that wait for it, now or later, and let those go on that wait. In the caller's commit.
+
+    `saga`: the id of the only one that gets it.
+    """
     fields = {"tenant": tenant, "event_type": event_type, "match": match, "event_id": event_id, "event": event}
-    connection.exec_driver_sql(_KEEP_EVENT, fields)
+    connection.exec_driver_sql(_KEEP_EVENT, fields | {"saga": saga})
 
 
 def observe(connection: Executes, tenant: str, task: str, key: str, *, step: str, result: str, status: str) -> None:
