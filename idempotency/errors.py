@@ -49,9 +49,6 @@
     ├── BrokerUnavailable
     └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
 
-    BaseException                   internal, and not for `except Exception` in a body
-    └── Waiting                     a saga has let go of everything, and goes on later
-
     AssertionError
     └── NotIdempotent               of a test with `assert_idempotent`
 
@@ -181,20 +178,13 @@ class SessionNotYours(PermanentError):
 
 
 class CallFailed(PermanentError):
-    """A task that a saga has called has failed; `code` and the message are those of the failure.
-
-    A saga that does not catch it is undone, and fails with it.
-    """
+    """A task that a saga has called has failed; `code` and the message are those of the failure."""
 
     default_code = "call_failed"
 
 
 class UnsupportedControl(PermanentError):
-    """A body raised `Ignore` or `Reject`, which would acknowledge the message while the record says otherwise.
-
-    Also from `retry` with other arguments or more retries than the task has, and from `replace` after a thousand
-    replacements in a row, or of what can never be sent.
-    """
+    """A body raised `Ignore` or `Reject`, or asked for a `retry` or `replace` that cannot be; the message says why."""
 
     default_code = "unsupported_control"
 
@@ -344,18 +334,11 @@ class NotConnected(sqlalchemy.exc.OperationalError):
     """Postgres could not be reached or had no connection left; no statement was sent."""
 
 
-class Waiting(BaseException):
-    """A saga waits: its record is released and the next delivery is committed. Ends the attempt, but not the saga."""
-
-
 # ---------------------------------------------------------------- of an application's tests
 
 
 class NotIdempotent(AssertionError):
     """The task left something other than its plain run did; the message says where, and what usually causes it."""
-
-
-# ----------------------------------------------------------------
 
 
 def permanent_error(message: str, code: str) -> PermanentError:

@@ -20,7 +20,7 @@ from celery import Celery, current_app
 
 from .application import runtime_of
 from .errors import CallRefused, InvalidArguments, SettingsError
-from .store import outbox, sagas
+from .store import outbox, saga_steps
 from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from .store.outbox import external_task
 from .store.refused import explained
@@ -128,7 +128,7 @@ def publish(
     for match in _matches(application, event_type, data):
         with explained():
             event_text = json.dumps({**attributes, "data": data})
-            sagas.keep_event(connection, tenant or settings.tenant, event_type, match, event_id, event_text)
+            saga_steps.keep_event(connection, tenant or settings.tenant, event_type, match, event_id, event_text)
     if exchange is not None:
         headers = {f"cloudEvents:{name}": value for name, value in attributes.items() if name != "datacontenttype"}
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}

@@ -17,7 +17,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import IdempotencyError, LeaseLost, OutcomeInDoubt, Waiting
+from ..errors import IdempotencyError, LeaseLost, OutcomeInDoubt
 from ..framework import framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -25,7 +25,7 @@ from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .claim import Patience, at_once, claim
-from .endings import Ended, Ending, Finished, Release, end_for
+from .endings import Ended, Ending, Finished, Release, Waiting, end_for
 from .last_look import reason_to_end, take_last_look
 from .policy import Policy
 from .runtime import Runtime

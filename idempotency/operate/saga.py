@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row
 from ..application import runtime_of
 from ..errors import ChangeRefused
 from ..events import as_data, new_attributes
-from ..store import letters, operations, saga_changes, saga_reading, sagas
+from ..store import letters, operations, saga_changes, saga_reading, saga_steps, sagas
 from ..store.answers import error_text
 from ..store.saga_changes import Retried
 from ..store.sagas import COMPENSATING, RUNNING
@@ -117,7 +117,7 @@ def signal_saga(
         _check_named(app, id, event_type)
         attributes = new_attributes(event_type, f"/people/{quote(change.actor, safe='')}") | {"person": change.actor}
         text = json.dumps({**attributes, "data": data})
-        sagas.keep_event(connection, id.tenant, event_type, match, attributes["id"], text, saga=saga.id)
+        saga_steps.keep_event(connection, id.tenant, event_type, match, attributes["id"], text, saga=saga.id)
         # read again: keeping the event has locked a saga that waits for it
         is_awaited = _awaited(connection, id, saga, event_type) == match
         details = said | {"match": match, "event_id": attributes["id"], "is_awaited": is_awaited}

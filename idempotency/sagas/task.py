@@ -30,8 +30,10 @@ from ..store.answers import Claimed
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..worker.task import IdempotentTask
-from .attempt import SagaAttempt, seconds_of
-from .calls import Call, call
+from . import compensation, waits
+from .attempt import SagaAttempt
+from .calls import Call, call, run_all
+from .waits import seconds_of
 
 
 class SagaTask(IdempotentTask[..., Any]):
@@ -62,14 +64,14 @@ class SagaTask(IdempotentTask[..., Any]):
 
         Its key is derived from the saga's. Raises `CallFailed` if the task fails, and `InvalidArguments`.
         """
-        return self._saga.call([call(task, *args, undo=undo, **kwargs)])[0]
+        return run_all(self._saga, [call(task, *args, undo=undo, **kwargs)])[0]
 
     def gather(self, *calls: Call) -> list[Any]:
         """Run several tasks at once, and wait for all: `saga.gather(call(a, 1), call(b, 2))`. Returns their results.
 
         If some fail, the first failure is raised once all have ended.
         """
-        return self._saga.call(list(calls)) if calls else []
+        return run_all(self._saga, calls)
 
     def wait_for(self, event_type: str, *, match: str, timeout: timedelta | float) -> Any | None:
         """Wait for an event that matches; returns it as a consumer gets it, or None after `timeout`.
@@ -82,11 +84,11 @@ class SagaTask(IdempotentTask[..., Any]):
             raise InvalidArguments(
                 f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}"
             )
-        return self._saga.wait_for(event_type, str(match), seconds_of("timeout", timeout))
+        return waits.wait_for(self._saga, event_type, str(match), seconds_of("timeout", timeout))
 
     def sleep(self, duration: timedelta | float) -> None:
         """Wait for a time, by the database's clock."""
-        self._saga.sleep("sleep", seconds_of("sleep", duration))
+        waits.sleep(self._saga, seconds_of("sleep", duration))
 
     def now(self) -> datetime:
         """The database's time when the code first came here; the same each time it runs again."""
@@ -132,9 +134,9 @@ class SagaTask(IdempotentTask[..., Any]):
 
     def _body(self, attempt: Attempt) -> Any:
         assert isinstance(attempt, SagaAttempt)
-        if attempt.is_undone_now:
-            attempt.undo(self.app.tasks)
         attempt.has_run = True
+        if attempt.is_compensating:
+            compensation.run(attempt, self.app.tasks)
         return super()._body(attempt)
 
 

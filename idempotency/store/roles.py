@@ -61,6 +61,12 @@ SELECT relname FROM pg_class
 WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v') ORDER BY relname
 """
 
+# Whether the view shows its reader the rows that the reader may see; before Postgres 15 it shows those of all tenants.
+_BY_READER = """
+SELECT coalesce(array_to_string(reloptions, ','), '') LIKE '%%security_invoker%%' FROM pg_class
+WHERE oid = 'idempotency.saga_instances'::regclass
+"""
+
 # Those with a tenant. Of a partitioned table, the policies are on the table itself.
 _WITH_TENANT = """
 SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname) AS name,
@@ -168,6 +174,8 @@ def _rights(connection: Connection) -> list[str]:
         granted = {table: rights.get(table, rights.get("*", "")) for table in tables}
         statements += [f"GRANT {what} ON {SCHEMA}.{table} TO {role}" for table, what in granted.items() if what]
         statements += [f"GRANT USAGE ON SEQUENCE {SCHEMA}.{name} TO {role}" for name in SEQUENCES[role]]
+    if connection.exec_driver_sql(_BY_READER).scalar_one():
+        statements.append(f"GRANT SELECT ON {SCHEMA}.saga_instances TO {APPLICATION}")
     return statements
 
 

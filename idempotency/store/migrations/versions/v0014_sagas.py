@@ -93,6 +93,10 @@ FUNCTIONS = """
 -- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
 CREATE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
+    IF saga.status = 'COMPENSATING' THEN  -- what has used up the attempts is over
+        UPDATE idempotency.records r SET attempts = 0, spent_at = NULL
+        WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key AND r.status IN ('started', 'released');
+    END IF;
     UPDATE idempotency.records r
     SET available_at = clock_timestamp(), opened_at = clock_timestamp(), updated_at = clock_timestamp()
     WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key
