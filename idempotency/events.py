@@ -113,21 +113,12 @@ def publish(
     keys.check_key(event_type, field="event_type")
     if ordering_key is not None:
         keys.check_key(ordering_key, field="ordering_key")
-    event_id = str(uuid4())
-    attributes = {
-        "specversion": "1.0",
-        "id": event_id,
-        "source": source or f"/{application.main or 'celery'}",
-        "type": event_type,
-        "time": datetime.now(UTC).isoformat(),
-        "datacontenttype": "application/json",
-    }
-    data = json.loads(keys.canonical_json({"data": payload}))["data"]
+    attributes = new_attributes(event_type, source or f"/{application.main or 'celery'}")
+    event_id = attributes["id"]
     runtime = runtime_of(application)
     settings = runtime.settings
+    data = as_data(payload, limit=settings.arguments_limit)
     connection = in_transaction_of(session, runtime.home)
-    if (size := len(json.dumps(data))) > settings.arguments_limit:
-        raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
     for subscription in _subscriptions_of(application):
         if subscription.matches(event_type):
             event = {**attributes, "data": data}
@@ -155,6 +146,26 @@ def publish(
                 settled=True,
             )
     return event_id
+
+
+def new_attributes(event_type: str, source: str) -> dict[str, str]:
+    """The CloudEvents attributes of an event that happens now, under a new id."""
+    return {
+        "specversion": "1.0",
+        "id": str(uuid4()),
+        "source": source,
+        "type": event_type,
+        "time": datetime.now(UTC).isoformat(),
+        "datacontenttype": "application/json",
+    }
+
+
+def as_data(payload: Any, *, limit: int) -> Any:
+    """A payload as its consumers get it. Raises `InvalidArguments` for what is not JSON, or longer than `limit` bytes."""
+    data = json.loads(keys.canonical_json({"data": payload}))["data"]
+    if (size := len(json.dumps(data))) > limit:
+        raise InvalidArguments(f"payload: at most {limit} bytes as JSON, got {size}")
+    return data
 
 
 def _matches(application: Celery, event_type: str, data: Any) -> set[str]:

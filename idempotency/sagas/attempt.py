@@ -252,6 +252,8 @@ class SagaAttempt(Attempt):
         self.writes.roll_back()
         self.check_lease()
         session = self.session
+        if self.saga.stopped != reason:
+            self._close_letter()  # a person has seen to what had stopped it before
         letters.store_failure(
             session.connection(),
             self.delivery,

@@ -120,7 +120,8 @@ _LOCK_EVENTS = "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, 
 # The earliest that this saga has not used yet.
 _FIND_EVENT = """
 SELECT e.id, e.event FROM idempotency.saga_events e
-WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s AND NOT EXISTS (
+WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s
+  AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND NOT EXISTS (
     SELECT FROM idempotency.saga_steps s
     WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.event_id = e.id)
 ORDER BY e.id LIMIT 1
@@ -160,7 +161,9 @@ WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.position = ca
 RETURNING s.position
 """
 
-_KEEP_EVENT = "SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s)"
+_KEEP_EVENT = """
+SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s, %(saga)s::uuid)
+"""
 
 
 def steps_of(connection: Connection, saga: SagaRow, claim: Claimed) -> list[Recorded]:
@@ -238,10 +241,15 @@ def settle_calls(connection: Connection, claim: Claimed, saga: SagaRow, position
     return len(execute(connection, _SETTLE_CALLS, fields).fetchall())
 
 
-def keep_event(connection: Executes, tenant: str, event_type: str, match: str, event_id: str, event: str) -> None:
-    """Keep an event for the sagas that wait for it, now or later, and let those go on that wait. In the caller's commit."""
+def keep_event(
+    connection: Executes, tenant: str, event_type: str, match: str, event_id: str, event: str, *, saga: Any = None
+) -> None:
+    """Keep an event for the sagas that wait for it, now or later, and let those go on that wait. In the caller's commit.
+
+    `saga`: the id of the only one that gets it.
+    """
     fields = {"tenant": tenant, "event_type": event_type, "match": match, "event_id": event_id, "event": event}
-    connection.exec_driver_sql(_KEEP_EVENT, fields)
+    connection.exec_driver_sql(_KEEP_EVENT, fields | {"saga": saga})
 
 
 def _at(claim: Claimed, saga: SagaRow, position: int) -> dict[str, Any]:
