@@ -368,7 +368,7 @@ def test_fifty_clicks_make_one_order_and_one_payment(api: Api) -> None:
 
 def test_a_click_does_not_wait_long_for_a_transaction_that_has_taken_its_checkout(api: Api) -> None:
     """Those who wait hold a thread each, which all tenants share."""
-    from tasks.orders import submit_order
+    from tasks.checkout import submit_order
 
     body = ORDER | {"checkout_session_id": f"cs-{new_key()}"}
     headers = {"Idempotency-Key": new_key()}
