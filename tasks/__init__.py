@@ -13,6 +13,7 @@ app = Celery(
             "checkout",
             "orders",
             "warehouse",
+            "observer",
             "notifications",
             "support",
             "maintenance",

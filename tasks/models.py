@@ -6,12 +6,14 @@ from datetime import datetime
 from typing import Annotated
 
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
     CheckConstraint,
     DateTime,
     FetchedValue,
     ForeignKeyConstraint,
     Index,
+    String,
     UniqueConstraint,
     false,
     func,
@@ -161,6 +163,16 @@ class Movement(Base):
     sku: Mapped[str]
     quantity: Mapped[int]
     moved_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Placement(Base):
+    """The events that the observer has seen of an order. No service reads it."""
+
+    __tablename__ = "placements"
+
+    tenant: Mapped[Tenant]
+    order_id: Mapped[str] = mapped_column(primary_key=True)
+    seen: Mapped[list[str]] = mapped_column(ARRAY(String))
 
 
 class Refund(Base):

@@ -14,7 +14,7 @@ SELECT s.sku, s.available, s.reserved,
     coalesce(sum(m.quantity) FILTER (WHERE kind = 'reserved'), 0) AS taken,
     coalesce(sum(m.quantity) FILTER (WHERE kind = 'released'), 0) AS given_back,
     (SELECT coalesce(sum(r.quantity), 0) FROM reservations r
-     WHERE r.sku = s.sku AND r.status IN ('STOCK_CONFIRMED', 'STOCK_RESERVED')) AS held
+     WHERE (r.tenant, r.sku) = (s.tenant, s.sku) AND r.status IN ('STOCK_CONFIRMED', 'STOCK_RESERVED')) AS held
 FROM stock s LEFT JOIN stock_movements m USING (tenant, sku) GROUP BY s.tenant, s.sku
 """)
 _UNPAIRED = text("""
@@ -42,7 +42,7 @@ ONCE = (
 
 def check_stock(shop: Shop) -> None:
     """No piece is lost or doubled: each number is what the movements and the reservations say."""
-    with shop.engine.connect() as connection:
+    with shop.books.connect() as connection:
         for row in connection.execute(_STOCK):
             assert row.available == row.received - row.taken + row.given_back, row
             assert row.reserved == row.taken - row.given_back == row.held, row
@@ -67,9 +67,14 @@ def check_order(
     net = shop.provider.net(order)
     assert charges <= 1
     assert shop.provider.count(shop.provider.refunds, order) <= refunds
-    with shop.engine.connect() as connection:
+    with shop.books.connect() as connection:
         assert connection.execute(_POSTED, {"id": order}).scalar_one() == net
     assert (payment.status == "captured") == (charges == 1)
+    with shop.books.connect() as connection:
+        asked_for = connection.execute(
+            text("SELECT status FROM refunds WHERE payment_id = :id"), {"id": order}
+        ).scalars()
+        assert set(asked_for) <= {"refunded"}
     if payment.status == "captured":
         assert payment.amount - payment.refunded == net
     if found.reason == "out_of_stock" and not charged_first:
@@ -81,6 +86,17 @@ def check_order(
     else:
         assert (reservation.status, payment.order_status, net) == ("STOCK_RELEASED", "cancelled", 0)
     assert len(shop.events("payment.failed", order)) <= 1 + failures
+    check_observed(shop, order, status)
+
+
+def check_observed(shop: Shop, order: str, status: str) -> None:
+    """The observer has seen the end, and every event once."""
+    seen, observed = shop.observed(order)
+    assert observed == ("COMPLETED" if status == "PROCESSING" else "FAILED")
+    published = {
+        sent.event["type"] for sent in shop.outbox() if sent.event and sent.event["data"].get("order_id") == order
+    }
+    assert sorted(seen) == sorted(published)
 
 
 def check_events(shop: Shop, order: str, told: Counter[str]) -> None:

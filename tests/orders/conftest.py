@@ -11,6 +11,9 @@ import pytest
 from sqlalchemy import create_engine, text
 
 import services
+from idempotency.store import roles
+from idempotency.store.rights import APPLICATION, RELAY
+from tests.support.roles import PASSWORDS, url_of
 
 if TYPE_CHECKING:
     from tests.orders.shop import Shop
@@ -36,14 +39,15 @@ def _shop(database: str, broker: str, patch: pytest.MonkeyPatch) -> Iterator[Sho
             patch.setenv(variable, address)
     import tasks
     from idempotency.application import close_runtime
-    from tasks import migrate, notifications, payments, refunds
+    from tasks import notifications, payments, refunds
+    from tasks.migrate import grant, migrate
     from tests.orders.outside import Mailer, Provider
     from tests.orders.shop import Shop, every_event_is_kept
 
     # for a process in which another test has loaded the configuration
     configuration: dict[str, Any] = {
         "broker_url": broker,
-        "idempotency_database_url": database,
+        "idempotency_database_url": url_of(APPLICATION, database),
         "idempotency_redis_url": None,
         "idempotency_retry_base": 0.0,
     }
@@ -53,9 +57,13 @@ def _shop(database: str, broker: str, patch: pytest.MonkeyPatch) -> Iterator[Sho
     patch.setattr(payments, "gateway", provider)
     patch.setattr(refunds, "gateway", provider)
     patch.setattr(notifications, "mailer", Mailer())
-    engine = create_engine(database)
-    migrate.migrate(engine)
+    owner = create_engine(database)
+    engine, books = (create_engine(url_of(role, database)) for role in (APPLICATION, RELAY))
+    migrate(owner)
+    roles.create(owner, PASSWORDS)
+    grant(owner)
     with every_event_is_kept(tasks.app):
-        yield Shop(engine, provider)
-    engine.dispose()
+        yield Shop(engine, books, provider)
+    for each in (owner, engine, books):
+        each.dispose()
     close_runtime(tasks.app)

@@ -16,12 +16,15 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import OperationId, events, publish, subscribe
+from idempotency.application import close_runtime
 from idempotency.operate.replay import replay
 from idempotency.store import testing as stored
+from idempotency.store.rights import OPERATOR
 from idempotency.wire.message import Message
 from tests.orders.outside import Provider
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
 from tests.support.operators import ANN
+from tests.support.roles import url_of
 
 # The consumer of every event, whose messages are read and not delivered.
 WITNESS = "witness"
@@ -54,14 +57,18 @@ def every_event_is_kept(app: Celery) -> Iterator[None]:
 
 
 class Shop:
-    """What is seen of it is what was accepted since the last `forget`. `log`: the deliveries; `told`: the test's own events."""
+    """The application's processes have the rights of their role: a transaction is about one tenant. `books` shows all.
 
-    def __init__(self, engine: Engine, provider: Provider) -> None:
+    What is seen of it is what was accepted since the last `forget`. `log`: the deliveries; `told`: the test's own events.
+    """
+
+    def __init__(self, engine: Engine, books: Engine, provider: Provider) -> None:
         import tasks
-        from tasks import checkout, refunds, warehouse
+        from tasks import checkout, observer, refunds, warehouse
 
-        self.app, self.checkout, self.refunds, self.warehouse = tasks.app, checkout, refunds, warehouse
-        self.engine, self.provider = engine, provider
+        self.app, self.checkout, self.observer = tasks.app, checkout, observer
+        self.refunds, self.warehouse = refunds, warehouse
+        self.engine, self.books, self.provider = engine, books, provider
         self.deliveries = Deliveries(tasks.app)
         self._seen: dict[str, Sent] = {}
         self._delivered: set[str] = set()
@@ -72,13 +79,21 @@ class Shop:
 
     # ------------------------------------------------------------ what callers do
 
-    def receive(self, sku: str, quantity: int) -> None:
+    @contextmanager
+    def transaction(self, tenant: str = TENANT) -> Iterator[Session]:
+        """A transaction of the application, about one tenant."""
         with Session(self.engine) as session, session.begin():
-            self.warehouse.receive_stock(session, delivery_id=f"d-{uuid4().hex}", sku=sku, quantity=quantity)
+            session.execute(text("SELECT idempotency.about(:tenant)"), {"tenant": tenant})
+            yield session
+
+    def receive(self, sku: str, quantity: int, *, tenant: str = TENANT) -> None:
+        delivery_id = f"d-{uuid4().hex}"
+        with self.transaction(tenant) as session:
+            self.warehouse.receive_stock(session, delivery_id=delivery_id, sku=sku, quantity=quantity, tenant=tenant)
 
     def order(self, sku: str | None = None, quantity: int = 1, **changes: Any) -> str:
         """Click; returns the order's id."""
-        with Session(self.engine) as session, session.begin():
+        with self.transaction(changes.get("tenant", TENANT)) as session:
             session_id = changes.pop("checkout_session_id", f"cs-{uuid4().hex}")
             placed = self.checkout.submit_order(
                 session, checkout_session_id=session_id, sku=sku, quantity=quantity, **ORDER | changes
@@ -88,13 +103,20 @@ class Shop:
     def cancel(self, order_id: str) -> None:
         """The buyer asks for it."""
         session_id = self.one("SELECT checkout_session_id FROM checkouts WHERE order_id = :id", id=order_id)[0]
-        with Session(self.engine) as session, session.begin():
+        with self.transaction() as session:
             assert self.checkout.request_cancellation(session, checkout_session_id=session_id)
 
     def replay(self, order_id: str) -> None:
         """A person says that the payment is to be tried again."""
         letter = self.one("SELECT id FROM idempotency.dead_letters WHERE key = :id AND status = 'open'", id=order_id)[0]
+        url = self.app.conf.idempotency_database_url
+        self._connect(url_of(OPERATOR, url))
         replay(self.app, letter, ANN)
+        self._connect(url)
+
+    def _connect(self, url: str) -> None:
+        close_runtime(self.app)
+        self.app.conf.update(idempotency_database_url=url)
 
     def publish_again(self, event: dict[str, Any]) -> None:
         """The same once more, as another event."""
@@ -102,7 +124,7 @@ class Shop:
 
     def tell(self, event_type: str, data: dict[str, Any]) -> None:
         self.told[event_type] += 1
-        with Session(self.engine) as session, session.begin():
+        with self.transaction() as session:
             publish(session, event_type, data, app=self.app)
 
     # ------------------------------------------------------------ messages
@@ -118,7 +140,7 @@ class Shop:
 
     def outbox(self) -> list[Sent]:
         query = text("SELECT * FROM idempotency.outbox WHERE id > :since ORDER BY id")
-        with self.engine.connect() as connection, self._lock:
+        with self.books.connect() as connection, self._lock:
             for row in connection.execute(query, {"since": self._since}):
                 self._seen.setdefault(row.message_id, Sent(row, _event_in(row.message)))
             return sorted(self._seen.values(), key=lambda sent: sent.row.id)
@@ -135,7 +157,7 @@ class Shop:
         with self._lock:
             self._delivered.add(row.message_id)
             self.log.append(sent.what)
-        with self.engine.connect() as connection, connection.begin():
+        with self.books.connect() as connection, connection.begin():
             stored.ripen(connection, OperationId(row.tenant, row.task, row.key))
         return deliver_row(self.deliveries, self.app.tasks[row.task], row)
 
@@ -174,7 +196,7 @@ class Shop:
     # ------------------------------------------------------------ rows
 
     def one(self, query: str, **values: Any) -> Any:
-        with self.engine.connect() as connection:
+        with self.books.connect() as connection:
             return connection.execute(text(query), values).one()
 
     def status(self, order_id: str) -> tuple[str, str, str]:
@@ -183,6 +205,11 @@ class Shop:
             self.one(f"SELECT status FROM {table} WHERE {column} = :id", id=order_id)[0]
             for table, column in (("orders", "id"), ("payments", "order_id"), ("reservations", "order_id"))
         )
+
+    def observed(self, order_id: str) -> tuple[list[str], str]:
+        """The events that the observer has seen, and what they amount to."""
+        seen = self.one("SELECT seen FROM placements WHERE order_id = :id", id=order_id)[0]
+        return seen, self.observer.status(seen)
 
     def stock(self, sku: str) -> tuple[int, int]:
         """Available, and reserved."""

@@ -13,9 +13,10 @@ import pytest
 
 from tests.orders.books import check_events, check_order, check_stock
 from tests.orders.shop import ORDER, Shop
+from tests.support.operations import at_once
 
 # A block of seeds is one test. ORDER_SEEDS=500 runs more.
-SEEDS = int(os.environ.get("ORDER_SEEDS", "60"))
+SEEDS = int(os.environ.get("ORDER_SEEDS", "36"))
 BLOCKS = 6
 
 
@@ -105,6 +106,50 @@ def test_orders_of_a_scarce_article_share_it_whatever_happens_at_once(shop: Shop
         except AssertionError as error:
             error.add_note(f"seed {seed}: " + " | ".join(shop.log))
             raise
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("order.paid > warehouse", "order.cancelled > warehouse"),
+        ("payments.capture_payment", "order.cancelled > payments"),
+        ("order.pending_payment > payments", "order.cancelled > payments"),
+        ("stock.reserved > orders", "order.cancellation_requested > orders"),
+    ],
+)
+def test_two_events_of_an_order_at_the_same_moment_end_as_one_after_the_other(
+    shop: Shop, first: str, second: str
+) -> None:
+    for _ in range(6):
+        sku = f"sku-{uuid4().hex[:8]}"
+        shop.receive(sku, 3)
+        shop.forget()
+        order = shop.order(sku, 2)
+        shop.run(first, second)
+        shop.cancel(order)
+        shop.run(first, second)
+        racing = [next(sent for sent in shop.waiting() if part in sent.what) for part in (first, second)]
+        at_once(2, lambda number, racing=racing: shop.deliver(racing[number]))
+        shop.run()
+        status = status_of(shop, order)
+        check_order(shop, order, status)
+        check_events(shop, order, shop.told)
+        assert shop.stock(sku) == ((1, 2) if status == "PROCESSING" else (3, 0))
+        check_stock(shop)
+
+
+def test_a_cancellation_told_twice_at_the_same_moment_is_one_refund(shop: Shop) -> None:
+    for _ in range(6):
+        shop.forget()
+        order = shop.order(None)
+        shop.run("order.paid > warehouse")
+        shop.cancel(order)
+        shop.run("order.paid > warehouse", "order.cancelled > payments")
+        shop.tell("order.cancelled", shop.events("order.cancelled", order)[0]["data"])
+        racing = [sent for sent in shop.waiting() if "order.cancelled > payments" in sent.what]
+        at_once(2, lambda number, racing=racing: shop.deliver(racing[number]))
+        shop.run()
+        check_order(shop, order, "CANCELLED")
 
 
 # ---------------------------------------------------------------- one service alone: every permutation of what it hears

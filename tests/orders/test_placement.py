@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy.orm import Session
 
 from tasks.validation import Taken
 from tests.orders.books import check_order, check_stock
@@ -34,7 +34,7 @@ def test_a_click_that_is_answered_has_placed_nothing_yet(shop: Shop, sku: str) -
     assert shop.one("SELECT count(*) FROM orders WHERE id = :id", id=order)[0] == 0
     assert {sent.what for sent in shop.waiting()} == {
         f"order.placement_requested > {task}"
-        for task in ("orders.place_order", "payments.initiate_payment", "warehouse.confirm_stock")
+        for task in ("orders.place_order", "payments.initiate_payment", "warehouse.confirm_stock", "observer.watch")
     }
 
 
@@ -54,6 +54,16 @@ def test_an_order_that_is_paid_is_processed_and_its_pieces_are_its_own(shop: Sho
     assert shop.status(order) == ("PROCESSING", "captured", "STOCK_RESERVED")
     assert shop.stock(sku) == (3, 2)
     check_order(shop, order, "PROCESSING")
+
+
+def test_an_order_that_costs_nothing_is_cancelled_without_a_refund(shop: Shop, sku: str) -> None:
+    order = shop.order(sku, amount=0)
+    shop.run("order.paid > warehouse")
+    assert shop.status(order) == ("PAID", "free", "STOCK_CONFIRMED")
+    shop.cancel(order)
+    shop.run()
+    assert shop.status(order) == ("CANCELLED", "free", "STOCK_RELEASED")
+    assert shop.observed(order)[1] == "FAILED"
 
 
 def test_an_order_of_nothing_in_stock_needs_no_warehouse(shop: Shop) -> None:
@@ -85,6 +95,30 @@ def test_a_second_order_of_a_checkout_session_is_cancelled(shop: Shop, sku: str)
     assert shop.one("SELECT status FROM payments WHERE order_id = :id", id=second)[0] == "cancelled"
     assert shop.stock(sku) == (4, 1)
     assert shop.provider.net(second) == 0
+
+
+def test_an_observer_sees_how_far_an_order_has_come(shop: Shop, sku: str) -> None:
+    order = shop.order(sku)
+    shop.run("stock.reserved > observer", "order.paid > warehouse")
+    assert shop.observed(order)[1] == "RUNNING"
+    shop.cancel(order)
+    shop.run("order.paid > warehouse", "stock.released > observer")
+    assert shop.observed(order)[1] == "COMPENSATING"  # the money is back, the goods are not known to be
+    shop.run()
+    assert shop.observed(order)[1] == "FAILED"
+    check_order(shop, order, "CANCELLED")
+
+
+def test_tenants_have_sessions_and_stock_of_their_own(shop: Shop) -> None:
+    same: dict[str, Any] = {"sku": f"sku-{uuid4().hex[:8]}", "checkout_session_id": f"cs-{uuid4().hex}"}
+    shop.receive(same["sku"], 1, tenant="acme")
+    shop.receive(same["sku"], 7, tenant="globex")
+    orders = [shop.order(**same, quantity=quantity, tenant=name) for name, quantity in (("acme", 1), ("globex", 2))]
+    shop.run()
+    for order in orders:
+        check_order(shop, order, "PROCESSING")
+    query = "SELECT array_agg(ARRAY[available, reserved] ORDER BY tenant) FROM stock WHERE sku = :sku"
+    assert shop.one(query, sku=same["sku"])[0] == [[0, 1], [5, 2]]
 
 
 # ---------------------------------------------------------------- cancelled
@@ -202,7 +236,7 @@ def test_a_cancellation_is_too_late_once_the_order_is_processed(shop: Shop, sku:
 def test_what_was_refunded_by_hand_is_not_refunded_again(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.run("order.paid > warehouse")
-    with Session(shop.engine) as session, session.begin():
+    with shop.transaction() as session:
         shop.refunds.submit_refund(session, refund_id=f"r-{order}", payment_id=order, amount=400, reason="by hand")
     shop.run("order.paid > warehouse")
     shop.cancel(order)
@@ -245,12 +279,12 @@ def test_a_delivery_is_received_once(shop: Shop) -> None:
     delivery = {"delivery_id": f"d-{sku}", "sku": sku, "quantity": 3}
 
     def receive(_: int) -> bool:
-        with Session(shop.engine) as session, session.begin():
+        with shop.transaction() as session:
             return bool(shop.warehouse.receive_stock(session, **delivery))
 
     assert sorted(at_once(4, receive)) == [False, False, False, True]
     assert shop.stock(sku) == (3, 0)
-    with Session(shop.engine) as session, session.begin(), pytest.raises(Taken, match="another delivery"):
+    with shop.transaction() as session, pytest.raises(Taken, match="another delivery"):
         shop.warehouse.receive_stock(session, delivery_id=f"d-{sku}", sku=sku, quantity=4)
 
 
@@ -289,6 +323,6 @@ def test_a_bad_order_is_refused_by_field_and_nothing_is_written(
     shop: Shop, field: str, value: object, says: str
 ) -> None:
     wanted = {**ORDER, "sku": "s", "quantity": 1, "checkout_session_id": f"cs-{uuid4().hex}", field: value}
-    with Session(shop.engine) as session, session.begin(), pytest.raises(ValueError, match=says):
+    with shop.transaction() as session, pytest.raises(ValueError, match=says):
         shop.checkout.submit_order(session, **wanted)
     assert shop.waiting() == []

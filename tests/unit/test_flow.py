@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -129,6 +130,14 @@ def test_a_service_knows_no_other_and_reads_only_its_own_tables(service: str) ->
     ]
     assert {name for module, name in imported if module == "models"} == FAMILIES[service]
     assert not {module or name for module, name in imported} & (set(SERVICES) - {service})
+
+
+def test_no_service_reads_what_the_observer_keeps() -> None:
+    modules = {module.stem for module in (ROOT / "tasks").glob("*.py") if "placement" in module.read_text().lower()}
+    users = {
+        name for name in modules if re.search(r"\bplacements\b|\bPlacement\b", (ROOT / f"tasks/{name}.py").read_text())
+    }
+    assert users == {"observer", "models"}
 
 
 def test_the_page_shows_the_map() -> None:

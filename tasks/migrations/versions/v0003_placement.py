@@ -100,9 +100,18 @@ CREATE TABLE stock_movements (
 );
 """
 
+OBSERVER = """
+CREATE TABLE placements (
+    tenant   varchar   NOT NULL DEFAULT 'default',
+    order_id varchar   NOT NULL,
+    seen     varchar[] NOT NULL,
+    PRIMARY KEY (tenant, order_id)
+);
+"""
+
 # Fails if an order's payment is waiting or cancelled, which code of 0002 does not know.
 WITHOUT_PLACEMENT = """
-DROP TABLE stock_movements, reservations, stock, checkouts;
+DROP TABLE placements, stock_movements, reservations, stock, checkouts;
 ALTER TABLE orders DROP sku, DROP quantity, DROP status, DROP reason, DROP payment_requested;
 DROP TRIGGER payment_without_order ON payments;
 DROP FUNCTION payment_without_order();
@@ -115,6 +124,7 @@ def upgrade() -> None:
     op.execute(PAYMENTS)
     op.execute(ORDERS)
     op.execute(STOCK)
+    op.execute(OBSERVER)
 
 
 def downgrade() -> None:
