@@ -47,8 +47,9 @@ ON CONFLICT (tenant, task, key) DO UPDATE SET
     -- a replay begins anew
     status = CASE WHEN g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
     error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END
--- xmax is 0 for an inserted row
-RETURNING id, status, error, stopped, stops, signals, xmax = 0
+-- xmax is 0 for an inserted row, which does not wait for the disk, like a first claim: what is recorded of the saga does
+RETURNING id, status, error, stopped, stops, signals, xmax = 0,
+    CASE WHEN xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 """
 
 # The saga lets go of everything but its rows. `waits_for` of them have to end before it goes on; none: it goes on at once.
@@ -88,11 +89,10 @@ WITH settings AS (
 SELECT 1 / count(*) FROM released
 """
 
-_COMPENSATE = f"""
+_COMPENSATE = """
 WITH saga AS (
     UPDATE idempotency.sagas SET status = 'COMPENSATING', error = %(error)s, updated_at = clock_timestamp()
-    WHERE id = %(saga)s AND status = 'RUNNING' AND EXISTS (SELECT FROM idempotency.records WHERE {MINE})
-    RETURNING id
+    WHERE id = %(saga)s AND status = 'RUNNING' RETURNING id
 )
 SELECT 1 / count(*) FROM saga
 """
@@ -155,7 +155,7 @@ HAVING NOT coalesce(bool_or(name = %(name)s), false)
 def open_saga(connection: Connection, claim: Claimed, entity_id: str) -> SagaRow:
     """Find the saga of a claim, or make it. A replay begins it anew; its earlier rows stay, under their generation."""
     fields = named(claim.id) | {"generation": claim.generation, "entity": entity_id}
-    return SagaRow(*execute(connection, _OPEN, fields).fetchone())
+    return SagaRow(*execute(connection, _OPEN, fields).fetchone()[:-1])
 
 
 def wait(
@@ -184,9 +184,9 @@ def wait(
     execute(connection, _WAIT, fields)
 
 
-def compensate(connection: Connection, claim: Claimed, saga: SagaRow, error: str) -> None:
-    """From now on the saga is undone, because of `error`. Raises `DivisionByZero` if not the holder, or undone already."""
-    execute(connection, _COMPENSATE, mine(claim) | {"saga": saga.id, "error": error})
+def compensate(connection: Connection, saga: SagaRow, error: str) -> None:
+    """From now on the saga is undone, because of `error`; `wait` follows in the transaction. Raises `DivisionByZero`."""
+    execute(connection, _COMPENSATE, {"saga": saga.id, "error": error})
 
 
 def status_locked(connection: Connection, id: OperationId) -> str | None:
