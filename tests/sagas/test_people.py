@@ -357,7 +357,8 @@ def test_a_person_says_what_became_of_an_effect_and_the_saga_goes_on(
     resolve_effect_of_saga(stage.app, id_of(charging), "charge", word, Change("ann", "asked them"))
     stage.run()
     assert (handle.status(), stage.accounts()) == ("failed", ["open:r1", *undone])
-    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "effect_unknown", "open")]
+    # as for other operations: nothing but the unknown effect had ended it
+    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "cancelled", "open")]
     assert audited(stage) == [("ann", "resolve", "charging")]
 
 
