@@ -205,6 +205,7 @@ def test_an_event_that_a_saga_does_not_wait_for_is_refused(stage: Stage, waiting
     stage.run()
     for event_type, match, why in [
         ("checked", None, "does not wait for checked; it waits for picked; or send it ahead with --match"),
+        ("lost", None, "never waits for lost; its code names: checked, picked"),
         ("lost", "r1", "never waits for lost; its code names: checked, picked"),
     ]:
         with pytest.raises(ChangeRefused, match=why):
