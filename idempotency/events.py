@@ -8,7 +8,7 @@ CloudEvents 1.0 (cloudevents.io).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -32,13 +32,16 @@ from .worker.task import IdempotentTask
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """The event types a consumer wants, as patterns, and the task that handles them."""
+    """The event types a consumer wants, as patterns, what their data has to have, and the task that handles them."""
 
     patterns: tuple[str, ...]
     consumer: str
     task: Any
+    having: tuple[str, ...] = ()
 
-    def matches(self, event_type: str) -> bool:
+    def matches(self, event_type: str, data: Any) -> bool:
+        if self.having and not (isinstance(data, dict) and all(name in data for name in self.having)):
+            return False
         return any(fnmatchcase(event_type, pattern) for pattern in self.patterns)
 
 
@@ -65,17 +68,20 @@ def expect(application: Celery, event_type: str, template: str) -> None:
 
 
 def subscribe(
-    *patterns: str, consumer: str, app: Celery | None = None, **options: Any
+    *patterns: str, consumer: str, having: Sequence[str] = (), app: Celery | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
     """Handle events: `@subscribe("order.*", consumer="ledger")` over `def handle(self, event): ...`.
 
     The function becomes an idempotent task named `consumer.function`, keyed by the event id; `options` are those of
-    `@app.task`. Patterns match event types like file names (`*` and `?`). Add the module to the application's `include`
+    `@app.task`. Patterns match event types like file names (`*` and `?`). `having`: only events whose data is an object
+    with these members; others cost no row. Add the module to the application's `include`
     so that every publisher sees it: `publish` writes rows only for the consumers it knows. Raises `InvalidKey` for an
     invalid consumer name, and `SettingsError` without a pattern or for a task name that is taken.
     """
     application = app or current_app._get_current_object()
     keys.check_key(consumer, field="consumer")
+    if isinstance(having, str):
+        raise SettingsError(f"subscribe: having is a list of names, got the text {having!r}")
     if not patterns:
         raise SettingsError(f"subscribe: consumer {consumer!r} names no event type")
 
@@ -85,7 +91,7 @@ def subscribe(
             raise SettingsError(f"subscribe: task {name!r} already exists")
         # not shared: the process's other applications have not subscribed
         task = application.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(function)
-        _subscriptions.setdefault(application, []).append(Subscription(patterns, consumer, task))
+        _subscriptions.setdefault(application, []).append(Subscription(patterns, consumer, task, tuple(having)))
         return task
 
     return register
@@ -120,7 +126,7 @@ def publish(
     data = as_data(payload, limit=settings.arguments_limit)
     connection = in_transaction_of(session, runtime.home)
     for subscription in _subscriptions_of(application):
-        if subscription.matches(event_type):
+        if subscription.matches(event_type, data):
             event = {**attributes, "data": data}
             subscription.task.enqueue(
                 session, event, idempotency_key=event_id, ordering_key=ordering_key, tenant=tenant

@@ -7,8 +7,9 @@ commits once the saga is being undone.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection
@@ -46,6 +47,8 @@ class Recorded:
     begun_at: float | None = None
     due_in: float | None = None
 
+
+_RECORDED = tuple(each.name for each in dataclasses.fields(Recorded))
 
 _STEPS = """
 SELECT position, name, kind, state, args, result, error, entry, undo, undo_arguments, undoes, call_task, call_key,
@@ -255,6 +258,6 @@ def _at(claim: Claimed, saga: SagaRow, position: int) -> dict[str, Any]:
 
 
 def _fields(claim: Claimed, saga: SagaRow, row: Recorded) -> dict[str, Any]:
-    fields: dict[str, Any] = asdict(row)
+    fields = {name: getattr(row, name) for name in _RECORDED}  # `asdict` would copy every value
     fields["entry"] = None if row.entry is None else json.dumps(row.entry)
     return mine(claim) | fields | {"saga": saga.id, "status": saga.status, "generation": claim.generation}

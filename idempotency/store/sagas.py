@@ -45,8 +45,9 @@ ON CONFLICT (tenant, task, key) DO UPDATE SET
     status = CASE WHEN g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
     error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END,
     waits_for = NULL
--- xmax is 0 for an inserted row
-RETURNING id, status, error, stopped, stops, signals, xmax = 0
+-- xmax is 0 for an inserted row, which does not wait for the disk, like a first claim: what is recorded of the saga does
+RETURNING id, status, error, stopped, stops, signals, xmax = 0,
+    CASE WHEN xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 """
 
 # The saga lets go of everything but its rows. `waits_for` of them have to end before it goes on; none: it goes on at once.
@@ -152,7 +153,7 @@ HAVING NOT coalesce(bool_or(name = %(name)s), false)
 def open_saga(connection: Connection, claim: Claimed, entity_id: str) -> SagaRow:
     """Find the saga of a claim, or make it. A replay begins it anew; its earlier rows stay, under their generation."""
     fields = named(claim.id) | {"generation": claim.generation, "entity": entity_id}
-    return SagaRow(*execute(connection, _OPEN, fields).fetchone())
+    return SagaRow(*execute(connection, _OPEN, fields).fetchone()[:-1])
 
 
 def wait(
