@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Row
 
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
-from ..store import dead_letters, discards, operations
+from ..store import dead_letters, discards, operations, saga_changes
 from ..wire import keys
 from ..wire.keys import OperationId
 from .change import Change, audit, repeated
@@ -35,6 +35,10 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
             f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
         )
     row = dead_letters.show(connection, letter)
+    if (saga := saga_changes.stopped_by(connection, letter)) is not None:
+        raise DiscardRefused(
+            f"dead letter {letter}: the saga {saga.task} {saga.key} has stopped; see to it by `saga retry`"
+        )
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
     audit(connection, change, "discard_requested", id, record, details=said)
