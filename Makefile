@@ -12,6 +12,7 @@ export STRIPE_API_BASE ?= http://127.0.0.1:8420
 export SMTP_URL ?= smtp://127.0.0.1:8425
 # These processes share their counters here; `make metrics` shows the sums.
 api worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
+comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
@@ -43,7 +44,7 @@ test: .venv/ready ## run all tests against real servers
 
 ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-		--constraint constraints.txt --editable '.[ecosystem]'
+		--constraint constraints.txt --editable '.[ecosystem,bench]'
 	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem tests/http/test_litestar.py $(ARGS)
 
 # Every kind of use, without the long ones: bodies, deliveries, the relay, dead letters, the command line, the pools, Django.
@@ -133,7 +134,9 @@ doctor: up ## check the set-up for what would lose work or do it twice
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,http,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help
+bench: .venv/ready ## compare with plain Celery; ONLY=unique,relay,http,latency,backlog,ordering,resend; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits
+	@$(if $(filter sagas,$(subst $(comma), ,$(ONLY))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
+		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt

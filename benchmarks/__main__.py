@@ -24,7 +24,7 @@ import services
 from idempotency.store import schema
 
 if TYPE_CHECKING:
-    from . import life
+    from . import life, saga_length, saga_waits
 
 console = Console()
 
@@ -34,11 +34,14 @@ BENCHMARKS = ("unique", "relay", "http", "latency", "ordering", "resend", "backl
 LIFE = "life"
 # Needs no servers, and an idle machine: only on request.
 START = "start"
+# Beside DBOS, which `make bench ONLY=sagas` installs, and two about many steps and many sagas: only on request.
+SAGAS, SAGA_LENGTH, SAGA_WAITS = "sagas", "saga_length", "saga_waits"
+ON_REQUEST = (LIFE, START, SAGAS, SAGA_LENGTH, SAGA_WAITS)
 
 
 def main(
     only: Annotated[
-        str, typer.Option(help=f"Which benchmarks, comma-separated: {', '.join((*BENCHMARKS, LIFE, START))}")
+        str, typer.Option(help=f"Which benchmarks, comma-separated: {', '.join((*BENCHMARKS, *ON_REQUEST))}")
     ] = ",".join(BENCHMARKS),
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
@@ -47,13 +50,17 @@ def main(
         int, typer.Option(min=10_000, max=10_000_000, help="Operations after the first 10,000: life.")
     ] = 100_000,
     waiting: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Waiting operations: backlog.")] = 1_000_000,
+    steps: Annotated[int, typer.Option(min=20, max=10_000, help="Steps of the longer saga: saga_length.")] = 1000,
+    sagas: Annotated[
+        int, typer.Option(min=100, max=1_000_000, help="Waiting sagas, of which each round wakes a tenth: saga_waits.")
+    ] = 100_000,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare with plain Celery, side by side in one run; print tables and RESULT lines."""
     chosen = only.split(",")
-    if unknown := set(chosen) - {*BENCHMARKS, LIFE, START}:
+    if unknown := set(chosen) - {*BENCHMARKS, *ON_REQUEST}:
         raise SystemExit(
-            f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join((*BENCHMARKS, LIFE, START))}"
+            f"--only: unknown benchmark {', '.join(sorted(unknown))}; there are: {', '.join((*BENCHMARKS, *ON_REQUEST))}"
         )
     if START in chosen:
         from . import start
@@ -67,7 +74,7 @@ def main(
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
         # importing the application reads the environment
-        from . import backlog, http, latency, life, ordering, relay, resend, unique
+        from . import backlog, http, latency, life, ordering, relay, resend, saga_length, saga_waits, unique
 
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
@@ -101,6 +108,15 @@ def main(
             passes = resend.measure(engine, rounds=max(rounds, 5))
             figures = {f"{resend.WAITING} waiting": passes.waiting, f"{passes.resent} resent": passes.after_a_wipe}
             show(as_json, "ms a pass", "resend_pass_ms", max(passes.waiting), **figures)
+        if SAGAS in chosen:
+            from . import sagas as saga_rates  # imports DBOS
+
+            beside = saga_rates.measure(engine, rounds=rounds, sagas=max(messages // 10, 2))
+            show(as_json, "sagas/s", "sagas_vs_dbos", beside.ratio, ours=beside.ours, DBOS=beside.dbos)
+        if SAGA_LENGTH in chosen:
+            show_length(as_json, saga_length.measure(engine, rounds=rounds, many=steps))
+        if SAGA_WAITS in chosen:
+            show_waits(as_json, saga_waits.measure(engine, rounds=min(rounds, 9), waiting=sagas, woken=sagas // 10))
         if LIFE in chosen:
 
             @contextmanager
@@ -146,6 +162,35 @@ def show_life(as_json: bool, small: life.Left, large: life.Left) -> None:
         f"rows={sum(large.rows.values())} queued={large.queued} hints={large.hints} "
         f"bytes_after_{small.operations}={small.size}",
         flush=True,
+    )
+
+
+def show_length(as_json: bool, costs: saga_length.Costs) -> None:
+    """Print what the first and the last steps of a long saga cost, and to resume it."""
+    few, many = costs.trips
+    resumed = {few: statistics.median(costs.resumed_few), many: statistics.median(costs.resumed_many)}
+    also = "".join(
+        f" resume_{steps}_ms={resumed[steps]:.1f} resume_{steps}_trips={costs.trips[steps]}" for steps in (few, many)
+    )
+    figures = {f"step {few}": costs.tenth, f"step {many}": costs.last}
+    figures |= {f"resumed with {few}": costs.resumed_few, f"resumed with {many}": costs.resumed_many}
+    show(as_json, "ms", "saga_length", costs.ratio, also, **figures)
+
+
+def show_waits(as_json: bool, costs: saga_waits.Costs) -> None:
+    """Print what each pass costs without and beside waiting sagas, and how fast woken ones go on."""
+    ratios = {name: costs.ratio(name) for name in costs.alone}
+    figures = {f"{name}, {where}": took[name] for name in ratios for where, took in costs.passes}
+    also = "".join(f" {name}={ratio:.3f}" for name, ratio in ratios.items())
+    show(as_json, "ms a pass", "saga_waits", max(costs.ratio(name) for name in costs.sweeps), also, **figures)
+    paces = {"plain rows": costs.plain, "woken sagas": costs.woken, "events that wake": costs.events}
+    show(
+        as_json,
+        "messages/s",
+        "woken_vs_plain",
+        costs.pace,
+        f" per_second={statistics.median(costs.woken):.0f}",
+        **paces,
     )
 
 

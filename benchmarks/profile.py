@@ -93,9 +93,10 @@ def counted(engines: list[Engine]) -> Iterator[Counter[str]]:
             wire.trace(trace.fileno())
             wire.set_trace_flags(Trace.SUPPRESS_TIMESTAMPS)
             stack.callback(wire.untrace)
-            traces.append(trace)
+            traces.append((wire, trace))
         yield trips
-        for trace in traces:
+        for wire, trace in traces:
+            wire.untrace()  # writes what libpq still holds back
             trace.seek(0)
             sent = "statement"
             for line in trace:

@@ -18,6 +18,7 @@
     │   ├── InvalidResult           not JSON, too large, or not of the type in `effect_types`
     │   ├── OpenTransaction         an external call while the session has an open transaction
     │   ├── SessionNotYours         commit() or begin() on the attempt's session
+    │   ├── CallFailed              a task that a saga has called has failed
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
     ├── Defer                       not the operation's fault: try later, without using up an attempt
     │   └── NotSent                 from an effect: nothing was sent to the provider
@@ -176,12 +177,14 @@ class SessionNotYours(PermanentError):
     default_code = "session_not_yours"
 
 
-class UnsupportedControl(PermanentError):
-    """A body raised `Ignore` or `Reject`, which would acknowledge the message while the record says otherwise.
+class CallFailed(PermanentError):
+    """A task that a saga has called has failed; `code` and the message are those of the failure."""
 
-    Also from `retry` with other arguments or more retries than the task has, and from `replace` after a thousand
-    replacements in a row, or of what can never be sent.
-    """
+    default_code = "call_failed"
+
+
+class UnsupportedControl(PermanentError):
+    """A body raised `Ignore` or `Reject`, or asked for a `retry` or `replace` that cannot be; the message says why."""
 
     default_code = "unsupported_control"
 
@@ -336,9 +339,6 @@ class NotConnected(sqlalchemy.exc.OperationalError):
 
 class NotIdempotent(AssertionError):
     """The task left something other than its plain run did; the message says where, and what usually causes it."""
-
-
-# ----------------------------------------------------------------
 
 
 def permanent_error(message: str, code: str) -> PermanentError:

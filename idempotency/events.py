@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary, WeakSet
 from celery import Celery, current_app
 
 from .application import runtime_of
-from .errors import InvalidArguments, SettingsError
-from .store import outbox
+from .errors import CallRefused, InvalidArguments, SettingsError
+from .store import outbox, saga_steps
 from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from .store.outbox import external_task
 from .store.refused import explained
 from .wire import keys
-from .wire.keys import OperationId
+from .wire.keys import KeyFunction, OperationId
 from .wire.message import Message
 from .worker.task import IdempotentTask
 
@@ -48,6 +48,9 @@ class Subscription:
 _subscriptions: WeakKeyDictionary[Celery, list[Subscription]] = WeakKeyDictionary()
 
 
+# Events that the sagas of an application may wait for: by type, the templates of what a wait's `match` is compared with.
+_expected: WeakKeyDictionary[Celery, dict[str, dict[str, KeyFunction]]] = WeakKeyDictionary()
+
 _imported: WeakSet[Celery] = WeakSet()
 
 
@@ -57,6 +60,11 @@ def _subscriptions_of(application: Celery) -> list[Subscription]:
         application.loader.import_default_modules()
         _imported.add(application)
     return _subscriptions.get(application, [])
+
+
+def expect(application: Celery, event_type: str, template: str) -> None:
+    """Keep events of this type for the application's sagas, matched by a template over their data. Raises `SettingsError`."""
+    _expected.setdefault(application, {}).setdefault(event_type, {})[template] = keys.template(template)
 
 
 def subscribe(
@@ -111,27 +119,22 @@ def publish(
     keys.check_key(event_type, field="event_type")
     if ordering_key is not None:
         keys.check_key(ordering_key, field="ordering_key")
-    event_id = str(uuid4())
-    attributes = {
-        "specversion": "1.0",
-        "id": event_id,
-        "source": source or f"/{application.main or 'celery'}",
-        "type": event_type,
-        "time": datetime.now(UTC).isoformat(),
-        "datacontenttype": "application/json",
-    }
-    data = json.loads(keys.canonical_json({"data": payload}))["data"]
+    attributes = new_attributes(event_type, source or f"/{application.main or 'celery'}")
+    event_id = attributes["id"]
     runtime = runtime_of(application)
     settings = runtime.settings
+    data = as_data(payload, limit=settings.arguments_limit)
     connection = in_transaction_of(session, runtime.home)
-    if (size := len(json.dumps(data))) > settings.arguments_limit:
-        raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
     for subscription in _subscriptions_of(application):
         if subscription.matches(event_type, data):
             event = {**attributes, "data": data}
             subscription.task.enqueue(
                 session, event, idempotency_key=event_id, ordering_key=ordering_key, tenant=tenant
             )
+    for match in _matches(application, event_type, data):
+        with explained():
+            event_text = json.dumps({**attributes, "data": data})
+            saga_steps.keep_event(connection, tenant or settings.tenant, event_type, match, event_id, event_text)
     if exchange is not None:
         headers = {f"cloudEvents:{name}": value for name, value in attributes.items() if name != "datacontenttype"}
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
@@ -149,6 +152,37 @@ def publish(
                 settled=True,
             )
     return event_id
+
+
+def new_attributes(event_type: str, source: str) -> dict[str, str]:
+    """The CloudEvents attributes of an event that happens now, under a new id."""
+    return {
+        "specversion": "1.0",
+        "id": str(uuid4()),
+        "source": source,
+        "type": event_type,
+        "time": datetime.now(UTC).isoformat(),
+        "datacontenttype": "application/json",
+    }
+
+
+def as_data(payload: Any, *, limit: int) -> Any:
+    """A payload as its consumers get it. Raises `InvalidArguments` for what is not JSON, or longer than `limit` bytes."""
+    data = json.loads(keys.canonical_json({"data": payload}))["data"]
+    if (size := len(json.dumps(data))) > limit:
+        raise InvalidArguments(f"payload: at most {limit} bytes as JSON, got {size}")
+    return data
+
+
+def _matches(application: Celery, event_type: str, data: Any) -> set[str]:
+    """What the waits of sagas for this event are compared with. Raises `InvalidArguments` for data that lack it."""
+    matches = set()
+    for template, function in _expected.get(application, {}).get(event_type, {}).items():
+        try:
+            matches.add(keys.made_by(function, data if isinstance(data, dict) else {}))
+        except CallRefused as refused:
+            raise InvalidArguments(f"event {event_type}: a saga matches it by {template!r}: {refused}") from None
+    return matches
 
 
 async def apublish(session: AsyncCaller, event_type: str, payload: Any, **options: Any) -> str:

@@ -143,6 +143,8 @@ class Settings(BaseModel):
     # How long the answers to HTTP requests are kept that have no effects and no steps, and requests that died and were not
     # sent again. No message delivers them, so it need not reach the redelivery horizon.
     retention_http: float = Field(24 * HOUR, gt=0)
+    # How long an event is kept for sagas that will wait for it, whether one has used it or not.
+    retention_events: float = Field(30 * DAY, gt=0)
     # How many keys of HTTP requests a tenant may keep at a time, and about how many bytes with the answers. None: no limit.
     tenant_keys_limit: int | None = Field(None, gt=0)
     tenant_bytes_limit: int | None = Field(None, gt=0)

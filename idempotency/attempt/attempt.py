@@ -19,6 +19,7 @@ from ..errors import EffectUnknown, LeaseLost, PermanentError, TransactionEnded,
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import claims, ends, letters
+from ..store import effects as stored_effects
 from ..store.answers import Claimed, Renewal, error_text
 from ..store.statements import describe, where
 from ..wire import results
@@ -38,6 +39,9 @@ ON_FAILED_TRIES = 5
 
 class Attempt:
     """One run of a body, with the session, effects and steps that it uses. Belongs to the request, not to the task."""
+
+    # of an effect's first key
+    first_number = 1
 
     def __init__(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> None:
         self.runtime = runtime
@@ -123,6 +127,27 @@ class Attempt:
         if self.claim.spent_at is None:
             spent_at = self.writes.alone(lambda connection: claims.note_spent(connection, self.claim, within=within))
             self.claim = replace(self.claim, spent_at=spent_at)
+
+    # ------------------------------------------------------------ what is recorded, and where
+
+    def prepare(self) -> None:
+        """Read what else is known of the operation, before anything is decided about it."""
+
+    def next_position(self) -> int:
+        """Where the next effect or step is recorded. Undos run in reverse order, and jsonb keeps none."""
+        return 1 + max((entry["position"] for entry in self.claim.effects.values()), default=0)
+
+    def begin_effect(self, name: str, entry: dict[str, Any]) -> float:
+        """Record that an effect is about to be called. Returns the database's time. Raises `LeaseLost`."""
+        return self.writes.alone(lambda c: stored_effects.begin_effect(c, self.claim, name, entry))
+
+    def change_effect(self, name: str, change: dict[str, Any]) -> None:
+        """Record what became of an effect, together with what the session has written. Raises `LeaseLost`."""
+        if self.writes.in_transaction:
+            lease = self.runtime.settings.lease
+            self.writes.together(lambda c: stored_effects.change_effect_with(c, self.claim, name, change, lease=lease))
+        else:
+            self.writes.alone(lambda c: stored_effects.change_effect(c, self.claim, name, change))
 
     # ------------------------------------------------------------ how it ends
 

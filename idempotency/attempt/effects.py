@@ -28,7 +28,7 @@ from ..errors import (
     Unfinished,
 )
 from ..observe.crash_points import crash_point
-from ..store import clock, effects
+from ..store import clock
 from ..wire import results
 from ..wire.keys import OperationId, fingerprint
 from . import entries, refusals
@@ -139,7 +139,7 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
                 repeated = True
     if not repeated:
         attempt.check_may_begin()
-        entry = _begin(attempt, call, number=_next_number(entry))
+        entry = _begin(attempt, call, number=attempt.first_number if entry is None else _next_number(entry))
     assert entry is not None
     attempt.check_lease()
     crash_point("effect.begun")
@@ -256,18 +256,15 @@ def _begin(attempt: Attempt, call: Call, *, number: int) -> dict[str, Any]:
         "key": provider_key(attempt.claim.id, call.name, number),
         "number": number,
         "args": call.fingerprint,
-        "position": entries.next_position(attempt),
+        "position": attempt.next_position(),
         "ended_at": None,
     }
-    begun_at = attempt.writes.alone(lambda c: effects.begin_effect(c, attempt.claim, call.name, entry))
-    attempt.claim.effects[call.name] = entry | {"begun_at": begun_at}
+    attempt.claim.effects[call.name] = entry | {"begun_at": attempt.begin_effect(call.name, entry)}
     return attempt.claim.effects[call.name]
 
 
-def _next_number(entry: Mapping[str, Any] | None) -> int:
+def _next_number(entry: Mapping[str, Any]) -> int:
     """The number of the next key: a key under which nothing was sent is used again."""
-    if entry is None:
-        return 1
     return int(entry["number"]) + (1 if entry.get("sent", True) else 0)
 
 
@@ -291,10 +288,6 @@ def _run(attempt: Attempt, part: Callable[[], T]) -> T:
 
 
 def _change(attempt: Attempt, name: str, change: dict[str, Any]) -> None:
-    if attempt.writes.in_transaction:
-        lease = attempt.runtime.settings.lease
-        attempt.writes.together(lambda c: effects.change_effect_with(c, attempt.claim, name, change, lease=lease))
-    else:
-        attempt.writes.alone(lambda connection: effects.change_effect(connection, attempt.claim, name, change))
+    attempt.change_effect(name, change)
     attempt.claim.effects[name] = attempt.claim.effects[name] | change
     attempt.writes.follow_up()

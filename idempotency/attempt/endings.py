@@ -32,6 +32,13 @@ TIMEOUT_FUNCTION = "ProcessInterrupts"
 MAX_DELAY = 10 * 365 * 86400.0
 
 
+class Waiting(BaseException):
+    """The attempt is over, but not its operation: a saga waits, its record is released, its next delivery committed.
+
+    Raised through the saga's code, whose `except Exception` is not for this.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The result is committed."""

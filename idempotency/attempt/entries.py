@@ -67,10 +67,5 @@ def _article(kind: str) -> str:
     return "an effect" if kind == "effect" else "a step"
 
 
-def next_position(attempt: Attempt) -> int:
-    # Undos run in reverse order, and jsonb keeps none.
-    return 1 + max((entry["position"] for entry in attempt.claim.effects.values()), default=0)
-
-
 def as_text(attempt: Attempt, name: str, result: Any) -> str:
     return results.to_text(result, limit=attempt.runtime.settings.result_limit, what=f"result of {name!r}")

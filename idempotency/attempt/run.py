@@ -25,7 +25,7 @@ from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .claim import Patience, at_once, claim
-from .endings import Ended, Ending, Finished, Release, end_for
+from .endings import Ended, Ending, Finished, Release, Waiting, end_for
 from .last_look import reason_to_end, take_last_look
 from .policy import Policy
 from .runtime import Runtime
@@ -39,7 +39,14 @@ Body = Callable[[Attempt], Any]
 Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | Foreign | Busy
 
 
-def run(runtime: Runtime, delivery: Delivery, policy: Policy, body: Body, patiently: Patience = at_once) -> Outcome:
+def run(
+    runtime: Runtime,
+    delivery: Delivery,
+    policy: Policy,
+    body: Body,
+    patiently: Patience = at_once,
+    new_attempt: Callable[[Runtime, Claimed, Delivery, Policy], Attempt] = Attempt,
+) -> Outcome:
     """Claim the operation, run its body and commit the result; or answer from its record without running anything.
 
     `patiently` asks Postgres for as long as the caller can wait. Exceptions of the body are outcomes. Raises what
@@ -53,11 +60,13 @@ def run(runtime: Runtime, delivery: Delivery, policy: Policy, body: Body, patien
             answer = claim(runtime, delivery, token, patiently)
         if not isinstance(answer, Claimed):
             return answer
-        attempt = Attempt(runtime, answer, delivery, policy)
+        attempt = new_attempt(runtime, answer, delivery, policy)
         delivery = attempt.delivery
         try:
             ending = _decided_before(ending, answer) or _run_and_commit(attempt, body)
             return ending.apply(attempt)
+        except Waiting:
+            return Release(answer, 0.0, None, give_back=True)  # as it is recorded already
         except IN_DOUBT:
             if isinstance(ending, Release) and ending.ends_process is not None:
                 raise ending.ends_process from None  # recovery does the rest
@@ -73,11 +82,12 @@ def _run_and_commit(attempt: Attempt, body: Body) -> Ending:
     """
     try:
         crash_point("claimed")
+        attempt.prepare()
         with framework().joined(lambda: attempt.session, ends=True):
             result = _run_body(attempt, body)
             with metrics.phase(attempt.claim.id.task, "commit"):
                 attempt.complete(result)
-    except (LeaseLost, OutcomeInDoubt):
+    except (LeaseLost, OutcomeInDoubt, Waiting):
         raise
     except BaseException as error:
         return end_for(error, attempt)

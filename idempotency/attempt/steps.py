@@ -34,7 +34,7 @@ def step(
         "kind": "step",
         "state": "done",
         "args": arguments,
-        "position": entries.next_position(attempt),
+        "position": attempt.next_position(),
         "undo": None if undo is None else _undo_named(name, undo),
     }
     session = attempt.session

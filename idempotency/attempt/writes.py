@@ -74,7 +74,7 @@ class FencedWrites:
         if then is not None:
             crash_point(then)
         if answer is None or answer is False:
-            self._fenced()
+            self.fenced()
         return answer
 
     def in_session(self, write: Callable[[Connection], None]) -> None:
@@ -163,9 +163,9 @@ class FencedWrites:
                 raise
             if self._session is not None:
                 self._session.rollback()
-            self._fenced()
+            self.fenced()
 
-    def _fenced(self) -> NoReturn:
+    def fenced(self) -> NoReturn:
         """A write matched nothing, because the attempt no longer holds the operation."""
         self._holding.taken = True
         metrics.fenced.labels(self._task).inc()

@@ -244,6 +244,18 @@ def update_open_letter(
     )
 
 
+_CLOSE = """
+UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'open'
+  AND (%(reason)s::text IS NULL OR reason = %(reason)s)
+"""
+
+
+def close(connection: Connection, id: OperationId, reason: str | None) -> None:
+    """Close an operation's letter of this reason, or all, because what it says is over."""
+    connection.exec_driver_sql(_CLOSE, {"tenant": id.tenant, "task": id.task, "key": id.key, "reason": reason})
+
+
 def headers_text(headers: Mapping[str, Any]) -> str:
     """A message's headers as JSON; values that JSON does not support become their type's name."""
     return json.dumps(headers, default=lambda value: f"<{type(value).__name__}>")

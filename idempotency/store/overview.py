@@ -91,7 +91,8 @@ _RELEASED = f"""
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
     SELECT o.task, count(*) AS operations, sum(count(*)) OVER () >= {_PART} AS stopped,
            extract(epoch FROM min(o.available_at) - clock_timestamp())::float8 AS next_due,
-           extract(epoch FROM clock_timestamp() - min(o.opened_at))::float8 AS oldest
+           -- a saga's time begins when its wait is over
+           greatest(extract(epoch FROM clock_timestamp() - min(o.opened_at)), 0)::float8 AS oldest
     FROM (SELECT r.task, r.available_at, r.opened_at, r.service FROM idempotency.records r
           WHERE r.available_at IS NOT NULL AND r.queue = q.queue AND r.message <> ''
           ORDER BY r.available_at LIMIT {_PART}) o

@@ -37,6 +37,11 @@ OPERATIONS = Sweep(
          LIMIT 1),
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.dead_letters d
          WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),
+        -- what a saga has called outlives it
+        (SELECT clock_timestamp() + make_interval(secs => %(keep)s)
+         FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
+         WHERE s.tenant = r.tenant AND s.call_task = r.task AND s.call_key = r.key
+           AND g.status IN ('RUNNING', 'COMPENSATING') LIMIT 1),
         (SELECT max(o.published_at) + make_interval(secs => %(horizon)s) FROM idempotency.outbox o
          WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key)) AS stays_until""",
     due="""r.service = %(service)s AND r.status IN ('completed', 'failed')
@@ -148,6 +153,12 @@ _FORGET_ALERTS = (
 _FORGET_SET_ASIDE = (
     "DELETE FROM idempotency.set_aside WHERE until < (SELECT clock_timestamp() - make_interval(secs => %(remember)s))"
 )
+# Whether a saga has used them or not; a saga keeps those that it has used in its own rows.
+_FORGET_EVENTS = """
+DELETE FROM idempotency.saga_events WHERE id IN (
+    SELECT id FROM idempotency.saga_events
+    WHERE received_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s)) ORDER BY received_at LIMIT 10000)
+"""
 
 
 def letters(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
@@ -222,3 +233,8 @@ def forget_alerts(connection: Connection, *, retention: float) -> None:
 def forget_set_aside(connection: Connection) -> None:
     """Delete the notes on rows that were set aside until more than a day ago."""
     connection.exec_driver_sql(_FORGET_SET_ASIDE, {"remember": REMEMBER})
+
+
+def forget_events(connection: Connection, *, retention: float) -> None:
+    """Delete events that were kept for sagas for more than `retention` seconds."""
+    connection.exec_driver_sql(_FORGET_EVENTS, {"retention": retention})

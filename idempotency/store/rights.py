@@ -31,6 +31,9 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "outbox": ALL,
         "dead_letters": WRITE,
         "waiters": ALL,
+        "sagas": WRITE,
+        "saga_steps": WRITE,
+        "saga_events": WRITE,
         "processes": ALL,
         "markers": "SELECT, UPDATE",
         "relay_sleep": "SELECT",
@@ -45,6 +48,7 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "api_keys": "",
         "compatibility": "SELECT",
         "schema_version": "SELECT",
+        "saga_instances": "SELECT",
     },
     # People's commands.
     OPERATOR: {
@@ -52,6 +56,7 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "audit": "SELECT, INSERT",
         "compatibility": "SELECT",
         "schema_version": "SELECT",
+        "saga_instances": "SELECT",
     },
     # Dashboards: no hashes of tokens and keys.
     READ_ONLY: {"*": "SELECT", "operators": "", "api_keys": ""},
@@ -60,7 +65,7 @@ SEQUENCES = {APPLICATION: ("fence",), RELAY: ("fence", "place"), OPERATOR: ("fen
 # These may run functions. PUBLIC may not: a role that has USAGE on the schema for another reason could run them.
 RUNNERS = (APPLICATION, RELAY, OPERATOR)
 # Of a role that does everything, as without the roles above. The audit table is append-only.
-ONE_FOR_ALL = {"*": ALL, "audit": "SELECT, INSERT", "schema_version": "SELECT"}
+ONE_FOR_ALL = {"*": ALL, "audit": "SELECT, INSERT", "schema_version": "SELECT", "saga_instances": "SELECT"}
 # Used only by operators' commands; a worker's role does not need rights to these.
 FOR_PEOPLE = ("audit", "operators", "discards", "api_keys")
 
@@ -88,7 +93,7 @@ WITH needed(oid, name, privilege) AS (
     FROM pg_class c
     JOIN unnest(cast(:tables AS text[]), cast(:rights AS text[])) others(name, rights) ON others.name = '*'
     LEFT JOIN unnest(cast(:tables AS text[]), cast(:rights AS text[])) own(name, rights) ON own.name = c.relname
-    WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p')
+    WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p', 'v')
     UNION ALL
     SELECT c.oid, 'sequence ' || c.relname, 'USAGE'
     FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind = 'S'

@@ -47,8 +47,8 @@ _OBJECTS = """
 SELECT 'SCHEMA' AS kind, quote_ident(nspname) AS name FROM pg_namespace
 WHERE nspname = %(schema)s AND pg_get_userbyid(nspowner) <> %(owner)s
 UNION ALL
-SELECT CASE c.relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, c.oid::regclass::text FROM pg_class c
-WHERE c.relnamespace = to_regnamespace(%(schema)s) AND c.relkind IN ('r', 'p', 'S')
+SELECT CASE c.relkind WHEN 'S' THEN 'SEQUENCE' WHEN 'v' THEN 'VIEW' ELSE 'TABLE' END, c.oid::regclass::text FROM pg_class c
+WHERE c.relnamespace = to_regnamespace(%(schema)s) AND c.relkind IN ('r', 'p', 'S', 'v')
   AND pg_get_userbyid(c.relowner) <> %(owner)s
   AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
 UNION ALL
@@ -58,7 +58,13 @@ WHERE p.pronamespace = to_regnamespace(%(schema)s) AND pg_get_userbyid(p.proowne
 
 _TABLES = """
 SELECT relname FROM pg_class
-WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p') ORDER BY relname
+WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v') ORDER BY relname
+"""
+
+# Whether the view shows its reader the rows that the reader may see; before Postgres 15 it shows those of all tenants.
+_BY_READER = """
+SELECT coalesce(array_to_string(reloptions, ','), '') LIKE '%%security_invoker%%' FROM pg_class
+WHERE oid = 'idempotency.saga_instances'::regclass
 """
 
 # Those with a tenant. Of a partitioned table, the policies are on the table itself.
@@ -168,6 +174,8 @@ def _rights(connection: Connection) -> list[str]:
         granted = {table: rights.get(table, rights.get("*", "")) for table in tables}
         statements += [f"GRANT {what} ON {SCHEMA}.{table} TO {role}" for table, what in granted.items() if what]
         statements += [f"GRANT USAGE ON SEQUENCE {SCHEMA}.{name} TO {role}" for name in SEQUENCES[role]]
+    if connection.exec_driver_sql(_BY_READER).scalar_one():
+        statements.append(f"GRANT SELECT ON {SCHEMA}.saga_instances TO {APPLICATION}")
     return statements
 
 

@@ -11,6 +11,10 @@ from ..wire.keys import OperationId
 from .record import ROW, named
 
 _RIPEN = f"""
+WITH waits AS (
+    UPDATE idempotency.saga_steps SET due_at = clock_timestamp() - interval '1 second'
+    WHERE state = 'begun' AND saga_id = (SELECT id FROM idempotency.sagas WHERE {ROW})
+)
 UPDATE idempotency.records
 SET locked_until = CASE WHEN status = 'started' THEN clock_timestamp() - interval '1 second' END,
     available_at = CASE WHEN status = 'released' THEN clock_timestamp() - interval '1 second' END
@@ -63,7 +67,7 @@ def take_row(connection: Connection) -> Row[Any] | None:
 
 def forget_all(connection: Connection) -> list[OperationId]:
     """Delete all operations, outbox rows and dead letters. Returns the operations."""
-    for table in ("outbox", "lanes", "dead_letters"):
+    for table in ("outbox", "lanes", "dead_letters", "sagas", "saga_events"):
         connection.exec_driver_sql(f"DELETE FROM idempotency.{table}")
     rows = connection.exec_driver_sql("DELETE FROM idempotency.records RETURNING tenant, task, key")
     return [OperationId(*row) for row in rows]

@@ -23,16 +23,19 @@ from ..errors import AttemptsExhausted, PermanentError
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import ends, letters, waiters
+from ..store import ends, letters, sagas, waiters
 from ..store import purge as past
 from ..store import recover as recovery
-from ..store.answers import Claimed
+from ..store.answers import Claimed, error_text
 from ..store.recover import Bounds
 from ..store.sweeps import BATCH
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..worker.task import IdempotentTask
 from . import alerts
+
+# Why an operation ends, or a saga is undone, that no process survives.
+DIED = "the process died in every attempt, and in every claim that would have ended it"
 
 
 def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
@@ -62,14 +65,28 @@ def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str
         record = recovery.lock_spent(connection, bounds, names)
         if record is None:
             return 0
-        _conclude(connection, runtime.settings, record, app.tasks.get(record.task))
+        id = OperationId(record.tenant, record.task, record.key)
+        if (status := sagas.status_locked(connection, id)) is not None:
+            _let_go(connection, runtime.settings, record, id, is_undone=status == sagas.COMPENSATING)
+        else:
+            _conclude(connection, runtime.settings, record, app.tasks.get(record.task))
     return 1
+
+
+def _let_go(connection: Connection, settings: Settings, record: Row[Any], id: OperationId, *, is_undone: bool) -> None:
+    """A saga does not end before it is undone. If its undoing kills its processes, it stops, with a dead letter."""
+    error = error_text(AttemptsExhausted.default_code, DIED)
+    if is_undone:
+        claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, {}, False)
+        delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
+        reason = sagas.NOT_UNDONE
+        letters.store_failure(connection, delivery, claim, reason=reason, last_error=error, service=settings.service)
+    sagas.let_go(connection, id, error, stopped=sagas.NOT_UNDONE)
 
 
 def _conclude(connection: Connection, settings: Settings, record: Row[Any], task: Any) -> None:
     """Fail an operation whose process died in every attempt, and store its dead letter. The record must be locked."""
-    why = "the process died in every attempt, and in every claim that would have ended it"
-    claim, concluded = _with_letter(connection, settings, record, AttemptsExhausted(why), task, skip=why)
+    claim, concluded = _with_letter(connection, settings, record, AttemptsExhausted(DIED), task, skip=DIED)
     retention = getattr(task, "retention_failed", None) or settings.retention_failed
     ends.fail(connection, claim, concluded.end, retention=retention, lease=settings.lease)
 
@@ -185,6 +202,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
+        past.forget_events(connection, retention=settings.retention_events)
         waiters.forget(connection)
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)

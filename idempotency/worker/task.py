@@ -196,7 +196,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         policy = Policy.of(self, runtime.settings)
         while True:
             try:
-                outcome = run(runtime, delivery, policy, self._body, partial(self._answer, delivery))
+                outcome = run(runtime, delivery, policy, self._body, partial(self._answer, delivery), self._new_attempt)
             finally:
                 self.request.attempt = None
             if not (isinstance(outcome, Release) and delivery.is_eager):
@@ -204,6 +204,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
             if outcome.give_back and outcome.cause is not None:
                 return Ended(outcome.cause)  # "later" means that the caller calls again
             # else the next attempt follows here and now: there is no broker to deliver again
+
+    # what a claim is run as
+    _new_attempt: ClassVar[Callable[..., Attempt]] = Attempt
 
     def _body(self, attempt: Attempt) -> Any:
         request = self.request

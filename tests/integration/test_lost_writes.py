@@ -1,4 +1,4 @@
-"""What does not wait for the disk: a first claim, and the relay's notes. A crash that undoes them costs a repetition."""
+"""What does not wait for the disk: a first claim, the beginning of a saga, and the relay's notes. A crash that undoes them costs a repetition."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sqlalchemy.engine import Engine
 from idempotency.application import close_runtime
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
+from idempotency.sagas import saga
 from idempotency.wire.message import KEY_HEADER
 from services.postgres import Postgres, create_database
 from tests.support.bank import app, deposit, prepare, transfer
@@ -109,6 +110,27 @@ def test_no_call_goes_outside_under_a_claim_that_a_crash_has_undone(
     assert outcome.state == "SUCCESS"
     assert (entries("a"), entries("a/step")) == (1, 1)
     assert len(outside.calls) == 1
+
+
+def test_a_saga_whose_beginning_a_crash_has_undone_begins_again(
+    crash: Callable[..., None], deliveries: Deliveries, engine: Engine, entries: Entries, record: Record
+) -> None:
+    begun: list[int] = []
+
+    @saga("test.begun", key="{thing}", app=deliveries.app)
+    def begins(saga: Any, thing: str) -> Any:
+        with engine.connect() as connection:
+            begun.append(connection.execute(text("SELECT count(*) FROM idempotency.sagas")).scalar_one())
+        return saga.step("row", lambda session: session.execute(ROW).rowcount)
+
+    crashed = crash("body.entered")
+    outcome = deliveries.deliver(begins, "k")
+    deliveries.app.tasks.pop("test.begun")
+
+    assert crashed == ["body.entered"]
+    # the crash has undone it, or this test would show nothing; its first step matched nothing, so it began again
+    assert begun == [0, 1]
+    assert (outcome.state, entries("row"), record("k").status) == ("SUCCESS", 1, "completed")
 
 
 def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(

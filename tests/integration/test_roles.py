@@ -104,6 +104,9 @@ OF_THE_APPLICATION = {
 }
 
 
+SAGAS = ("sagas", "saga_steps", "saga_events")
+
+
 @pytest.mark.parametrize("table", OF_THE_APPLICATION)
 def test_a_tenant_reaches_no_row_of_another_by_any_statement(as_role: As, table: str) -> None:
     application, name = as_role(APPLICATION), f"idempotency.{table}"
@@ -136,7 +139,7 @@ def test_every_table_with_a_tenant_is_behind_the_wall(walled: str) -> None:
     """
     with owner.connect() as connection:
         found = {row[0]: row[1] for row in connection.execute(text(query))}
-    assert found == dict.fromkeys([*OF_THE_APPLICATION, "api_keys", "audit", "set_aside"], True)
+    assert found == dict.fromkeys([*OF_THE_APPLICATION, *SAGAS, "api_keys", "audit", "set_aside"], True)
 
 
 def test_row_security_holds_for_roles_that_no_policy_names(walled: str) -> None:

@@ -30,6 +30,7 @@ TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards
 TABLES |= {"dead_letter_tries", "compatibility", "processes", "alarms"}
 TABLES |= {"lanes", "markers", "settled"}
 TABLES |= {"api_keys", "waiters"}
+TABLES |= {"sagas", "saga_steps", "saga_events"}
 
 
 @pytest.fixture

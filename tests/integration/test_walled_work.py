@@ -16,7 +16,7 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from idempotency import OperationId, cli
+from idempotency import OperationId, PermanentError, cli, publish
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
@@ -26,11 +26,13 @@ from idempotency.http import IdempotencyMiddleware
 from idempotency.letters.consumer import consume_once
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
+from idempotency.sagas import saga
 from idempotency.store import roles
 from idempotency.store.answers import Claimed, Renewal
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 from idempotency.upkeep import alarms, alerts, maintenance
 from idempotency.upkeep.presence import SignOfLife
+from tests.sagas.conftest import Stage
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -266,3 +268,28 @@ def test_a_body_sees_its_own_tenant_in_every_transaction(under: Under, walled: s
         assert seen == ["a", "a"]
         with session.engine.connect() as plain:
             assert not plain.scalar(text("SELECT current_setting('idempotency.tenant', true)"))
+
+
+def test_sagas_of_two_tenants_wait_are_woken_and_undone(under: Under, engine: Engine, deliveries: Deliveries) -> None:
+    with under(APPLICATION) as app:
+        stage = Stage(app, engine, deliveries)
+
+        @saga("walled", key="{id}", events={"picked": "{id}"}, app=app)
+        def walled_saga(saga: Any, id: str, fails: bool) -> Any:
+            saga.call(b.deposit, id, undo=b.returning)
+            event = saga.wait_for("picked", match=id, timeout=60.0)
+            if fails:
+                raise PermanentError("it fails", "failed")
+            return event["data"]["n"]
+
+        handles = [enqueue(app, walled_saga, "s", tenant == "b", tenant=tenant) for tenant in "ab"]
+        stage.run()
+        for tenant in "ab":
+            with runtime_of(app).transaction(tenant) as connection:
+                publish(connection, "picked", {"id": "s", "n": tenant}, tenant=tenant, app=app)
+        stage.run()
+        assert [handle.status() for handle in handles] == ["completed", "failed"]
+        assert handles[0].result() == "a"
+        with runtime_of(app).transaction("a") as connection:
+            seen = connection.execute(text("SELECT tenant, status FROM idempotency.saga_instances")).all()
+        assert seen == [("a", "COMPLETED")]

@@ -60,6 +60,7 @@ LAYERS = (
     ("handle", "http"),
     ("worker",),
     ("events", "letters"),
+    ("sagas",),
     ("relay",),
     ("upkeep",),
     ("checks",),

@@ -1,0 +1,76 @@
+"""Compensation: a saga that has failed is undone, from the last of what it has recorded to the first, one at a time.
+
+Each undo is an operation of its own, with a key, attempts and a dead letter; the saga waits for its end. So it never runs
+twice, and one that fails for good stops the saga where a person sees it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import PermanentError, permanent_error
+from ..store import sagas
+from ..store.answers import error_fields, error_text
+from ..store.saga_steps import Recorded
+from ..wire.keys import OperationId
+from . import undo
+from .calls import Call, begin, derived_key
+
+if TYPE_CHECKING:
+    from .attempt import SagaAttempt
+    from .journal import Journal
+
+
+def is_needed(journal: Journal) -> bool:
+    """Whether something has to be undone, or its end to be waited for, before the saga may fail."""
+    return any(row.state == "begun" or (row.undo is not None and row.state == "done") for row in reversed(journal))
+
+
+def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
+    """Undo the next of what is recorded, and wait for it. Raises the error that the saga ends with once all is undone."""
+    for row in reversed(attempt.journal):
+        if row.state == "begun" and row.kind == "effect":
+            attempt.stop("effect_unknown", f"effect {row.name!r}: begun, and the outcome is not known")
+        if row.state == "begun" and row.kind == "call":
+            _cancel_saga(attempt, tasks, row)
+            attempt.wait(1)
+        if row.undo is not None and row.state == "done":
+            _undo(attempt, tasks, row)
+    attempt.is_undone = True
+    raise reason(attempt.saga)
+
+
+def reason(saga: sagas.SagaRow) -> PermanentError:
+    """Why a saga is undone."""
+    fields = error_fields(saga.error or error_text("cancelled", "cancelled"))
+    return permanent_error(fields["message"], fields["code"])
+
+
+def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
+    undone = attempt.journal.undos.get(row.position)
+    if undone is None:
+        _begin_undo(attempt, tasks, row)
+    if undone.state == "failed":
+        why = "" if undone.error is None else f": {error_fields(undone.error)['message']}"
+        attempt.stop(sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} has failed{why}")
+    if undone.state == "begun":
+        attempt.wait(1)
+
+
+def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
+    task = tasks.get(row.undo)
+    if task is None:
+        attempt.stop(sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone")
+    new = attempt.new_row("undo", f"undo {row.name}", "begun", None)
+    new.undoes, new.call_task = row.position, task.name
+    new.call_key = derived_key(attempt.claim, f"undo/{row.name}")
+    begin(attempt, [new], [Call(task, *undo.arguments(task, row))])
+
+
+def _cancel_saga(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
+    """End a call first, if it is a saga, which may wait for days; any other task is waited for."""
+    if row.call_task is None or row.call_key is None or not hasattr(tasks.get(row.call_task), "saga_entity"):
+        return
+    id = OperationId(attempt.claim.id.tenant, row.call_task, row.call_key)
+    with attempt.runtime.autocommit(id.tenant) as connection:
+        sagas.cancel(connection, id, error_text("cancelled", f"the saga {attempt.claim.id.task} is undone"))

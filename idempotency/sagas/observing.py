@@ -1,0 +1,48 @@
+"""What an observer notes about a process that no saga conducts: for people to read, never for a service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery, current_app
+
+from ..application import runtime_of
+from ..errors import InvalidArguments
+from ..store import sagas
+from ..store.callers import Caller, in_transaction_of
+from ..store.refused import explained
+from ..store.sagas import COMPENSATING, COMPLETED, FAILED, RUNNING
+from ..wire import keys, results
+
+
+def observe(
+    session: Caller,
+    saga_type: str,
+    entity_id: str,
+    step: str,
+    data: Any,
+    *,
+    status: str = RUNNING,
+    tenant: str | None = None,
+    app: Celery | None = None,
+) -> None:
+    """Note a step of a process in `saga_instances`, when the caller commits.
+
+    A step that was noted before changes nothing but the status. Raises `InvalidArguments` and `InvalidKey`.
+    """
+    runtime = runtime_of(app or current_app._get_current_object())
+    if status not in (RUNNING, COMPLETED, FAILED, COMPENSATING):
+        raise InvalidArguments(f"status: must be RUNNING, COMPLETED, FAILED or COMPENSATING, got {status!r}")
+    for field, value in (("saga_type", saga_type), ("entity_id", entity_id), ("step", step)):
+        keys.check_key(value, field=field)
+    connection = in_transaction_of(session, runtime.home)
+    with explained():
+        sagas.observe(
+            connection,
+            tenant or runtime.settings.tenant,
+            saga_type,
+            entity_id,
+            step=step,
+            result=results.to_text(data, limit=runtime.settings.result_limit, what="data"),
+            status=status,
+        )

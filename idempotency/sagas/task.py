@@ -1,0 +1,172 @@
+"""`@saga`: a task that calls others, waits for events, and is undone if it fails.
+
+    @saga("return_processing", key="{return_id}", entity="return_id", app=app)
+    def process_return(saga, return_id):
+        label = saga.call(create_label, return_id=return_id, undo=void_label)
+        if saga.wait_for("carrier.pickup_confirmed", match=return_id, timeout=timedelta(days=5)) is None:
+            saga.step("escalate", open_case, return_id)
+
+The code runs again from its beginning each time the saga goes on, and what it has recorded is read instead of done. So it
+must come to the same steps in the same order: whatever may differ is read in a step, or by `now` and `uuid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn
+from uuid import UUID, uuid4
+
+from celery import Celery
+
+from ..attempt.attempt import Attempt
+from ..attempt.policy import Policy
+from ..attempt.runtime import Runtime
+from ..errors import CallRefused, InvalidArguments, SettingsError, UnsupportedControl
+from ..events import expect
+from ..store import clock
+from ..store.answers import Claimed
+from ..wire import keys
+from ..wire.delivery import Delivery
+from ..worker.decorator import MakesTask
+from ..worker.task import IdempotentTask
+from . import compensation, waits
+from .attempt import SagaAttempt
+from .calls import Call, call, run_all
+from .waits import seconds_of
+
+
+class SagaTask(IdempotentTask[..., Any]):
+    """A task that is a saga; its code gets it as its first argument. Made by `@saga`."""
+
+    abstract = True
+    saga_entity: ClassVar[str | None] = None
+    saga_events: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    # ------------------------------------------------------------ what the code uses
+
+    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Any = None, **kwargs: Any) -> Any:
+        """Commit a database phase, once: `fn(session, *args, **kwargs)`. Returns its result, which is JSON.
+
+        `undo`, an idempotent task, is called with the same arguments if the saga fails later, and with `result=` if it
+        has such a parameter. Raises what `fn` raises, `InvalidArguments`, `InvalidResult` and `LeaseLost`.
+        """
+        return self._saga.step(name, fn, *args, undo=undo, **kwargs)
+
+    def effect(
+        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Any = None, undo: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call the outside world under a stable key, as `IdempotentTask.effect` does; `undo` as in `step`."""
+        return self._saga.effect(name, fn, *args, reconcile=reconcile, undo=undo, **kwargs)
+
+    def call(self, task: Any, /, *args: Any, undo: Any = None, **kwargs: Any) -> Any:
+        """Run an idempotent task, and wait for its result: enqueued in the commit that records the call.
+
+        Its key is derived from the saga's. Raises `CallFailed` if the task fails, and `InvalidArguments`.
+        """
+        return run_all(self._saga, [call(task, *args, undo=undo, **kwargs)])[0]
+
+    def gather(self, *calls: Call) -> list[Any]:
+        """Run several tasks at once, and wait for all: `saga.gather(call(a, 1), call(b, 2))`. Returns their results.
+
+        If some fail, the first failure is raised once all have ended.
+        """
+        return run_all(self._saga, calls)
+
+    def wait_for(self, event_type: str, *, match: str, timeout: timedelta | float) -> Any | None:
+        """Wait for an event that matches; returns it as a consumer gets it, or None after `timeout`.
+
+        The saga has to name the type in `events=`, with the part of the event's data that `match` is compared with. An
+        event that has come before the wait counts; each event ends one wait of a saga. Waiting holds nothing.
+        """
+        if event_type not in self.saga_events:
+            known = ", ".join(sorted(self.saga_events)) or "none"
+            raise InvalidArguments(
+                f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}"
+            )
+        return waits.wait_for(self._saga, event_type, str(match), seconds_of("timeout", timeout))
+
+    def sleep(self, duration: timedelta | float) -> None:
+        """Wait for a time, by the database's clock."""
+        waits.sleep(self._saga, seconds_of("sleep", duration))
+
+    def now(self) -> datetime:
+        """The database's time when the code first came here; the same each time it runs again."""
+
+        def database_time() -> float:
+            with self._saga.runtime.autocommit(self.tenant) as connection:
+                return clock.database_time(connection)
+
+        return datetime.fromtimestamp(self._saga.value("now", database_time), UTC)
+
+    def uuid(self) -> UUID:
+        """A random UUID; the same each time the code runs again."""
+        return UUID(self._saga.value("uuid", lambda: str(uuid4())))
+
+    def version(self, name: str) -> bool:
+        """Whether this saga goes by code that is newer than some sagas: `if saga.version("refund-first"): ...`.
+
+        False for a saga that had come past this point before the deploy. The answer stays the same for each saga.
+        """
+        return self._saga.version(name)
+
+    @property
+    def session(self) -> NoReturn:
+        raise UnsupportedControl("a saga reads and writes in its steps, which are recorded: saga.step(name, fn, ...)")
+
+    def replace(self, sig: Any) -> NoReturn:
+        raise UnsupportedControl("replace: a saga cannot be replaced; it can call another one")
+
+    def apply(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CallRefused(f"{self.name}: a saga may wait for days, so it is not run here; enqueue it")
+
+    # ------------------------------------------------------------ one delivery
+
+    @property
+    def _saga(self) -> SagaAttempt:
+        attempt = self._attempt
+        assert isinstance(attempt, SagaAttempt)
+        return attempt
+
+    def _new_attempt(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> SagaAttempt:
+        entity = delivery.arguments.get(self.saga_entity or "", claim.id.key)
+        return SagaAttempt(runtime, claim, delivery, policy, entity_id=str(entity)[:255] or claim.id.key)
+
+    def _body(self, attempt: Attempt) -> Any:
+        assert isinstance(attempt, SagaAttempt)
+        attempt.has_run = True
+        if attempt.is_compensating:
+            compensation.run(attempt, self.app.tasks)
+        return super()._body(attempt)
+
+
+def saga(
+    name: str,
+    *,
+    key: Any,
+    entity: str | None = None,
+    events: Mapping[str, str] = MappingProxyType({}),
+    app: Celery,
+    **options: Any,
+) -> MakesTask[SagaTask]:
+    """Make a saga of a function: its first argument is the saga, the others are those of `enqueue`.
+
+    `name` is its type, and the task's name; never rename one that has begun. `key` as for any task; `entity`: the argument
+    that says what it is about, shown as `entity_id`. `events`: the types of events it may wait for, each with the
+    template that a wait's `match` is compared with: `{"carrier.pickup_confirmed": "{return_id}"}`. `options` are those of
+    `@app.task`. Raises `SettingsError`.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        task = app.task(
+            base=SagaTask, bind=True, name=name, key=key, saga_entity=entity, saga_events=dict(events), **options
+        )(function)
+        if entity is not None and entity not in task.signature_of_run.parameters:
+            raise SettingsError(f"saga {name}: entity={entity!r} is no argument of {function.__name__}")
+        for event_type, template in events.items():
+            keys.check_key(event_type, field="events")
+            expect(app, event_type, template)
+        return task
+
+    return register

@@ -1,0 +1,43 @@
+"""What undoes a step, an effect or a call of a saga: an idempotent task, called with the same arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidArguments
+from ..store.saga_steps import Recorded
+from ..wire import encoding, keys, results
+
+# The task's name, and the arguments of what it undoes, as JSON.
+Undo = tuple[str, str]
+# An undo that has a parameter of this name gets the result of what it undoes.
+RESULT = "result"
+
+
+def checked(undo: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Undo | None:
+    """What is recorded of `undo`. Raises `InvalidArguments` for anything but an idempotent task that takes the arguments."""
+    if undo is None:
+        return None
+    if not hasattr(undo, "_enqueue"):
+        raise InvalidArguments(f"undo: must be an idempotent task, an operation of its own; got {undo!r:.100}")
+    given = {**kwargs, RESULT: None} if _wants_result(undo) else dict(kwargs)
+    keys.bind(undo.signature_of_run, args, given)
+    keys.canonical_json({"args": args, "kwargs": kwargs})
+    return undo.name, encoding.dumps({"args": list(args), "kwargs": dict(kwargs)})
+
+
+def arguments(undo: Any, row: Recorded) -> tuple[list[Any], dict[str, Any]]:
+    """What the undo of a row is called with."""
+    given = encoding.loads(row.undo_arguments or "")
+    kwargs = dict(given["kwargs"])
+    if _wants_result(undo):
+        text = row.result if row.entry is None else row.entry.get("result")
+        kwargs[RESULT] = results.from_text(text or "null")
+    return list(given["args"]), kwargs
+
+
+def _wants_result(undo: Any) -> bool:
+    parameter = undo.signature_of_run.parameters.get(RESULT)
+    return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY

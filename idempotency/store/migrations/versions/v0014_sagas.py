@@ -1,0 +1,251 @@
+"""Sagas: what each has recorded, what it waits for, and the events that are kept for it.
+
+Code of 0013 runs beside this: it neither runs sagas nor publishes to them, and may not end one (`end_of_operation`).
+"""
+
+from alembic import op
+
+revision = "0014"
+down_revision = "0013"
+
+TABLES = """
+-- A saga is an operation. Its record is in `records`, with the same tenant, task and key; what an observer notes about a
+-- process that no saga conducts has none. Locked before the record, by everybody.
+CREATE TABLE idempotency.sagas (
+    id         uuid        PRIMARY KEY DEFAULT gen_random_uuid(),
+    tenant     text        NOT NULL,
+    task       text        NOT NULL,
+    key        text        NOT NULL,
+    generation int         NOT NULL DEFAULT 1,
+    entity_id  text        NOT NULL CHECK (char_length(entity_id) BETWEEN 1 AND 255),
+    status     text        NOT NULL DEFAULT 'RUNNING'
+        CHECK (status IN ('RUNNING', 'COMPLETED', 'FAILED', 'COMPENSATING')),
+    -- why it is undone
+    error      text,
+    -- why it goes no further without a deploy or a person, and how often it has tried since
+    stopped    text,
+    stops      int         NOT NULL DEFAULT 0,
+    -- what has happened that it may have waited for, so that it does not wait for what came a moment ago
+    signals    bigint      NOT NULL DEFAULT 0,
+    -- how much of what it waits for has to happen yet; NULL: it does not wait
+    waits_for  int,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    UNIQUE (tenant, task, key)
+);
+-- Lists for people begin with the newest. No column that a wait changes, so that it updates no index.
+CREATE INDEX sagas_newest ON idempotency.sagas (created_at);
+CREATE INDEX sagas_stopped ON idempotency.sagas (created_at) WHERE stopped IS NOT NULL;
+
+CREATE TABLE idempotency.saga_steps (
+    saga_id        uuid        NOT NULL REFERENCES idempotency.sagas ON DELETE CASCADE,
+    generation     int         NOT NULL,
+    position       int         NOT NULL,
+    tenant         text        NOT NULL,
+    name           text        NOT NULL,
+    kind           text        NOT NULL
+        CHECK (kind IN ('step', 'effect', 'call', 'wait', 'timer', 'value', 'version', 'undo', 'seen')),
+    state          text        NOT NULL CHECK (state IN ('begun', 'done', 'failed', 'timed_out', 'not_happened')),
+    args           text,
+    result         text,
+    error          text,
+    -- of an effect, as the record of another operation has it
+    entry          jsonb,
+    -- the task that undoes it, and its arguments
+    undo           text,
+    undo_arguments text,
+    -- of an undo: the position of what it undoes
+    undoes         int,
+    -- of a call or an undo: its operation
+    call_task      text,
+    call_key       text,
+    -- of a wait: the event, or the end
+    event_type     text,
+    match          text,
+    event_id       bigint,
+    due_at         timestamptz,
+    begun_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at       timestamptz,
+    PRIMARY KEY (saga_id, generation, position)
+);
+CREATE INDEX saga_steps_calls ON idempotency.saga_steps (tenant, call_task, call_key) WHERE call_key IS NOT NULL;
+CREATE INDEX saga_steps_waits ON idempotency.saga_steps (tenant, event_type, match)
+    WHERE kind = 'wait' AND state = 'begun';
+
+-- Events that sagas may wait for, whether one waits already or not.
+CREATE TABLE idempotency.saga_events (
+    id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    tenant      text        NOT NULL,
+    event_type  text        NOT NULL,
+    match       text        NOT NULL,
+    event_id    text        NOT NULL,
+    event       text        NOT NULL,
+    -- of an event that a person has signalled: for this saga alone
+    saga_id     uuid,
+    repeats     int         NOT NULL DEFAULT 0,
+    received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    UNIQUE (tenant, event_type, match, event_id)
+);
+CREATE INDEX saga_events_received ON idempotency.saga_events (received_at);
+"""
+
+FUNCTIONS = """
+-- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
+CREATE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF saga.status = 'COMPENSATING' THEN  -- what has used up the attempts is over
+        UPDATE idempotency.records r SET attempts = 0, spent_at = NULL
+        WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key AND r.status IN ('started', 'released');
+    END IF;
+    UPDATE idempotency.records r
+    SET available_at = clock_timestamp(), opened_at = clock_timestamp(), updated_at = clock_timestamp()
+    WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key
+      AND r.status = 'released' AND r.available_at > clock_timestamp();
+    UPDATE idempotency.outbox o SET available_at = clock_timestamp()
+    WHERE o.tenant = saga.tenant AND o.task = saga.task AND o.key = saga.key
+      AND o.status = 'pending' AND o.available_at > clock_timestamp();
+    IF FOUND AND EXISTS (SELECT FROM idempotency.relay_sleep WHERE until > clock_timestamp()) THEN
+        PERFORM pg_notify('idempotency_outbox', '');
+    END IF;
+END $$;
+
+-- One of the things that a saga may wait for has happened. The row's lock orders this and the beginning of a wait: either
+-- the wait sees the signal, or the signal sees the wait.
+CREATE FUNCTION idempotency.signal_saga(saga_id uuid) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    saga idempotency.sagas;
+BEGIN
+    SELECT * INTO saga FROM idempotency.sagas WHERE id = saga_id FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    UPDATE idempotency.sagas
+    SET signals = signals + 1, waits_for = CASE WHEN saga.waits_for > 1 THEN saga.waits_for - 1 END,
+        updated_at = clock_timestamp()
+    WHERE id = saga.id;
+    IF saga.waits_for = 1 THEN
+        PERFORM idempotency.resume_saga(saga);
+    END IF;
+END $$;
+
+-- A 64-bit lock for the events that match alike.
+CREATE FUNCTION idempotency.event_lock(tenant text, event_type text, match text) RETURNS bigint
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT hashtextextended(concat_ws(E'\\n', 'idempotency.event', tenant, event_type, match), 0)
+$$;
+
+-- An event, in its publisher's transaction. Publishers share the lock; who begins to wait takes it alone, and so finds the
+-- event or is found by it. `of_saga`: only this one gets it.
+CREATE FUNCTION idempotency.keep_event(
+    of_tenant text, of_type text, of_match text, of_id text, event text, of_saga uuid DEFAULT NULL
+)
+RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    waiting uuid;
+    is_new boolean;
+BEGIN
+    PERFORM pg_advisory_xact_lock_shared(idempotency.event_lock(of_tenant, of_type, of_match));
+    INSERT INTO idempotency.saga_events AS e (tenant, event_type, match, event_id, event, saga_id)
+    VALUES (idempotency.about(of_tenant), of_type, of_match, of_id, event, of_saga)
+    ON CONFLICT (tenant, event_type, match, event_id) DO UPDATE SET repeats = e.repeats + 1
+    RETURNING e.repeats = 0 INTO is_new;
+    IF is_new THEN
+        FOR waiting IN
+            SELECT s.saga_id FROM idempotency.saga_steps s
+            WHERE s.tenant = of_tenant AND s.event_type = of_type AND s.match = of_match
+              AND s.kind = 'wait' AND s.state = 'begun' AND (of_saga IS NULL OR s.saga_id = of_saga)
+            ORDER BY s.saga_id
+        LOOP
+            PERFORM idempotency.signal_saga(waiting);
+        END LOOP;
+    END IF;
+END $$;
+
+-- The end of an operation: whoever called it goes on, in the same commit. And nobody but its own code ends a saga: it has
+-- to be undone first.
+CREATE FUNCTION idempotency.end_of_operation() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    found record;
+BEGIN
+    IF EXISTS (
+        SELECT FROM idempotency.sagas g
+        WHERE g.tenant = NEW.tenant AND g.task = NEW.task AND g.key = NEW.key
+          AND g.status <> CASE NEW.status WHEN 'completed' THEN 'COMPLETED' ELSE 'FAILED' END
+    ) THEN
+        RAISE EXCEPTION 'a saga that has not ended' USING ERRCODE = 'check_violation', CONSTRAINT = 'saga_has_ended';
+    END IF;
+    FOR found IN
+        SELECT s.saga_id, s.generation, s.position FROM idempotency.saga_steps s
+        WHERE s.tenant = NEW.tenant AND s.call_task = NEW.task AND s.call_key = NEW.key
+          AND (s.state = 'begun' OR s.kind = 'undo' AND s.state = 'failed' AND NEW.status = 'completed')
+        ORDER BY s.saga_id, s.generation, s.position
+    LOOP
+        PERFORM idempotency.signal_saga(found.saga_id);
+        UPDATE idempotency.saga_steps s
+        SET state = CASE NEW.status WHEN 'completed' THEN 'done' ELSE 'failed' END,
+            result = NEW.result, error = CASE NEW.status WHEN 'failed' THEN NEW.error END, ended_at = clock_timestamp()
+        WHERE (s.saga_id, s.generation, s.position) = (found.saga_id, found.generation, found.position);
+    END LOOP;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER end_of_operation AFTER INSERT OR UPDATE OF status ON idempotency.records
+    FOR EACH ROW WHEN (NEW.status IN ('completed', 'failed')) EXECUTE FUNCTION idempotency.end_of_operation();
+
+-- A saga's rows go with its record.
+CREATE FUNCTION idempotency.forget_saga() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (
+        SELECT FROM idempotency.sagas g WHERE g.tenant = OLD.tenant AND g.task = OLD.task AND g.key = OLD.key
+    ) THEN  -- whoever deletes no saga needs no right to
+        DELETE FROM idempotency.sagas g WHERE g.tenant = OLD.tenant AND g.task = OLD.task AND g.key = OLD.key;
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER forget_saga AFTER DELETE ON idempotency.records
+    FOR EACH ROW EXECUTE FUNCTION idempotency.forget_saga();
+
+-- Results are text, of which jsonb refuses some.
+CREATE FUNCTION idempotency.as_jsonb(stored text) RETURNS jsonb LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    RETURN stored::jsonb;
+EXCEPTION WHEN OTHERS THEN
+    RETURN to_jsonb(stored);
+END $$;
+"""
+
+# Computed from the rows rather than stored, so that the thousandth step costs what the tenth does, and the two cannot
+# disagree. With the reader's own rights where Postgres can do that (15); before, only for roles that see all tenants.
+VIEW = """
+CREATE VIEW idempotency.saga_instances {options} AS
+SELECT g.tenant, g.id AS saga_id, g.task AS saga_type, g.key, g.entity_id, last.name AS current_step, g.status,
+       coalesce(data.context, '{{}}') AS context, g.created_at,
+       greatest(g.updated_at, last.begun_at, last.ended_at) AS updated_at
+FROM idempotency.sagas g
+LEFT JOIN LATERAL (
+    SELECT s.name, s.begun_at, s.ended_at FROM idempotency.saga_steps s
+    WHERE s.saga_id = g.id AND s.generation = g.generation ORDER BY s.position DESC LIMIT 1
+) last ON true
+LEFT JOIN LATERAL (
+    SELECT jsonb_object_agg(s.name, idempotency.as_jsonb(coalesce(s.result, s.entry ->> 'result'))) AS context
+    FROM idempotency.saga_steps s
+    WHERE s.saga_id = g.id AND s.generation = g.generation AND coalesce(s.result, s.entry ->> 'result') IS NOT NULL
+) data ON true
+"""
+
+
+def upgrade() -> None:
+    op.execute(TABLES)
+    op.execute(FUNCTIONS)
+    version = op.get_bind().exec_driver_sql("SELECT current_setting('server_version_num')::int").scalar_one()
+    op.execute(VIEW.format(options="WITH (security_invoker = true)" if version >= 150000 else ""))
+
+
+def downgrade() -> None:
+    op.execute("DROP VIEW idempotency.saga_instances")
+    op.execute("DROP TRIGGER forget_saga ON idempotency.records")
+    op.execute("DROP TRIGGER end_of_operation ON idempotency.records")
+    op.execute("DROP FUNCTION idempotency.forget_saga(), idempotency.end_of_operation(), idempotency.as_jsonb(text)")
+    op.execute("DROP FUNCTION idempotency.keep_event(text, text, text, text, text, uuid)")
+    op.execute("DROP FUNCTION idempotency.event_lock(text, text, text), idempotency.signal_saga(uuid)")
+    op.execute("DROP FUNCTION idempotency.resume_saga(idempotency.sagas)")
+    op.execute("DROP TABLE idempotency.saga_events, idempotency.saga_steps, idempotency.sagas")

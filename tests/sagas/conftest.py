@@ -1,0 +1,116 @@
+"""Sagas run in this process, delivery by delivery, as the outbox says; a test may make time pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import Session
+
+from idempotency.application import runtime_of
+from idempotency.operate.replay import replay
+from tests.support.deliveries import Deliveries, Outcome, deliver_row
+from tests.support.operators import ANN
+
+_DUE = text("""
+UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()
+WHERE id = (SELECT id FROM idempotency.outbox
+            WHERE status = 'pending' AND available_at <= clock_timestamp() ORDER BY available_at, id LIMIT 1)
+RETURNING *
+""")
+_PASS = text("""
+WITH waits AS (
+    UPDATE idempotency.saga_steps SET due_at = due_at - make_interval(secs => :seconds) WHERE state = 'begun'
+), records AS (
+    UPDATE idempotency.records SET available_at = available_at - make_interval(secs => :seconds)
+    WHERE status = 'released'
+)
+UPDATE idempotency.outbox SET available_at = available_at - make_interval(secs => :seconds) WHERE status = 'pending'
+""")
+
+
+class Stage:
+    """The application of a test, its database, and the deliveries that are due."""
+
+    def __init__(self, app: Celery, engine: Engine, deliveries: Deliveries) -> None:
+        self.app, self.engine, self._deliveries = app, engine, deliveries
+
+    def enqueue(self, task: Any, *args: Any, **kwargs: Any) -> Any:
+        with Session(runtime_of(self.app).engine) as session:
+            handle = task.enqueue(session, *args, **kwargs)
+            session.commit()
+        return handle
+
+    def deliver(self) -> Outcome | None:
+        """Deliver what is due first."""
+        with self.engine.connect() as connection:
+            row = connection.execute(_DUE).one_or_none()
+        return None if row is None else deliver_row(self._deliveries, self.app.tasks[row.task], row)
+
+    def run(self, limit: int = 200) -> list[Outcome]:
+        """Deliver whatever is due until nothing is."""
+        ran: list[Outcome] = []
+        while (outcome := self.deliver()) is not None:
+            ran.append(outcome)
+            assert len(ran) < limit
+        return ran
+
+    def publish(self, event_type: str, data: Any) -> str:
+        from idempotency import publish
+
+        with Session(runtime_of(self.app).engine) as session:
+            event_id = publish(session, event_type, data, app=self.app)
+            session.commit()
+        return event_id
+
+    def pass_time(self, seconds: float) -> None:
+        with self.engine.begin() as connection:
+            connection.execute(_PASS, {"seconds": seconds})
+
+    def replay(self, task: str) -> None:
+        """Replay the open dead letters of a task, as a person does."""
+        with self.engine.connect() as connection:
+            query = text("SELECT id FROM idempotency.dead_letters WHERE task = :task AND status = 'open'")
+            for id in connection.execute(query, {"task": task}).scalars():
+                replay(self.app, id, ANN)
+
+    def saga(self, key: str) -> Any:
+        """The row of `saga_instances`."""
+        with self.engine.connect() as connection:
+            return connection.execute(
+                text("SELECT * FROM idempotency.saga_instances WHERE key = :key"), {"key": key}
+            ).one()
+
+    def steps(self, key: str) -> list[tuple[str, str, str]]:
+        """Kind, name and state of all that the saga has recorded."""
+        with self.engine.connect() as connection:
+            rows = connection.execute(
+                text("""SELECT kind, name, state FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
+                        WHERE g.key = :key ORDER BY s.generation, s.position"""),
+                {"key": key},
+            )
+            return [(row.kind, row.name, row.state) for row in rows]
+
+    def accounts(self) -> list[str]:
+        """The accounts of all entries, in the order in which they were written."""
+        with self.engine.connect() as connection:
+            return list(connection.execute(text("SELECT account FROM entries ORDER BY id")).scalars())
+
+    def letters(self) -> list[tuple[str, str, str]]:
+        with self.engine.connect() as connection:
+            rows = connection.execute(text("SELECT task, reason, status FROM idempotency.dead_letters ORDER BY id"))
+            return [(row.task, row.reason, row.status) for row in rows]
+
+
+@pytest.fixture
+def stage(bank: Celery, engine: Engine, deliveries: Deliveries) -> Iterator[Stage]:
+    from idempotency import events
+
+    tasks, expected = dict(bank.tasks), dict(events._expected.get(bank, {}))
+    yield Stage(bank, engine, deliveries)
+    for name in set(bank.tasks) - set(tasks):
+        bank.tasks.pop(name)
+    events._expected[bank] = expected
