@@ -6,6 +6,7 @@ from collections import Counter
 
 from sqlalchemy import text
 
+from tasks.flow import EVENTS
 from tests.orders.shop import Shop
 
 _STOCK = text("""
@@ -101,6 +102,7 @@ def check_observed(shop: Shop, order: str, status: str) -> None:
 
 def check_events(shop: Shop, order: str, told: Counter[str]) -> None:
     """The services have published each event once; `told`: how many of a type the test has published itself."""
+    assert {sent.event["type"] for sent in shop.outbox() if sent.event} <= set(EVENTS)
     for event_type in ONCE:
         assert len(shop.events(event_type, order)) - told[event_type] <= 1, event_type
     if shop.one("SELECT status FROM orders WHERE id = :id", id=order)[0] == "CANCELLED":
