@@ -18,6 +18,7 @@ from idempotency.operate.change import Change, Shown, read
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect_of_saga
 from idempotency.sagas import observe, saga
+from idempotency.store import saga_steps
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
 from tests.support.operators import ANN
@@ -204,7 +205,7 @@ def test_an_event_that_a_saga_does_not_wait_for_is_refused(stage: Stage, waiting
         operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
     stage.run()
     for event_type, match, why in [
-        ("checked", None, "does not wait for checked; it waits for picked; or send it ahead with --match"),
+        ("checked", None, "waiting r1: waits for picked; send checked ahead with --match"),
         ("lost", None, "never waits for lost; its code names: checked, picked"),
         ("lost", "r1", "never waits for lost; its code names: checked, picked"),
     ]:
@@ -215,6 +216,25 @@ def test_an_event_that_a_saga_does_not_wait_for_is_refused(stage: Stage, waiting
         operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
     with stage.engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM idempotency.saga_events")).scalar_one() == 0
+
+
+def test_a_signal_that_comes_as_the_wait_ends_is_refused(
+    stage: Stage, waiting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.enqueue(waiting, "r1")
+    stage.run()
+    keep_event = saga_steps.keep_event
+
+    def time_out_first(*args: Any, **options: Any) -> None:
+        stage.pass_time(5 * 86400.0 + 1)
+        stage.run()
+        keep_event(*args, **options)
+
+    monkeypatch.setattr(saga_steps, "keep_event", time_out_first)
+    with pytest.raises(ChangeRefused, match="its wait for picked has ended at this moment; look again"):
+        operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
+    assert audited(stage) == []
+    assert stage.steps("r1")[1:] == [("wait", "picked", "timed_out"), ("wait", "checked", "begun")]
 
 
 # ---------------------------------------------------------------- a saga that has stopped
@@ -361,6 +381,24 @@ def test_a_person_says_what_became_of_an_effect_and_the_saga_goes_on(
     # as for other operations: nothing but the unknown effect had ended it
     assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "cancelled", "open")]
     assert audited(stage) == [("ann", "resolve", "charging")]
+
+
+def test_an_effect_that_may_still_be_on_its_way_is_not_resolved(stage: Stage) -> None:
+    refund = entering(stage, "refund")
+
+    def charge(thing: str, *, idempotency_key: str) -> str:
+        operate.cancel_saga(stage.app, id_of(charging), ANN)
+        with pytest.raises(ChangeRefused, match="is COMPENSATING and has not stopped"):
+            resolve_effect_of_saga(stage.app, id_of(charging), "charge", DidNotHappen(), ANN)
+        return "ch_1"
+
+    @saga("charging", key="{id}", app=stage.app)
+    def charging(saga: Any, id: str) -> Any:
+        saga.effect("charge", charge, thing=id, undo=refund)
+
+    handle = stage.enqueue(charging, "r1")
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["refund:r1"])
 
 
 def test_a_saga_that_stops_for_another_reason_leaves_no_letter_of_the_first(stage: Stage, charging: Any) -> None:
