@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ..attempt import effects, entries
+from ..attempt import effects, entries, refusals
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import Concluded
 from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
+from ..attempt.refusals import refusal_of
 from ..attempt.runtime import Runtime
 from ..errors import AttemptsExhausted, EffectUnknown, OpenTransaction, PermanentError
 from ..observe.crash_points import crash_point
@@ -76,6 +77,8 @@ class SagaAttempt(Attempt):
         name = self.journal.name(name)
         arguments = fingerprint({"args": args, "kwargs": kwargs})
         if (row := self.recalled("step", name, arguments)) is not None:
+            if row.entry is not None and (refusal := refusal_of(row.entry, self.claim.generation)) is not None:
+                raise refusal
             assert row.result is not None
             return results.from_text(row.result)
         entries.refuse_coroutine(f"step {name!r}", fn)
@@ -87,6 +90,10 @@ class SagaAttempt(Attempt):
             row.result = entries.as_text(self, name, result)
             session.flush()
             self.record_with(row)
+        except PermanentError as refusal:
+            session.rollback()
+            self._record_refusal(row, refusal)
+            raise
         except BaseException:
             session.rollback()
             raise
@@ -96,6 +103,12 @@ class SagaAttempt(Attempt):
         crash_point("step.committed")
         self.writes.follow_up()
         return results.from_text(row.result)
+
+    def _record_refusal(self, row: Recorded, refusal: PermanentError) -> None:
+        """Record that a step has failed for good: the code may catch that, and has to get the same error the next time."""
+        row.state, row.result, row.undo, row.undo_arguments = "failed", None, None, None
+        row.entry = {"state": "not_happened"} | refusals.recorded(refusal, self.claim.generation)
+        self._record(row)
 
     def effect(self, name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         reconcile, undo = options.pop("reconcile", None), options.pop("undo", None)
@@ -230,7 +243,7 @@ class SagaAttempt(Attempt):
             self.claim = replace(self.claim, effects=entries_left)
 
     def _begin_to_undo(self, error: PermanentError) -> NoReturn:
-        """The first of the two commits of a saga that fails: from here on it is only undone."""
+        """The first of the two commits of a saga that fails: from here on it is only undone, with attempts of its own."""
         stored = error_text(error.code, str(error))
         self.writes.in_session(lambda c: sagas.compensate(c, self.saga, stored))
         self.saga = replace(self.saga, status=COMPENSATING, error=stored)

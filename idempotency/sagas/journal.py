@@ -94,7 +94,7 @@ class Journal:
         return {
             row.name: {**row.entry, "position": row.position, "begun_at": row.begun_at}
             for row in self._rows
-            if row.entry is not None
+            if row.kind == "effect" and row.entry is not None
         }
 
     def _skip_versions(self) -> None:
