@@ -11,17 +11,19 @@ from sqlalchemy import text
 
 from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, OperationId
 from idempotency.application import runtime_of
-from idempotency.errors import ChangeRefused, InvalidResult, OperationNotFound, ReplayRefused
+from idempotency.errors import ChangeRefused, DiscardRefused, InvalidResult, OperationNotFound, ReplayRefused
+from idempotency.operate import discard
 from idempotency.operate import saga as operate
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect_of_saga
 from idempotency.sagas import observe, saga
 from idempotency.store import saga_steps
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-from tests.support.operators import ANN
+from tests.support.operators import ANN, act
 
 
 def id_of(task: Any, key: str = "r1") -> OperationId:
@@ -342,6 +344,43 @@ def test_a_call_whose_failure_a_saga_has_used_is_not_replayed(stage: Stage, stuc
         replay(stage.app, letter_of(stage, stuck.make), ANN)
     assert stage.run() == []
     assert stage.accounts() == ["make:a", "make:b"]
+
+
+def test_the_letter_of_a_stopped_saga_is_not_discarded(stage: Stage, stuck: Any) -> None:
+    stage.enqueue(stuck, "r1")
+    stage.run()
+    ann, ben = Person("ann", "admin"), Person("ben", "admin")
+    with pytest.raises(DiscardRefused, match="the saga stuck r1 has stopped; it is closed when the saga goes on"):
+        act(stage.app, discard.request, ann, letter_of(stage, stuck), "not needed")
+    # nor if it stopped after it was asked for
+    with stage.engine.connect() as connection:
+        letter = {"letter": letter_of(stage, stuck)}
+        asked = "INSERT INTO idempotency.discards (letter, requested_by, reason) VALUES (:letter, 'ann', 'not needed')"
+        connection.execute(text(asked), letter)
+    with pytest.raises(DiscardRefused, match="has stopped"):
+        act(stage.app, discard.approve, ben, letter_of(stage, stuck))
+    assert ("stuck", "compensation_failed", "open") in stage.letters()
+
+
+def test_a_saga_whose_code_does_not_fit_can_be_cancelled(stage: Stage) -> None:
+    leave = entering(stage, "leave")
+    code = ["one"]
+
+    @saga("misfit", key="{id}", app=stage.app)
+    def misfit(saga: Any, id: str) -> Any:
+        saga.call(leave, thing=code[0], undo=leave)
+        saga.sleep(timedelta(hours=1))
+
+    handle = stage.enqueue(misfit, "r1")
+    stage.run()
+    code[:] = ["two"]
+    stage.pass_time(3601.0)
+    stage.run()
+    assert stage.letters() == [("misfit", "saga_mismatch", "open")]
+    operate.cancel_saga(stage.app, id_of(misfit), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["leave:one", "leave:one"])
+    assert stage.letters() == [("misfit", "saga_mismatch", "replayed"), ("misfit", "cancelled", "open")]
 
 
 # ---------------------------------------------------------------- an effect of unknown outcome
