@@ -52,6 +52,8 @@ class SagaAttempt(Attempt):
         self._undo_of: dict[str, Undo | None] = {}
         # whether the code was entered, and so has to come to all that is recorded
         self.has_run = False
+        # what has ended a step or an effect without being recorded: the code may catch it, but not go on from it
+        self._unrecorded: BaseException | None = None
         # whether nothing is left to undo
         self.is_undone = False
 
@@ -94,8 +96,9 @@ class SagaAttempt(Attempt):
             session.rollback()
             self._record_refusal(row, refusal)
             raise
-        except BaseException:
+        except BaseException as error:
             session.rollback()
+            self._unrecorded = error
             raise
         crash_point("step.recorded")
         self.writes.commit()
@@ -115,7 +118,14 @@ class SagaAttempt(Attempt):
         call = effects.Call(self.journal.name(name), fn, args, options, reconcile)
         self.recalled("effect", call.name, call.fingerprint)
         self._undo_of[call.name] = checked(undo, args, options)
-        return effects.effect(self, call)
+        try:
+            return effects.effect(self, call)
+        except BaseException as error:
+            if self.claim.effects.get(call.name, {}).get("state", "begun") == "begun" or not isinstance(
+                error, PermanentError
+            ):
+                self._unrecorded = error
+            raise
 
     def value(self, name: str, make: Callable[[], Any]) -> Any:
         """A value that is made once and recorded."""
@@ -156,7 +166,12 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ what is recorded, and where
 
     def recalled(self, kind: str, name: str, args: str | None) -> Recorded | None:
-        """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`."""
+        """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`.
+
+        And what a step or an effect has raised before without its being recorded: the next run may not meet it.
+        """
+        if self._unrecorded is not None:
+            raise self._unrecorded
         self.check_lease()
         if self.writes.in_transaction:
             raise OpenTransaction(f"{name!r}: the session has a transaction open; a saga reads and writes in its steps")
@@ -207,10 +222,13 @@ class SagaAttempt(Attempt):
             )
         else:
             self.writes.alone(lambda c: saga_steps.change_effect(c, self.claim, self.saga, position, change))
+        self.journal.change(position, change)
 
     # ------------------------------------------------------------ how it ends
 
     def complete(self, result: Any) -> None:
+        if self._unrecorded is not None:
+            raise self._unrecorded
         self._check_read()
         results.to_text(result, limit=self.runtime.settings.result_limit)  # before the saga's row is locked
         self.writes.in_session(lambda c: sagas.end(c, self.saga, COMPLETED))

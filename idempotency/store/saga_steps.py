@@ -123,7 +123,7 @@ SELECT e.id, e.event FROM idempotency.saga_events e
 WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s
   AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND NOT EXISTS (
     SELECT FROM idempotency.saga_steps s
-    WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.event_id = e.id)
+    WHERE s.saga_id = %(saga)s AND s.event_id = e.id)
 ORDER BY e.id LIMIT 1
 """
 
@@ -140,25 +140,6 @@ WITH settings AS (
     RETURNING 1
 )
 SELECT 1 / count(*) FROM decided
-"""
-
-# A call whose operation had begun before, by another saga or another caller under the same key. The lock orders this and
-# its end: one that has ended is seen here, and a later one sees the call.
-_SETTLE_CALLS = """
-WITH called AS MATERIALIZED (
-    SELECT s.position, r.status, r.result, r.error
-    FROM idempotency.saga_steps s JOIN idempotency.records r
-        ON (r.tenant, r.task, r.key) = (s.tenant, s.call_task, s.call_key)
-    WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.position = ANY(%(positions)s)
-    FOR SHARE OF r
-)
-UPDATE idempotency.saga_steps s
-SET state = CASE called.status WHEN 'completed' THEN 'done' ELSE 'failed' END, result = called.result,
-    error = CASE called.status WHEN 'failed' THEN called.error END, ended_at = clock_timestamp()
-FROM called
-WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.position = called.position AND s.state = 'begun'
-  AND called.status IN ('completed', 'failed')
-RETURNING s.position
 """
 
 _KEEP_EVENT = """
@@ -233,12 +214,6 @@ def decide(
     """Record what has ended a wait: its event, or its time. Raises `DivisionByZero` if not the holder, or undone."""
     change = {"state": state, "result": result, "event_id": event_id, "idle_ms": idle_ms(lease)}
     execute(connection, _DECIDE, _at(claim, saga, position) | change)
-
-
-def settle_calls(connection: Connection, claim: Claimed, saga: SagaRow, positions: list[int]) -> int:
-    """Record the ends of calls whose operations had ended when they were called. Returns how many."""
-    fields = {"saga": saga.id, "generation": claim.generation, "positions": positions}
-    return len(execute(connection, _SETTLE_CALLS, fields).fetchall())
 
 
 def keep_event(

@@ -203,6 +203,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
         past.forget_events(connection, retention=settings.retention_events)
+        past.forget_observed(connection, retention=settings.retention_failed)
         waiters.forget(connection)
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)

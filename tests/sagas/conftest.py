@@ -84,6 +84,12 @@ class Stage:
                 text("SELECT * FROM idempotency.saga_instances WHERE key = :key"), {"key": key}
             ).one()
 
+    def saga_of(self, task: str) -> Any:
+        """The row of the only saga of a type."""
+        with self.engine.connect() as connection:
+            query = text("SELECT * FROM idempotency.saga_instances WHERE saga_type = :task")
+            return connection.execute(query, {"task": task}).one()
+
     def steps(self, key: str) -> list[tuple[str, str, str]]:
         """Kind, name and state of all that the saga has recorded."""
         with self.engine.connect() as connection:

@@ -191,7 +191,7 @@ def test_the_timeline_has_everything_in_order(stage: Stage, run: Run, returning:
     assert what.index("undo charge: done") > what.index("undo shop.make: done")
     assert sorted(each.partition(": ")[2] for each in what if "dead letter" in each) == ["open"] * 2 + ["replayed"] * 2
     assert "undone because of no_shop.make: shop.make refuses bad" in answer.out
-    assert "shop.void shop.take_back/r1/undo/charge: completed, attempts 1" in answer.out
+    assert re.search(r"shop.void \S+/r1/undo charge: completed, attempts 1", answer.out)
 
 
 def test_results_and_data_are_shown_only_on_request(stage: Stage, run: Run, begun: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_saga_that_has_not_begun_is_cancelled_without_having_run(stage: Stage,
 
 
 def test_a_saga_that_runs_records_nothing_more_and_is_undone(stage: Stage) -> None:
-    @stage.app.task(base=IdempotentTask, bind=True, name="leave")
+    @stage.app.task(base=IdempotentTask, bind=True, name="leave", shared=False)
     def leave(self: IdempotentTask, account: str) -> str:
         return enter(self.session, f"leave {account}")
 
