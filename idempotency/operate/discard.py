@@ -11,7 +11,7 @@ from ..errors import DiscardRefused, NotAllowed
 from ..store import dead_letters, discards, operations, saga_changes
 from ..wire import keys
 from ..wire.keys import OperationId
-from .change import Change, audit, repeated
+from .change import Change, audit, called, repeated
 from .people import Person
 
 
@@ -41,6 +41,7 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
         )
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
+    _check_not_stopped(connection, letter)
     audit(connection, change, "discard_requested", id, record, details=said)
 
 
@@ -74,6 +75,7 @@ def _operation_to_discard(connection: Connection, letter: int) -> tuple[Operatio
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
+    _check_not_stopped(connection, letter)
     if id is None or record is None or not _is_same_request(row, record) or record.status in ("completed", "failed"):
         return id, record
     if record.status == "started":
@@ -92,6 +94,14 @@ def _check_no_open_effect(letter: Row[Any], record: Any) -> None:
         raise DiscardRefused(
             f"dead letter {letter.id}: an effect of its operation was begun and its outcome is not known; "
             "resolve it first with `effects resolve`"
+        )
+
+
+def _check_not_stopped(connection: Connection, letter: int) -> None:
+    """Raise `DiscardRefused` for the letter of a saga that has stopped: without it, no one would see that it has."""
+    if (saga := saga_changes.stopped_by(connection, letter)) is not None:
+        raise DiscardRefused(
+            f"dead letter {letter}: the saga {called(saga)} has stopped; it is closed when the saga goes on"
         )
 
 

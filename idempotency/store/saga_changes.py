@@ -110,14 +110,12 @@ class Retried:
     waits_for: list[str]
 
 
-def locked(connection: Connection, id: OperationId) -> Row[Any] | None:
-    """The saga of an operation, locked: neither its code nor another person changes it until the transaction ends."""
-    return connection.exec_driver_sql(_LOCKED, named(id)).one_or_none()
-
-
 def locked_stopped(connection: Connection, id: OperationId) -> Row[Any]:
-    """The saga of an operation, locked. Raises `ChangeRefused` unless it has stopped."""
-    row = locked(connection, id)
+    """The saga of an operation, locked: neither its code nor another person changes it until the transaction ends.
+
+    Raises `ChangeRefused` unless it has stopped.
+    """
+    row = connection.exec_driver_sql(_LOCKED, named(id)).one_or_none()
     if row is None or row.stopped is None:
         what = "has not begun" if row is None else f"is {row.status}"
         raise ChangeRefused(f"{id.task} {id.key}: {what} and has not stopped")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
@@ -116,7 +116,9 @@ def stage(bank: Celery, engine: Engine, deliveries: Deliveries) -> Iterator[Stag
     from idempotency import events
 
     tasks, expected = dict(bank.tasks), dict(events._expected.get(bank, {}))
+    shared = set(_state._on_app_finalizers)  # what Celery gives to applications that are made later
     yield Stage(bank, engine, deliveries)
     for name in set(bank.tasks) - set(tasks):
         bank.tasks.pop(name)
     events._expected[bank] = expected
+    _state._on_app_finalizers.intersection_update(shared)
