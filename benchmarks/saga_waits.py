@@ -1,32 +1,37 @@
 """What 100,000 waiting sagas cost those who do not wait, and how fast 10,000 of them go on that are woken at once.
 
-One saga begins to wait for real; SQL copies its rows.
+One saga begins to wait for real; SQL copies its rows. The same passes are timed in an empty database of the same server.
 """
 
 from __future__ import annotations
 
 import itertools
+import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from celery import Celery
 from rich.progress import track
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import publish
-from idempotency.application import runtime_of, settings_of
+from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
+from idempotency.store import schema
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import maintenance, overview
+from services.postgres import create_database, drop_database
 
 from . import jobs, saga_tasks
 
 WAITING, WOKEN = 100_000, 10_000
 # How often each pass is timed.
-TIMES = 20
+TIMES = 50
 # Events, or plain rows, in one commit.
 BATCH = 100
 # The key of the saga that is copied. Its digits are in its message, too, and in no other number there.
@@ -87,26 +92,43 @@ class Costs:
 
 
 def measure(database: Engine, *, rounds: int, waiting: int = WAITING, woken: int = WOKEN) -> Costs:
-    """Time the passes without waiting sagas, with them, and again without; wake `woken` of the sagas in each round."""
+    """Time the passes in this database and in an empty one, in turns; then wake `woken` of the sagas in each round."""
     jobs.app.finalize()
     costs, relay = Costs(), Relay(jobs.app)
-    try:
-        _time_passes(relay, costs.alone)
-        with database.connect() as connection:
-            _wait(connection, relay, max(waiting, rounds * woken))
-        _time_passes(relay, costs.beside)
-        for round_ in track(range(rounds), description=f"saga_waits: {woken} plain rows and woken sagas in turns"):
-            keys = range(FIRST + 1 + round_ * woken, FIRST + 1 + (round_ + 1) * woken)
-            _plain(woken)
-            costs.plain.append(_relayed(database, relay, jobs.unique.name, woken))
-            costs.events.append(_wake(keys))
-            costs.woken.append(_relayed(database, relay, saga_tasks.waiting.name, woken))
-        with database.connect() as connection:
-            _forget(connection)
-        _time_passes(relay, costs.alone)
-    finally:
-        relay.close()
+    with database.connect() as connection:
+        _wait(connection, relay, max(waiting, rounds * woken))
+    with _empty_application(database) as alone:
+        other = Relay(alone)
+        _time_passes((alone, other, costs.alone), (jobs.app, relay, costs.beside))
+        other.close()
+    for round_ in track(range(rounds), description=f"saga_waits: {woken} plain rows and woken sagas in turns"):
+        keys = range(FIRST + 1 + round_ * woken, FIRST + 1 + (round_ + 1) * woken)
+        _plain(woken)
+        costs.plain.append(_relayed(database, relay, jobs.unique.name, woken))
+        costs.events.append(_wake(keys))
+        costs.woken.append(_relayed(database, relay, saga_tasks.waiting.name, woken))
+    relay.close()
+    with database.connect() as connection:
+        _forget(connection)
     return costs
+
+
+@contextmanager
+def _empty_application(beside: Engine) -> Iterator[Celery]:
+    """The same application in a database of its own on the same server."""
+    server, name = beside.url.render_as_string(hide_password=False), f"alone_{secrets.token_hex(4)}"
+    address = create_database(server, name)
+    engine = create_engine(address, isolation_level="AUTOCOMMIT")
+    schema.migrate(engine)
+    engine.dispose()
+    app = Celery("benchmarks", set_as_current=False)
+    app.conf.update({**jobs.app.conf.changes, "idempotency_database_url": address})
+    app.finalize()
+    try:
+        yield app
+    finally:
+        close_runtime(app)
+        drop_database(server, name)
 
 
 def _wait(connection: Connection, relay: Relay, count: int) -> None:
@@ -136,22 +158,26 @@ def _forget(connection: Connection) -> None:
     connection.execute(text(f"VACUUM ANALYZE {_TABLES}"))
 
 
-def _time_passes(relay: Relay, milliseconds: dict[str, list[float]]) -> None:
-    given = settings_of(jobs.app)
-    with monitoring_connection(given) as connection:
-        passes: dict[str, Callable[[], object]] = {
-            "relay": relay.run_once,
-            "recover": lambda: maintenance.recover(jobs.app),
-            "resend": lambda: resend_lost(jobs.app, publisher=relay.publisher),
-            "purge": lambda: maintenance.purge_once(jobs.app, limit=5000),
-            "status": lambda: overview.status(connection, jobs.app, given),
-        }
+def _time_passes(*sides: tuple[Celery, Relay, dict[str, list[float]]]) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(monitoring_connection(settings_of(app))) for app, _, _ in sides]
         for time_ in range(TIMES + 1):
-            for name, look in passes.items():
-                began = time.perf_counter()
-                look()
-                if time_:  # the first one opens connections
-                    milliseconds[name].append(1e3 * (time.perf_counter() - began))
+            for (app, relay, milliseconds), connection in zip(sides, connections, strict=True):
+                for name, look in _looks(app, relay, connection).items():
+                    began = time.perf_counter()
+                    look()
+                    if time_:  # the first one opens connections
+                        milliseconds[name].append(1e3 * (time.perf_counter() - began))
+
+
+def _looks(app: Celery, relay: Relay, connection: Connection) -> dict[str, Callable[[], object]]:
+    return {
+        "relay": relay.run_once,
+        "recover": lambda: maintenance.recover(app),
+        "resend": lambda: resend_lost(app, publisher=relay.publisher),
+        "purge": lambda: maintenance.purge_once(app, limit=5000),
+        "status": lambda: overview.status(connection, app, settings_of(app)),
+    }
 
 
 def _plain(count: int) -> None:
