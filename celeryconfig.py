@@ -47,7 +47,9 @@ broker_transport_options: dict[str, object] = {"confirm_publish": True}
 if not broker_url.startswith("amqp"):
     broker_transport_options = {"visibility_timeout": environment.broker_visibility_timeout}
 
-task_queues: list[Queue] = [quorum_queue(name) for name in ("payments", "refunds", "notifications", "maintenance")]
+task_queues: list[Queue] = [
+    quorum_queue(name) for name in ("payments", "refunds", "orders", "notifications", "maintenance")
+]
 task_default_queue = "payments"
 task_default_exchange = EXCHANGE
 task_default_exchange_type = "topic"  # native delayed delivery needs it
@@ -57,6 +59,9 @@ task_create_missing_queues = False  # they would be classic queues without a del
 task_routes = {
     "payments.*": {"queue": "payments"},
     "refunds.*": {"queue": "refunds"},
+    "orders.*": {"queue": "orders"},
+    "warehouse.*": {"queue": "orders"},
+    "observer.*": {"queue": "orders"},
     "notifications.*": {"queue": "notifications"},
     "support.*": {"queue": "notifications"},
     "maintenance.*": {"queue": "maintenance"},

@@ -11,6 +11,7 @@ from tasks.validation import (
     LOCAL_PART,
     MAX_AMOUNT,
     MAX_LOCAL_PART,
+    MAX_QUANTITY,
     MAX_TEXT,
     check_currency,
     check_id,
@@ -91,6 +92,10 @@ class NewOrder(_Priced):
     checkout_session_id: Id
     customer_id: CustomerId
     amount: Annotated[int, Field(ge=1, le=MAX_AMOUNT, description=MINOR_UNIT)]
+    sku: Annotated[Id | None, Field(description="The article. Without one, nothing is set aside in the warehouse.")] = (
+        None
+    )
+    quantity: Annotated[int, Field(ge=1, le=MAX_QUANTITY, description="Pieces of the article.")] = 1
 
 
 class Accepted(BaseModel):
@@ -108,6 +113,8 @@ class AcceptedOrder(Accepted):
     customer_id: str
     amount: int
     currency: str
+    sku: str | None = None
+    quantity: int = 1
 
 
 class OperationDocument(BaseModel):

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from idempotency.http.fastapi import AttemptSession, CurrentAttempt
 from idempotency.http.problems import problem
 from idempotency.wire.keys import OperationId
-from tasks.orders import submit_order
+from tasks.checkout import submit_order
 from tasks.payments import capture_payment, submit_payment
 from tasks.refunds import submit_refund
 from tasks.validation import Taken
@@ -69,17 +69,22 @@ def create_refund(
     return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
 
 
-@router.post("/orders", summary="Order what a checkout session contains, once", **KEYED)
+@router.post(
+    "/orders", summary="Order what a checkout session contains, once", response_model_exclude_none=True, **KEYED
+)
 def create_order(
     order: NewOrder, attempt: CurrentAttempt, session: AttemptSession, request: Request, response: Response
 ) -> AcceptedOrder:
-    """One order and one payment for each checkout session, even if the requests for it have different keys."""
+    """One order and one payment for each checkout session, even if the requests for it have different keys.
+
+    Services place it one after another, each by an event: the operation is its payment's, which ends in any case.
+    """
     try:
         found = submit_order(session, tenant=attempt.tenant, **order.model_dump())
     except Taken:
-        raise Problem(_taken("checkout_session_id: has an order for another customer or amount")) from None
-    payment = OperationId(attempt.tenant, capture_payment.name, found.id)
-    return AcceptedOrder(id=found.id, operation=_located(request, response, payment), **order.model_dump())
+        raise Problem(_taken("checkout_session_id: has an order for another customer, amount or article")) from None
+    payment = OperationId(attempt.tenant, capture_payment.name, found.order_id)
+    return AcceptedOrder(id=found.order_id, operation=_located(request, response, payment), **order.model_dump())
 
 
 def _located(request: Request, response: Response, id: OperationId) -> str:

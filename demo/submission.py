@@ -20,7 +20,7 @@ from tasks.payments import capture_payment, submit_payment
 from tasks.refunds import refund_payment, submit_refund
 from tasks.tenants import DEFAULT
 
-QUEUES = ("payments", "refunds", "notifications")
+QUEUES = ("payments", "refunds", "orders", "notifications")
 
 
 class Submission:

@@ -8,7 +8,7 @@ CloudEvents 1.0 (cloudevents.io).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -32,13 +32,16 @@ from .worker.task import IdempotentTask
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """The event types a consumer wants, as patterns, and the task that handles them."""
+    """The event types a consumer wants, as patterns, what their data has to have, and the task that handles them."""
 
     patterns: tuple[str, ...]
     consumer: str
     task: Any
+    having: tuple[str, ...] = ()
 
-    def matches(self, event_type: str) -> bool:
+    def matches(self, event_type: str, data: Any) -> bool:
+        if self.having and not (isinstance(data, dict) and all(name in data for name in self.having)):
+            return False
         return any(fnmatchcase(event_type, pattern) for pattern in self.patterns)
 
 
@@ -65,17 +68,20 @@ def expect(application: Celery, event_type: str, template: str) -> None:
 
 
 def subscribe(
-    *patterns: str, consumer: str, app: Celery | None = None, **options: Any
+    *patterns: str, consumer: str, having: Sequence[str] = (), app: Celery | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
     """Handle events: `@subscribe("order.*", consumer="ledger")` over `def handle(self, event): ...`.
 
     The function becomes an idempotent task named `consumer.function`, keyed by the event id; `options` are those of
-    `@app.task`. Patterns match event types like file names (`*` and `?`). Add the module to the application's `include`
+    `@app.task`. Patterns match event types like file names (`*` and `?`). `having`: only events whose data is an object
+    with these members; others cost no row. Add the module to the application's `include`
     so that every publisher sees it: `publish` writes rows only for the consumers it knows. Raises `InvalidKey` for an
     invalid consumer name, and `SettingsError` without a pattern or for a task name that is taken.
     """
     application = app or current_app._get_current_object()
     keys.check_key(consumer, field="consumer")
+    if isinstance(having, str):
+        raise SettingsError(f"subscribe: having is a list of names, got the text {having!r}")
     if not patterns:
         raise SettingsError(f"subscribe: consumer {consumer!r} names no event type")
 
@@ -85,7 +91,7 @@ def subscribe(
             raise SettingsError(f"subscribe: task {name!r} already exists")
         # not shared: the process's other applications have not subscribed
         task = application.task(base=IdempotentTask, bind=True, name=name, shared=False, **options)(function)
-        _subscriptions.setdefault(application, []).append(Subscription(patterns, consumer, task))
+        _subscriptions.setdefault(application, []).append(Subscription(patterns, consumer, task, tuple(having)))
         return task
 
     return register
@@ -113,23 +119,14 @@ def publish(
     keys.check_key(event_type, field="event_type")
     if ordering_key is not None:
         keys.check_key(ordering_key, field="ordering_key")
-    event_id = str(uuid4())
-    attributes = {
-        "specversion": "1.0",
-        "id": event_id,
-        "source": source or f"/{application.main or 'celery'}",
-        "type": event_type,
-        "time": datetime.now(UTC).isoformat(),
-        "datacontenttype": "application/json",
-    }
-    data = json.loads(keys.canonical_json({"data": payload}))["data"]
+    attributes = new_attributes(event_type, source or f"/{application.main or 'celery'}")
+    event_id = attributes["id"]
     runtime = runtime_of(application)
     settings = runtime.settings
+    data = as_data(payload, limit=settings.arguments_limit)
     connection = in_transaction_of(session, runtime.home)
-    if (size := len(json.dumps(data))) > settings.arguments_limit:
-        raise InvalidArguments(f"payload: at most {settings.arguments_limit} bytes as JSON, got {size}")
     for subscription in _subscriptions_of(application):
-        if subscription.matches(event_type):
+        if subscription.matches(event_type, data):
             event = {**attributes, "data": data}
             subscription.task.enqueue(
                 session, event, idempotency_key=event_id, ordering_key=ordering_key, tenant=tenant
@@ -155,6 +152,26 @@ def publish(
                 settled=True,
             )
     return event_id
+
+
+def new_attributes(event_type: str, source: str) -> dict[str, str]:
+    """The CloudEvents attributes of an event that happens now, under a new id."""
+    return {
+        "specversion": "1.0",
+        "id": str(uuid4()),
+        "source": source,
+        "type": event_type,
+        "time": datetime.now(UTC).isoformat(),
+        "datacontenttype": "application/json",
+    }
+
+
+def as_data(payload: Any, *, limit: int) -> Any:
+    """A payload as its consumers get it. Raises `InvalidArguments` for what is not JSON, or longer than `limit` bytes."""
+    data = json.loads(keys.canonical_json({"data": payload}))["data"]
+    if (size := len(json.dumps(data))) > limit:
+        raise InvalidArguments(f"payload: at most {limit} bytes as JSON, got {size}")
+    return data
 
 
 def _matches(application: Celery, event_type: str, data: Any) -> set[str]:

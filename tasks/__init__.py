@@ -1,9 +1,22 @@
-"""The application: payments and refunds as idempotent tasks, whose events notifications and support consume."""
+"""The application: payments, refunds and orders as idempotent tasks, whose events other services consume (`flow.py`)."""
 
 from celery import Celery
 
 app = Celery(
     "tasks",
     config_source="celeryconfig",
-    include=["tasks.payments", "tasks.refunds", "tasks.notifications", "tasks.support", "tasks.maintenance"],
+    include=[
+        f"tasks.{module}"
+        for module in (
+            "payments",
+            "refunds",
+            "checkout",
+            "orders",
+            "warehouse",
+            "observer",
+            "notifications",
+            "support",
+            "maintenance",
+        )
+    ],
 )

@@ -5,7 +5,20 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated
 
-from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKeyConstraint, Index, UniqueConstraint, func
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    FetchedValue,
+    ForeignKeyConstraint,
+    Index,
+    String,
+    UniqueConstraint,
+    false,
+    func,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from .tenants import DEFAULT
@@ -25,8 +38,13 @@ class Payment(Base):
     __table_args__ = (
         CheckConstraint("amount >= 0", name="amount_not_negative"),
         CheckConstraint("refunded BETWEEN 0 AND amount", name="refunded_within_amount"),
-        CheckConstraint("status IN ('pending', 'captured', 'free', 'failed', 'unknown')", name="status_known"),
+        CheckConstraint(
+            "status IN ('PAYMENT_INITIATED', 'pending', 'captured', 'free', 'failed', 'unknown', 'cancelled')",
+            name="status_known",
+        ),
         CheckConstraint("(status = 'captured') = (charge_id IS NOT NULL)", name="captured_has_a_charge"),
+        CheckConstraint("order_status IN ('placed', 'cancelled')", name="order_status_known"),
+        UniqueConstraint("tenant", "order_id", name="payments_order_id"),
     )
 
     tenant: Mapped[Tenant]
@@ -39,22 +57,122 @@ class Payment(Base):
     # refunded, or reserved for a refund in progress
     refunded: Mapped[int] = mapped_column(default=0)
     failure: Mapped[str | None]
+    # of a payment without an order: its own id, which a trigger sets
+    order_id: Mapped[str] = mapped_column(server_default=FetchedValue())
+    # what is known here of the order; None without one
+    order_status: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+    @property
+    def of_order(self) -> dict[str, str]:
+        """What an event about this payment says of its order, for those who listen to an order's events only."""
+        return {} if self.order_status is None else {"order_id": self.order_id}
+
+
+class Checkout(Base):
+    """One checkout session and the order that was placed from it, however often its button was clicked."""
+
+    __tablename__ = "checkouts"
+    __table_args__ = (UniqueConstraint("tenant", "order_id", name="checkouts_order_id"),)
+
+    tenant: Mapped[Tenant]
+    checkout_session_id: Mapped[str] = mapped_column(primary_key=True)
+    order_id: Mapped[str]
+    customer_id: Mapped[str]
+    amount: Mapped[int]
+    currency: Mapped[str]
+    # None: nothing that is kept in stock
+    sku: Mapped[str | None]
+    quantity: Mapped[int]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class Order(Base):
-    """One order of a checkout session, however often its button was clicked. Its id is also its payment's."""
+    """One order, and what has become of it. Its id is also its payment's. `reason`: why it was cancelled."""
 
     __tablename__ = "orders"
-    __table_args__ = (UniqueConstraint("tenant", "id", name="orders_id"),)
+    __table_args__ = (
+        UniqueConstraint("tenant", "id", name="orders_id"),
+        CheckConstraint("quantity > 0", name="quantity_positive"),
+        CheckConstraint("status IN ('PENDING_PAYMENT', 'PAID', 'PROCESSING', 'CANCELLED')", name="status_known"),
+        CheckConstraint("(status = 'CANCELLED') = (reason IS NOT NULL)", name="cancelled_for_a_reason"),
+    )
 
     tenant: Mapped[Tenant]
+    # the primary key is a second safeguard behind the checkout's
     checkout_session_id: Mapped[str] = mapped_column(primary_key=True)
     id: Mapped[str]
     customer_id: Mapped[str]
     amount: Mapped[int]
     currency: Mapped[str]
+    sku: Mapped[str | None]
+    quantity: Mapped[int] = mapped_column(server_default=text("1"))
+    status: Mapped[str] = mapped_column(server_default="PENDING_PAYMENT")
+    reason: Mapped[str | None]
+    payment_requested: Mapped[bool] = mapped_column(server_default=false())
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Stock(Base):
+    """How many pieces there are: those that can be ordered, and those set aside for orders."""
+
+    __tablename__ = "stock"
+    __table_args__ = (
+        CheckConstraint("available >= 0", name="available_not_negative"),
+        CheckConstraint("reserved >= 0", name="reserved_not_negative"),
+    )
+
+    tenant: Mapped[Tenant]
+    sku: Mapped[str] = mapped_column(primary_key=True)
+    available: Mapped[int]
+    reserved: Mapped[int]
+
+
+class Reservation(Base):
+    """What was set aside for one order: `quantity` pieces, 0 if there were too few or none were wanted."""
+
+    __tablename__ = "reservations"
+    __table_args__ = (
+        CheckConstraint("quantity >= 0", name="quantity_not_negative"),
+        CheckConstraint(
+            "status IN ('STOCK_CONFIRMED', 'STOCK_RESERVED', 'STOCK_RELEASED', 'OUT_OF_STOCK')", name="status_known"
+        ),
+    )
+
+    tenant: Mapped[Tenant]
+    order_id: Mapped[str] = mapped_column(primary_key=True)
+    sku: Mapped[str | None]
+    quantity: Mapped[int]
+    status: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Movement(Base):
+    """A movement of stock, from which `stock` can be computed again. `reference`: the order, or the delivery received."""
+
+    __tablename__ = "stock_movements"
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant", "sku"], ["stock.tenant", "stock.sku"]),
+        CheckConstraint("quantity > 0", name="quantity_positive"),
+        CheckConstraint("kind IN ('received', 'reserved', 'released')", name="kind_known"),
+    )
+
+    tenant: Mapped[Tenant]
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    reference: Mapped[str] = mapped_column(primary_key=True)
+    sku: Mapped[str]
+    quantity: Mapped[int]
+    moved_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Placement(Base):
+    """The events that the observer has seen of an order. No service reads it."""
+
+    __tablename__ = "placements"
+
+    tenant: Mapped[Tenant]
+    order_id: Mapped[str] = mapped_column(primary_key=True)
+    seen: Mapped[list[str]] = mapped_column(ARRAY(String))
 
 
 class Refund(Base):
@@ -134,4 +252,4 @@ class Posting(Base):
 
 
 # For writes without ORM objects: a statement is cheaper than a flush.
-payments, ledger = (Base.metadata.tables[name] for name in ("payments", "ledger"))
+ledger = Base.metadata.tables["ledger"]

@@ -32,13 +32,18 @@ def insert_once(
     Waits for the commit of another caller that is inserting it. `generated`: columns in which a repeat may differ. Raises
     `Taken` with the text `taken` if the row that is there has other `values`.
     """
-    row = insert(Base.metadata.tables[model.__tablename__]).values(**key, **values, **(generated or {}))
-    if session.execute(row.on_conflict_do_nothing().returning(literal(1))).one_or_none() is not None:
+    if insert_unless_there(session, model, {**key, **values, **(generated or {})}):
         return True
     before = session.get_one(model, dict(key))
     if any(getattr(before, name) != value for name, value in values.items()):
         raise Taken(taken)
     return False
+
+
+def insert_unless_there(session: Session, model: type[Base], values: Mapping[str, Any]) -> bool:
+    """Insert a row, unless one of its unique columns is taken, whatever by. Returns whether it was inserted."""
+    row = insert(Base.metadata.tables[model.__tablename__]).values(**values)
+    return session.execute(row.on_conflict_do_nothing().returning(literal(1))).one_or_none() is not None
 
 
 def check_not_carried_out(session: Session, id: OperationId, taken: str) -> None:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 
 from idempotency import OperationId
 
-from .models import Payment, Refund
+from .models import Checkout, Payment, Refund
 from .payments import capture_payment
 from .refunds import refund_payment
 
@@ -30,8 +30,8 @@ def outcome(connection: Connection, id: OperationId) -> Outcome | None:
             select(Payment.status, Payment.charge_id, Payment.failure).filter_by(tenant=id.tenant, id=id.key)
         ).one_or_none()
         if payment is None:
-            return None
-        if payment.status in ("captured", "free"):
+            return _not_yet(connection, id)
+        if payment.status in ("captured", "free", "cancelled"):
             return Outcome("completed", {"status": payment.status, "charge": payment.charge_id})
         return _unsuccessful(payment.failure)
     if id.task == refund_payment.name:
@@ -44,6 +44,12 @@ def outcome(connection: Connection, id: OperationId) -> Outcome | None:
             return Outcome("completed", {"status": refund.status, "refund": refund.provider_refund_id})
         return _unsuccessful(refund.failure)
     return None
+
+
+def _not_yet(connection: Connection, id: OperationId) -> Outcome | None:
+    """The payment of an order that was accepted, and of which payments has not heard yet; None if there is no such order."""
+    placed = connection.execute(select(Checkout.order_id).filter_by(tenant=id.tenant, order_id=id.key)).one_or_none()
+    return None if placed is None else Outcome("accepted")
 
 
 def _unsuccessful(failure: str | None) -> Outcome:

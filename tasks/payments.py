@@ -1,9 +1,15 @@
-"""Payments: a payment is inserted as pending together with its outbox row; the task captures it."""
+"""Payments: a payment is inserted as pending together with its outbox row; the task captures it.
+
+That of an order is PAYMENT_INITIATED until its charge begins, and follows the events of its order from then on: once
+that is cancelled nothing is charged, or what was charged is refunded, whichever of the two came first.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -15,16 +21,22 @@ from idempotency import (
     PermanentError,
     Unfinished,
     publish,
+    subscribe,
 )
 from idempotency.providers import STRIPE
 
 from . import app, ledger
 from .gateway import Result
-from .models import Payment, payments
-from .once import check_not_carried_out, insert_once
+from .models import Payment
+from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
+from .refunds import submit_refund
 from .tenants import DEFAULT, named, owned
-from .validation import check_amount, check_currency, check_id, check_local_part, check_minor_unit
+from .validation import check_id, check_purchase
+
+INITIATED, CANCELLED = "PAYMENT_INITIATED", "cancelled"
+# What a statement returns replaces what the session has read before.
+AS_WRITTEN = {"populate_existing": True, "synchronize_session": False}
 
 
 def submit_payment(
@@ -35,12 +47,7 @@ def submit_payment(
     `amount` is in the minor unit; 0 is a free purchase. The same purchase again changes nothing. Raises `ValueError`,
     which names the field and the limit, and `Taken` if another purchase has the id.
     """
-    purchase = {
-        "customer_id": check_local_part("customer_id", customer_id),
-        "amount": check_amount("amount_cents", amount, at_least=0),
-        "currency": check_currency("currency", currency),
-    }
-    check_minor_unit("amount_cents", amount, currency)
+    purchase = check_purchase(customer_id, amount, currency)
     id = {"tenant": tenant, "id": check_id("purchase_id", payment_id)}
     operation = OperationId(tenant, capture_payment.name, payment_id)
     if not insert_once(session, Payment, id, purchase, taken="purchase_id: was used before, for another purchase"):
@@ -57,11 +64,20 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
     resolves it.
     """
     payment = session.get(Payment, (operation.tenant, operation.arguments["payment_id"]), with_for_update=True)
-    if payment is not None and payment.status not in ("captured", "free"):
+    if payment is not None and payment.status not in ("captured", "free", CANCELLED):
         payment.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "failed"
         payment.failure = error.code
-        told = {"payment_id": payment.id, "code": error.code}
-        publish(session, f"payment.{payment.status}", told, tenant=operation.tenant, app=app)
+        told = {"payment_id": payment.id, "code": error.code, **payment.of_order}
+        became = "payment.unknown" if payment.status == "unknown" else "payment.failed"
+        publish(session, became, told, tenant=operation.tenant, app=app)
+
+
+def begin_charge(session: Session, payment_id: str, *, tenant: str = DEFAULT) -> bool:
+    """Whether an order's payment may be charged: from here on, its cancellation is a refund."""
+    payment = session.get_one(Payment, (tenant, payment_id), with_for_update=True)
+    if payment.status == INITIATED:
+        payment.status = "pending"
+    return payment.status != CANCELLED
 
 
 @app.task(
@@ -73,13 +89,19 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
     provider=STRIPE,
     effect_types={"capture": Result},
 )
-def capture_payment(self: IdempotentTask, payment_id: str, owner: str = DEFAULT) -> dict[str, Any]:
-    """Charge the customer once. `owner`: see `owned`; the operation's own tenant decides."""
+def capture_payment(
+    self: IdempotentTask, payment_id: str, owner: str = DEFAULT, order_id: str | None = None
+) -> dict[str, Any]:
+    """Charge the customer once. `owner`: see `owned`; the operation's own tenant decides.
+
+    `order_id` is unknown to code that would not tell the order of its payment, and leaves the message to this one.
+    """
     payment = self.session.get(Payment, (self.tenant, payment_id))
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
     if payment.status in ("captured", "free"):  # by a call under another key
         return {"status": payment.status, "charge": payment.charge_id}
+    has_begun = payment.status not in (INITIATED, CANCELLED)
     had_failed = payment.failure is not None
     request: dict[str, Any] = {
         "payment_id": payment.id,
@@ -90,18 +112,84 @@ def capture_payment(self: IdempotentTask, payment_id: str, owner: str = DEFAULT)
     }
     self.session.rollback()  # no open transaction during an external call
 
+    if not (has_begun or self.step("begin", begin_charge, payment_id, **named(self.tenant))):
+        return {"status": CANCELLED, "charge": None}
     charge = None
     if request["amount"] > 0:
         charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
 
     status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
-    ended = payments.update().where(payments.c.tenant == self.tenant, payments.c.id == payment_id)
-    self.session.execute(ended.values(status=status, charge_id=charge_id, failure=None))
+    ended = update(Payment).where(Payment.tenant == self.tenant, Payment.id == payment_id)
+    ended = ended.values(status=status, charge_id=charge_id, failure=None)
+    payment = self.session.scalars(ended.returning(Payment), execution_options=AS_WRITTEN).one()
+    of_order = payment.of_order
     if had_failed:
-        told = {"payment_id": payment_id, "code": "recovered"}
+        told = {"payment_id": payment_id, "code": "recovered", **of_order}
         publish(self.session, "payment.recovered", told, tenant=self.tenant, app=app)
     if charge is not None:
         amount, currency = request["amount"], request["currency"]
         ledger.post(self.session, "capture", payment_id, payment_id, amount, currency, tenant=self.tenant)
-    publish(self.session, "payment.captured", request, tenant=self.tenant, app=app)
+    publish(self.session, "payment.captured", {**request, **of_order}, tenant=self.tenant, app=app)
+    if payment.order_status == "cancelled":
+        _refund_cancelled(self.session, payment)
     return {"status": status, "charge": charge_id}
+
+
+# ---------------------------------------------------------------- the payments of orders
+
+
+@subscribe("order.placement_requested", consumer="payments", app=app)
+def initiate_payment(self: IdempotentTask, event: dict[str, Any]) -> None:
+    """The payment is there, and waits until the order asks for it."""
+    _of_order(self.session, event["data"], tenant=self.tenant)
+
+
+@subscribe("order.pending_payment", consumer="payments", app=app)
+def charge_order(self: IdempotentTask, event: dict[str, Any]) -> None:
+    """Charge it, unless the order was cancelled first."""
+    payment = _of_order(self.session, event["data"], tenant=self.tenant)
+    if payment.status == INITIATED:
+        _enqueue(self.session, payment)
+
+
+@subscribe("order.cancelled", consumer="payments", app=app)
+def cancel_payment(self: IdempotentTask, event: dict[str, Any]) -> None:
+    """Charge nothing any more; what is charged all the same, or was before, is refunded."""
+    payment = _of_order(self.session, event["data"], tenant=self.tenant)
+    if payment.order_status == "cancelled":
+        return
+    payment.order_status = "cancelled"
+    if payment.status == INITIATED:
+        payment.status = CANCELLED
+        _enqueue(self.session, payment)  # charges nothing; but the buyer was told of an operation, which has to end
+    elif payment.status == "captured":
+        _refund_cancelled(self.session, payment)
+    # otherwise its charge is under way, in doubt or refused: should it be captured yet, that commit sees the mark
+
+
+def _of_order(session: Session, data: dict[str, Any], *, tenant: str) -> Payment:
+    """The payment of an order, locked, and inserted if this is the first event that tells of the order."""
+    id = {"tenant": tenant, "id": data["order_id"]}
+    wanted = {name: data[name] for name in ("customer_id", "amount", "currency")}
+    state = {"status": INITIATED, "refunded": 0, "order_id": data["order_id"], "order_status": "placed"}
+    insert_unless_there(session, Payment, {**id, **wanted, **state})
+    return session.get_one(Payment, id, with_for_update=True)
+
+
+def _enqueue(session: Session, payment: Payment) -> None:
+    about = {"payment_id": payment.id, "order_id": payment.order_id}
+    capture_payment.enqueue(session, **about, tenant=payment.tenant, **owned(payment.tenant))
+
+
+def _refund_cancelled(session: Session, payment: Payment) -> None:
+    """Give back what is left of a captured payment whose order is cancelled; once, in the commit that finds out."""
+    if (left := payment.amount - payment.refunded) > 0:
+        submit_refund(
+            session,
+            # one that nobody can have used before: this must not fail
+            refund_id=f"cancelled-{uuid4().hex}",
+            payment_id=payment.id,
+            amount=left,
+            reason="order cancelled",
+            tenant=payment.tenant,
+        )

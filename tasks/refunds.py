@@ -127,6 +127,7 @@ def refund_payment(self: IdempotentTask, refund_id: str, owner: str = DEFAULT) -
             "customer_id": payment.customer_id,
             "amount": refund.amount,
             "currency": payment.currency,
+            **payment.of_order,
         },
         tenant=self.tenant,
         app=app,

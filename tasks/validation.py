@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from iso4217 import Currency
 
@@ -15,6 +16,7 @@ CURRENCIES = frozenset(
 )
 # The provider's limit: eight digits in the minor unit (docs.stripe.com/currencies).
 MAX_AMOUNT = 99_999_999
+MAX_QUANTITY = 1_000_000
 MAX_TEXT = 200
 # RFC 5321 allows 64 characters before the @; "customer-" takes nine.
 MAX_LOCAL_PART = 55
@@ -57,6 +59,13 @@ def check_amount(field: str, value: object, *, at_least: int) -> int:
     return value
 
 
+def check_quantity(field: str, value: object) -> int:
+    """Check a number of pieces. Raises `ValueError` for anything but an integer within the limits."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_QUANTITY:
+        raise ValueError(f"{field}: must be an integer between 1 and {MAX_QUANTITY}")
+    return value
+
+
 def exponent(currency: str) -> int:
     """How many decimals a supported currency has: 2 for EUR, 0 for JPY, 3 for KWD (ISO 4217)."""
     return Currency(currency).exponent or 0
@@ -69,6 +78,14 @@ def check_minor_unit(field: str, amount: int, currency: str) -> None:
     """
     if exponent(currency) == 3 and amount % 10:
         raise ValueError(f"{field}: in {currency}, must be a multiple of 10")
+
+
+def check_purchase(customer_id: object, amount: object, currency: object) -> dict[str, Any]:
+    """Check who pays how much, as columns of a row. Raises `ValueError`, which names the field as in a purchase."""
+    customer = check_local_part("customer_id", customer_id)
+    minor, name = check_amount("amount_cents", amount, at_least=0), check_currency("currency", currency)
+    check_minor_unit("amount_cents", minor, name)
+    return {"customer_id": customer, "amount": minor, "currency": name}
 
 
 def check_currency(field: str, value: object) -> str:

@@ -13,12 +13,14 @@ import typer
 
 from ..application import runtime_of
 from ..attempt.effects import DidNotHappen, Happened
+from ..errors import IdempotencyError
 from ..operate.cancel import cancel
 from ..operate.change import Change, Shown, find, read
 from ..operate.forget import forget_process
 from ..operate.release import release
 from ..operate.rename import rename_service
-from ..operate.resolve import resolve_effect
+from ..operate.resolve import resolve_effect, resolve_effect_of_saga
+from ..operate.saga import is_saga
 from ..store import dead_letters
 from .options import (
     ActorOption,
@@ -154,6 +156,14 @@ def resolve(
     celery = application(app)
     shown = _shown(app, key, task, tenant, fence)
     change = Change(actor, reason, request_id)
+    with runtime_of(celery).autocommit() as connection:
+        of_saga = is_saga(celery, connection, shown.id)
+    if of_saga:
+        if end:
+            raise IdempotencyError("--end: a saga that is being undone ends by itself")
+        resolve_effect_of_saga(celery, shown.id, name, outcome, change, without_task=without_task)
+        _print_change("resolved", shown, as_json, effect=name if as_json else f"{name}; the saga goes on")
+        return
     code = resolve_effect(celery, shown, name, outcome, change, end=end, without_task=without_task)
     with runtime_of(celery).autocommit() as connection:
         letter = dead_letters.open_letter(connection, shown.id)

@@ -16,7 +16,7 @@ from rich.bar import Bar
 from ..application import runtime_of, settings_of
 from ..framework import framework
 from ..operate.change import find
-from ..store import operations
+from ..store import operations, saga_reading
 from ..store import overview as stored
 from ..upkeep import overview
 from .options import AppOption, JsonOption, KeyArgument, ServiceOption, TaskOption, TenantOption
@@ -148,10 +148,13 @@ def show_operation(
     with runtime.autocommit() as connection:
         id = find(connection, key, service or runtime.settings.service, task=task, tenant=tenant)
         shown = operations.operation(connection, id, with_payload=with_payload)
+        shown["is_saga"] = saga_reading.saga(connection, id) is not None
     if as_json:
         print_json(shown)
         return
     console.print(f"{plain(id.task)} {plain(id.key)} (tenant {plain(id.tenant)})", markup=False, highlight=False)
+    if shown["is_saga"]:
+        print_line(f"a saga; its timeline: {framework().command} saga show {id.key}")
     record = shown["record"]
     if record is None:
         waiting = [row for row in shown["outbox"] if row["settled_at"] is None and row["status"] != "failed"]

@@ -48,6 +48,7 @@ COMMANDS = {
         "Give what an application had under its old name to this one. Stop all processes of the old name first.",
     ),
     "effects": ("change", "Calls outside whose outcome only a person can find out."),
+    "saga": ("saga_commands", "Operations that wait for events, call others, and are undone if they fail."),
     "dead-letters": ("dead_letter_commands", "What has ended without success and waits for a person."),
     "api-key": ("api_keys", "Which clients may call, as which tenant, and what they may do."),
     "operators": ("people", "Who may discard dead letters, and who may approve it."),

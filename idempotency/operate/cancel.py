@@ -12,6 +12,7 @@ from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError
+from ..framework import framework
 from ..observe import metrics
 from ..store import claims, ends, letters, operations
 from ..store.answers import Claimed
@@ -19,6 +20,7 @@ from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, claim_of, locked, repeated
 from .ending import conclude, skipping_what_breaks, task_of
+from .saga import is_saga
 
 
 def cancel(
@@ -37,6 +39,10 @@ def cancel(
         with runtime.engine.begin() as connection:
             if (done := repeated(connection, change, "cancel", shown.id)) is not None:
                 return PermanentError(change.reason, done.details["ended_as"])
+            if is_saga(app, connection, shown.id):
+                raise ChangeRefused(
+                    f"{called(shown.id)}: is a saga, which has to be undone first: {framework().command} saga cancel"
+                )
             row = _locked(connection, runtime, shown)
             _check_no_effect(shown.id, row, may_have_happened=may_have_happened)
             policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from celery import Celery
+from sqlalchemy import Connection
 
 from ..application import runtime_of
-from ..store import dead_letters, operations
+from ..errors import ReplayRefused
+from ..store import dead_letters, operations, saga_changes
 from ..wire.keys import OperationId
 from .change import Change, audit, repeated
 
 
 def replay(app: Celery, letter: int, change: Change) -> OperationId:
-    """Send a dead letter again under the same key. Returns its operation.
+    """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 
-    Raises `OperationNotFound` and `ReplayRefused`.
+    Raises `OperationNotFound`, `ChangeRefused` and `ReplayRefused`, the last also for an operation whose end a saga has used.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
     runtime = runtime_of(app)
     with runtime.engine.begin() as connection:
         if (done := repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.task, done.key)
-        id = dead_letters.replay(connection, letter, service=runtime.settings.service, app=app)
+        service = runtime.settings.service
+        details: dict[str, Any] = {"dead_letter": letter}
+        if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
+            retried = saga_changes.retry(connection, stopped, service=service, app=app)
+            for other, undo in retried.letters.items():
+                audit(
+                    connection, replace(change, request_id=None), "replay", undo, None, details={"dead_letter": other}
+                )
+            id, details = stopped, details | {"dead_letters": list(retried.letters), "waits_for": retried.waits_for}
+        else:
+            _check_unused(connection, letter)
+            id = dead_letters.replay(connection, letter, service=service, app=app)
         row = operations.read_locked(connection, id)
-        audit(connection, change, "replay", id, row, details={"dead_letter": letter})
+        audit(connection, change, "replay", id, row, details=details)
     return id
+
+
+def _check_unused(connection: Connection, letter: int) -> None:
+    """Raise `ReplayRefused` for an operation that a saga has called and whose end it has used."""
+    used = saga_changes.used_by(connection, letter)
+    if used is not None and used.kind == "call":
+        raise ReplayRefused(
+            f"dead letter {letter}: the saga {used.task} {used.key} has called this and gone on from its failure"
+        )
+    if used is not None:
+        raise ReplayRefused(f"dead letter {letter}: the saga {used.task} {used.key} has been undone without it")

@@ -17,8 +17,9 @@ from ..attempt.conclusions import Entry
 from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished, permanent_error
-from ..store import ends, letters
+from ..store import ends, letters, operations, saga_changes
 from ..store.ends import FailedEnd
+from ..store.sagas import COMPENSATING
 from ..wire import results
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, locked, repeated
@@ -55,7 +56,7 @@ def resolve_effect(
             entry, details = _unresolved(shown.id, row, name), dict(said)
             word: dict[str, Any] = {"state": "not_happened", "resolved": True}
             if isinstance(outcome, Happened):
-                text = _checked_result(app, runtime, row, name, outcome.result, without_task=without_task)
+                text = _checked_result(app, runtime, row.task, name, outcome.result, without_task=without_task)
                 word |= {"state": "done", "result": text}
             resolved = {**entry, **word}
             ended = FailedEnd(row.error_code, row.error, changed={name: resolved})
@@ -75,6 +76,41 @@ def resolve_effect(
         return ended.code
 
     return skipping_what_breaks(resolve)
+
+
+def resolve_effect_of_saga(
+    app: Celery,
+    id: OperationId,
+    name: str,
+    outcome: Happened | DidNotHappen,
+    change: Change,
+    *,
+    without_task: bool = False,
+) -> None:
+    """Record what a person found out about an effect that keeps a saga from being undone; it goes on at once.
+
+    Happened: its `undo` is run, if it has one. DidNotHappen: there is nothing to undo. Raises `ChangeRefused` and
+    `InvalidResult`.
+    """
+    runtime = runtime_of(app)
+    said = {"effect": name, "outcome": _digest(outcome)}
+    with runtime.engine.begin() as connection:
+        if repeated(connection, change, "resolve", id, said=said) is not None:
+            return
+        saga = saga_changes.locked(connection, id)
+        if saga is None or saga.status != COMPENSATING:
+            what = "has not begun" if saga is None else f"is {saga.status}"
+            raise ChangeRefused(f"{called(id)}: {what}; can only resolve an effect of a saga that is being undone")
+        word: dict[str, Any] = {"state": "not_happened", "resolved": True}
+        if isinstance(outcome, Happened):
+            text = _checked_result(app, runtime, id.task, name, outcome.result, without_task=without_task)
+            word |= {"state": "done", "result": text}
+        if not saga_changes.resolve(connection, saga, name, word):
+            known = ", ".join(saga_changes.open_effects(connection, saga.id)) or "none"
+            raise ChangeRefused(f"{called(id)}: has no effect {name!r} of unknown outcome; it has: {known}")
+        saga_changes.go_on(connection, saga.id)
+        row = operations.read_locked(connection, id)
+        audit(connection, change, "resolve", id, row, details=said | {"state": word["state"]})
 
 
 def _digest(outcome: Happened | DidNotHappen) -> str:
@@ -97,10 +133,10 @@ def _unresolved(id: OperationId, row: Row[Any], name: str) -> Entry:
     return entry
 
 
-def _checked_result(app: Celery, runtime: Runtime, row: Row[Any], name: str, result: Any, *, without_task: bool) -> str:
+def _checked_result(app: Celery, runtime: Runtime, task: str, name: str, result: Any, *, without_task: bool) -> str:
     """The result as text. Raises `InvalidResult` if it is not what the task says that this effect returns."""
     text = results.to_text(result, limit=runtime.settings.result_limit, what=f"result of {name!r}")
-    types = getattr(known_task(app, row.task, without_task=without_task), "effect_types", {})
+    types = getattr(known_task(app, task, without_task=without_task), "effect_types", {})
     if name in types:
         try:
             TypeAdapter(types[name]).validate_python(result)

@@ -17,7 +17,7 @@ from ..attempt.conclusions import Concluded
 from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import EffectUnknown, OpenTransaction, PermanentError
+from ..errors import AttemptsExhausted, EffectUnknown, OpenTransaction, PermanentError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import letters, saga_steps, sagas
@@ -207,7 +207,9 @@ class SagaAttempt(Attempt):
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
         self.writes.roll_back()
         if self.is_compensating and not self.is_undone:
-            self.stop(sagas.NOT_UNDONE, f"{error.code}: {error}")  # its attempts are used up
+            if self.has_run or isinstance(error, AttemptsExhausted):
+                self.stop(sagas.NOT_UNDONE, f"{error.code}: {error}")
+            self.wait(0)  # decided before the saga was cancelled
         if not self.is_undone:
             self._check_read()
             self.check_lease()
@@ -230,10 +232,10 @@ class SagaAttempt(Attempt):
     def _begin_to_undo(self, error: PermanentError) -> NoReturn:
         """The first of the two commits of a saga that fails: from here on it is only undone."""
         stored = error_text(error.code, str(error))
-        self.writes.alone(lambda c: sagas.compensate(c, self.claim, self.saga, stored))
-        crash_point("saga.compensating")
-        log.warning("saga_is_undone", code=error.code, **self.writes.names)
+        self.writes.in_session(lambda c: sagas.compensate(c, self.saga, stored))
         self.saga = replace(self.saga, status=COMPENSATING, error=stored)
+        log.warning("saga_is_undone", code=error.code, **self.writes.names)
+        crash_point("saga.compensating")
         self.wait(0)
 
     def _check_read(self) -> None:
@@ -250,6 +252,8 @@ class SagaAttempt(Attempt):
         self.writes.roll_back()
         self.check_lease()
         session = self.session
+        if self.saga.stopped != reason:
+            self._close_letter()  # a person has seen to what had stopped it before
         letters.store_failure(
             session.connection(),
             self.delivery,

@@ -91,7 +91,11 @@ class Journal:
 
     def effects(self) -> dict[str, dict[str, Any]]:
         """The effects, as the record of another operation has them."""
-        return {row.name: {**row.entry, "position": row.position} for row in self._rows if row.entry is not None}
+        return {
+            row.name: {**row.entry, "position": row.position, "begun_at": row.begun_at}
+            for row in self._rows
+            if row.entry is not None
+        }
 
     def _skip_versions(self) -> None:
         """A version that the code no longer asks about has done its work."""

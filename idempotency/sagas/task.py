@@ -29,6 +29,7 @@ from ..store import clock
 from ..store.answers import Claimed
 from ..wire import keys
 from ..wire.delivery import Delivery
+from ..worker.decorator import MakesTask
 from ..worker.task import IdempotentTask
 from . import compensation, waits
 from .attempt import SagaAttempt
@@ -134,9 +135,9 @@ class SagaTask(IdempotentTask[..., Any]):
 
     def _body(self, attempt: Attempt) -> Any:
         assert isinstance(attempt, SagaAttempt)
+        attempt.has_run = True
         if attempt.is_compensating:
             compensation.run(attempt, self.app.tasks)
-        attempt.has_run = True
         return super()._body(attempt)
 
 
@@ -148,7 +149,7 @@ def saga(
     events: Mapping[str, str] = MappingProxyType({}),
     app: Celery,
     **options: Any,
-) -> Callable[[Callable[..., Any]], Any]:
+) -> MakesTask[SagaTask]:
     """Make a saga of a function: its first argument is the saga, the others are those of `enqueue`.
 
     `name` is its type, and the task's name; never rename one that has begun. `key` as for any task; `entity`: the argument

@@ -246,12 +246,13 @@ def update_open_letter(
 
 _CLOSE = """
 UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
-WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND reason = %(reason)s AND status = 'open'
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'open'
+  AND (%(reason)s::text IS NULL OR reason = %(reason)s)
 """
 
 
-def close(connection: Connection, id: OperationId, reason: str) -> None:
-    """Close an operation's letter because what it says is over: the operation has gone on."""
+def close(connection: Connection, id: OperationId, reason: str | None) -> None:
+    """Close an operation's letter of this reason, or all, because what it says is over."""
     connection.exec_driver_sql(_CLOSE, {"tenant": id.tenant, "task": id.task, "key": id.key, "reason": reason})
 
 

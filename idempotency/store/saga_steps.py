@@ -44,6 +44,7 @@ class Recorded:
     # seconds from when it is recorded, for the database to add to its own clock
     seconds: float | None = field(default=None, compare=False)
     is_due: bool = False
+    begun_at: float | None = None
     due_in: float | None = None
 
 
@@ -52,7 +53,8 @@ _RECORDED = tuple(each.name for each in dataclasses.fields(Recorded))
 _STEPS = """
 SELECT position, name, kind, state, args, result, error, entry, undo, undo_arguments, undoes, call_task, call_key,
        event_type, match, event_id, due_at <= clock_timestamp() AS is_due,
-       extract(epoch FROM due_at - clock_timestamp())::float8 AS due_in
+       extract(epoch FROM due_at - clock_timestamp())::float8 AS due_in,
+       extract(epoch FROM begun_at)::float8 AS begun_at
 FROM idempotency.saga_steps WHERE saga_id = %(saga)s AND generation = %(generation)s ORDER BY position
 """
 
@@ -118,7 +120,8 @@ _LOCK_EVENTS = "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, 
 # The earliest that this saga has not used yet.
 _FIND_EVENT = """
 SELECT e.id, e.event FROM idempotency.saga_events e
-WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s AND NOT EXISTS (
+WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s
+  AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND NOT EXISTS (
     SELECT FROM idempotency.saga_steps s
     WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.event_id = e.id)
 ORDER BY e.id LIMIT 1
@@ -158,7 +161,9 @@ WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.position = ca
 RETURNING s.position
 """
 
-_KEEP_EVENT = "SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s)"
+_KEEP_EVENT = """
+SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s, %(saga)s::uuid)
+"""
 
 
 def steps_of(connection: Connection, saga: SagaRow, claim: Claimed) -> list[Recorded]:
@@ -236,10 +241,15 @@ def settle_calls(connection: Connection, claim: Claimed, saga: SagaRow, position
     return len(execute(connection, _SETTLE_CALLS, fields).fetchall())
 
 
-def keep_event(connection: Executes, tenant: str, event_type: str, match: str, event_id: str, event: str) -> None:
-    """Keep an event for the sagas that wait for it, now or later, and let those go on that wait. In the caller's commit."""
+def keep_event(
+    connection: Executes, tenant: str, event_type: str, match: str, event_id: str, event: str, *, saga: Any = None
+) -> None:
+    """Keep an event for the sagas that wait for it, now or later, and let those go on that wait. In the caller's commit.
+
+    `saga`: the id of the only one that gets it.
+    """
     fields = {"tenant": tenant, "event_type": event_type, "match": match, "event_id": event_id, "event": event}
-    connection.exec_driver_sql(_KEEP_EVENT, fields)
+    connection.exec_driver_sql(_KEEP_EVENT, fields | {"saga": saga})
 
 
 def _at(claim: Claimed, saga: SagaRow, position: int) -> dict[str, Any]:

@@ -87,13 +87,12 @@ WITH settings AS (
 SELECT 1 / count(*) FROM released
 """
 
-_COMPENSATE = f"""
+_COMPENSATE = """
 WITH saga AS (
     UPDATE idempotency.sagas SET status = 'COMPENSATING', error = %(error)s, updated_at = clock_timestamp()
-    WHERE id = %(saga)s AND status = 'RUNNING' AND EXISTS (SELECT FROM idempotency.records WHERE {MINE})
-    RETURNING id
+    WHERE id = %(saga)s AND status = 'RUNNING' RETURNING id
 )
-SELECT count(*) FROM saga
+SELECT 1 / count(*) FROM saga
 """
 
 _STATUS = f"SELECT status FROM idempotency.sagas WHERE {ROW} AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE"
@@ -183,10 +182,9 @@ def wait(
     execute(connection, _WAIT, fields)
 
 
-def compensate(connection: Connection, claim: Claimed, saga: SagaRow, error: str) -> bool:
-    """From now on the saga is undone, because of `error`. False: not the holder, or it is undone already."""
-    fields = mine(claim) | {"saga": saga.id, "error": error}
-    return bool(execute(connection, _COMPENSATE, fields).fetchone()[0])
+def compensate(connection: Connection, saga: SagaRow, error: str) -> None:
+    """From now on the saga is undone, because of `error`; `wait` follows in the transaction. Raises `DivisionByZero`."""
+    execute(connection, _COMPENSATE, {"saga": saga.id, "error": error})
 
 
 def status_locked(connection: Connection, id: OperationId) -> str | None:

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from uuid import uuid4
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
@@ -18,6 +21,7 @@ from sqlalchemy.pool import NullPool
 import services
 from tasks.migrate import VERSION_TABLE, migrate
 from tasks.models import Base
+from tests.support.documents import ROOT
 from tests.support.operations import at_once
 
 CONSTRAINTS = text("""
@@ -49,8 +53,8 @@ def test_in_an_empty_database_make_migrate_makes_what_a_payment_needs(
     servers: services.Services, empty_database: str, engine: Engine
 ) -> None:
     environment = {**os.environ, "DATABASE_URL": empty_database, "BROKER_URL": servers.broker_url}
-    for command in (["-m", "idempotency.cli", "migrate", "-A", "tasks"], ["-m", "tasks.migrate"], ["-c", SUBMIT]):
-        subprocess.run([sys.executable, *command], env=environment, check=True, timeout=60, capture_output=True)
+    for arguments in (["-m", "idempotency.cli", "migrate", "-A", "tasks"], ["-m", "tasks.migrate"], ["-c", SUBMIT]):
+        subprocess.run([sys.executable, *arguments], env=environment, check=True, timeout=60, capture_output=True)
     with engine.connect() as connection:
         accepted = connection.execute(text("SELECT p.status, o.key FROM payments p, idempotency.outbox o")).all()
         assert accepted == [("pending", "p1")]
@@ -79,7 +83,7 @@ def test_four_callers_at_once_make_the_tables_once(engine: Engine) -> None:
     at_once(4, lambda _: migrate(engine))
     migrate(engine)
     with engine.connect() as connection:
-        assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0002"
+        assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0003"
 
 
 # ---------------------------------------------------------------- two keys for one payment
@@ -149,3 +153,64 @@ def test_a_payment_that_is_called_under_two_keys_is_not_completed_twice(
         "unfinished",
     ]
     assert found["payments"] == [["declined", "failed"], ["p1", "captured"]]
+
+
+# ---------------------------------------------------------------- rows and code from before orders were placed by events
+
+
+OF_0002 = """
+INSERT INTO payments (id, tenant, customer_id, amount, currency, status, charge_id, refunded, failure) VALUES
+    ('order-1', 'acme', 'c1', 900, 'EUR', 'captured', 'ch_1', 0, NULL),
+    ('order-2', 'acme', 'c1', 900, 'EUR', 'failed', NULL, 0, 'card_declined'),
+    ('order-3', 'acme', 'c1', 900, 'EUR', 'pending', NULL, 0, NULL),
+    ('p-1', 'acme', 'c1', 900, 'EUR', 'pending', NULL, 0, NULL);
+INSERT INTO orders (tenant, checkout_session_id, id, customer_id, amount, currency)
+SELECT tenant, 'cs-' || id, id, customer_id, amount, currency FROM payments WHERE id <> 'p-1';
+"""
+# As code of 0002 inserts a payment: it knows no order.
+PAYMENT_OF_0002 = """
+INSERT INTO payments (id, tenant, customer_id, amount, currency, status, refunded)
+VALUES ('p-2', 'acme', 'c1', 5, 'EUR', 'pending', 0)
+"""
+
+
+def move(engine: Engine, verb: Callable[[Config, str], None], revision: str) -> None:
+    """Upgrade or downgrade to a revision."""
+    config = Config()
+    config.set_main_option("script_location", str(ROOT / "tasks" / "migrations"))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        verb(config, revision)
+
+
+def test_orders_from_before_they_were_placed_by_events_keep_their_checkouts_and_get_a_status(engine: Engine) -> None:
+    move(engine, command.upgrade, "0002")
+    with engine.begin() as connection:
+        connection.exec_driver_sql(OF_0002)
+    migrate(engine)
+    with engine.begin() as connection:
+        orders = connection.exec_driver_sql(
+            "SELECT id, status, reason, payment_requested FROM orders ORDER BY id"
+        ).all()
+        assert orders == [
+            ("order-1", "PROCESSING", None, True),
+            ("order-2", "CANCELLED", "card_declined", True),
+            ("order-3", "PENDING_PAYMENT", None, True),
+        ]
+        checkouts = connection.exec_driver_sql("SELECT checkout_session_id, order_id FROM checkouts ORDER BY 2").all()
+        assert checkouts == [(f"cs-{order.id}", order.id) for order in orders]
+        connection.exec_driver_sql(PAYMENT_OF_0002)
+        payments = connection.exec_driver_sql("SELECT id, order_id, order_status FROM payments ORDER BY id").all()
+        assert payments == [
+            *((order.id, order.id, "placed") for order in orders),
+            ("p-1", "p-1", None),
+            ("p-2", "p-2", None),
+        ]
+
+
+def test_the_migration_to_placement_by_events_can_be_taken_back(engine: Engine) -> None:
+    migrate(engine)
+    move(engine, command.downgrade, "0002")
+    migrate(engine)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM placements")).scalar_one() == 0

@@ -59,6 +59,22 @@ def test_an_event_is_one_row_for_each_consumer_that_subscribed(
     assert found == [("ledger.handle", True), ("mail.handle", True), ("audit.handle", True), ("audit.handle", False)]
 
 
+def test_a_consumer_of_events_that_have_a_member_costs_no_row_for_others(
+    bank: Celery, consumers: Any, transaction: Session, engine: Engine
+) -> None:
+    def pack(self: Any, event: Any) -> None: ...
+
+    task = subscribe("order.*", consumer="parcels", having=("order", "parcel"), app=bank)(pack)
+    for data in ({"order": 1}, {"order": 1, "parcel": None, "more": 2}, ["order", "parcel"], "parcel order", None):
+        publish(transaction, "order.sent", data, app=bank)
+    transaction.commit()
+    bank.tasks.pop(task.name)
+    found = [json.loads(json.loads(row.message)["body"])[0][0] for row in rows(engine) if row.task == task.name]
+    assert [event["data"] for event in found] == [{"order": 1, "parcel": None, "more": 2}]
+    with pytest.raises(SettingsError, match="having is a list of names"):
+        subscribe("order.*", consumer="parcels", having="order", app=bank)
+
+
 def test_a_rolled_back_event_reaches_no_consumer(
     bank: Celery, consumers: Any, transaction: Session, engine: Engine
 ) -> None:

@@ -366,9 +366,29 @@ def test_fifty_clicks_make_one_order_and_one_payment(api: Api) -> None:
     assert (other.status_code, problem(other)) == (409, "already_used")
 
 
+@pytest.mark.parametrize(("quantity", "status", "charged"), [(2, "captured", [1000]), (3, "cancelled", [])])
+def test_an_order_is_charged_if_there_are_enough_pieces(
+    api: Api, quantity: int, status: str, charged: list[int]
+) -> None:
+    """Of an article of which there are two."""
+    from tasks.warehouse import receive_stock
+
+    sku = f"sku-{uuid4().hex[:8]}"
+    with Session(api.shop.engine) as session, session.begin():
+        receive_stock(session, delivery_id=f"d-{sku}", sku=sku, quantity=2, tenant="acme")
+    body = ORDER | {"checkout_session_id": f"cs-{sku}", "sku": sku, "quantity": quantity}
+    answer = api.acme.post("/orders", json=body, headers={"Idempotency-Key": new_key()} | WAIT)
+    assert (answer.status_code, answer.json()["status"]) == (200, "completed"), answer.text
+    assert answer.json()["result"]["status"] == status
+    order = answer.json()["key"]
+    assert api.charges(order) == charged
+    final = {"captured": "PROCESSING", "cancelled": "CANCELLED"}[status]
+    eventually(lambda: api.count("orders", "id = :id AND status = :final", id=order, final=final))
+
+
 def test_a_click_does_not_wait_long_for_a_transaction_that_has_taken_its_checkout(api: Api) -> None:
     """Those who wait hold a thread each, which all tenants share."""
-    from tasks.orders import submit_order
+    from tasks.checkout import submit_order
 
     body = ORDER | {"checkout_session_id": f"cs-{new_key()}"}
     headers = {"Idempotency-Key": new_key()}

@@ -15,6 +15,8 @@ from sqlalchemy.orm import Session
 from idempotency import Defer, IdempotentTask, Operation, PermanentError
 from idempotency.application import runtime_of
 from idempotency.queues import quorum_queue
+from idempotency.sagas import call as task_call
+from idempotency.sagas import saga
 from idempotency.store import schema
 from idempotency.wire import keys
 from tests.support import crashing
@@ -180,6 +182,36 @@ def lonely_deposit(self: IdempotentTask, account: str, seconds: float, busy: boo
     if (self.session, self.request.attempt, attempt.claim.id.key, mine) != (session, attempt, account, [account]):
         raise PermanentError(f"another attempt was seen: {mine}", "not_alone")
     return account
+
+
+@app.task(base=IdempotentTask, bind=True)
+def withdraw(self: IdempotentTask, account: str, amount: int = 1) -> None:
+    """Undoes a row by another one; its key is given per call."""
+    self.session.execute(INSERT, {"account": f"{account}/undone", "amount": -amount})
+
+
+@app.task(base=IdempotentTask, bind=True)
+def give_back(self: IdempotentTask, url: str, result: dict[str, Any]) -> None:
+    """Undoes a call outside, which it is told the answer of."""
+    self.effect("give back", call, f"{url}/back")
+    self.session.execute(INSERT, {"account": f"{url.rsplit('/')[-1]}/back", "amount": -result["amount"]})
+
+
+@saga("bank.journey", key="{account}", entity="account", events={"bank.confirmed": "{account}"}, app=app)
+def journey(saga: Any, account: str, url: str, fails: bool) -> list[Any]:
+    """A step, a call outside, three tasks and an event; then it fails, if it is told to."""
+    saga.step("open", enter, f"{account}/open", undo=withdraw)
+    answer = saga.effect("charge", call, f"{url}/{account}", undo=give_back)
+    saga.call(deposit, f"{account}/one", undo=withdraw)
+    saga.gather(*(task_call(deposit, f"{account}/{name}", undo=withdraw) for name in ("two", "three")))
+    event = saga.wait_for("bank.confirmed", match=account, timeout=600.0)
+    if fails:
+        raise PermanentError("it was told to", "told_to")
+    return [answer["amount"], event["data"]["n"]]
+
+
+def enter(session: Session, account: str) -> None:
+    session.execute(INSERT, {"account": account, "amount": 1})
 
 
 def enqueue_deposit(**options: Any) -> None:

@@ -18,20 +18,27 @@ from idempotency.operate.change import audit
 from idempotency.store import dead_letters, discards, ends, operations, people, processes
 
 LIBRARY = Path(__file__).parents[2] / "idempotency"
-WRITES = re.compile(r"\b(INSERT INTO|UPDATE|DELETE FROM) idempotency\.")
+WRITES = re.compile(
+    r"\b(INSERT INTO|UPDATE|DELETE FROM) idempotency\.|\bidempotency\.(keep_event|signal_saga|resume_saga)\("
+)
 CHANGES = {
     "add_operator",
     "approve",
     "cancel",
+    "cancel_saga",
     "create_api_key",
     "forget_process",
+    "mark_undone",
     "release",
     "remove_operator",
     "rename_service",
     "replay",
     "request",
     "resolve_effect",
+    "resolve_effect_of_saga",
+    "retry_saga",
     "revoke_api_key",
+    "signal_saga",
 }
 
 

@@ -33,7 +33,9 @@ CREATE TABLE idempotency.sagas (
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     UNIQUE (tenant, task, key)
 );
-CREATE INDEX sagas_open ON idempotency.sagas (task, updated_at) WHERE status IN ('RUNNING', 'COMPENSATING');
+-- Lists for people begin with the newest. No column that a wait changes, so that it updates no index.
+CREATE INDEX sagas_newest ON idempotency.sagas (created_at);
+CREATE INDEX sagas_stopped ON idempotency.sagas (created_at) WHERE stopped IS NOT NULL;
 
 CREATE TABLE idempotency.saga_steps (
     saga_id        uuid        NOT NULL REFERENCES idempotency.sagas ON DELETE CASCADE,
@@ -78,6 +80,8 @@ CREATE TABLE idempotency.saga_events (
     match       text        NOT NULL,
     event_id    text        NOT NULL,
     event       text        NOT NULL,
+    -- of an event that a person has signalled: for this saga alone
+    saga_id     uuid,
     repeats     int         NOT NULL DEFAULT 0,
     received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     UNIQUE (tenant, event_type, match, event_id)
@@ -89,6 +93,10 @@ FUNCTIONS = """
 -- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
 CREATE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
+    IF saga.status = 'COMPENSATING' THEN  -- what has used up the attempts is over
+        UPDATE idempotency.records r SET attempts = 0, spent_at = NULL
+        WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key AND r.status IN ('started', 'released');
+    END IF;
     UPDATE idempotency.records r
     SET available_at = clock_timestamp(), opened_at = clock_timestamp(), updated_at = clock_timestamp()
     WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key
@@ -127,23 +135,25 @@ LANGUAGE sql IMMUTABLE AS $$
 $$;
 
 -- An event, in its publisher's transaction. Publishers share the lock; who begins to wait takes it alone, and so finds the
--- event or is found by it.
-CREATE FUNCTION idempotency.keep_event(of_tenant text, of_type text, of_match text, of_id text, event text)
+-- event or is found by it. `of_saga`: only this one gets it.
+CREATE FUNCTION idempotency.keep_event(
+    of_tenant text, of_type text, of_match text, of_id text, event text, of_saga uuid DEFAULT NULL
+)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     waiting uuid;
     is_new boolean;
 BEGIN
     PERFORM pg_advisory_xact_lock_shared(idempotency.event_lock(of_tenant, of_type, of_match));
-    INSERT INTO idempotency.saga_events AS e (tenant, event_type, match, event_id, event)
-    VALUES (idempotency.about(of_tenant), of_type, of_match, of_id, event)
+    INSERT INTO idempotency.saga_events AS e (tenant, event_type, match, event_id, event, saga_id)
+    VALUES (idempotency.about(of_tenant), of_type, of_match, of_id, event, of_saga)
     ON CONFLICT (tenant, event_type, match, event_id) DO UPDATE SET repeats = e.repeats + 1
     RETURNING e.repeats = 0 INTO is_new;
     IF is_new THEN
         FOR waiting IN
             SELECT s.saga_id FROM idempotency.saga_steps s
             WHERE s.tenant = of_tenant AND s.event_type = of_type AND s.match = of_match
-              AND s.kind = 'wait' AND s.state = 'begun'
+              AND s.kind = 'wait' AND s.state = 'begun' AND (of_saga IS NULL OR s.saga_id = of_saga)
             ORDER BY s.saga_id
         LOOP
             PERFORM idempotency.signal_saga(waiting);
@@ -235,7 +245,7 @@ def downgrade() -> None:
     op.execute("DROP TRIGGER forget_saga ON idempotency.records")
     op.execute("DROP TRIGGER end_of_operation ON idempotency.records")
     op.execute("DROP FUNCTION idempotency.forget_saga(), idempotency.end_of_operation(), idempotency.as_jsonb(text)")
-    op.execute("DROP FUNCTION idempotency.keep_event(text, text, text, text, text)")
+    op.execute("DROP FUNCTION idempotency.keep_event(text, text, text, text, text, uuid)")
     op.execute("DROP FUNCTION idempotency.event_lock(text, text, text), idempotency.signal_saga(uuid)")
     op.execute("DROP FUNCTION idempotency.resume_saga(idempotency.sagas)")
     op.execute("DROP TABLE idempotency.saga_events, idempotency.saga_steps, idempotency.sagas")

@@ -1,0 +1,166 @@
+"""What people change of sagas that have stopped, and what keeps them from changing what a saga has used.
+
+An operation that a saga has called is locked before the saga, as its end does it, and the saga before its own record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, Row
+
+from ..errors import ChangeRefused
+from ..wire.keys import OperationId
+from . import dead_letters
+from .record import ROW, named
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+_LOCKED = f"SELECT id, generation, status, stopped FROM idempotency.sagas WHERE {ROW} FOR NO KEY UPDATE"
+
+_FAILED_UNDOS = """
+SELECT s.name, s.tenant, s.call_task AS task, s.call_key AS key, r.status, (
+    SELECT max(d.id) FROM idempotency.dead_letters d
+    WHERE (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.status = 'open') AS letter
+FROM idempotency.sagas g
+JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
+LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (s.tenant, s.call_task, s.call_key)
+WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND s.kind = 'undo' AND s.state = 'failed'
+ORDER BY s.position DESC
+"""
+
+_BEGIN_ANEW = "UPDATE idempotency.sagas SET stops = 0 WHERE id = %(saga)s"
+_GO_ON = "SELECT idempotency.signal_saga(%(saga)s)"
+
+# A saga whose dead letter this is, if it is still stopped for that reason.
+_STOPPED_BY = """
+SELECT g.tenant, g.task, g.key
+FROM idempotency.dead_letters d
+JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (d.tenant, d.task, d.key) AND g.stopped = d.reason
+WHERE d.id = %(letter)s AND d.status = 'open' AND g.status IN ('RUNNING', 'COMPENSATING')
+"""
+
+# The saga that has called the operation of a letter, and has gone on from its failure; or that a person has undone by hand.
+_USED_BY = """
+SELECT s.kind, s.name, g.task, g.key
+FROM idempotency.dead_letters d
+JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant, d.task, d.key)
+JOIN idempotency.sagas g ON g.id = s.saga_id
+WHERE d.id = %(letter)s AND (s.kind = 'call' AND s.state = 'failed' OR s.kind = 'undo' AND s.state = 'done')
+ORDER BY g.created_at LIMIT 1
+"""
+
+# What an undo is of, by its name or by that of the undo, and how far the undo has come.
+_TO_UNDO = """
+SELECT g.id AS saga, g.generation, s.position, s.name, u.position AS undo_position, u.state AS undo_state,
+       u.call_task, u.call_key
+FROM idempotency.sagas g
+JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
+LEFT JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = g.generation AND u.undoes = s.position
+WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND s.undo IS NOT NULL AND s.state = 'done'
+ORDER BY s.position
+"""
+
+_UNDONE = """
+INSERT INTO idempotency.saga_steps (saga_id, generation, position, tenant, name, kind, state, undoes, ended_at)
+SELECT %(saga)s, %(generation)s, coalesce(%(undo_position)s::int, max(position) + 1), %(tenant)s, 'undo ' || %(name)s, 'undo',
+       'done', %(position)s, clock_timestamp()
+FROM idempotency.saga_steps WHERE saga_id = %(saga)s AND generation = %(generation)s
+ON CONFLICT (saga_id, generation, position) DO UPDATE SET state = 'done', ended_at = excluded.ended_at
+WHERE saga_steps.kind = 'undo' AND saga_steps.state = 'failed'
+RETURNING position
+"""
+
+_OPEN_EFFECTS = """
+SELECT s.name FROM idempotency.sagas g JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
+WHERE g.id = %(saga)s AND s.kind = 'effect' AND s.state = 'begun' ORDER BY s.position
+"""
+
+_RESOLVE = """
+UPDATE idempotency.saga_steps SET state = %(state)s, entry = entry || %(word)s::jsonb, ended_at = clock_timestamp()
+WHERE saga_id = %(saga)s AND generation = %(generation)s AND kind = 'effect' AND name = %(name)s AND state = 'begun'
+RETURNING position
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """What a retry has set going: the dead letters that it replayed, and the undos that the saga waits for."""
+
+    letters: dict[int, OperationId]
+    waits_for: list[str]
+
+
+def locked(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """The saga of an operation, locked: neither its code nor another person changes it until the transaction ends."""
+    return connection.exec_driver_sql(_LOCKED, named(id)).one_or_none()
+
+
+def locked_stopped(connection: Connection, id: OperationId) -> Row[Any]:
+    """The saga of an operation, locked. Raises `ChangeRefused` unless it has stopped."""
+    row = locked(connection, id)
+    if row is None or row.stopped is None:
+        what = "has not begun" if row is None else f"is {row.status}"
+        raise ChangeRefused(f"{id.task} {id.key}: {what} and has not stopped")
+    return row
+
+
+def retry(connection: Connection, id: OperationId, *, service: str, app: Celery) -> Retried:
+    """Let a stopped saga go on: what has failed to be undone is replayed first, and ends the wait. Raises `ChangeRefused`."""
+    done = Retried({}, [])
+    for undo in connection.exec_driver_sql(_FAILED_UNDOS, named(id)).all():
+        if undo.status in (None, "failed") and undo.letter is None:
+            raise ChangeRefused(
+                f"{id.task} {id.key}: {undo.name!r} has failed and its dead letter is closed; "
+                f"undo it by hand, then say so with --undone"
+            )
+        if undo.status == "failed":
+            done.letters[undo.letter] = dead_letters.replay(connection, undo.letter, service=service, app=app)
+        done.waits_for.append(undo.name)
+    row = locked_stopped(connection, id)
+    if not done.waits_for:
+        go_on(connection, row.id)
+    return done
+
+
+def go_on(connection: Connection, saga: Any) -> None:
+    """Make a saga due now, as what it waits for would; one that runs at this moment runs once more."""
+    connection.exec_driver_sql(_BEGIN_ANEW, {"saga": saga})
+    connection.exec_driver_sql(_GO_ON, {"saga": saga})
+
+
+def stopped_by(connection: Connection, letter: int) -> OperationId | None:
+    """The saga that this dead letter says has stopped, if it still has."""
+    row = connection.exec_driver_sql(_STOPPED_BY, {"letter": letter}).one_or_none()
+    return None if row is None else OperationId(*row)
+
+
+def used_by(connection: Connection, letter: int) -> Row[Any] | None:
+    """The saga that has gone on from how the operation of this letter has ended."""
+    return connection.exec_driver_sql(_USED_BY, {"letter": letter}).one_or_none()
+
+
+def to_undo(connection: Connection, id: OperationId) -> Sequence[Row[Any]]:
+    """What a saga has to undo, each with its undo as far as that has come."""
+    return connection.exec_driver_sql(_TO_UNDO, named(id)).all()
+
+
+def undone(connection: Connection, id: OperationId, step: Row[Any]) -> bool:
+    """Record that something was undone by hand. False: its undo is no longer failed."""
+    return connection.exec_driver_sql(_UNDONE, named(id) | step._asdict()).one_or_none() is not None
+
+
+def open_effects(connection: Connection, saga: Any) -> list[str]:
+    """The names of a saga's effects of unknown outcome."""
+    return list(connection.exec_driver_sql(_OPEN_EFFECTS, {"saga": saga}).scalars())
+
+
+def resolve(connection: Connection, saga: Row[Any], name: str, word: dict[str, Any]) -> bool:
+    """Record what became of an effect of unknown outcome. False: it has none of this name."""
+    fields = {"saga": saga.id, "generation": saga.generation, "name": name, "state": word["state"]}
+    done = connection.exec_driver_sql(_RESOLVE, fields | {"word": json.dumps(word)})
+    return done.one_or_none() is not None

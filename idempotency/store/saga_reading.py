@@ -1,0 +1,195 @@
+"""Reading sagas, for people: a list of them, and one with all that has happened in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from ..wire.keys import OperationId
+from . import operations
+from .record import ROW, named
+from .sagas import COMPENSATING, RUNNING
+
+OPEN = (RUNNING, COMPENSATING)
+
+# A saga belongs to the application of its operation. What an observer has noted has no operation, and is shown to all.
+_FIND = """
+SELECT g.tenant, g.task, g.key, r.service
+FROM idempotency.sagas g LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key)
+WHERE g.key = %(key)s AND (r.service = %(service)s) IS NOT FALSE AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s)
+  AND (%(type)s::text IS NULL OR right('.' || g.task, length(%(type)s::text) + 1) = '.' || %(type)s::text)
+ORDER BY g.task <> coalesce(%(type)s::text, ''), g.tenant, g.task LIMIT 20
+"""
+
+_SAGA = f"""
+SELECT id, tenant, task AS type, key, generation, entity_id, status, error, stopped, stops, waits_for, created_at, updated_at
+FROM idempotency.sagas WHERE {ROW}
+"""
+
+# What the filters choose first, then what each of those waits for.
+_LIST = """
+SELECT g.tenant, g.task AS type, g.key, g.entity_id, g.status, g.stopped, letter.last_error AS why, g.error, waits.waits,
+       g.created_at, g.updated_at
+FROM (
+    SELECT g.* FROM idempotency.sagas g
+    LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key)
+    WHERE (r.service = %(service)s) IS NOT FALSE
+      AND (%(status)s::text IS NULL OR g.status = %(status)s) AND (%(type)s::text IS NULL OR g.task = %(type)s)
+      AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s) {stopped}
+      AND (%(older_than)s::float8 IS NULL OR g.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
+      AND (%(waits_for)s::text IS NULL OR EXISTS (
+          SELECT FROM idempotency.saga_steps s
+          WHERE s.saga_id = g.id AND s.generation = g.generation AND s.state = 'begun'
+            AND %(waits_for)s IN (s.event_type, s.call_task, s.name)))
+    ORDER BY g.created_at DESC LIMIT %(limit)s
+) g
+LEFT JOIN LATERAL (
+    SELECT jsonb_agg(jsonb_build_object(
+        'kind', s.kind, 'name', s.name, 'match', s.match, 'due_at', s.due_at, 'task', s.call_task, 'key', s.call_key
+    ) ORDER BY s.position) AS waits
+    FROM idempotency.saga_steps s
+    WHERE s.saga_id = g.id AND s.generation = g.generation AND s.state = 'begun'
+) waits ON g.status IN ('RUNNING', 'COMPENSATING')
+LEFT JOIN LATERAL (
+    SELECT d.last_error FROM idempotency.dead_letters d
+    WHERE (d.tenant, d.task, d.key) = (g.tenant, g.task, g.key) AND d.status = 'open' AND d.reason = g.stopped
+    ORDER BY d.id DESC LIMIT 1
+) letter ON g.stopped IS NOT NULL
+ORDER BY g.created_at DESC
+"""
+_STOPPED = "AND g.stopped IS NOT NULL"
+
+_STEPS = """
+SELECT s.generation, s.position, s.kind, s.name, s.state, s.result, s.error, s.entry, s.undo, s.undoes,
+       s.call_task, s.call_key, r.status AS call_status, r.attempts AS call_attempts, r.generation AS call_generation,
+       s.event_type, s.match, e.event_id, s.due_at, s.begun_at, s.ended_at
+FROM idempotency.saga_steps s
+LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (s.tenant, s.call_task, s.call_key)
+LEFT JOIN idempotency.saga_events e ON e.id = s.event_id
+WHERE s.saga_id = %(saga)s ORDER BY s.generation, s.position
+"""
+
+# What it has waited for, and what a person has signalled ahead of a wait; used or not.
+_EVENTS = """
+SELECT e.event_type, e.match, e.event_id, e.event, e.repeats, e.received_at, used.name AS used_by,
+       used.name IS NULL AND coalesce((
+           SELECT bool_and(coalesce(s.ended_at, 'infinity') <= e.received_at) FROM idempotency.saga_steps s
+           WHERE s.saga_id = %(saga)s AND (s.event_type, s.match) = (e.event_type, e.match)
+       ), false) AS is_late
+FROM idempotency.saga_events e
+LEFT JOIN LATERAL (
+    SELECT s.name FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.event_id = e.id LIMIT 1
+) used ON true
+WHERE e.tenant = %(tenant)s AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND (e.event_type, e.match) IN (
+    SELECT s.event_type, s.match FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.event_type IS NOT NULL
+    UNION SELECT a.details ->> 'event_type', a.details ->> 'match' FROM idempotency.audit a
+    WHERE a.tenant = %(tenant)s AND a.task = %(task)s AND a.key = %(key)s AND a.action = 'saga_signal')
+ORDER BY e.id
+"""
+
+# Of the operations that it has called, and of those that undo it.
+_CALLED = """
+SELECT DISTINCT s.tenant, s.call_task AS task, s.call_key AS key
+FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.call_key IS NOT NULL
+"""
+_LETTERS = f"""
+SELECT d.id, d.task, d.key, d.generation, d.reason, d.status, d.failed_at, d.last_error
+FROM ({_CALLED}) c JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (c.tenant, c.task, c.key)
+ORDER BY d.id
+"""
+_AUDIT = f"""
+SELECT a.id, a.at, a.actor, a.action, a.task, a.key, a.reason, a.details
+FROM ({_CALLED}) c JOIN idempotency.audit a ON (a.tenant, a.task, a.key) = (c.tenant, c.task, c.key)
+ORDER BY a.id
+"""
+
+_WAITS = """
+SELECT s.event_type, s.match, s.due_at FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
+WHERE g.id = %(saga)s AND s.generation = g.generation AND s.kind = 'wait' AND s.state = 'begun' ORDER BY s.position
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which sagas a list is of; None means any. `waits_for`: an event's type, a task that was called, or a name."""
+
+    service: str
+    status: str | None = None
+    type: str | None = None
+    tenant: str | None = None
+    older_than: float | None = None
+    waits_for: str | None = None
+    stopped: bool = False
+
+
+def find(connection: Connection, key: str, service: str, *, type: str | None, tenant: str | None) -> list[OperationId]:
+    """The sagas that have this key, at most 20. `type` is the whole name, or the part of it after a dot."""
+    rows = connection.exec_driver_sql(_FIND, {"key": key, "service": service, "type": type, "tenant": tenant})
+    return [OperationId(row.tenant, row.task, row.key) for row in rows]
+
+
+def saga(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """The saga of an operation; None if it has none, because it has not begun or is another kind of operation."""
+    return connection.exec_driver_sql(_SAGA, named(id)).one_or_none()
+
+
+def waits(connection: Connection, saga_id: Any) -> Sequence[Row[Any]]:
+    """The events that a saga waits for now."""
+    return connection.exec_driver_sql(_WAITS, {"saga": saga_id}).all()
+
+
+def list_sagas(connection: Connection, only: Filter, *, limit: int) -> Sequence[Row[Any]]:
+    """The newest sagas, each with what it waits for and why it is stopped."""
+    statement = _LIST.format(stopped=_STOPPED if only.stopped else "")
+    return connection.exec_driver_sql(statement, asdict(only) | {"limit": limit}).all()
+
+
+def show(connection: Connection, id: OperationId, *, with_payload: bool = False) -> dict[str, Any]:
+    """A saga with all that it has recorded, the events for it, and what has become of what it called.
+
+    Results, events' data and messages are included only `with_payload`.
+    """
+    shown = operations.operation(connection, id, with_payload=with_payload)
+    shown.pop("effects")  # a saga's are among its steps
+    row = saga(connection, id)
+    if row is None:
+        return shown | {"saga": None, "steps": [], "events": []}
+    of_saga = named(id) | {"saga": row.id}
+    letters = [_with_error(each) for each in connection.exec_driver_sql(_LETTERS, of_saga)]
+    audit = [each._asdict() for each in connection.exec_driver_sql(_AUDIT, of_saga)]
+    return shown | {
+        "saga": _with_error(row),
+        "steps": [_step(each, with_payload) for each in connection.exec_driver_sql(_STEPS, of_saga)],
+        "events": [_event(each, with_payload) for each in connection.exec_driver_sql(_EVENTS, of_saga)],
+        "called": {"dead_letters": letters, "audit": audit},
+    }
+
+
+def _with_error(row: Row[Any]) -> dict[str, Any]:
+    fields = row._asdict()
+    for name in ("error", "last_error"):
+        if (text := fields.get(name)) is not None and text.startswith("{"):
+            fields[name] = json.loads(text)
+    return fields
+
+
+def _step(row: Row[Any], with_payload: bool) -> dict[str, Any]:
+    fields = _with_error(row)
+    entry = fields.pop("entry") or {}
+    fields["idempotency_key"] = entry.get("key")
+    fields["result"] = fields["result"] if fields["result"] is not None else entry.get("result")
+    if not with_payload:
+        fields.pop("result")
+    return fields
+
+
+def _event(row: Row[Any], with_payload: bool) -> dict[str, Any]:
+    """An event; `person`: who has signalled it, if it was not published."""
+    fields = row._asdict()
+    attributes = json.loads(fields.pop("event"))
+    fields["person"] = attributes.get("person")
+    return fields | ({"data": attributes.get("data")} if with_payload else {})

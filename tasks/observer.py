@@ -1,0 +1,50 @@
+"""The observer: how far the placement of each order has come, for people.
+
+It listens to every event of an order and decides nothing; no service reads what it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask, subscribe
+
+from . import app
+
+# A capture of nothing, which is never repaid.
+FREE = "payment.free"
+# Locks the row, so that of two events handled at once, one sees the other.
+_SEE = text("""
+INSERT INTO placements (tenant, order_id, seen) VALUES (:tenant, :order_id, ARRAY[:event])
+ON CONFLICT (tenant, order_id) DO UPDATE SET seen =
+    CASE WHEN :event = ANY (placements.seen) THEN placements.seen ELSE placements.seen || excluded.seen END
+RETURNING seen
+""")
+
+
+@subscribe("order.*", "stock.*", "payment.*", consumer="observer", having=("order_id",), app=app)
+def watch(self: IdempotentTask, event: dict[str, Any]) -> str:
+    """Note what has happened to an order. Returns the status of its placement."""
+    return status(_see(self.session, event, tenant=self.tenant))
+
+
+def _see(session: Session, event: dict[str, Any], *, tenant: str) -> list[str]:
+    """Add the event to those that were seen of this order, and return them all."""
+    data, seen_as = event["data"], event["type"]
+    if seen_as == "payment.captured" and data["amount"] == 0:
+        seen_as = FREE
+    about = {"tenant": tenant, "order_id": data["order_id"], "event": seen_as}
+    seen: list[str] = session.execute(_SEE, about).scalar_one()
+    return seen
+
+
+def status(seen: Collection[str]) -> str:
+    """What the events that were seen amount to, in whatever order they have come."""
+    if "order.cancelled" not in seen:
+        return "COMPLETED" if "stock.reserved" in seen else "RUNNING"
+    is_repaid = "payment.captured" not in seen or "payment.refunded" in seen
+    return "FAILED" if "stock.released" in seen and is_repaid else "COMPENSATING"

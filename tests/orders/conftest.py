@@ -1,0 +1,69 @@
+"""One database and one shop for each module: orders do not know each other, except for the stock that a test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import create_engine, text
+
+import services
+from idempotency.store import roles
+from idempotency.store.rights import APPLICATION, RELAY
+from tests.support.roles import PASSWORDS, url_of
+
+if TYPE_CHECKING:
+    from tests.orders.shop import Shop
+
+
+@pytest.fixture(scope="module")
+def shop(servers: services.Services, template: str) -> Iterator[Shop]:
+    name = f"orders_{uuid4().hex[:8]}"
+    admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+    database = admin.url.set(database=name).render_as_string(hide_password=False)
+    admin.dispose()
+    with pytest.MonkeyPatch.context() as patch:
+        yield from _shop(database, servers.broker_url, patch)
+    servers.drop_database(name)
+
+
+def _shop(database: str, broker: str, patch: pytest.MonkeyPatch) -> Iterator[Shop]:
+    # the application reads its addresses when it is imported
+    for variable, address in (("DATABASE_URL", database), ("BROKER_URL", broker)):
+        if variable not in os.environ:
+            patch.setenv(variable, address)
+    import tasks
+    from idempotency.application import close_runtime
+    from tasks import notifications, payments, refunds
+    from tasks.migrate import grant, migrate
+    from tests.orders.outside import Mailer, Provider
+    from tests.orders.shop import Shop, every_event_is_kept
+
+    # for a process in which another test has loaded the configuration
+    configuration: dict[str, Any] = {
+        "broker_url": broker,
+        "idempotency_database_url": url_of(APPLICATION, database),
+        "idempotency_redis_url": None,
+        "idempotency_retry_base": 0.0,
+    }
+    tasks.app.conf.update(configuration)
+    close_runtime(tasks.app)
+    provider = Provider()
+    patch.setattr(payments, "gateway", provider)
+    patch.setattr(refunds, "gateway", provider)
+    patch.setattr(notifications, "mailer", Mailer())
+    owner = create_engine(database)
+    engine, books = (create_engine(url_of(role, database)) for role in (APPLICATION, RELAY))
+    migrate(owner)
+    roles.create(owner, PASSWORDS)
+    grant(owner)
+    with every_event_is_kept(tasks.app):
+        yield Shop(engine, books, provider)
+    for each in (owner, engine, books):
+        each.dispose()
+    close_runtime(tasks.app)

@@ -1,0 +1,375 @@
+"""What people change of sagas: once, with an audit row, and never so that something is undone twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, OperationId
+from idempotency.application import runtime_of
+from idempotency.errors import ChangeRefused, InvalidResult, OperationNotFound, ReplayRefused
+from idempotency.operate import saga as operate
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect_of_saga
+from idempotency.sagas import observe, saga
+from tests.sagas.application import enter, entering
+from tests.sagas.conftest import Stage
+from tests.support.operators import ANN
+
+
+def id_of(task: Any, key: str = "r1") -> OperationId:
+    return OperationId("default", task.name, key)
+
+
+def audited(stage: Stage) -> list[tuple[str, str, str]]:
+    """Who did what to which operation, in order."""
+    with stage.engine.connect() as connection:
+        rows = connection.execute(text("SELECT actor, action, task FROM idempotency.audit ORDER BY id"))
+        return [(row.actor, row.action, row.task) for row in rows]
+
+
+def letter_of(stage: Stage, task: Any) -> int:
+    with stage.engine.connect() as connection:
+        query = text("SELECT id FROM idempotency.dead_letters WHERE task = :task AND status = 'open'")
+        return int(connection.execute(query, {"task": task.name}).scalar_one())
+
+
+def shown(stage: Stage, id: OperationId) -> Shown:
+    with runtime_of(stage.app).autocommit() as connection:
+        return read(connection, id, runtime_of(stage.app).settings.service)
+
+
+@pytest.fixture
+def things(stage: Stage) -> tuple[Any, Any]:
+    return entering(stage, "make"), entering(stage, "void")
+
+
+@pytest.fixture
+def waiting(stage: Stage, things: tuple[Any, Any]) -> Any:
+    """A saga that makes a thing, waits five days for two events, and returns what they said."""
+    make, void = things
+
+    @saga("waiting", key="{id}", events={"picked": "{id}", "checked": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        saga.call(make, thing=id, undo=void)
+        events = [saga.wait_for(type, match=id, timeout=timedelta(days=5)) for type in ("picked", "checked")]
+        return [event and (event["data"], event.get("person")) for event in events]
+
+    return waiting
+
+
+@pytest.fixture
+def stuck(stage: Stage, things: tuple[Any, Any]) -> Any:
+    """A saga of three calls, of which the third fails, and the undo of the second; `void.refuses` says for how long."""
+    make, void = things
+    make.refuses.add("bad")
+    void.refuses.add("b")
+
+    @saga("stuck", key="{id}", app=stage.app)
+    def stuck(saga: Any, id: str) -> Any:
+        for thing in ("a", "b", "bad"):
+            saga.call(make, thing=thing, undo=void)
+
+    stuck.make, stuck.void = make, void
+    return stuck
+
+
+# ---------------------------------------------------------------- cancel
+
+
+def test_a_cancelled_saga_is_undone_and_fails_as_cancelled(stage: Stage, waiting: Any) -> None:
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    operate.cancel_saga(stage.app, id_of(waiting), ANN)
+    stage.run()
+    assert (handle.status(), stage.saga("r1").status) == ("failed", "FAILED")
+    assert stage.accounts() == ["make:r1", "void:r1"]
+    assert stage.letters() == [("waiting", "cancelled", "open")]
+    assert audited(stage) == [("ann", "saga_cancel", "waiting")]
+
+
+def test_a_saga_that_has_not_begun_is_cancelled_without_having_run(stage: Stage, waiting: Any) -> None:
+    handle = stage.enqueue(waiting, "r1")
+    operate.cancel_saga(stage.app, id_of(waiting), ANN)
+    stage.run()
+    assert (handle.status(), stage.saga("r1").status, stage.accounts()) == ("failed", "FAILED", [])
+
+
+def test_a_saga_that_runs_records_nothing_more_and_is_undone(stage: Stage) -> None:
+    @stage.app.task(base=IdempotentTask, bind=True, name="leave")
+    def leave(self: IdempotentTask, account: str) -> str:
+        return enter(self.session, f"leave {account}")
+
+    @saga("running", key="{id}", app=stage.app)
+    def running(saga: Any, id: str) -> Any:
+        saga.step("first", enter, "first", undo=leave)
+        operate.cancel_saga(stage.app, id_of(running, id), ANN)
+        saga.step("second", enter, "second", undo=leave)
+
+    handle = stage.enqueue(running, "r1")
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["first", "leave first"])
+
+
+def test_what_has_ended_or_is_being_undone_is_not_cancelled(stage: Stage, stuck: Any, waiting: Any) -> None:
+    stage.enqueue(stuck, "r1")
+    stage.run()
+    with pytest.raises(ChangeRefused, match="stuck r1: is being undone already, because of no_make"):
+        operate.cancel_saga(stage.app, id_of(stuck), ANN)
+    stuck.void.refuses.clear()
+    operate.retry_saga(stage.app, id_of(stuck), ANN)
+    stage.run()
+    before = audited(stage)
+    with pytest.raises(ChangeRefused, match="stuck r1: has failed; there is nothing left to cancel"):
+        operate.cancel_saga(stage.app, id_of(stuck), ANN)
+    with pytest.raises(OperationNotFound):
+        operate.cancel_saga(stage.app, id_of(waiting, "nothing"), ANN)
+    assert audited(stage) == before
+
+
+def test_what_an_observer_notes_is_for_reading_only(stage: Stage) -> None:
+    with runtime_of(stage.app).engine.begin() as connection:
+        observe(connection, "order_placement", "o1", "paid", {"amount": 1}, app=stage.app)
+    id = OperationId("default", "order_placement", "o1")
+    with pytest.raises(OperationNotFound):
+        operate.cancel_saga(stage.app, id, ANN)
+    with pytest.raises(OperationNotFound):
+        operate.signal_saga(stage.app, id, "picked", {}, ANN, match="o1")
+    assert stage.saga("o1").status == "RUNNING"
+
+
+def test_the_command_for_operations_does_not_cancel_a_saga(stage: Stage, waiting: Any) -> None:
+    stage.enqueue(waiting, "r1")
+    for _ in range(2):  # before it has begun, and after
+        with pytest.raises(ChangeRefused, match="is a saga, which has to be undone first: idempotency saga cancel"):
+            cancel(stage.app, shown(stage, id_of(waiting)), ANN)
+        stage.run()
+    assert stage.saga("r1").status == "RUNNING"
+
+
+def test_a_change_repeated_under_its_request_is_made_once(stage: Stage, waiting: Any) -> None:
+    stage.enqueue(waiting, "r1")
+    stage.run()
+    once = replace(ANN, request_id="once")
+    first = operate.signal_saga(stage.app, id_of(waiting), "picked", {"n": 1}, once)
+    assert operate.signal_saga(stage.app, id_of(waiting), "picked", {"n": 1}, once) == first
+    with pytest.raises(ChangeRefused, match="used before"):
+        operate.signal_saga(stage.app, id_of(waiting), "picked", {"n": 2}, once)
+    stage.run()
+    for _ in range(2):
+        operate.cancel_saga(stage.app, id_of(waiting), replace(ANN, request_id="cancel"))
+    assert [action for _, action, _ in audited(stage)] == ["saga_signal", "saga_cancel"]
+
+
+# ---------------------------------------------------------------- signal
+
+
+def test_a_signal_ends_the_wait_of_its_saga_and_of_no_other(stage: Stage, waiting: Any) -> None:
+    @saga("other", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def other(saga: Any, id: str) -> Any:
+        return saga.wait_for("picked", match=id, timeout=timedelta(days=5))
+
+    handle, elsewhere = stage.enqueue(waiting, "r1"), stage.enqueue(other, "r1")
+    stage.run()
+    given = operate.signal_saga(stage.app, id_of(waiting), "picked", {"n": 1}, ANN)
+    assert (given.match, given.is_awaited) == ("r1", True)
+    stage.run()
+    stage.publish("checked", {"id": "r1", "n": 2})
+    stage.run()
+    assert handle.result() == [[{"n": 1}, "ann"], [{"id": "r1", "n": 2}, None]]
+    assert elsewhere.status() == "released"
+    assert audited(stage) == [("ann", "saga_signal", "waiting")]
+
+
+def test_a_signal_may_be_sent_ahead_of_its_wait(stage: Stage, waiting: Any) -> None:
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    given = operate.signal_saga(stage.app, id_of(waiting), "checked", None, ANN, match="r1")
+    assert not given.is_awaited
+    assert stage.run() == []
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert handle.result() == [[{"id": "r1"}, None], [None, "ann"]]
+
+
+def test_an_event_that_a_saga_does_not_wait_for_is_refused(stage: Stage, waiting: Any) -> None:
+    stage.enqueue(waiting, "r1")
+    with pytest.raises(ChangeRefused, match="has not begun"):
+        operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
+    stage.run()
+    for event_type, match, why in [
+        ("checked", None, "does not wait for checked; it waits for picked; or send it ahead with --match"),
+        ("lost", "r1", "never waits for lost; its code names: checked, picked"),
+    ]:
+        with pytest.raises(ChangeRefused, match=why):
+            operate.signal_saga(stage.app, id_of(waiting), event_type, {}, ANN, match=match)
+    operate.cancel_saga(stage.app, id_of(waiting), ANN)
+    with pytest.raises(ChangeRefused, match="is COMPENSATING; it waits for no event"):
+        operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
+    with stage.engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM idempotency.saga_events")).scalar_one() == 0
+
+
+# ---------------------------------------------------------------- a saga that has stopped
+
+
+def test_a_retry_replays_the_undo_that_has_failed(stage: Stage, stuck: Any) -> None:
+    handle = stage.enqueue(stuck, "r1")
+    stage.run()
+    stuck.void.refuses.clear()
+    retried = operate.retry_saga(stage.app, id_of(stuck), ANN)
+    assert (len(retried.letters), retried.waits_for) == (1, ["undo make#2"])
+    again = operate.retry_saga(stage.app, id_of(stuck), ANN)
+    assert (again.letters, again.waits_for) == ({}, ["undo make#2"])
+    stage.run()
+    assert (handle.status(), stage.saga("r1").status) == ("failed", "FAILED")
+    assert stage.accounts() == ["make:a", "make:b", "void:b", "void:a"]
+    assert audited(stage) == [
+        ("ann", "replay", "void"),
+        ("ann", "saga_retry", "stuck"),
+        ("ann", "saga_retry", "stuck"),
+    ]
+
+
+def test_an_undo_that_fails_again_keeps_the_saga_stopped(stage: Stage, stuck: Any) -> None:
+    handle = stage.enqueue(stuck, "r1")
+    stage.run()
+    for _ in range(2):
+        operate.retry_saga(stage.app, id_of(stuck), ANN)
+        stage.run()
+    assert (handle.status(), stage.saga("r1").status) == ("released", "COMPENSATING")
+    stuck.void.refuses.clear()
+    operate.retry_saga(stage.app, id_of(stuck), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["make:a", "make:b", "void:b", "void:a"])
+
+
+def test_what_was_undone_by_hand_is_not_undone_again(stage: Stage, stuck: Any) -> None:
+    handle = stage.enqueue(stuck, "r1")
+    stage.run()
+    letter = letter_of(stage, stuck.void)
+    with pytest.raises(ChangeRefused, match="has nothing called 'make#3' to undo; it has: make, make#2"):
+        operate.mark_undone(stage.app, id_of(stuck), "make#3", ANN)
+    operate.mark_undone(stage.app, id_of(stuck), "make#2", ANN)
+    stuck.void.refuses.clear()
+    stage.run()
+    with pytest.raises(ReplayRefused):
+        replay(stage.app, letter, ANN)
+    assert (handle.status(), stage.accounts()) == ("failed", ["make:a", "make:b", "void:a"])
+    assert audited(stage) == [("ann", "saga_undone", "stuck")]
+    with pytest.raises(ChangeRefused):
+        operate.mark_undone(stage.app, id_of(stuck), "make#2", ANN)
+
+
+def test_an_undo_whose_task_is_gone_can_be_made_by_hand(stage: Stage, stuck: Any) -> None:
+    handle = stage.enqueue(stuck, "r1")
+    void = stage.app.tasks.pop("void")
+    stage.run()
+    assert ("stuck", "compensation_failed", "open") in stage.letters()
+    operate.mark_undone(stage.app, id_of(stuck), "make#2", ANN)
+    stage.app.tasks["void"] = void
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["make:a", "make:b", "void:a"])
+
+
+def test_a_saga_whose_code_did_not_fit_goes_on_at_once(stage: Stage) -> None:
+    make = entering(stage, "make")
+    code = ["one"]
+
+    @saga("changing", key="{id}", app=stage.app)
+    def changing(saga: Any, id: str) -> Any:
+        saga.step(code[0], enter, code[0])
+        saga.sleep(timedelta(hours=1))
+        return saga.call(make, thing=id)
+
+    handle = stage.enqueue(changing, "r1")
+    stage.run()
+    with pytest.raises(ChangeRefused, match="is RUNNING and has not stopped"):
+        operate.retry_saga(stage.app, id_of(changing), ANN)
+    code[:] = ["two"]
+    stage.pass_time(3601.0)
+    stage.run()
+    code[:] = ["one"]
+    assert stage.run() == []
+    replay(stage.app, letter_of(stage, changing), ANN)  # the same as a retry
+    stage.run()
+    assert (handle.result(), stage.accounts()) == ("make:r1", ["one", "make:r1"])
+    assert stage.letters() == [("changing", "saga_mismatch", "replayed")]
+    assert audited(stage) == [("ann", "replay", "changing")]
+
+
+def test_a_letter_of_a_stopped_saga_replays_its_undo(stage: Stage, stuck: Any) -> None:
+    handle = stage.enqueue(stuck, "r1")
+    stage.run()
+    stuck.void.refuses.clear()
+    replay(stage.app, letter_of(stage, stuck), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["make:a", "make:b", "void:b", "void:a"])
+
+
+def test_a_call_whose_failure_a_saga_has_used_is_not_replayed(stage: Stage, stuck: Any) -> None:
+    stage.enqueue(stuck, "r1")
+    stage.run()
+    stuck.make.refuses.clear()
+    with pytest.raises(ReplayRefused, match="the saga stuck r1 has called this and gone on from its failure"):
+        replay(stage.app, letter_of(stage, stuck.make), ANN)
+    assert stage.run() == []
+    assert stage.accounts() == ["make:a", "make:b"]
+
+
+# ---------------------------------------------------------------- an effect of unknown outcome
+
+
+@pytest.fixture
+def charging(stage: Stage) -> Any:
+    """A saga whose charge has no known outcome."""
+    refund = entering(stage, "refund")
+
+    def charge(thing: str, *, idempotency_key: str) -> str:
+        raise EffectUnknown("no answer")
+
+    @saga("charging", key="{id}", app=stage.app, max_attempts=1, effect_types={"charge": str})
+    def charging(saga: Any, id: str) -> Any:
+        saga.step("open", enter, f"open:{id}")
+        saga.effect("charge", charge, thing=id, undo=refund)
+
+    return charging
+
+
+@pytest.mark.parametrize(("word", "undone"), [(Happened("ch_1"), ["refund:r1"]), (DidNotHappen(), [])])
+def test_a_person_says_what_became_of_an_effect_and_the_saga_goes_on(
+    stage: Stage, charging: Any, word: Happened | DidNotHappen, undone: list[str]
+) -> None:
+    handle = stage.enqueue(charging, "r1")
+    stage.run()
+    assert stage.letters() == [("charging", "effect_unknown", "open")]
+    if isinstance(word, Happened):
+        with pytest.raises(InvalidResult, match="result of 'charge'"):
+            resolve_effect_of_saga(stage.app, id_of(charging), "charge", Happened(1), ANN)
+    with pytest.raises(ChangeRefused, match="has no effect 'open' of unknown outcome; it has: charge"):
+        resolve_effect_of_saga(stage.app, id_of(charging), "open", word, ANN)
+    resolve_effect_of_saga(stage.app, id_of(charging), "charge", word, Change("ann", "asked them"))
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["open:r1", *undone])
+    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "effect_unknown", "open")]
+    assert audited(stage) == [("ann", "resolve", "charging")]
+
+
+def test_a_saga_that_stops_for_another_reason_leaves_no_letter_of_the_first(stage: Stage, charging: Any) -> None:
+    handle = stage.enqueue(charging, "r1")
+    stage.run()
+    refund = stage.app.tasks.pop("refund")
+    resolve_effect_of_saga(stage.app, id_of(charging), "charge", Happened("ch_1"), ANN)
+    stage.run()
+    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "compensation_failed", "open")]
+    stage.app.tasks["refund"] = refund
+    operate.retry_saga(stage.app, id_of(charging), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["open:r1", "refund:r1"])
+    assert [status for _, _, status in stage.letters()] == ["replayed", "replayed", "open"]
