@@ -103,10 +103,13 @@ def measure(database: Engine, *, rounds: int, waiting: int = WAITING, woken: int
         other.close()
     for round_ in track(range(rounds), description=f"saga_waits: {woken} plain rows and woken sagas in turns"):
         keys = range(FIRST + 1 + round_ * woken, FIRST + 1 + (round_ + 1) * woken)
-        _plain(woken)
-        costs.plain.append(_relayed(database, relay, jobs.unique.name, woken))
-        costs.events.append(_wake(keys))
-        costs.woken.append(_relayed(database, relay, saga_tasks.waiting.name, woken))
+        for is_woken in (False, True) if round_ % 2 else (True, False):
+            if is_woken:
+                costs.events.append(_wake(keys))
+                costs.woken.append(_relayed(database, relay, saga_tasks.waiting.name, woken))
+            else:
+                _plain(woken)
+                costs.plain.append(_relayed(database, relay, jobs.unique.name, woken))
     relay.close()
     with database.connect() as connection:
         _forget(connection)
