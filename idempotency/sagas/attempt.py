@@ -7,18 +7,19 @@ The second, when everything is undone, ends its operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ..attempt import effects, entries, refusals
+from ..attempt import conclusions, effects, entries, refusals
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import Concluded
 from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
 from ..attempt.refusals import refusal_of
 from ..attempt.runtime import Runtime
-from ..errors import AttemptsExhausted, EffectUnknown, OpenTransaction, PermanentError
+from ..errors import AttemptsExhausted, CallRefused, EffectUnknown, OpenTransaction, PermanentError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import letters, saga_steps, sagas
@@ -54,6 +55,8 @@ class SagaAttempt(Attempt):
         self.has_run = False
         # whether nothing is left to undo
         self.is_undone = False
+        # what the next attempt may not meet
+        self._passing: Exception | None = None
 
     def prepare(self) -> None:
         with self.runtime.autocommit(self.claim.id.tenant) as connection:
@@ -72,6 +75,26 @@ class SagaAttempt(Attempt):
         return self.saga.status == COMPENSATING
 
     # ------------------------------------------------------------ what the code does
+
+    @contextmanager
+    def used(self) -> Iterator[SagaAttempt]:
+        """One use of the saga by its code. Code that catches an error which is not recorded comes no further with it.
+
+        The next attempt may not meet that error, and would come elsewhere; and an effect may be open.
+        """
+        self._check_nothing_passes()
+        try:
+            yield self
+        except CallRefused:  # the same each time
+            raise
+        except Exception as error:
+            if not isinstance(error, PermanentError) or conclusions.is_open(self.claim.effects):
+                self._passing = error
+            raise
+
+    def _check_nothing_passes(self) -> None:
+        if self._passing is not None:
+            raise self._passing
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         name = self.journal.name(name)
@@ -211,6 +234,7 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ how it ends
 
     def complete(self, result: Any) -> None:
+        self._check_nothing_passes()
         self._check_read()
         results.to_text(result, limit=self.runtime.settings.result_limit)  # before the saga's row is locked
         self.writes.in_session(lambda c: sagas.end(c, self.saga, COMPLETED))
