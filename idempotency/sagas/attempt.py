@@ -88,7 +88,8 @@ class SagaAttempt(Attempt):
         except CallRefused:  # the same each time
             raise
         except Exception as error:
-            if not isinstance(error, PermanentError) or conclusions.is_open(self.claim.effects):
+            reached = {name: entry for name, entry in self.claim.effects.items() if name in self.calls}
+            if not isinstance(error, PermanentError) or conclusions.is_open(reached):
                 self._passing = error
             raise
 

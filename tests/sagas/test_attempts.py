@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from idempotency.application import runtime_of
 from idempotency.attempt.effects import Happened, StillUnknown
-from idempotency.errors import PermanentError
+from idempotency.errors import CallFailed, PermanentError
 from idempotency.observe import crash_points
 from idempotency.sagas import saga
 from idempotency.store import sagas
@@ -125,6 +125,29 @@ def test_an_error_that_is_not_recorded_cannot_be_swallowed(stage: Stage, kind: s
     stage.run()
     assert (handle.result(), stage.accounts()) == ("did it", [])
     assert [name for _, name, _ in stage.steps("r1")] == ["try", "sleep"]
+
+
+def test_a_refusal_before_an_effect_of_unknown_outcome_may_be_caught_again(stage: Stage) -> None:
+    make, tried = entering(stage, "make"), list[str]()
+    make.refuses.add("r1")
+
+    def charge(*, idempotency_key: str) -> str:
+        tried.append(idempotency_key)
+        if len(tried) == 1:
+            raise ConnectionError("the answer was lost")
+        return "charged"
+
+    @saga("catching", key="{id}", app=stage.app)
+    def catching(saga: Any, id: str) -> Any:
+        with contextlib.suppress(CallFailed):
+            saga.call(make, thing=id)
+        return saga.effect("charge", charge)
+
+    handle = stage.enqueue(catching, "r1")
+    stage.run()
+    stage.pass_time(1.0)
+    stage.run()
+    assert handle.result() == "charged"
 
 
 def test_a_swallowed_error_does_not_complete_a_saga_and_another_may_take_its_place(stage: Stage) -> None:
