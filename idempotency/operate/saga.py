@@ -109,12 +109,12 @@ def signal_saga(
             details = done.details
             return Signalled(event_type, details["match"], details["event_id"], details["is_awaited"])
         saga = _running(connection, id, runtime.settings.service)
+        _check_named(app, id, event_type)
         match = match if match is not None else _awaited(connection, id, saga, event_type)
         if match is None:
             raise ChangeRefused(
                 f"{called(id)}: {_waits_for(connection, saga, event_type)}; or send it ahead with --match"
             )
-        _check_named(app, id, event_type)
         attributes = new_attributes(event_type, f"/people/{quote(change.actor, safe='')}") | {"person": change.actor}
         text = json.dumps({**attributes, "data": data})
         saga_steps.keep_event(connection, id.tenant, event_type, match, attributes["id"], text, saga=saga.id)

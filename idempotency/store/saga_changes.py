@@ -20,7 +20,7 @@ from .record import ROW, named
 if TYPE_CHECKING:
     from celery import Celery
 
-_LOCKED = f"SELECT id, generation, status, stopped FROM idempotency.sagas WHERE {ROW} FOR NO KEY UPDATE"
+_LOCKED = f"SELECT id, generation, status, stopped, error FROM idempotency.sagas WHERE {ROW} FOR NO KEY UPDATE"
 
 _FAILED_UNDOS = """
 SELECT s.name, s.tenant, s.call_task AS task, s.call_key AS key, r.status, (
@@ -74,6 +74,8 @@ ON CONFLICT (saga_id, generation, position) DO UPDATE SET state = 'done', ended_
 WHERE saga_steps.kind = 'undo' AND saga_steps.state = 'failed'
 RETURNING position
 """
+
+_END_WITH = "UPDATE idempotency.sagas SET error = %(error)s WHERE id = %(saga)s AND status = 'COMPENSATING'"
 
 _OPEN_EFFECTS = """
 SELECT s.name FROM idempotency.sagas g JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
@@ -152,6 +154,11 @@ def to_undo(connection: Connection, id: OperationId) -> Sequence[Row[Any]]:
 def undone(connection: Connection, id: OperationId, step: Row[Any]) -> bool:
     """Record that something was undone by hand. False: its undo is no longer failed."""
     return connection.exec_driver_sql(_UNDONE, named(id) | step._asdict()).one_or_none() is not None
+
+
+def end_with(connection: Connection, saga: Any, error: str) -> None:
+    """Change why a saga is undone, and so what it ends with."""
+    connection.exec_driver_sql(_END_WITH, {"saga": saga, "error": error})
 
 
 def open_effects(connection: Connection, saga: Any) -> list[str]:

@@ -179,7 +179,7 @@ def test_the_timeline_has_everything_in_order(stage: Stage, run: Run, returning:
         *("begun: ", "version second: done", "value now: done", "step open: done", "effect charge: done"),
         *("call shop.make: done", "call shop.make#2: done", "sleep: done", "wait for picked: done"),
         *(
-            "event picked: used by picked",
+            "event picked: used",
             "event picked: unused",
             "event picked: late, unused",
             "call shop.make#3: failed",
@@ -217,7 +217,7 @@ def test_the_timeline_is_drawn_as_a_sequence_diagram(stage: Stage, run: Run, beg
     drawn = [line.strip() for line in lines[2:] if "participant" not in line]
     for line in (
         *("S->>S: step open done", "S->>T1: call shop.make", "T1-->>S: done", "Note over S: wait for picked done"),
-        *("E-->>S: picked used by picked", "T1--xS: failed", "S->>T2: undo charge"),
+        *("E-->>S: picked used", "T1--xS: failed", "S->>T2: undo charge"),
     ):
         assert line in drawn, line
     grammar = re.compile(r"(Note over S|(S|T\d|E)(->>|-->>|--x)(S|T\d)): [^;:\"]*(#\d+;[^;:\"]*)*")
@@ -235,6 +235,7 @@ def test_the_page_of_an_operation_names_its_timeline(stage: Stage, run: Run, beg
     begun("r1")
     assert "a saga; its timeline: idempotency saga show r1" in run("show", "r1").out
     assert run("show", "r1", "--json").document["is_saga"]
+    assert "entity r1, RUNNING, waits for picked r1 until" in run("saga", "show", "r1").out
 
 
 def test_a_key_of_several_sagas_or_of_none_is_refused(stage: Stage, run: Run, returning: Any, begun: Any) -> None:
