@@ -187,7 +187,7 @@ class SagaAttempt(Attempt):
         try:
             return self.journal.next(kind, name, args)
         except Mismatch as mismatch:
-            self.stop(sagas.MISMATCH, str(mismatch))
+            self.stop(sagas.MISMATCH, str(mismatch), tries_again=True)
 
     def new_row(self, kind: str, name: str, state: str, args: str | None, undo: Undo | None = None) -> Recorded:
         """The next thing to record."""
@@ -247,7 +247,7 @@ class SagaAttempt(Attempt):
         self.writes.roll_back()
         if self.is_compensating and not self.is_undone:
             if self.has_run or isinstance(error, AttemptsExhausted):
-                self.stop(sagas.NOT_UNDONE, f"{error.code}: {error}")
+                self.stop(sagas.NOT_UNDONE, f"{error.code}: {error}", tries_again=True)
             self.wait(0)  # decided before the saga was cancelled
         if not self.is_undone:
             self._check_read()
@@ -284,10 +284,13 @@ class SagaAttempt(Attempt):
         try:
             self.journal.check_read()
         except Mismatch as mismatch:
-            self.stop(sagas.MISMATCH, str(mismatch))
+            self.stop(sagas.MISMATCH, str(mismatch), tries_again=True)
 
-    def stop(self, reason: str, why: str) -> NoReturn:
-        """Go no further without a deploy or a person: a dead letter says why. What is recorded stays as it is."""
+    def stop(self, reason: str, why: str, *, tries_again: bool = False) -> NoReturn:
+        """Go no further without a deploy or a person: a dead letter says why. What is recorded stays as it is.
+
+        `tries_again`: after a pause, since it may be over by then.
+        """
         self.writes.roll_back()
         self.check_lease()
         session = self.session
@@ -302,7 +305,7 @@ class SagaAttempt(Attempt):
             service=self.runtime.settings.service,
         )
         log.error("saga_stopped", reason=reason, why=why, **self.writes.names)
-        pause = None if reason != sagas.MISMATCH else min(FIRST_PAUSE * 2.0 ** min(self.saga.stops, 20), LONGEST_PAUSE)
+        pause = min(FIRST_PAUSE * 2.0 ** min(self.saga.stops, 20), LONGEST_PAUSE) if tries_again else None
         self.wait(1, pause, stopped=reason)
 
     def _close_letter(self) -> None:

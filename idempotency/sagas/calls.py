@@ -10,6 +10,7 @@ from ..errors import CallFailed, InvalidArguments, InvalidKey
 from ..store.answers import error_fields
 from ..store.saga_steps import Recorded
 from ..wire import keys, results
+from ..worker.control import is_replacement
 from .undo import Undo, checked
 
 if TYPE_CHECKING:
@@ -54,7 +55,13 @@ def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
     for row in found:
         if row.state == "failed":
             raise CallFailed(*_failure(row))
-    return [results.from_text(row.result or "null") for row in found]
+    ended = [results.from_text(row.result or "null") for row in found]
+    for row, result in zip(found, ended, strict=True):
+        if is_replacement(result):
+            raise CallFailed(
+                f"{row.call_task} was replaced, and a saga does not know when what replaces it ends", "replaced"
+            )
+    return ended
 
 
 def begin(attempt: SagaAttempt, rows: Sequence[Recorded], calls: Sequence[Call]) -> NoReturn:

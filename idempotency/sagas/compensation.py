@@ -81,7 +81,11 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
 def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
     task = tasks.get(row.undo)
     if task is None:
-        attempt.stop(sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone")
+        attempt.stop(
+            sagas.NOT_UNDONE,
+            f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone",
+            tries_again=True,
+        )
     new = attempt.new_row("undo", f"undo {row.name}", "begun", None)
     new.undoes, new.call_task = row.position, task.name
     new.call_key = key_of(attempt, new)

@@ -23,6 +23,10 @@ def checked(undo: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Undo |
     if not hasattr(undo, "_enqueue"):
         raise InvalidArguments(f"undo: must be an idempotent task, an operation of its own; got {undo!r:.100}")
     given = {**kwargs, RESULT: None} if _wants_result(undo) else dict(kwargs)
+    if RESULT in kwargs and RESULT in given and _wants_result(undo):
+        raise InvalidArguments(
+            f"undo: {undo.name} gets the result of what it undoes as {RESULT!r}, which is an argument here"
+        )
     keys.bind(undo.signature_of_run, args, given)
     keys.canonical_json({"args": args, "kwargs": kwargs})
     return undo.name, encoding.dumps({"args": list(args), "kwargs": dict(kwargs)})

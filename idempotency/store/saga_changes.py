@@ -131,6 +131,11 @@ def retry(connection: Connection, id: OperationId, *, service: str, app: Celery)
                 f"{id.task} {id.key}: {undo.name!r} has failed and its dead letter is closed; "
                 f"undo it by hand, then say so with --undone"
             )
+        if undo.status == "failed" and (left := left_done(connection, undo.letter)):
+            raise ChangeRefused(
+                f"{id.task} {id.key}: {undo.name!r} is a saga that was undone except for {', '.join(left)}; undo it by hand, "
+                "then say so with --undone"
+            )
         if undo.status == "failed":
             done.letters[undo.letter] = dead_letters.replay(connection, undo.letter, service=service, app=app)
         done.waits_for.append(undo.name)

@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from idempotency import publish
+from idempotency import IdempotentTask, OperationFailed, publish
 from idempotency.application import runtime_of
 from idempotency.errors import InvalidArguments
-from idempotency.sagas import observe, saga
+from idempotency.sagas import compensation, observe, saga, undo
 from idempotency.store import sagas
 from idempotency.store.answers import error_text
 from idempotency.upkeep import maintenance
@@ -155,3 +155,47 @@ def test_an_event_of_a_publisher_with_an_old_snapshot_wakes_the_saga_at_the_next
     maintenance.recover(stage.app)
     stage.run()
     assert handle.status() == "completed"
+
+
+def test_an_undo_whose_own_argument_is_called_result_is_refused(stage: Stage) -> None:
+    make = entering(stage, "make")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="takes.result", shared=False)
+    def takes_result(self: IdempotentTask, thing: str = "", result: Any = None) -> None: ...
+
+    with pytest.raises(InvalidArguments, match="gets the result of what it undoes as 'result'"):
+        undo.checked(takes_result, (), {"thing": "a", "result": "mine"})
+    assert undo.checked(takes_result, (), {"thing": "a"}) is not None
+    assert undo.checked(make, ("a",), {}) is not None
+
+
+def test_a_task_that_replaces_itself_is_a_call_that_fails(stage: Stage) -> None:
+    make = entering(stage, "make")
+
+    @stage.app.task(base=IdempotentTask, bind=True, key="{thing}", name="replacing", shared=False)
+    def replacing(self: IdempotentTask, thing: str) -> None:
+        self.replace(make.s(thing).set(idempotency_key="another"))
+
+    @saga("calls.it", key="{id}", app=stage.app)
+    def calls_it(saga: Any, id: str) -> Any:
+        return saga.call(replacing, thing=id)
+
+    handle = stage.enqueue(calls_it, "r1")
+    stage.run()
+    with pytest.raises(OperationFailed, match="does not know when what replaces it ends"):
+        handle.result()
+
+
+def test_a_saga_whose_undoing_meets_an_outage_is_tried_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = stage.enqueue(waiting_saga(stage), "r1")
+    stage.run()
+    cancel(stage, "waiting", "r1")
+    with monkeypatch.context() as broken:
+        broken.setattr(compensation, "begin", lambda *_: (_ for _ in ()).throw(ConnectionError("away")))
+        for _ in range(10):
+            stage.run()
+            stage.pass_time(60.0)
+    assert stage.letters() == [("waiting", "compensation_failed", "open")]
+    stage.pass_time(400.0)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["make:r1", "void:r1"])
