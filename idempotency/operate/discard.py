@@ -35,10 +35,6 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
             f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
         )
     row = dead_letters.show(connection, letter)
-    if (saga := saga_changes.stopped_by(connection, letter)) is not None:
-        raise DiscardRefused(
-            f"dead letter {letter}: the saga {saga.task} {saga.key} has stopped; see to it by `saga retry`"
-        )
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
     _check_not_stopped(connection, letter)
@@ -101,7 +97,7 @@ def _check_not_stopped(connection: Connection, letter: int) -> None:
     """Raise `DiscardRefused` for the letter of a saga that has stopped: without it, no one would see that it has."""
     if (saga := saga_changes.stopped_by(connection, letter)) is not None:
         raise DiscardRefused(
-            f"dead letter {letter}: the saga {called(saga)} has stopped; it is closed when the saga goes on"
+            f"dead letter {letter}: the saga {called(saga)} has stopped; see to it by `saga retry` or `saga cancel`"
         )
 
 

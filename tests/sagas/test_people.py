@@ -350,7 +350,7 @@ def test_the_letter_of_a_stopped_saga_is_not_discarded(stage: Stage, stuck: Any)
     stage.enqueue(stuck, "r1")
     stage.run()
     ann, ben = Person("ann", "admin"), Person("ben", "admin")
-    with pytest.raises(DiscardRefused, match="the saga stuck r1 has stopped; it is closed when the saga goes on"):
+    with pytest.raises(DiscardRefused, match="the saga stuck r1 has stopped; see to it by `saga retry`"):
         act(stage.app, discard.request, ann, letter_of(stage, stuck), "not needed")
     # nor if it stopped after it was asked for
     with stage.engine.connect() as connection:
