@@ -115,6 +115,8 @@ WITH settings AS (
 SELECT 1 / count(*) FROM changed, settings
 """
 
+# Publishers queue behind who waits for this lock, so that it gives up soon; the saga's attempt comes again.
+_PATIENCE = "SELECT set_config('lock_timeout', '1s', true)"
 _LOCK_EVENTS = "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, %(event_type)s, %(match)s))"
 
 # The earliest that this saga has not used yet.
@@ -141,6 +143,8 @@ WITH settings AS (
 )
 SELECT 1 / count(*) FROM decided
 """
+
+_SIGNAL = "SELECT idempotency.signal_from(0) WHERE EXISTS (SELECT FROM idempotency.saga_events WHERE NOT signalled)"
 
 _KEEP_EVENT = """
 SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s, %(saga)s::uuid)
@@ -194,6 +198,7 @@ def find_event(
         "saga": saga.id,
         "generation": claim.generation,
     }
+    execute(connection, _PATIENCE, {})
     execute(connection, _LOCK_EVENTS, fields)
     # a statement of its own: its snapshot has to be younger than the lock
     row = execute(connection, _FIND_EVENT, fields).fetchone()
@@ -214,6 +219,11 @@ def decide(
     """Record what has ended a wait: its event, or its time. Raises `DivisionByZero` if not the holder, or undone."""
     change = {"state": state, "result": result, "event_id": event_id, "idle_ms": idle_ms(lease)}
     execute(connection, _DECIDE, _at(claim, saga, position) | change)
+
+
+def signal(connection: Connection) -> None:
+    """Let sagas go on that wait for events which could not signal when they were published."""
+    execute(connection, _SIGNAL, {})
 
 
 def keep_event(

@@ -89,6 +89,7 @@ CREATE TABLE idempotency.saga_events (
     UNIQUE (tenant, event_type, match, event_id)
 );
 CREATE INDEX saga_events_received ON idempotency.saga_events (received_at);
+CREATE INDEX saga_events_unsignalled ON idempotency.saga_events (id) WHERE NOT signalled;
 """
 
 FUNCTIONS = """
@@ -149,18 +150,15 @@ BEGIN
     ON CONFLICT (tenant, event_type, match, event_id) DO UPDATE SET repeats = e.repeats + 1;
 END $$;
 
--- When the publisher commits, the first of its events signals for all of them: two publishers of several events lock the
--- sagas that wait in one order, and so never wait for each other.
-CREATE FUNCTION idempotency.signal_waiting() RETURNS trigger LANGUAGE plpgsql AS $$
+-- Sagas that wait for events which have not signalled yet. Two publishers of several events lock the sagas in one order,
+-- and so never wait for each other.
+CREATE FUNCTION idempotency.signal_from(first bigint) RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     waiting uuid;
 BEGIN
-    IF NOT EXISTS (SELECT FROM idempotency.saga_events WHERE id = NEW.id AND NOT signalled) THEN
-        RETURN NULL;
-    END IF;
     FOR waiting IN
         WITH told AS (
-            UPDATE idempotency.saga_events SET signalled = true WHERE id >= NEW.id AND NOT signalled
+            UPDATE idempotency.saga_events SET signalled = true WHERE id >= first AND NOT signalled
             RETURNING tenant, event_type, match, saga_id
         )
         SELECT DISTINCT s.saga_id
@@ -170,6 +168,17 @@ BEGIN
     LOOP
         PERFORM idempotency.signal_saga(waiting);
     END LOOP;
+END $$;
+
+-- When the publisher commits, the first of its events signals for all of them. At another isolation level than READ
+-- COMMITTED it may not see who waits; then recovery signals.
+CREATE FUNCTION idempotency.signal_waiting() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF current_setting('transaction_isolation') = 'read committed'
+        AND EXISTS (SELECT FROM idempotency.saga_events WHERE id = NEW.id AND NOT signalled)
+    THEN
+        PERFORM idempotency.signal_from(NEW.id);
+    END IF;
     RETURN NULL;
 END $$;
 CREATE CONSTRAINT TRIGGER signal_waiting AFTER INSERT ON idempotency.saga_events
@@ -263,7 +272,7 @@ def downgrade() -> None:
     op.execute("DROP TRIGGER end_of_operation ON idempotency.records")
     op.execute("DROP FUNCTION idempotency.forget_saga(), idempotency.end_of_operation(), idempotency.as_jsonb(text)")
     op.execute("DROP TRIGGER signal_waiting ON idempotency.saga_events")
-    op.execute("DROP FUNCTION idempotency.signal_waiting()")
+    op.execute("DROP FUNCTION idempotency.signal_waiting(), idempotency.signal_from(bigint)")
     op.execute("DROP FUNCTION idempotency.keep_event(text, text, text, text, text, uuid)")
     op.execute("DROP FUNCTION idempotency.event_lock(text, text, text), idempotency.signal_saga(uuid)")
     op.execute("DROP FUNCTION idempotency.resume_saga(idempotency.sagas)")
