@@ -7,18 +7,19 @@ The second, when everything is undone, ends its operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ..attempt import effects, entries, refusals
+from ..attempt import conclusions, effects, entries, refusals
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import Concluded
 from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
 from ..attempt.refusals import refusal_of
 from ..attempt.runtime import Runtime
-from ..errors import AttemptsExhausted, EffectUnknown, OpenTransaction, PermanentError
+from ..errors import AttemptsExhausted, CallRefused, EffectUnknown, OpenTransaction, PermanentError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import letters, saga_steps, sagas
@@ -52,10 +53,10 @@ class SagaAttempt(Attempt):
         self._undo_of: dict[str, Undo | None] = {}
         # whether the code was entered, and so has to come to all that is recorded
         self.has_run = False
-        # what has ended a step or an effect without being recorded: the code may catch it, but not go on from it
-        self._unrecorded: BaseException | None = None
         # whether nothing is left to undo
         self.is_undone = False
+        # what the next attempt may not meet
+        self._passing: Exception | None = None
 
     def prepare(self) -> None:
         with self.runtime.autocommit(self.claim.id.tenant) as connection:
@@ -74,6 +75,27 @@ class SagaAttempt(Attempt):
         return self.saga.status == COMPENSATING
 
     # ------------------------------------------------------------ what the code does
+
+    @contextmanager
+    def used(self) -> Iterator[SagaAttempt]:
+        """One use of the saga by its code. Code that catches an error which is not recorded comes no further with it.
+
+        The next attempt may not meet that error, and would come elsewhere; and an effect may be open.
+        """
+        self._check_nothing_passes()
+        try:
+            yield self
+        except CallRefused:  # the same each time
+            raise
+        except Exception as error:
+            reached = {name: entry for name, entry in self.claim.effects.items() if name in self.calls}
+            if not isinstance(error, PermanentError) or conclusions.is_open(reached):
+                self._passing = error
+            raise
+
+    def _check_nothing_passes(self) -> None:
+        if self._passing is not None:
+            raise self._passing
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         name = self.journal.name(name)
@@ -96,9 +118,8 @@ class SagaAttempt(Attempt):
             session.rollback()
             self._record_refusal(row, refusal)
             raise
-        except BaseException as error:
+        except BaseException:
             session.rollback()
-            self._unrecorded = error
             raise
         crash_point("step.recorded")
         self.writes.commit()
@@ -118,14 +139,7 @@ class SagaAttempt(Attempt):
         call = effects.Call(self.journal.name(name), fn, args, options, reconcile)
         self.recalled("effect", call.name, call.fingerprint)
         self._undo_of[call.name] = checked(undo, args, options)
-        try:
-            return effects.effect(self, call)
-        except BaseException as error:
-            if self.claim.effects.get(call.name, {}).get("state", "begun") == "begun" or not isinstance(
-                error, PermanentError
-            ):
-                self._unrecorded = error
-            raise
+        return effects.effect(self, call)
 
     def value(self, name: str, make: Callable[[], Any]) -> Any:
         """A value that is made once and recorded."""
@@ -166,12 +180,7 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ what is recorded, and where
 
     def recalled(self, kind: str, name: str, args: str | None) -> Recorded | None:
-        """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`.
-
-        And what a step or an effect has raised before without its being recorded: the next run may not meet it.
-        """
-        if self._unrecorded is not None:
-            raise self._unrecorded
+        """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`."""
         self.check_lease()
         if self.writes.in_transaction:
             raise OpenTransaction(f"{name!r}: the session has a transaction open; a saga reads and writes in its steps")
@@ -227,8 +236,7 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ how it ends
 
     def complete(self, result: Any) -> None:
-        if self._unrecorded is not None:
-            raise self._unrecorded
+        self._check_nothing_passes()
         self._check_read()
         results.to_text(result, limit=self.runtime.settings.result_limit)  # before the saga's row is locked
         self.writes.in_session(lambda c: sagas.end(c, self.saga, COMPLETED))

@@ -63,29 +63,34 @@ class SagaTask(IdempotentTask[..., Any]):
         """Commit a database phase, once: `fn(session, *args, **kwargs)`. Returns its result, which is JSON.
 
         `undo`, an idempotent task, is called with the same arguments if the saga fails later, and with `result=` if it
-        has such a parameter. Raises what `fn` raises, `InvalidArguments`, `InvalidResult` and `LeaseLost`.
+        has such a parameter. Raises what `fn` raises, `InvalidArguments`, `InvalidResult` and `LeaseLost`. Only a
+        `PermanentError` is recorded: code that catches any other meets it again at its next use of the saga.
         """
-        return self._saga.step(name, fn, *args, undo=undo, **kwargs)
+        with self._saga.used() as attempt:
+            return attempt.step(name, fn, *args, undo=undo, **kwargs)
 
     def effect(
         self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Any = None, undo: Any = None, **kwargs: Any
     ) -> Any:
         """Call the outside world under a stable key, as `IdempotentTask.effect` does; `undo` as in `step`."""
-        return self._saga.effect(name, fn, *args, reconcile=reconcile, undo=undo, **kwargs)
+        with self._saga.used() as attempt:
+            return attempt.effect(name, fn, *args, reconcile=reconcile, undo=undo, **kwargs)
 
     def call(self, task: Any, /, *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         """Run an idempotent task, and wait for its result: enqueued in the commit that records the call.
 
         Its key is derived from the saga's. Raises `CallFailed` if the task fails, and `InvalidArguments`.
         """
-        return run_all(self._saga, [call(task, *args, undo=undo, **kwargs)])[0]
+        with self._saga.used() as attempt:
+            return run_all(attempt, [call(task, *args, undo=undo, **kwargs)])[0]
 
     def gather(self, *calls: Call) -> list[Any]:
         """Run several tasks at once, and wait for all: `saga.gather(call(a, 1), call(b, 2))`. Returns their results.
 
         If some fail, the first failure is raised once all have ended.
         """
-        return run_all(self._saga, calls)
+        with self._saga.used() as attempt:
+            return run_all(attempt, calls)
 
     def wait_for(self, event_type: str, *, match: str | int | UUID, timeout: timedelta | float) -> Any | None:
         """Wait for an event that matches; returns it as a consumer gets it, or None after `timeout`.
@@ -99,11 +104,13 @@ class SagaTask(IdempotentTask[..., Any]):
                 f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}"
             )
         wanted = keys.check_key(str(match) if type(match) is int else match, field="match")
-        return waits.wait_for(self._saga, event_type, wanted, seconds_of("timeout", timeout))
+        with self._saga.used() as attempt:
+            return waits.wait_for(attempt, event_type, wanted, seconds_of("timeout", timeout))
 
     def sleep(self, duration: timedelta | float) -> None:
         """Wait for a time, by the database's clock."""
-        waits.sleep(self._saga, seconds_of("sleep", duration))
+        with self._saga.used() as attempt:
+            waits.sleep(attempt, seconds_of("sleep", duration))
 
     def now(self) -> datetime:
         """The database's time when the code first came here; the same each time it runs again."""
@@ -112,18 +119,21 @@ class SagaTask(IdempotentTask[..., Any]):
             with self._saga.runtime.autocommit(self.tenant) as connection:
                 return clock.database_time(connection)
 
-        return datetime.fromtimestamp(self._saga.value("now", database_time), UTC)
+        with self._saga.used() as attempt:
+            return datetime.fromtimestamp(attempt.value("now", database_time), UTC)
 
     def uuid(self) -> UUID:
         """A random UUID; the same each time the code runs again."""
-        return UUID(self._saga.value("uuid", lambda: str(uuid4())))
+        with self._saga.used() as attempt:
+            return UUID(attempt.value("uuid", lambda: str(uuid4())))
 
     def version(self, name: str) -> bool:
         """Whether this saga goes by code that is newer than some sagas: `if saga.version("refund-first"): ...`.
 
         False for a saga that had come past this point before the deploy. The answer stays the same for each saga.
         """
-        return self._saga.version(name)
+        with self._saga.used() as attempt:
+            return attempt.version(name)
 
     @property
     def session(self) -> NoReturn:

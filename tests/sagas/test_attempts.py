@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from idempotency.application import runtime_of
 from idempotency.attempt.effects import Happened, StillUnknown
-from idempotency.errors import PermanentError
+from idempotency.errors import CallFailed, PermanentError
 from idempotency.observe import crash_points
 from idempotency.sagas import saga
 from idempotency.store import sagas
@@ -95,6 +95,80 @@ def test_a_refused_step_that_the_code_catches_is_refused_again_after_a_wait(stag
     assert handle.result() == ["out_of_stock", 7]
     assert stage.steps("r1") == [("step", "reserve", "failed"), ("timer", "sleep", "done")]
     assert stage.accounts() == []
+
+
+@pytest.mark.parametrize("kind", ["step", "effect"])
+def test_an_error_that_is_not_recorded_cannot_be_swallowed(stage: Stage, kind: str) -> None:
+    void, tried = entering(stage, "void"), list[str]()
+
+    def try_it(*_: Any, **__: Any) -> str:
+        tried.append(kind)
+        if len(tried) == 1:
+            raise ConnectionError("for a while")
+        return "did it"
+
+    @saga("swallowing", key="{id}", app=stage.app)
+    def swallowing(saga: Any, id: str) -> Any:
+        try:
+            result = saga.step("try", try_it) if kind == "step" else saga.effect("try", try_it)
+        except ConnectionError:
+            result = "swallowed"
+        if result == "swallowed":
+            saga.step("instead", enter, "instead", undo=void)
+        saga.sleep(60.0)
+        return result
+
+    handle = stage.enqueue(swallowing, "r1")
+    for _ in range(3):
+        stage.run()
+        stage.pass_time(61.0)
+    stage.run()
+    assert (handle.result(), stage.accounts()) == ("did it", [])
+    assert [name for _, name, _ in stage.steps("r1")] == ["try", "sleep"]
+
+
+def test_a_refusal_before_an_effect_of_unknown_outcome_may_be_caught_again(stage: Stage) -> None:
+    make, tried = entering(stage, "make"), list[str]()
+    make.refuses.add("r1")
+
+    def charge(*, idempotency_key: str) -> str:
+        tried.append(idempotency_key)
+        if len(tried) == 1:
+            raise ConnectionError("the answer was lost")
+        return "charged"
+
+    @saga("catching", key="{id}", app=stage.app)
+    def catching(saga: Any, id: str) -> Any:
+        with contextlib.suppress(CallFailed):
+            saga.call(make, thing=id)
+        return saga.effect("charge", charge)
+
+    handle = stage.enqueue(catching, "r1")
+    stage.run()
+    stage.pass_time(1.0)
+    stage.run()
+    assert handle.result() == "charged"
+
+
+def test_a_swallowed_error_does_not_complete_a_saga_and_another_may_take_its_place(stage: Stage) -> None:
+    def fail(*_: Any) -> None:
+        raise ConnectionError("for ever")
+
+    @saga("swallowing", key="{id}", app=stage.app, max_attempts=2)
+    def swallowing(saga: Any, id: str) -> Any:
+        try:
+            saga.step("try", fail)
+        except ConnectionError:
+            if id == "given up":
+                raise PermanentError("given up", "given_up") from None
+        return "completed"
+
+    handles = [stage.enqueue(swallowing, id) for id in ("given up", "swallowed")]
+    for _ in range(3):
+        stage.run()
+        stage.pass_time(60.0)
+    assert [handle.status() for handle in handles] == ["failed", "failed"]
+    assert [reason for _, reason, _ in stage.letters()] == ["given_up", "attempts_exhausted"]
 
 
 def test_an_attempt_that_was_overtaken_does_not_forget_what_the_saga_waits_for(stage: Stage, once: Arm) -> None:

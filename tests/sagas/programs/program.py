@@ -103,9 +103,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """Its failure is caught, and the saga goes on."""
+    """Its failure is caught, and the saga goes on. `all`: so is every other error, which changes nothing."""
 
     body: tuple[Node, ...]
+    all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,10 @@ class _Draw:
                 nested = [self.nested(depth)] if depth == 0 and self.chance(0.25) else []
                 return Gather(tuple(self.random.sample([*calls, *nested], len(calls) + len(nested))))
             case "caught":
-                return Caught(self.body(2, depth + 1, caught=True))
+                body = self.body(2, depth + 1, caught=True)
+                # its own errors come from nothing that is recorded
+                own = any(isinstance(node, Raise) and node.how != "for good" for node in nodes_of(body))
+                return Caught(body, all=not own and self.chance(0.4))
             case "nested":
                 return self.nested(depth)
             case _:

@@ -19,15 +19,17 @@ from sqlalchemy.orm import Session
 
 from idempotency import publish
 from idempotency.application import close_runtime, runtime_of
+from idempotency.attempt.effects import DidNotHappen, Happened
 from idempotency.operate.change import Change
-from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect_of_saga
+from idempotency.operate.saga import retry_saga
 from idempotency.store import sagas, schema
 from idempotency.store.answers import error_text
 from idempotency.upkeep.maintenance import recover
 from idempotency.wire.keys import OperationId
 from idempotency.worker import waiting
 from tests.sagas.programs import application, facts, faults, oracle
-from tests.sagas.programs.application import EVENT, SAGA, UNDO, app, channel_of
+from tests.sagas.programs.application import EVENT, SAGA, app, channel_of
 from tests.sagas.programs.facts import Facts
 from tests.sagas.programs.faults import Fault, Killed, Striking
 from tests.sagas.programs.program import Nested, Wait, draw, nodes_of
@@ -84,21 +86,12 @@ WITH waits AS (
 UPDATE idempotency.outbox o SET available_at = o.available_at - make_interval(secs => %(seconds)s)
 FROM of WHERE (o.tenant, o.task, o.key) = (of.tenant, of.task, of.key) AND o.status = 'pending'
 """
-_STOPPED = "SELECT id, entity_id AS thing, stopped FROM idempotency.sagas WHERE stopped IS NOT NULL ORDER BY entity_id"
-_LETTERS = "SELECT id FROM idempotency.dead_letters WHERE task = %s AND status = 'open' ORDER BY id"
-_OPEN_EFFECTS = """
-SELECT position, name, entry ->> 'key' AS key FROM idempotency.saga_steps
-WHERE saga_id = %s AND kind = 'effect' AND state = 'begun'
-"""
-# A person's word about an effect, as a command gives it.
-_SETTLE = """
-WITH settled AS (
-    UPDATE idempotency.saga_steps
-    SET state = %(state)s, entry = entry || jsonb_build_object('state', %(state)s::text, 'result', %(result)s::text),
-        ended_at = clock_timestamp()
-    WHERE saga_id = %(saga)s AND position = %(position)s AND state = 'begun' RETURNING saga_id
+_STOPPED = (
+    "SELECT id, key, entity_id AS thing, stopped FROM idempotency.sagas WHERE stopped IS NOT NULL ORDER BY entity_id"
 )
-SELECT idempotency.signal_saga(saga_id) FROM settled
+_OPEN_EFFECTS = """
+SELECT name, entry ->> 'key' AS key FROM idempotency.saga_steps
+WHERE saga_id = %s AND kind = 'effect' AND state = 'begun'
 """
 _OPEN_SAGAS = "SELECT task, key, entity_id AS thing FROM idempotency.sagas WHERE status = 'RUNNING' ORDER BY entity_id"
 _FORWARD = """
@@ -338,18 +331,16 @@ class Stage:
 
     def _ask_a_person(self, stopped: Any) -> bool:
         """What has stopped is seen to: an undo that is broken, or an effect of unknown outcome."""
+        id = OperationId("default", SAGA, stopped.key)
         if stopped.stopped == "compensation_failed":
-            letters = [row.id for row in self._admin.execute(_LETTERS, [UNDO])]
             self.script.mended |= set(self.script.things)
-            for letter in letters:
-                replay(app, letter, PERSON)
-            return bool(letters)
+            retry_saga(app, id, PERSON)
+            return True
         if stopped.stopped == "effect_unknown":
             for row in self._admin.execute(_OPEN_EFFECTS, [stopped.id]).fetchall():
-                thing = next((thing for thing, key in self.script.provider.acts if key == row.key), None)
-                said = {"state": "not_happened" if thing is None else "done"}
-                result = None if thing is None else f'"charged {thing}"'
-                self._admin.execute(_SETTLE, {**said, "result": result, "saga": stopped.id, "position": row.position})
+                acted = next((thing for thing, key in self.script.provider.acts if key == row.key), None)
+                outcome = DidNotHappen() if acted is None else Happened(f"charged {acted}")
+                resolve_effect_of_saga(app, id, row.name, outcome, PERSON)
             return True
         self._seen.append(f"{stopped.thing} has stopped: {stopped.stopped}")
         return False

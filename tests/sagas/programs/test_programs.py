@@ -80,6 +80,18 @@ def test_a_program_without_faults_is_void(world: Any, monkeypatch: pytest.Monkey
     assert (done.is_void, done.wrong) == (True, [])
 
 
+def test_a_person_sees_to_what_has_stopped(world: Any) -> None:
+    broken = Nested("d", (Step("d.1", "pack", Undo(broken=True)), Raise("d.2", "for good")), None)
+    found, _ = carried_out(world, broken)
+    assert oracle.compare(broken, found) == []
+    assert ("programs.saga", "compensation_failed", "replayed") in found.letters
+    for point, acts in ("effect.begun", 0), ("effect.called", 1):
+        found, _ = carried_out(world, FAILING, Fault("kill", point, 1), Fault("cancel", "hint.left", 2))
+        assert oracle.compare(FAILING, found) == []
+        assert ("programs.saga", "effect_unknown", "replayed") in found.letters
+        assert len(found.acts) == found.entries.count("undo:d.2 charged d.2") == acts
+
+
 # ---------------------------------------------------------------- what the oracle must see
 
 
