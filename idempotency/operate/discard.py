@@ -97,7 +97,7 @@ def _check_not_stopped(connection: Connection, letter: int) -> None:
     """Raise `DiscardRefused` for the letter of a saga that has stopped: without it, no one would see that it has."""
     if (saga := saga_changes.stopped_by(connection, letter)) is not None:
         raise DiscardRefused(
-            f"dead letter {letter}: the saga {called(saga)} has stopped; it is closed when the saga goes on"
+            f"dead letter {letter}: the saga {called(saga)} has stopped; see to it by `saga retry` or `saga cancel`"
         )
 
 

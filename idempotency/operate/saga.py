@@ -119,7 +119,7 @@ def signal_saga(
         attributes = new_attributes(event_type, f"/people/{quote(change.actor, safe='')}") | {"person": change.actor}
         text = json.dumps({**attributes, "data": data})
         saga_steps.keep_event(connection, id.tenant, event_type, match, attributes["id"], text, saga=saga.id)
-        # read again: keeping the event has locked a saga that waits for it
+        # read again: with the event's lock, the saga's attempts decide no wait for it until this is committed
         is_awaited = _awaited(connection, saga, event_type) == match
         if now == match and not is_awaited:
             raise ChangeRefused(f"{called(id)}: its wait for {event_type} has ended at this moment; look again")

@@ -72,8 +72,10 @@ SELECT g.id AS saga, g.generation, s.position, s.name, u.position AS undo_positi
 FROM idempotency.sagas g
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
 LEFT JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = g.generation AND u.undoes = s.position
-WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND (s.undo IS NOT NULL AND s.state = 'done' OR s.kind = 'call' AND s.state = 'failed'
-        -- which may have left something outside
+WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND (
+    s.undo IS NOT NULL AND s.state = 'done'
+    -- which may have left something outside
+    OR s.kind = 'call' AND s.state = 'failed'
         AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"')))
 ORDER BY s.position
 """

@@ -18,7 +18,7 @@ from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown, read
 from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
-from idempotency.operate.resolve import resolve_effect_of_saga
+from idempotency.operate.resolve import resolve_effect, resolve_effect_of_saga
 from idempotency.sagas import observe, saga
 from idempotency.store import saga_steps
 from tests.sagas.application import enter, entering
@@ -350,7 +350,7 @@ def test_the_letter_of_a_stopped_saga_is_not_discarded(stage: Stage, stuck: Any)
     stage.enqueue(stuck, "r1")
     stage.run()
     ann, ben = Person("ann", "admin"), Person("ben", "admin")
-    with pytest.raises(DiscardRefused, match="the saga stuck r1 has stopped; it is closed when the saga goes on"):
+    with pytest.raises(DiscardRefused, match="the saga stuck r1 has stopped; see to it by `saga retry`"):
         act(stage.app, discard.request, ann, letter_of(stage, stuck), "not needed")
     # nor if it stopped after it was asked for
     with stage.engine.connect() as connection:
@@ -452,3 +452,31 @@ def test_a_saga_that_stops_for_another_reason_leaves_no_letter_of_the_first(stag
     stage.run()
     assert (handle.status(), stage.accounts()) == ("failed", ["open:r1", "refund:r1"])
     assert [status for _, _, status in stage.letters()] == ["replayed", "replayed", "open"]
+
+
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_a_call_that_may_have_left_something_outside_is_seen_to_before_the_saga_ends(
+    stage: Stage, is_by_hand: bool
+) -> None:
+    def charge(*, idempotency_key: str) -> None:
+        raise EffectUnknown("no answer")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="charge", max_attempts=1, shared=False)
+    def charging(self: IdempotentTask) -> None:
+        self.effect("charge", charge)
+
+    @saga("calling", key="{id}", app=stage.app)
+    def calling(saga: Any, id: str) -> Any:
+        saga.call(charging)
+
+    handle = stage.enqueue(calling, "r1")
+    stage.run()
+    assert (handle.status(), stage.letters()[-1]) == ("released", ("calling", "compensation_failed", "open"))
+    if is_by_hand:
+        operate.mark_undone(stage.app, id_of(calling), "charge", ANN)
+    else:
+        with stage.engine.connect() as connection:
+            key = connection.execute(text("SELECT key FROM idempotency.records WHERE task = 'charge'")).scalar_one()
+        resolve_effect(stage.app, shown(stage, id_of(charging, key)), "charge", DidNotHappen(), ANN, end=True)
+    stage.run()
+    assert (handle.status(), stage.saga("r1").status) == ("failed", "FAILED")
