@@ -148,7 +148,11 @@ class SagaTask(IdempotentTask[..., Any]):
         attempt.has_run = True
         if attempt.is_compensating:
             compensation.run(attempt, self.app.tasks)
-        return super()._body(attempt)
+        try:
+            return super()._body(attempt)
+        except Exception as error:
+            attempt.check_nothing_passes(error)
+            raise
 
 
 def saga(
