@@ -182,6 +182,7 @@ def show_waits(as_json: bool, costs: saga_waits.Costs) -> None:
     ratios = {name: costs.ratio(name) for name in costs.alone}
     figures = {f"{name}, {where}": took[name] for name in ratios for where, took in costs.passes}
     also = "".join(f" {name}={ratio:.3f}" for name, ratio in ratios.items())
+    also += f" status_ms={statistics.median(costs.beside['status']):.0f}"
     show(as_json, "ms a pass", "saga_waits", max(costs.ratio(name) for name in costs.sweeps), also, **figures)
     paces = {"plain rows": costs.plain, "woken sagas": costs.woken, "events that wake": costs.events}
     show(

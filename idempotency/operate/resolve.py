@@ -99,10 +99,12 @@ def resolve_effect_of_saga(
     with runtime.engine.begin() as connection:
         if repeated(connection, change, "resolve", id, said=said) is not None:
             return
-        saga = saga_changes.locked(connection, id)
-        if saga is None or saga.status != COMPENSATING:
-            what = "has not begun" if saga is None else f"is {saga.status}"
-            raise ChangeRefused(f"{called(id)}: {what}; can only resolve an effect of a saga that is being undone")
+        # once it has stopped: before, the call may still be on its way, and its outcome be recorded
+        saga = saga_changes.locked_stopped(connection, id)
+        if saga.status != COMPENSATING:
+            raise ChangeRefused(
+                f"{called(id)}: is {saga.status}; can only resolve an effect of a saga that is being undone"
+            )
         word: dict[str, Any] = {"state": "not_happened", "resolved": True}
         if isinstance(outcome, Happened):
             text = _checked_result(app, runtime, id.task, name, outcome.result, without_task=without_task)

@@ -235,6 +235,7 @@ class SagaAttempt(Attempt):
             )
         else:
             self.writes.alone(lambda c: saga_steps.change_effect(c, self.claim, self.saga, position, change))
+        self.journal.change(position, change)
 
     # ------------------------------------------------------------ how it ends
 

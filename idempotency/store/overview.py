@@ -82,7 +82,7 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
            extract(epoch FROM clock_timestamp() - min({_DUE_AT}) FILTER (WHERE {_ACCEPTED_ONLY}))::float8 AS oldest
     FROM ({_WINDOW}) o {_BEGUN}
     GROUP BY o.task
-) counted WHERE q.queue IS NOT NULL AND accepted + scheduled > 0
+) counted WHERE q.queue IS NOT NULL AND (accepted + scheduled > 0 OR stopped)
 """
 
 # Without a message, an operation is not due: a request over HTTP goes on when its client asks again.

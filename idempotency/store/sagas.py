@@ -103,7 +103,7 @@ _STATUS = f"SELECT status FROM idempotency.sagas WHERE {ROW} AND status IN ('RUN
 # it stops.
 _LET_GO = f"""
 WITH saga AS (
-    UPDATE idempotency.sagas SET status = 'COMPENSATING', error = coalesce(error, %(error)s), waits_for = NULL,
+    UPDATE idempotency.sagas SET status = 'COMPENSATING', error = coalesce(error, %(error)s), waits_for = CASE WHEN status = 'COMPENSATING' THEN 1 END,
         stopped = CASE WHEN status = 'COMPENSATING' THEN %(stopped)s END, updated_at = clock_timestamp()
     WHERE {ROW}
     RETURNING clock_timestamp() + CASE WHEN stopped IS NULL THEN interval '0' ELSE interval '{LONGEST_WAIT}' END AS due

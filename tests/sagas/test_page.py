@@ -25,8 +25,9 @@ SHOP, BEGIN, EVENTS, VERSION = python_blocks("docs/sagas.md")
 @pytest.fixture
 def shop(engine: Engine, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The reader's module, with its tables."""
-    # Celery gives an application's tasks to those that are made later, here to the next test's shop
-    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
+    # Celery gives the tasks of every application to those that are made later; the reader has only Celery's own
+    builtin = {each for each in _state._on_app_finalizers if each.__module__ == "celery.app.builtins"}
+    monkeypatch.setattr(_state, "_on_app_finalizers", builtin)
     for name in ("DATABASE_URL", "BROKER_URL"):
         monkeypatch.setenv(name, environment[name])
     with engine.connect() as connection:
