@@ -1,7 +1,7 @@
 # `make` lists the targets. Each one sets up what it needs: system packages, .venv, servers.
 #   PYTHON=python3.12         the interpreter for .venv
 #   ARGS='-k outbox -x'       passed to the tool behind the target
-#   WORKERS=3                 test processes, each with its own servers
+#   WORKERS=4                 test processes, each with its own servers
 #   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
 #   PURCHASES= REFUNDS= COPIES= VIA=http  options of the demo
 
@@ -40,7 +40,7 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
-	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),3) --dist loadfile $(ARGS)
+	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile $(ARGS)
 
 ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \

@@ -82,7 +82,7 @@ class SagaAttempt(Attempt):
 
         The next attempt may not meet that error, and would come elsewhere; and an effect may be open.
         """
-        self._check_nothing_passes()
+        self.check_nothing_passes()
         try:
             yield self
         except CallRefused:  # the same each time
@@ -93,9 +93,13 @@ class SagaAttempt(Attempt):
                 self._passing = error
             raise
 
-    def _check_nothing_passes(self) -> None:
-        if self._passing is not None:
-            raise self._passing
+    def check_nothing_passes(self, error: BaseException | None = None) -> None:
+        """Raise what the code has caught, and is not recorded; unless `error` was raised in its place."""
+        passing = self._passing
+        while error is not None and error is not passing:
+            error = error.__cause__ or error.__context__
+        if passing is not None and error is None:
+            raise passing
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         name = self.journal.name(name)
@@ -236,7 +240,7 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ how it ends
 
     def complete(self, result: Any) -> None:
-        self._check_nothing_passes()
+        self.check_nothing_passes()
         self._check_read()
         results.to_text(result, limit=self.runtime.settings.result_limit)  # before the saga's row is locked
         self.writes.in_session(lambda c: sagas.end(c, self.saga, COMPLETED))

@@ -164,7 +164,11 @@ class SagaTask(IdempotentTask[..., Any]):
             if compensation.is_open(attempt):
                 self._settle(attempt)
             compensation.run(attempt, self.app.tasks)
-        return super()._body(attempt)
+        try:
+            return super()._body(attempt)
+        except Exception as error:
+            attempt.check_nothing_passes(error)
+            raise
 
     def _settle(self, attempt: SagaAttempt) -> None:
         """Run the code once more, as far as an effect of unknown outcome: it knows how to ask. It may begin nothing."""

@@ -97,6 +97,28 @@ def test_a_refused_step_that_the_code_catches_is_refused_again_after_a_wait(stag
     assert stage.accounts() == []
 
 
+def test_a_swallowed_error_is_not_followed_by_a_failure_for_good(stage: Stage) -> None:
+    tried: list[int] = []
+
+    def fail_once(session: Any) -> str:
+        tried.append(1)
+        if len(tried) == 1:
+            raise ConnectionError("for a while")
+        return enter(session, "did it")
+
+    @saga("swallowing", key="{id}", app=stage.app)
+    def swallowing(saga: Any, id: str) -> Any:
+        with contextlib.suppress(ConnectionError):
+            saga.step("try", fail_once)
+        raise PermanentError("in any case", "refused")
+
+    handle = stage.enqueue(swallowing, "r1")
+    stage.run()
+    stage.pass_time(1.0)
+    stage.run()
+    assert (handle.status(), stage.steps("r1")) == ("failed", [("step", "try", "done")])
+
+
 @pytest.mark.parametrize("kind", ["step", "effect"])
 def test_an_error_that_is_not_recorded_cannot_be_swallowed(stage: Stage, kind: str) -> None:
     void, tried = entering(stage, "void"), list[str]()

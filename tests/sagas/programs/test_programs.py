@@ -85,11 +85,13 @@ def test_a_person_sees_to_what_has_stopped(world: Any) -> None:
     found, _ = carried_out(world, broken)
     assert oracle.compare(broken, found) == []
     assert ("programs.saga", "compensation_failed", "replayed") in found.letters
-    for point, acts in ("effect.begun", 0), ("effect.called", 1):
-        found, _ = carried_out(world, FAILING, Fault("kill", point, 1), Fault("cancel", "hint.left", 2))
-        assert oracle.compare(FAILING, found) == []
-        assert found.letters == [("programs.saga", "cancelled", "open")]  # its own code has asked what became of it
-        assert len(found.acts) == found.entries.count("undo:d.2 charged d.2") == acts
+    for asks in (True, False):
+        program = Nested("d", (Effect("d.1", "book", UNDO, asks=asks), Raise("d.2", "for good")), None)
+        for point, acts in ("effect.begun", 0), ("effect.called", 1):
+            found, _ = carried_out(world, program, Fault("kill", point, 1), Fault("cancel", "hint.left", 2))
+            assert oracle.compare(program, found) == []
+            assert (("programs.saga", "effect_unknown", "replayed") in found.letters) is not asks
+            assert len(found.acts) == found.entries.count("undo:d.1 charged d.1") == acts
 
 
 # ---------------------------------------------------------------- what the oracle must see
