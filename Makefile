@@ -16,7 +16,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ controls: .venv/ready ## remove each safeguard in turn: its test must fail
 search: .venv/ready ## try the schedules of every pair of actors; PREEMPTIONS=2 PAIRS=attempt+cancel SEEDS=1-500 JOBS=2; ALL=1: in every scenario
 	@$(VENV)/python -m tests.search --preemptions $(or $(PREEMPTIONS),2) --jobs $(or $(JOBS),2) $(if $(ALL),,--fitting) \
 		$(if $(PAIRS),--pairs $(PAIRS)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+
+saga-programs: .venv/ready ## run random saga programs under kills, and compare them with an oracle; PROGRAMS=2000 SEED=1
+	@$(VENV)/python -m tests.sagas.programs --programs $(or $(PROGRAMS),2000) --seed $(or $(SEED),1) $(ARGS)
 
 faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part of it ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)

@@ -20,6 +20,7 @@ from celery import Celery, current_app
 
 from .application import runtime_of
 from .errors import CallRefused, InvalidArguments, SettingsError
+from .observe.logs import log
 from .store import outbox, saga_steps
 from .store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from .store.outbox import external_task
@@ -63,8 +64,16 @@ def _subscriptions_of(application: Celery) -> list[Subscription]:
 
 
 def expect(application: Celery, event_type: str, template: str) -> None:
-    """Keep events of this type for the application's sagas, matched by a template over their data. Raises `SettingsError`."""
-    _expected.setdefault(application, {}).setdefault(event_type, {})[template] = keys.template(template)
+    """Keep events of this type for the application's sagas, matched by a template of one member of their data.
+
+    Raises `SettingsError`.
+    """
+    function = keys.template(template)
+    if len(function.fields) > 1:  # type: ignore[attr-defined]
+        raise SettingsError(
+            f"events: {event_type}: {template!r} must have one field, so that a wait can give its value"
+        )
+    _expected.setdefault(application, {}).setdefault(event_type, {})[template] = function
 
 
 def subscribe(
@@ -175,13 +184,13 @@ def as_data(payload: Any, *, limit: int) -> Any:
 
 
 def _matches(application: Celery, event_type: str, data: Any) -> set[str]:
-    """What the waits of sagas for this event are compared with. Raises `InvalidArguments` for data that lack it."""
+    """What the waits of sagas for this event are compared with. Data that lack it match none: no publisher fails by that."""
     matches = set()
     for template, function in _expected.get(application, {}).get(event_type, {}).items():
         try:
             matches.add(keys.made_by(function, data if isinstance(data, dict) else {}))
         except CallRefused as refused:
-            raise InvalidArguments(f"event {event_type}: a saga matches it by {template!r}: {refused}") from None
+            log.warning("event_matches_no_saga", event_type=event_type, template=template, error=str(refused))
     return matches
 
 

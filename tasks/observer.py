@@ -12,9 +12,11 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, subscribe
+from idempotency.sagas import observe
 
 from . import app
 
+SAGA = "order_placement"
 # A capture of nothing, which is never repaid.
 FREE = "payment.free"
 # Locks the row, so that of two events handled at once, one sees the other.
@@ -27,9 +29,11 @@ RETURNING seen
 
 
 @subscribe("order.*", "stock.*", "payment.*", consumer="observer", having=("order_id",), app=app)
-def watch(self: IdempotentTask, event: dict[str, Any]) -> str:
-    """Note what has happened to an order. Returns the status of its placement."""
-    return status(_see(self.session, event, tenant=self.tenant))
+def watch(self: IdempotentTask, event: dict[str, Any]) -> None:
+    """Note what has happened to an order, in `saga_instances`."""
+    seen = _see(self.session, event, tenant=self.tenant)
+    order_id, step = event["data"]["order_id"], event["type"]
+    observe(self.session, SAGA, order_id, step, event["data"], status=status(seen), tenant=self.tenant, app=app)
 
 
 def _see(session: Session, event: dict[str, Any], *, tenant: str) -> list[str]:

@@ -63,6 +63,7 @@ def run(
         attempt = new_attempt(runtime, answer, delivery, policy)
         delivery = attempt.delivery
         try:
+            patiently(attempt.prepare)
             ending = _decided_before(ending, answer) or _run_and_commit(attempt, body)
             return ending.apply(attempt)
         except Waiting:
@@ -82,7 +83,6 @@ def _run_and_commit(attempt: Attempt, body: Body) -> Ending:
     """
     try:
         crash_point("claimed")
-        attempt.prepare()
         with framework().joined(lambda: attempt.session, ends=True):
             result = _run_body(attempt, body)
             with metrics.phase(attempt.claim.id.task, "commit"):

@@ -11,6 +11,8 @@ from .terminal import plain
 
 # How a row of each kind is called; the others by their kind and name.
 _CALLED = {"wait": "wait for", "timer": "sleep", "undo": "", "seen": "seen:"}
+# Recorded when it is done, so that nobody knows how long it took.
+_AT_ONCE = ("step", "value", "version", "seen")
 # What may stand in a label as it is. Everything else is written as an entity, because Mermaid has a meaning for some of it.
 _PLAIN = frozenset(" _-./=,()'!?")
 
@@ -43,6 +45,9 @@ def summary(shown: dict[str, Any]) -> Iterator[str]:
         yield f"undone because of {_error(saga['error'])}"
     if saga["stopped"] is not None:
         yield f"stopped: {saga['stopped']}"
+    open_now = [row for row in shown["steps"] if row["state"] == "begun" and row["generation"] == saga["generation"]]
+    if open_now:
+        yield f"waits for {'; '.join(map(waited_for, open_now))}"
     if record is None:
         yield "no operation of its own"
     elif record["attempts"] and record["status"] in ("started", "released"):
@@ -69,7 +74,7 @@ def _entries(shown: dict[str, Any]) -> Iterator[Entry]:
     for row in shown["steps"]:
         again = f"generation {row['generation']}" if len(generations) > 1 else ""
         details = "; ".join(filter(None, [*_details(row), again]))
-        took = "" if row["ended_at"] is None else _took(row["ended_at"] - row["begun_at"])
+        took = "" if row["ended_at"] is None or row["kind"] in _AT_ONCE else _took(row["ended_at"] - row["begun_at"])
         yield Entry(row["begun_at"], _what(row), row["state"], took, details, row.get("result"))
     for event in shown["events"]:
         yield _received(event)
@@ -86,7 +91,7 @@ def _entries(shown: dict[str, Any]) -> Iterator[Entry]:
 
 def _received(event: dict[str, Any]) -> Entry:
     if event["used_by"] is not None:
-        state = f"used by {event['used_by']}"
+        state = "used" if event["used_by"] == event["event_type"] else f"used by {event['used_by']}"
     else:
         state = "late, unused" if event["is_late"] else "unused"
     who = "" if event["person"] is None else f"signalled by {event['person']}"

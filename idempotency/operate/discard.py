@@ -8,10 +8,10 @@ from sqlalchemy import Connection, Row
 
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
-from ..store import dead_letters, discards, operations
+from ..store import dead_letters, discards, operations, saga_changes
 from ..wire import keys
 from ..wire.keys import OperationId
-from .change import Change, audit, repeated
+from .change import Change, audit, called, repeated
 from .people import Person
 
 
@@ -35,8 +35,13 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
             f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
         )
     row = dead_letters.show(connection, letter)
+    if (saga := saga_changes.stopped_by(connection, letter)) is not None:
+        raise DiscardRefused(
+            f"dead letter {letter}: the saga {saga.task} {saga.key} has stopped; see to it by `saga retry`"
+        )
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
+    _check_not_stopped(connection, letter)
     audit(connection, change, "discard_requested", id, record, details=said)
 
 
@@ -70,6 +75,7 @@ def _operation_to_discard(connection: Connection, letter: int) -> tuple[Operatio
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
+    _check_not_stopped(connection, letter)
     if id is None or record is None or not _is_same_request(row, record) or record.status in ("completed", "failed"):
         return id, record
     if record.status == "started":
@@ -88,6 +94,14 @@ def _check_no_open_effect(letter: Row[Any], record: Any) -> None:
         raise DiscardRefused(
             f"dead letter {letter.id}: an effect of its operation was begun and its outcome is not known; "
             "resolve it first with `effects resolve`"
+        )
+
+
+def _check_not_stopped(connection: Connection, letter: int) -> None:
+    """Raise `DiscardRefused` for the letter of a saga that has stopped: without it, no one would see that it has."""
+    if (saga := saga_changes.stopped_by(connection, letter)) is not None:
+        raise DiscardRefused(
+            f"dead letter {letter}: the saga {called(saga)} has stopped; it is closed when the saga goes on"
         )
 
 

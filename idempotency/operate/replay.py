@@ -44,6 +44,11 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
 
 def _check_unused(connection: Connection, letter: int) -> None:
     """Raise `ReplayRefused` for an operation that a saga has called and whose end it has used."""
+    if left := saga_changes.left_done(connection, letter):
+        raise ReplayRefused(
+            f"dead letter {letter}: its saga was undone except for {', '.join(left)}, which would be done again; "
+            "enqueue the saga under another key"
+        )
     used = saga_changes.used_by(connection, letter)
     if used is not None and used.kind == "call":
         raise ReplayRefused(

@@ -18,6 +18,7 @@ from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished, permanent_error
 from ..store import ends, letters, operations, saga_changes
+from ..store.answers import error_fields, error_text
 from ..store.ends import FailedEnd
 from ..store.sagas import COMPENSATING
 from ..wire import results
@@ -89,7 +90,8 @@ def resolve_effect_of_saga(
 ) -> None:
     """Record what a person found out about an effect that keeps a saga from being undone; it goes on at once.
 
-    Happened: its `undo` is run, if it has one. DidNotHappen: there is nothing to undo. Raises `ChangeRefused` and
+    Happened: its `undo` is run, if it has one. DidNotHappen: there is nothing to undo. If nothing but the unknown effect had
+    ended the saga, it ends as `cancelled`. Raises `ChangeRefused` and
     `InvalidResult`.
     """
     runtime = runtime_of(app)
@@ -97,10 +99,12 @@ def resolve_effect_of_saga(
     with runtime.engine.begin() as connection:
         if repeated(connection, change, "resolve", id, said=said) is not None:
             return
-        saga = saga_changes.locked(connection, id)
-        if saga is None or saga.status != COMPENSATING:
-            what = "has not begun" if saga is None else f"is {saga.status}"
-            raise ChangeRefused(f"{called(id)}: {what}; can only resolve an effect of a saga that is being undone")
+        # once it has stopped: before, the call may still be on its way, and its outcome be recorded
+        saga = saga_changes.locked_stopped(connection, id)
+        if saga.status != COMPENSATING:
+            raise ChangeRefused(
+                f"{called(id)}: is {saga.status}; can only resolve an effect of a saga that is being undone"
+            )
         word: dict[str, Any] = {"state": "not_happened", "resolved": True}
         if isinstance(outcome, Happened):
             text = _checked_result(app, runtime, id.task, name, outcome.result, without_task=without_task)
@@ -108,6 +112,8 @@ def resolve_effect_of_saga(
         if not saga_changes.resolve(connection, saga, name, word):
             known = ", ".join(saga_changes.open_effects(connection, saga.id)) or "none"
             raise ChangeRefused(f"{called(id)}: has no effect {name!r} of unknown outcome; it has: {known}")
+        if error_fields(saga.error)["code"] == EffectUnknown.default_code:
+            saga_changes.end_with(connection, saga.id, error_text("cancelled", change.reason))
         saga_changes.go_on(connection, saga.id)
         row = operations.read_locked(connection, id)
         audit(connection, change, "resolve", id, row, details=said | {"state": word["state"]})

@@ -103,23 +103,26 @@ def signal_saga(
     runtime = runtime_of(app)
     keys.check_key(event_type, field="TYPE")
     data = as_data(data, limit=runtime.settings.arguments_limit)
-    said = {"event_type": event_type, "data": _digest(data)}
+    said = {"event_type": event_type, "data": _digest(data)} | ({} if match is None else {"match": match})
     with runtime.engine.begin() as connection:
         if (done := repeated(connection, change, "saga_signal", id, said=said)) is not None:
             details = done.details
             return Signalled(event_type, details["match"], details["event_id"], details["is_awaited"])
         saga = _running(connection, id, runtime.settings.service)
-        match = match if match is not None else _awaited(connection, id, saga, event_type)
-        if match is None:
-            raise ChangeRefused(
-                f"{called(id)}: {_waits_for(connection, saga, event_type)}; or send it ahead with --match"
-            )
         _check_named(app, id, event_type)
+        now = _awaited(connection, saga, event_type)
+        if now is None and match is None:
+            waits = ", ".join(wait.event_type for wait in saga_reading.waits(connection, saga.id)) or "no event"
+            raise ChangeRefused(f"{called(id)}: waits for {waits}; send {event_type} ahead with --match")
+        match = match if match is not None else now
+        assert match is not None
         attributes = new_attributes(event_type, f"/people/{quote(change.actor, safe='')}") | {"person": change.actor}
         text = json.dumps({**attributes, "data": data})
         saga_steps.keep_event(connection, id.tenant, event_type, match, attributes["id"], text, saga=saga.id)
         # read again: keeping the event has locked a saga that waits for it
-        is_awaited = _awaited(connection, id, saga, event_type) == match
+        is_awaited = _awaited(connection, saga, event_type) == match
+        if now == match and not is_awaited:
+            raise ChangeRefused(f"{called(id)}: its wait for {event_type} has ended at this moment; look again")
         details = said | {"match": match, "event_id": attributes["id"], "is_awaited": is_awaited}
         audit(connection, change, "saga_signal", id, None, details=details)
     return Signalled(event_type, match, attributes["id"], is_awaited)
@@ -180,14 +183,9 @@ def _running(connection: Connection, id: OperationId, service: str) -> Row[Any]:
     return saga
 
 
-def _awaited(connection: Connection, id: OperationId, saga: Row[Any], event_type: str) -> str | None:
+def _awaited(connection: Connection, saga: Row[Any], event_type: str) -> str | None:
     """What the saga's wait for this type is compared with; None if it does not wait for one."""
     return next((wait.match for wait in saga_reading.waits(connection, saga.id) if wait.event_type == event_type), None)
-
-
-def _waits_for(connection: Connection, saga: Row[Any], event_type: str) -> str:
-    waits = ", ".join(wait.event_type for wait in saga_reading.waits(connection, saga.id)) or "no event"
-    return f"does not wait for {event_type}; it waits for {waits}"
 
 
 def _check_named(app: Celery, id: OperationId, event_type: str) -> None:

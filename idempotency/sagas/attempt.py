@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ..attempt import effects, entries
+from ..attempt import effects, entries, refusals
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import Concluded
 from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
+from ..attempt.refusals import refusal_of
 from ..attempt.runtime import Runtime
 from ..errors import AttemptsExhausted, EffectUnknown, OpenTransaction, PermanentError
 from ..observe.crash_points import crash_point
@@ -51,6 +52,8 @@ class SagaAttempt(Attempt):
         self._undo_of: dict[str, Undo | None] = {}
         # whether the code was entered, and so has to come to all that is recorded
         self.has_run = False
+        # what has ended a step or an effect without being recorded: the code may catch it, but not go on from it
+        self._unrecorded: BaseException | None = None
         # whether nothing is left to undo
         self.is_undone = False
 
@@ -76,6 +79,8 @@ class SagaAttempt(Attempt):
         name = self.journal.name(name)
         arguments = fingerprint({"args": args, "kwargs": kwargs})
         if (row := self.recalled("step", name, arguments)) is not None:
+            if row.entry is not None and (refusal := refusal_of(row.entry, self.claim.generation)) is not None:
+                raise refusal
             assert row.result is not None
             return results.from_text(row.result)
         entries.refuse_coroutine(f"step {name!r}", fn)
@@ -87,8 +92,13 @@ class SagaAttempt(Attempt):
             row.result = entries.as_text(self, name, result)
             session.flush()
             self.record_with(row)
-        except BaseException:
+        except PermanentError as refusal:
             session.rollback()
+            self._record_refusal(row, refusal)
+            raise
+        except BaseException as error:
+            session.rollback()
+            self._unrecorded = error
             raise
         crash_point("step.recorded")
         self.writes.commit()
@@ -97,12 +107,25 @@ class SagaAttempt(Attempt):
         self.writes.follow_up()
         return results.from_text(row.result)
 
+    def _record_refusal(self, row: Recorded, refusal: PermanentError) -> None:
+        """Record that a step has failed for good: the code may catch that, and has to get the same error the next time."""
+        row.state, row.result, row.undo, row.undo_arguments = "failed", None, None, None
+        row.entry = {"state": "not_happened"} | refusals.recorded(refusal, self.claim.generation)
+        self._record(row)
+
     def effect(self, name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         reconcile, undo = options.pop("reconcile", None), options.pop("undo", None)
         call = effects.Call(self.journal.name(name), fn, args, options, reconcile)
         self.recalled("effect", call.name, call.fingerprint)
         self._undo_of[call.name] = checked(undo, args, options)
-        return effects.effect(self, call)
+        try:
+            return effects.effect(self, call)
+        except BaseException as error:
+            if self.claim.effects.get(call.name, {}).get("state", "begun") == "begun" or not isinstance(
+                error, PermanentError
+            ):
+                self._unrecorded = error
+            raise
 
     def value(self, name: str, make: Callable[[], Any]) -> Any:
         """A value that is made once and recorded."""
@@ -143,7 +166,12 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ what is recorded, and where
 
     def recalled(self, kind: str, name: str, args: str | None) -> Recorded | None:
-        """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`."""
+        """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`.
+
+        And what a step or an effect has raised before without its being recorded: the next run may not meet it.
+        """
+        if self._unrecorded is not None:
+            raise self._unrecorded
         self.check_lease()
         if self.writes.in_transaction:
             raise OpenTransaction(f"{name!r}: the session has a transaction open; a saga reads and writes in its steps")
@@ -194,10 +222,13 @@ class SagaAttempt(Attempt):
             )
         else:
             self.writes.alone(lambda c: saga_steps.change_effect(c, self.claim, self.saga, position, change))
+        self.journal.change(position, change)
 
     # ------------------------------------------------------------ how it ends
 
     def complete(self, result: Any) -> None:
+        if self._unrecorded is not None:
+            raise self._unrecorded
         self._check_read()
         results.to_text(result, limit=self.runtime.settings.result_limit)  # before the saga's row is locked
         self.writes.in_session(lambda c: sagas.end(c, self.saga, COMPLETED))
@@ -230,7 +261,7 @@ class SagaAttempt(Attempt):
             self.claim = replace(self.claim, effects=entries_left)
 
     def _begin_to_undo(self, error: PermanentError) -> NoReturn:
-        """The first of the two commits of a saga that fails: from here on it is only undone."""
+        """The first of the two commits of a saga that fails: from here on it is only undone, with attempts of its own."""
         stored = error_text(error.code, str(error))
         self.writes.in_session(lambda c: sagas.compensate(c, self.saga, stored))
         self.saga = replace(self.saga, status=COMPENSATING, error=stored)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import CallFailed, InvalidArguments, InvalidKey
-from ..store import saga_steps
-from ..store.answers import Claimed, error_fields
+from ..store.answers import error_fields
 from ..store.saga_steps import Recorded
 from ..wire import keys, results
 from .undo import Undo, checked
@@ -43,6 +41,7 @@ def call(task: Any, /, *args: Any, undo: Any = None, **kwargs: Any) -> Call:
 
 def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
     """The results of tasks, which all run at once; waits until all have ended. Raises `CallFailed`."""
+    calls = [replace(each) for each in calls]  # one may be given twice
     for each in calls:
         each.name = attempt.journal.name(each.task.name)
     rows = [attempt.recalled("call", each.name, each.fingerprint) for each in calls]
@@ -66,27 +65,27 @@ def begin(attempt: SagaAttempt, rows: Sequence[Recorded], calls: Sequence[Call])
             attempt.record_with(row)
             options = {"idempotency_key": row.call_key, "tenant": tenant}
             each.task._enqueue(attempt.session, tuple(each.args), dict(each.kwargs), options)
-        positions = [row.position for row in rows]
-        ended = saga_steps.settle_calls(attempt.session.connection(), attempt.claim, attempt.saga, positions)
     except BaseException:
         attempt.writes.roll_back()
         raise
-    attempt.wait(len(rows) - ended)
+    attempt.wait(len(rows))
 
 
-def derived_key(claim: Claimed, name: str) -> str:
-    """The key of what a saga calls: readable, if it is short enough. A replay of the saga calls anew."""
-    again = "" if claim.generation == 1 else f"@{claim.generation}"
-    readable = f"{claim.id.task}/{claim.id.key}/{name}{again}"
+def key_of(attempt: SagaAttempt, row: Recorded) -> str:
+    """The key of what a saga calls: of this saga's row, this run of it and this place in it, and so of nothing else.
+
+    It is recorded with the call. The rest of it is for people.
+    """
+    key = f"{attempt.saga.id}/{attempt.claim.generation}.{row.position}"
     try:
-        return keys.check_key(readable)
+        return keys.check_key(f"{key}/{attempt.claim.id.key}/{row.name}")
     except InvalidKey:
-        return f"saga-{hashlib.sha256(readable.encode()).hexdigest()}"
+        return key
 
 
 def _row(attempt: SagaAttempt, each: Call) -> Recorded:
     row = attempt.new_row("call", each.name, "begun", each.fingerprint, each.undo)
-    row.call_task, row.call_key = each.task.name, derived_key(attempt.claim, each.name)
+    row.call_task, row.call_key = each.task.name, key_of(attempt, row)
     return row
 
 

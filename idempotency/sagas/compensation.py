@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import PermanentError, permanent_error
+from ..errors import EffectUnknown, PermanentError, Unfinished, permanent_error
 from ..store import sagas
 from ..store.answers import error_fields, error_text
 from ..store.saga_steps import Recorded
 from ..wire.keys import OperationId
 from . import undo
-from .calls import Call, begin, derived_key
+from .calls import Call, begin, key_of
 
 if TYPE_CHECKING:
     from .attempt import SagaAttempt
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 def is_needed(journal: Journal) -> bool:
     """Whether something has to be undone, or its end to be waited for, before the saga may fail."""
-    return any(row.state == "begun" or (row.undo is not None and row.state == "done") for row in reversed(journal))
+    return any(
+        row.state == "begun" or (row.undo is not None and row.state == "done") or _left(journal, row) is not None
+        for row in reversed(journal)
+    )
+
+
+def is_open(attempt: SagaAttempt) -> bool:
+    """Whether the outcome of an effect is not known."""
+    return any(row.state == "begun" and row.kind == "effect" for row in reversed(attempt.journal))
 
 
 def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
@@ -34,6 +42,11 @@ def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
         if row.state == "begun" and row.kind == "call":
             _cancel_saga(attempt, tasks, row)
             attempt.wait(1)
+        if (code := _left(attempt.journal, row)) is not None:
+            attempt.stop(
+                sagas.NOT_UNDONE,
+                f"the call {row.name!r} has ended as {code}: what it has done outside has to be resolved",
+            )
         if row.undo is not None and row.state == "done":
             _undo(attempt, tasks, row)
     attempt.is_undone = True
@@ -44,6 +57,14 @@ def reason(saga: sagas.SagaRow) -> PermanentError:
     """Why a saga is undone."""
     fields = error_fields(saga.error or error_text("cancelled", "cancelled"))
     return permanent_error(fields["message"], fields["code"])
+
+
+def _left(journal: Journal, row: Recorded) -> str | None:
+    """Why a call that has failed may have left something outside, if no person has undone that."""
+    if row.kind != "call" or row.state != "failed" or row.position in journal.undos:
+        return None
+    code = error_fields(row.error or "")["code"]
+    return code if code in (EffectUnknown.default_code, Unfinished.default_code) else None
 
 
 def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
@@ -63,7 +84,7 @@ def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
         attempt.stop(sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone")
     new = attempt.new_row("undo", f"undo {row.name}", "begun", None)
     new.undoes, new.call_task = row.position, task.name
-    new.call_key = derived_key(attempt.claim, f"undo/{row.name}")
+    new.call_key = key_of(attempt, new)
     begin(attempt, [new], [Call(task, *undo.arguments(task, row))])
 
 

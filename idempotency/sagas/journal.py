@@ -20,6 +20,7 @@ class Journal:
         self._rows = [row for row in rows if row.kind != "undo"]
         self._cursor = 0
         self._asked: Counter[str] = Counter()
+        self._taken: set[str] = set()
         self._versions: dict[str, bool] = {}
         self.undos = {row.undoes: row for row in rows if row.kind == "undo"}
         self.last = max((row.position for row in rows), default=0)
@@ -33,8 +34,12 @@ class Journal:
 
     def name(self, given: str) -> str:
         """The name under which the next use of `given` is recorded: the second one is `given#2`."""
-        self._asked[given] += 1
-        return given if self._asked[given] == 1 else f"{given}#{self._asked[given]}"
+        name = given
+        while name in self._taken:
+            self._asked[given] += 1
+            name = f"{given}#{self._asked[given] + 1}"
+        self._taken.add(name)
+        return name
 
     def next(self, kind: str, name: str, args: str | None) -> Recorded | None:
         """What is recorded where the code has come to; None: nothing yet. Raises `Mismatch`."""
@@ -78,6 +83,12 @@ class Journal:
         if row.kind == "version":
             self._versions[row.name] = True
 
+    def change(self, position: int, change: dict[str, Any]) -> None:
+        """Note what was recorded of an effect just now."""
+        row = next(row for row in self._rows if row.position == position)
+        row.entry = {**(row.entry or {}), **change}
+        row.state = row.entry["state"]
+
     @property
     def unread(self) -> Recorded | None:
         """What is recorded next, and the code has not come to."""
@@ -94,7 +105,7 @@ class Journal:
         return {
             row.name: {**row.entry, "position": row.position, "begun_at": row.begun_at}
             for row in self._rows
-            if row.entry is not None
+            if row.kind == "effect" and row.entry is not None
         }
 
     def _skip_versions(self) -> None:

@@ -30,9 +30,12 @@ def observe(
 
     A step that was noted before changes nothing but the status. Raises `InvalidArguments` and `InvalidKey`.
     """
-    runtime = runtime_of(app or current_app._get_current_object())
+    application = app or current_app._get_current_object()
+    runtime = runtime_of(application)
     if status not in (RUNNING, COMPLETED, FAILED, COMPENSATING):
         raise InvalidArguments(f"status: must be RUNNING, COMPLETED, FAILED or COMPENSATING, got {status!r}")
+    if hasattr(application.tasks.get(saga_type), "saga_entity"):
+        raise InvalidArguments(f"saga_type: {saga_type!r} is a saga, which keeps its own rows")
     for field, value in (("saga_type", saga_type), ("entity_id", entity_id), ("step", step)):
         keys.check_key(value, field=field)
     connection = in_transaction_of(session, runtime.home)

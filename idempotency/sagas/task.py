@@ -18,15 +18,28 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 from uuid import UUID, uuid4
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..attempt.attempt import Attempt
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import CallRefused, InvalidArguments, SettingsError, UnsupportedControl
+from ..errors import (
+    CallRefused,
+    Defer,
+    InvalidArguments,
+    LeaseLost,
+    OutcomeInDoubt,
+    SettingsError,
+    UnsupportedControl,
+)
 from ..events import expect
+from ..observe.logs import log
 from ..store import clock
 from ..store.answers import Claimed
+from ..text import storable
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..worker.decorator import MakesTask
@@ -74,7 +87,7 @@ class SagaTask(IdempotentTask[..., Any]):
         """
         return run_all(self._saga, calls)
 
-    def wait_for(self, event_type: str, *, match: str, timeout: timedelta | float) -> Any | None:
+    def wait_for(self, event_type: str, *, match: str | int | UUID, timeout: timedelta | float) -> Any | None:
         """Wait for an event that matches; returns it as a consumer gets it, or None after `timeout`.
 
         The saga has to name the type in `events=`, with the part of the event's data that `match` is compared with. An
@@ -85,7 +98,8 @@ class SagaTask(IdempotentTask[..., Any]):
             raise InvalidArguments(
                 f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}"
             )
-        return waits.wait_for(self._saga, event_type, str(match), seconds_of("timeout", timeout))
+        wanted = keys.check_key(str(match) if type(match) is int else match, field="match")
+        return waits.wait_for(self._saga, event_type, wanted, seconds_of("timeout", timeout))
 
     def sleep(self, duration: timedelta | float) -> None:
         """Wait for a time, by the database's clock."""
@@ -130,15 +144,28 @@ class SagaTask(IdempotentTask[..., Any]):
         return attempt
 
     def _new_attempt(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> SagaAttempt:
-        entity = delivery.arguments.get(self.saga_entity or "", claim.id.key)
-        return SagaAttempt(runtime, claim, delivery, policy, entity_id=str(entity)[:255] or claim.id.key)
+        entity = storable(str(delivery.arguments.get(self.saga_entity or "", claim.id.key)))[:255]
+        return SagaAttempt(runtime, claim, delivery, policy, entity_id=entity or claim.id.key)
 
     def _body(self, attempt: Attempt) -> Any:
         assert isinstance(attempt, SagaAttempt)
         attempt.has_run = True
         if attempt.is_compensating:
+            if compensation.is_open(attempt):
+                self._settle(attempt)
             compensation.run(attempt, self.app.tasks)
         return super()._body(attempt)
+
+    def _settle(self, attempt: SagaAttempt) -> None:
+        """Run the code once more, as far as an effect of unknown outcome: it knows how to ask. It may begin nothing."""
+        attempt.ends_as = compensation.reason(attempt.saga)
+        try:
+            super()._body(attempt)
+        except (LeaseLost, OutcomeInDoubt, Defer, OperationalError, PoolTimeout, SoftTimeLimitExceeded):
+            raise
+        except Exception as error:
+            log.info("saga_settled", task=self.name, error=type(error).__name__)
+        attempt.writes.roll_back()
 
 
 def saga(
@@ -160,7 +187,13 @@ def saga(
 
     def register(function: Callable[..., Any]) -> Any:
         task = app.task(
-            base=SagaTask, bind=True, name=name, key=key, saga_entity=entity, saga_events=dict(events), **options
+            base=SagaTask,
+            bind=True,
+            name=name,
+            key=key,
+            saga_entity=entity,
+            saga_events=dict(events),
+            **{"shared": False, **options},  # its events are of this application
         )(function)
         if entity is not None and entity not in task.signature_of_run.parameters:
             raise SettingsError(f"saga {name}: entity={entity!r} is no argument of {function.__name__}")

@@ -153,11 +153,27 @@ _FORGET_ALERTS = (
 _FORGET_SET_ASIDE = (
     "DELETE FROM idempotency.set_aside WHERE until < (SELECT clock_timestamp() - make_interval(secs => %(remember)s))"
 )
-# Whether a saga has used them or not; a saga keeps those that it has used in its own rows.
+# A saga keeps those that it has used in its own rows. One that a saga waits for stays until that has gone on.
 _FORGET_EVENTS = """
 DELETE FROM idempotency.saga_events WHERE id IN (
-    SELECT id FROM idempotency.saga_events
-    WHERE received_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s)) ORDER BY received_at LIMIT 10000)
+    SELECT e.id FROM idempotency.saga_events e
+    WHERE e.received_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND (SELECT true FROM idempotency.saga_steps s
+           WHERE s.tenant = e.tenant AND s.event_type = e.event_type AND s.match = e.match
+             AND s.kind = 'wait' AND s.state = 'begun' LIMIT 1) IS NULL
+    ORDER BY e.received_at LIMIT 10000)
+"""
+
+# What an observer has noted of a process that is over; and sagas that were cancelled before they were enqueued.
+_FORGET_OBSERVED = """
+DELETE FROM idempotency.sagas WHERE id IN (
+    SELECT g.id FROM idempotency.sagas g
+    WHERE g.status <> 'RUNNING' AND g.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND (SELECT true FROM idempotency.records r
+           WHERE r.tenant = g.tenant AND r.task = g.task AND r.key = g.key LIMIT 1) IS NULL
+      AND (SELECT true FROM idempotency.outbox o
+           WHERE o.tenant = g.tenant AND o.task = g.task AND o.key = g.key LIMIT 1) IS NULL
+    ORDER BY g.updated_at LIMIT 1000)
 """
 
 
@@ -236,5 +252,10 @@ def forget_set_aside(connection: Connection) -> None:
 
 
 def forget_events(connection: Connection, *, retention: float) -> None:
-    """Delete events that were kept for sagas for more than `retention` seconds."""
+    """Delete events that were kept for sagas for more than `retention` seconds, unless one waits for them."""
     connection.exec_driver_sql(_FORGET_EVENTS, {"retention": retention})
+
+
+def forget_observed(connection: Connection, *, retention: float) -> None:
+    """Delete rows of sagas without an operation that have not changed for `retention` seconds."""
+    connection.exec_driver_sql(_FORGET_OBSERVED, {"retention": retention})

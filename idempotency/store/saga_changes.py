@@ -20,7 +20,7 @@ from .record import ROW, named
 if TYPE_CHECKING:
     from celery import Celery
 
-_LOCKED = f"SELECT id, generation, status, stopped FROM idempotency.sagas WHERE {ROW} FOR NO KEY UPDATE"
+_LOCKED = f"SELECT id, generation, status, stopped, error FROM idempotency.sagas WHERE {ROW} FOR NO KEY UPDATE"
 
 _FAILED_UNDOS = """
 SELECT s.name, s.tenant, s.call_task AS task, s.call_key AS key, r.status, (
@@ -54,6 +54,17 @@ WHERE d.id = %(letter)s AND (s.kind = 'call' AND s.state = 'failed' OR s.kind = 
 ORDER BY g.created_at LIMIT 1
 """
 
+# What a saga that was undone has left done, because it has no undo.
+_LEFT_DONE = """
+SELECT s.kind || ' ' || s.name FROM idempotency.dead_letters d
+JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (d.tenant, d.task, d.key) AND g.status = 'FAILED'
+JOIN idempotency.saga_steps s ON s.saga_id = g.id
+WHERE d.id = %(letter)s AND s.kind IN ('step', 'effect', 'call') AND s.state = 'done' AND NOT EXISTS (
+    SELECT FROM idempotency.saga_steps u
+    WHERE u.saga_id = g.id AND u.generation = s.generation AND u.undoes = s.position AND u.state = 'done')
+ORDER BY s.generation, s.position
+"""
+
 # What an undo is of, by its name or by that of the undo, and how far the undo has come.
 _TO_UNDO = """
 SELECT g.id AS saga, g.generation, s.position, s.name, u.position AS undo_position, u.state AS undo_state,
@@ -61,7 +72,9 @@ SELECT g.id AS saga, g.generation, s.position, s.name, u.position AS undo_positi
 FROM idempotency.sagas g
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
 LEFT JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = g.generation AND u.undoes = s.position
-WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND s.undo IS NOT NULL AND s.state = 'done'
+WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND (s.undo IS NOT NULL AND s.state = 'done' OR s.kind = 'call' AND s.state = 'failed'
+        -- which may have left something outside
+        AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"')))
 ORDER BY s.position
 """
 
@@ -74,6 +87,8 @@ ON CONFLICT (saga_id, generation, position) DO UPDATE SET state = 'done', ended_
 WHERE saga_steps.kind = 'undo' AND saga_steps.state = 'failed'
 RETURNING position
 """
+
+_END_WITH = "UPDATE idempotency.sagas SET error = %(error)s WHERE id = %(saga)s AND status = 'COMPENSATING'"
 
 _OPEN_EFFECTS = """
 SELECT s.name FROM idempotency.sagas g JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
@@ -95,14 +110,12 @@ class Retried:
     waits_for: list[str]
 
 
-def locked(connection: Connection, id: OperationId) -> Row[Any] | None:
-    """The saga of an operation, locked: neither its code nor another person changes it until the transaction ends."""
-    return connection.exec_driver_sql(_LOCKED, named(id)).one_or_none()
-
-
 def locked_stopped(connection: Connection, id: OperationId) -> Row[Any]:
-    """The saga of an operation, locked. Raises `ChangeRefused` unless it has stopped."""
-    row = locked(connection, id)
+    """The saga of an operation, locked: neither its code nor another person changes it until the transaction ends.
+
+    Raises `ChangeRefused` unless it has stopped.
+    """
+    row = connection.exec_driver_sql(_LOCKED, named(id)).one_or_none()
     if row is None or row.stopped is None:
         what = "has not begun" if row is None else f"is {row.status}"
         raise ChangeRefused(f"{id.task} {id.key}: {what} and has not stopped")
@@ -144,6 +157,11 @@ def used_by(connection: Connection, letter: int) -> Row[Any] | None:
     return connection.exec_driver_sql(_USED_BY, {"letter": letter}).one_or_none()
 
 
+def left_done(connection: Connection, letter: int) -> list[str]:
+    """What the failed saga of a dead letter has done and not undone: run again, it would do that again."""
+    return list(connection.exec_driver_sql(_LEFT_DONE, {"letter": letter}).scalars())
+
+
 def to_undo(connection: Connection, id: OperationId) -> Sequence[Row[Any]]:
     """What a saga has to undo, each with its undo as far as that has come."""
     return connection.exec_driver_sql(_TO_UNDO, named(id)).all()
@@ -152,6 +170,11 @@ def to_undo(connection: Connection, id: OperationId) -> Sequence[Row[Any]]:
 def undone(connection: Connection, id: OperationId, step: Row[Any]) -> bool:
     """Record that something was undone by hand. False: its undo is no longer failed."""
     return connection.exec_driver_sql(_UNDONE, named(id) | step._asdict()).one_or_none() is not None
+
+
+def end_with(connection: Connection, saga: Any, error: str) -> None:
+    """Change why a saga is undone, and so what it ends with."""
+    connection.exec_driver_sql(_END_WITH, {"saga": saga, "error": error})
 
 
 def open_effects(connection: Connection, saga: Any) -> list[str]:

@@ -180,6 +180,8 @@ def _with_error(row: Row[Any]) -> dict[str, Any]:
 def _step(row: Row[Any], with_payload: bool) -> dict[str, Any]:
     fields = _with_error(row)
     entry = fields.pop("entry") or {}
+    if (refused := entry.get("refused")) is not None:
+        fields["error"] = fields["error"] or {"code": refused["code"], "message": refused["message"]}
     fields["idempotency_key"] = entry.get("key")
     fields["result"] = fields["result"] if fields["result"] is not None else entry.get("result")
     if not with_payload:

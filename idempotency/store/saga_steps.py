@@ -115,6 +115,8 @@ WITH settings AS (
 SELECT 1 / count(*) FROM changed, settings
 """
 
+# Publishers queue behind who waits for this lock, so that it gives up soon; the saga's attempt comes again.
+_PATIENCE = "SELECT set_config('lock_timeout', '1s', true)"
 _LOCK_EVENTS = "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, %(event_type)s, %(match)s))"
 
 # The earliest that this saga has not used yet.
@@ -123,7 +125,7 @@ SELECT e.id, e.event FROM idempotency.saga_events e
 WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s
   AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND NOT EXISTS (
     SELECT FROM idempotency.saga_steps s
-    WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.event_id = e.id)
+    WHERE s.saga_id = %(saga)s AND s.event_id = e.id)
 ORDER BY e.id LIMIT 1
 """
 
@@ -142,24 +144,7 @@ WITH settings AS (
 SELECT 1 / count(*) FROM decided
 """
 
-# A call whose operation had begun before, by another saga or another caller under the same key. The lock orders this and
-# its end: one that has ended is seen here, and a later one sees the call.
-_SETTLE_CALLS = """
-WITH called AS MATERIALIZED (
-    SELECT s.position, r.status, r.result, r.error
-    FROM idempotency.saga_steps s JOIN idempotency.records r
-        ON (r.tenant, r.task, r.key) = (s.tenant, s.call_task, s.call_key)
-    WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.position = ANY(%(positions)s)
-    FOR SHARE OF r
-)
-UPDATE idempotency.saga_steps s
-SET state = CASE called.status WHEN 'completed' THEN 'done' ELSE 'failed' END, result = called.result,
-    error = CASE called.status WHEN 'failed' THEN called.error END, ended_at = clock_timestamp()
-FROM called
-WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.position = called.position AND s.state = 'begun'
-  AND called.status IN ('completed', 'failed')
-RETURNING s.position
-"""
+_SIGNAL = "SELECT idempotency.signal_from(0) WHERE EXISTS (SELECT FROM idempotency.saga_events WHERE NOT signalled)"
 
 _KEEP_EVENT = """
 SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s, %(saga)s::uuid)
@@ -213,6 +198,7 @@ def find_event(
         "saga": saga.id,
         "generation": claim.generation,
     }
+    execute(connection, _PATIENCE, {})
     execute(connection, _LOCK_EVENTS, fields)
     # a statement of its own: its snapshot has to be younger than the lock
     row = execute(connection, _FIND_EVENT, fields).fetchone()
@@ -235,10 +221,9 @@ def decide(
     execute(connection, _DECIDE, _at(claim, saga, position) | change)
 
 
-def settle_calls(connection: Connection, claim: Claimed, saga: SagaRow, positions: list[int]) -> int:
-    """Record the ends of calls whose operations had ended when they were called. Returns how many."""
-    fields = {"saga": saga.id, "generation": claim.generation, "positions": positions}
-    return len(execute(connection, _SETTLE_CALLS, fields).fetchall())
+def signal(connection: Connection) -> None:
+    """Let sagas go on that wait for events which could not signal when they were published."""
+    execute(connection, _SIGNAL, {})
 
 
 def keep_event(

@@ -39,12 +39,14 @@ class SagaRow:
 _OPEN = """
 INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id)
 VALUES (%(tenant)s, %(task)s, %(key)s, %(generation)s, %(entity)s)
+-- Not fenced, so it changes nothing that the next attempt depends on: this one may have been overtaken since its claim.
 ON CONFLICT (tenant, task, key) DO UPDATE SET
-    generation = excluded.generation,
+    generation = greatest(g.generation, excluded.generation),
+    -- one that was cancelled before it began has its key here
+    entity_id = excluded.entity_id,
     -- a replay begins anew
     status = CASE WHEN g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
-    error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END,
-    waits_for = NULL
+    error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END
 -- xmax is 0 for an inserted row, which does not wait for the disk, like a first claim: what is recorded of the saga does
 RETURNING id, status, error, stopped, stops, signals, xmax = 0,
     CASE WHEN xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
@@ -101,7 +103,7 @@ _STATUS = f"SELECT status FROM idempotency.sagas WHERE {ROW} AND status IN ('RUN
 # it stops.
 _LET_GO = f"""
 WITH saga AS (
-    UPDATE idempotency.sagas SET status = 'COMPENSATING', error = coalesce(error, %(error)s), waits_for = NULL,
+    UPDATE idempotency.sagas SET status = 'COMPENSATING', error = coalesce(error, %(error)s), waits_for = CASE WHEN status = 'COMPENSATING' THEN 1 END,
         stopped = CASE WHEN status = 'COMPENSATING' THEN %(stopped)s END, updated_at = clock_timestamp()
     WHERE {ROW}
     RETURNING clock_timestamp() + CASE WHEN stopped IS NULL THEN interval '0' ELSE interval '{LONGEST_WAIT}' END AS due

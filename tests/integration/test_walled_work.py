@@ -16,18 +16,22 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from idempotency import OperationId, PermanentError, cli, publish
+from idempotency import DidNotHappen, EffectUnknown, OperationId, PermanentError, cli, publish
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
 from idempotency.checks.processes import check_processes
+from idempotency.errors import ChangeRefused
 from idempotency.handle import Handle
 from idempotency.http import IdempotencyMiddleware
 from idempotency.letters.consumer import consume_once
+from idempotency.operate import saga as operate
+from idempotency.operate.change import Change
+from idempotency.operate.resolve import resolve_effect_of_saga
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.sagas import saga
-from idempotency.store import roles
+from idempotency.store import roles, saga_reading
 from idempotency.store.answers import Claimed, Renewal
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 from idempotency.upkeep import alarms, alerts, maintenance
@@ -293,3 +297,44 @@ def test_sagas_of_two_tenants_wait_are_woken_and_undone(under: Under, engine: En
         with runtime_of(app).transaction("a") as connection:
             seen = connection.execute(text("SELECT tenant, status FROM idempotency.saga_instances")).all()
         assert seen == [("a", "COMPLETED")]
+
+
+def test_an_operator_changes_the_saga_of_one_tenant(under: Under, engine: Engine, deliveries: Deliveries) -> None:
+    with under(APPLICATION) as app:
+        stage = Stage(app, engine, deliveries)
+
+        @saga("walled.changed", key="{id}", events={"picked": "{id}"}, max_attempts=1, app=app)
+        def changed(saga: Any, id: str) -> Any:
+            saga.effect("ask", ask, is_answered=saga.tenant != "d")
+            return saga.wait_for("picked", match=id, timeout=60.0)["data"]
+
+        def ask(*, is_answered: bool, idempotency_key: str) -> None:
+            if not is_answered:
+                raise EffectUnknown("no answer")
+
+        handles = {tenant: enqueue(app, changed, "s", tenant=tenant) for tenant in "abcd"}
+        stage.run()
+    ids = {tenant: OperationId(tenant, "walled.changed", "s") for tenant in "abcd"}
+    change = Change("ann", "ticket 42")
+    with under(OPERATOR) as app:
+        operate.signal_saga(app, ids["a"], "picked", "by hand", change)
+        operate.cancel_saga(app, ids["b"], change)
+        with (
+            pytest.raises(ChangeRefused, match="4 sagas have it, choose one"),
+            runtime_of(app).autocommit() as connection,
+        ):
+            operate.find(app, connection, "s")
+        with runtime_of(app).autocommit() as connection:
+            assert operate.find(app, connection, "s", tenant="c") == ids["c"]
+            shown = saga_reading.show(connection, ids["a"])
+        assert [(event["event_type"], event["person"]) for event in shown["events"]] == [("picked", "ann")]
+        assert [row["action"] for row in shown["audit"]] == ["saga_signal"]
+        resolve_effect_of_saga(app, ids["d"], "ask", DidNotHappen(), change)
+        with runtime_of(app).autocommit() as connection:
+            listed = saga_reading.list_sagas(connection, saga_reading.Filter("bank"), limit=10)
+    waiting = [("a", "RUNNING"), ("b", "COMPENSATING"), ("c", "RUNNING"), ("d", "COMPENSATING")]
+    assert sorted((row.tenant, row.status) for row in listed) == waiting
+    with under(APPLICATION):
+        stage.run()
+        assert handles["a"].result() == "by hand"
+        assert [handles[tenant].status() for tenant in "bcd"] == ["failed", "released", "failed"]

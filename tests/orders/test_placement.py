@@ -63,7 +63,7 @@ def test_an_order_that_costs_nothing_is_cancelled_without_a_refund(shop: Shop, s
     shop.cancel(order)
     shop.run()
     assert shop.status(order) == ("CANCELLED", "free", "STOCK_RELEASED")
-    assert shop.observed(order)[1] == "FAILED"
+    assert shop.observed(order).status == "FAILED"
 
 
 def test_an_order_of_nothing_in_stock_needs_no_warehouse(shop: Shop) -> None:
@@ -100,12 +100,12 @@ def test_a_second_order_of_a_checkout_session_is_cancelled(shop: Shop, sku: str)
 def test_an_observer_sees_how_far_an_order_has_come(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.run("stock.reserved > observer", "order.paid > warehouse")
-    assert shop.observed(order)[1] == "RUNNING"
+    assert shop.observed(order).status == "RUNNING"
     shop.cancel(order)
     shop.run("order.paid > warehouse", "stock.released > observer")
-    assert shop.observed(order)[1] == "COMPENSATING"  # the money is back, the goods are not known to be
+    assert shop.observed(order).status == "COMPENSATING"  # the money is back, the goods are not known to be
     shop.run()
-    assert shop.observed(order)[1] == "FAILED"
+    assert shop.observed(order).status == "FAILED"
     check_order(shop, order, "CANCELLED")
 
 

@@ -21,7 +21,7 @@ def enter(session: Any, account: str) -> str:
 def entering(stage: Stage, name: str) -> Any:
     """A task that writes `name:thing`, and refuses the things that its test names in `.refuses`."""
 
-    @stage.app.task(base=IdempotentTask, bind=True, name=name)
+    @stage.app.task(base=IdempotentTask, bind=True, name=name, shared=False)
     def task(self: IdempotentTask, thing: str) -> str:
         if thing in task.refuses:
             raise PermanentError(f"{name} refuses {thing}", f"no_{name}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
@@ -84,6 +84,12 @@ class Stage:
                 text("SELECT * FROM idempotency.saga_instances WHERE key = :key"), {"key": key}
             ).one()
 
+    def saga_of(self, task: str) -> Any:
+        """The row of the only saga of a type."""
+        with self.engine.connect() as connection:
+            query = text("SELECT * FROM idempotency.saga_instances WHERE saga_type = :task")
+            return connection.execute(query, {"task": task}).one()
+
     def steps(self, key: str) -> list[tuple[str, str, str]]:
         """Kind, name and state of all that the saga has recorded."""
         with self.engine.connect() as connection:
@@ -110,7 +116,9 @@ def stage(bank: Celery, engine: Engine, deliveries: Deliveries) -> Iterator[Stag
     from idempotency import events
 
     tasks, expected = dict(bank.tasks), dict(events._expected.get(bank, {}))
+    shared = set(_state._on_app_finalizers)  # what Celery gives to applications that are made later
     yield Stage(bank, engine, deliveries)
     for name in set(bank.tasks) - set(tasks):
         bank.tasks.pop(name)
     events._expected[bank] = expected
+    _state._on_app_finalizers.intersection_update(shared)

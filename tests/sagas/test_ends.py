@@ -9,7 +9,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
+from idempotency import publish
 from idempotency.application import runtime_of
+from idempotency.errors import InvalidArguments
 from idempotency.sagas import observe, saga
 from idempotency.store import sagas
 from idempotency.store.answers import error_text
@@ -135,3 +137,21 @@ def test_an_observer_notes_each_step_once(stage: Stage) -> None:
     assert (row.status, row.current_step) == ("COMPLETED", "done")
     assert row.context == {step: {"step": step} for step in ("placed", "paid", "done")}
     assert [name for _, name, _ in stage.steps("o1")] == ["placed", "paid", "done"]
+
+
+def test_an_observer_does_not_write_over_a_saga(stage: Stage) -> None:
+    waiting_saga(stage)
+    with runtime_of(stage.app).engine.begin() as connection, pytest.raises(InvalidArguments, match="is a saga"):
+        observe(connection, "waiting", "r1", "seen", None, app=stage.app)
+
+
+def test_an_event_of_a_publisher_with_an_old_snapshot_wakes_the_saga_at_the_next_recovery(stage: Stage) -> None:
+    handle = stage.enqueue(waiting_saga(stage), "r1")
+    with stage.engine.connect().execution_options(isolation_level="REPEATABLE READ") as publisher, publisher.begin():
+        publisher.execute(text("SELECT 1 FROM idempotency.records"))
+        stage.run()
+        publish(publisher, "picked", {"id": "r1"}, app=stage.app)
+    assert (stage.run(), handle.status()) == ([], "released")
+    maintenance.recover(stage.app)
+    stage.run()
+    assert handle.status() == "completed"

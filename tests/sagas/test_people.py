@@ -11,16 +11,19 @@ from sqlalchemy import text
 
 from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, OperationId
 from idempotency.application import runtime_of
-from idempotency.errors import ChangeRefused, InvalidResult, OperationNotFound, ReplayRefused
+from idempotency.errors import ChangeRefused, DiscardRefused, InvalidResult, OperationNotFound, ReplayRefused
+from idempotency.operate import discard
 from idempotency.operate import saga as operate
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect_of_saga
 from idempotency.sagas import observe, saga
+from idempotency.store import saga_steps
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-from tests.support.operators import ANN
+from tests.support.operators import ANN, act
 
 
 def id_of(task: Any, key: str = "r1") -> OperationId:
@@ -102,7 +105,7 @@ def test_a_saga_that_has_not_begun_is_cancelled_without_having_run(stage: Stage,
 
 
 def test_a_saga_that_runs_records_nothing_more_and_is_undone(stage: Stage) -> None:
-    @stage.app.task(base=IdempotentTask, bind=True, name="leave")
+    @stage.app.task(base=IdempotentTask, bind=True, name="leave", shared=False)
     def leave(self: IdempotentTask, account: str) -> str:
         return enter(self.session, f"leave {account}")
 
@@ -204,7 +207,8 @@ def test_an_event_that_a_saga_does_not_wait_for_is_refused(stage: Stage, waiting
         operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
     stage.run()
     for event_type, match, why in [
-        ("checked", None, "does not wait for checked; it waits for picked; or send it ahead with --match"),
+        ("checked", None, "waiting r1: waits for picked; send checked ahead with --match"),
+        ("lost", None, "never waits for lost; its code names: checked, picked"),
         ("lost", "r1", "never waits for lost; its code names: checked, picked"),
     ]:
         with pytest.raises(ChangeRefused, match=why):
@@ -214,6 +218,25 @@ def test_an_event_that_a_saga_does_not_wait_for_is_refused(stage: Stage, waiting
         operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
     with stage.engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM idempotency.saga_events")).scalar_one() == 0
+
+
+def test_a_signal_that_comes_as_the_wait_ends_is_refused(
+    stage: Stage, waiting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.enqueue(waiting, "r1")
+    stage.run()
+    keep_event = saga_steps.keep_event
+
+    def time_out_first(*args: Any, **options: Any) -> None:
+        stage.pass_time(5 * 86400.0 + 1)
+        stage.run()
+        keep_event(*args, **options)
+
+    monkeypatch.setattr(saga_steps, "keep_event", time_out_first)
+    with pytest.raises(ChangeRefused, match="its wait for picked has ended at this moment; look again"):
+        operate.signal_saga(stage.app, id_of(waiting), "picked", {}, ANN)
+    assert audited(stage) == []
+    assert stage.steps("r1")[1:] == [("wait", "picked", "timed_out"), ("wait", "checked", "begun")]
 
 
 # ---------------------------------------------------------------- a saga that has stopped
@@ -323,6 +346,43 @@ def test_a_call_whose_failure_a_saga_has_used_is_not_replayed(stage: Stage, stuc
     assert stage.accounts() == ["make:a", "make:b"]
 
 
+def test_the_letter_of_a_stopped_saga_is_not_discarded(stage: Stage, stuck: Any) -> None:
+    stage.enqueue(stuck, "r1")
+    stage.run()
+    ann, ben = Person("ann", "admin"), Person("ben", "admin")
+    with pytest.raises(DiscardRefused, match="the saga stuck r1 has stopped; it is closed when the saga goes on"):
+        act(stage.app, discard.request, ann, letter_of(stage, stuck), "not needed")
+    # nor if it stopped after it was asked for
+    with stage.engine.connect() as connection:
+        letter = {"letter": letter_of(stage, stuck)}
+        asked = "INSERT INTO idempotency.discards (letter, requested_by, reason) VALUES (:letter, 'ann', 'not needed')"
+        connection.execute(text(asked), letter)
+    with pytest.raises(DiscardRefused, match="has stopped"):
+        act(stage.app, discard.approve, ben, letter_of(stage, stuck))
+    assert ("stuck", "compensation_failed", "open") in stage.letters()
+
+
+def test_a_saga_whose_code_does_not_fit_can_be_cancelled(stage: Stage) -> None:
+    leave = entering(stage, "leave")
+    code = ["one"]
+
+    @saga("misfit", key="{id}", app=stage.app)
+    def misfit(saga: Any, id: str) -> Any:
+        saga.call(leave, thing=code[0], undo=leave)
+        saga.sleep(timedelta(hours=1))
+
+    handle = stage.enqueue(misfit, "r1")
+    stage.run()
+    code[:] = ["two"]
+    stage.pass_time(3601.0)
+    stage.run()
+    assert stage.letters() == [("misfit", "saga_mismatch", "open")]
+    operate.cancel_saga(stage.app, id_of(misfit), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["leave:one", "leave:one"])
+    assert stage.letters() == [("misfit", "saga_mismatch", "replayed"), ("misfit", "cancelled", "open")]
+
+
 # ---------------------------------------------------------------- an effect of unknown outcome
 
 
@@ -357,8 +417,27 @@ def test_a_person_says_what_became_of_an_effect_and_the_saga_goes_on(
     resolve_effect_of_saga(stage.app, id_of(charging), "charge", word, Change("ann", "asked them"))
     stage.run()
     assert (handle.status(), stage.accounts()) == ("failed", ["open:r1", *undone])
-    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "effect_unknown", "open")]
+    # as for other operations: nothing but the unknown effect had ended it
+    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "cancelled", "open")]
     assert audited(stage) == [("ann", "resolve", "charging")]
+
+
+def test_an_effect_that_may_still_be_on_its_way_is_not_resolved(stage: Stage) -> None:
+    refund = entering(stage, "refund")
+
+    def charge(thing: str, *, idempotency_key: str) -> str:
+        operate.cancel_saga(stage.app, id_of(charging), ANN)
+        with pytest.raises(ChangeRefused, match="is COMPENSATING and has not stopped"):
+            resolve_effect_of_saga(stage.app, id_of(charging), "charge", DidNotHappen(), ANN)
+        return "ch_1"
+
+    @saga("charging", key="{id}", app=stage.app)
+    def charging(saga: Any, id: str) -> Any:
+        saga.effect("charge", charge, thing=id, undo=refund)
+
+    handle = stage.enqueue(charging, "r1")
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["refund:r1"])
 
 
 def test_a_saga_that_stops_for_another_reason_leaves_no_letter_of_the_first(stage: Stage, charging: Any) -> None:

@@ -47,7 +47,7 @@ def test_a_failure_undoes_what_was_recorded_in_reverse_order(stage: Stage) -> No
         saga.call(make, thing="a", undo=void)
         saga.call(make, thing="bad", undo=void)
 
-    @stage.app.task(base=IdempotentTask, bind=True, name="closing")
+    @stage.app.task(base=IdempotentTask, bind=True, name="closing", shared=False)
     def closing(self: IdempotentTask, account: str, result: Any) -> str:
         return enter(self.session, f"close {account} {result}")
 
@@ -252,7 +252,7 @@ def test_sagas_call_sagas(stage: Stage) -> None:
 
     handle = stage.enqueue(outer, "r1")
     stage.run()
-    assert stage.saga("outer/r1/inner").status == "RUNNING"
+    assert [stage.saga_of(task).status for task in ("outer", "inner")] == ["RUNNING", "RUNNING"]
     stage.pass_time(3601.0)
     stage.run()
     assert handle.result() == "inner done"

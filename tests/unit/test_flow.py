@@ -138,6 +138,7 @@ def test_no_service_reads_what_the_observer_keeps() -> None:
         name for name in modules if re.search(r"\bplacements\b|\bPlacement\b", (ROOT / f"tasks/{name}.py").read_text())
     }
     assert users == {"observer", "models"}
+    assert not [module for module in (ROOT / "tasks").glob("*.py") if "idempotency.saga_" in module.read_text()]
 
 
 def test_the_page_shows_the_map() -> None:

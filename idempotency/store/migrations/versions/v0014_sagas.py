@@ -82,11 +82,14 @@ CREATE TABLE idempotency.saga_events (
     event       text        NOT NULL,
     -- of an event that a person has signalled: for this saga alone
     saga_id     uuid,
+    -- whether those that wait for it have been told
+    signalled   boolean     NOT NULL DEFAULT false,
     repeats     int         NOT NULL DEFAULT 0,
     received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     UNIQUE (tenant, event_type, match, event_id)
 );
 CREATE INDEX saga_events_received ON idempotency.saga_events (received_at);
+CREATE INDEX saga_events_unsignalled ON idempotency.saga_events (id) WHERE NOT signalled;
 """
 
 FUNCTIONS = """
@@ -140,26 +143,46 @@ CREATE FUNCTION idempotency.keep_event(
     of_tenant text, of_type text, of_match text, of_id text, event text, of_saga uuid DEFAULT NULL
 )
 RETURNS void LANGUAGE plpgsql AS $$
-DECLARE
-    waiting uuid;
-    is_new boolean;
 BEGIN
     PERFORM pg_advisory_xact_lock_shared(idempotency.event_lock(of_tenant, of_type, of_match));
     INSERT INTO idempotency.saga_events AS e (tenant, event_type, match, event_id, event, saga_id)
     VALUES (idempotency.about(of_tenant), of_type, of_match, of_id, event, of_saga)
-    ON CONFLICT (tenant, event_type, match, event_id) DO UPDATE SET repeats = e.repeats + 1
-    RETURNING e.repeats = 0 INTO is_new;
-    IF is_new THEN
-        FOR waiting IN
-            SELECT s.saga_id FROM idempotency.saga_steps s
-            WHERE s.tenant = of_tenant AND s.event_type = of_type AND s.match = of_match
-              AND s.kind = 'wait' AND s.state = 'begun' AND (of_saga IS NULL OR s.saga_id = of_saga)
-            ORDER BY s.saga_id
-        LOOP
-            PERFORM idempotency.signal_saga(waiting);
-        END LOOP;
-    END IF;
+    ON CONFLICT (tenant, event_type, match, event_id) DO UPDATE SET repeats = e.repeats + 1;
 END $$;
+
+-- Sagas that wait for events which have not signalled yet. Two publishers of several events lock the sagas in one order,
+-- and so never wait for each other.
+CREATE FUNCTION idempotency.signal_from(first bigint) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    waiting uuid;
+BEGIN
+    FOR waiting IN
+        WITH told AS (
+            UPDATE idempotency.saga_events SET signalled = true WHERE id >= first AND NOT signalled
+            RETURNING tenant, event_type, match, saga_id
+        )
+        SELECT DISTINCT s.saga_id
+        FROM told JOIN idempotency.saga_steps s USING (tenant, event_type, match)
+        WHERE s.kind = 'wait' AND s.state = 'begun' AND (told.saga_id IS NULL OR s.saga_id = told.saga_id)
+        ORDER BY s.saga_id
+    LOOP
+        PERFORM idempotency.signal_saga(waiting);
+    END LOOP;
+END $$;
+
+-- When the publisher commits, the first of its events signals for all of them. At another isolation level than READ
+-- COMMITTED it may not see who waits; then recovery signals.
+CREATE FUNCTION idempotency.signal_waiting() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF current_setting('transaction_isolation') = 'read committed'
+        AND EXISTS (SELECT FROM idempotency.saga_events WHERE id = NEW.id AND NOT signalled)
+    THEN
+        PERFORM idempotency.signal_from(NEW.id);
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE CONSTRAINT TRIGGER signal_waiting AFTER INSERT ON idempotency.saga_events
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION idempotency.signal_waiting();
 
 -- The end of an operation: whoever called it goes on, in the same commit. And nobody but its own code ends a saga: it has
 -- to be undone first.
@@ -177,7 +200,10 @@ BEGIN
     FOR found IN
         SELECT s.saga_id, s.generation, s.position FROM idempotency.saga_steps s
         WHERE s.tenant = NEW.tenant AND s.call_task = NEW.task AND s.call_key = NEW.key
-          AND (s.state = 'begun' OR s.kind = 'undo' AND s.state = 'failed' AND NEW.status = 'completed')
+          AND (s.state = 'begun'
+            OR s.kind = 'undo' AND s.state = 'failed' AND NEW.status = 'completed'
+            -- a person has said what became of it
+            OR s.kind = 'call' AND s.state = 'failed' AND NEW.status = 'failed')
         ORDER BY s.saga_id, s.generation, s.position
     LOOP
         PERFORM idempotency.signal_saga(found.saga_id);
@@ -245,6 +271,8 @@ def downgrade() -> None:
     op.execute("DROP TRIGGER forget_saga ON idempotency.records")
     op.execute("DROP TRIGGER end_of_operation ON idempotency.records")
     op.execute("DROP FUNCTION idempotency.forget_saga(), idempotency.end_of_operation(), idempotency.as_jsonb(text)")
+    op.execute("DROP TRIGGER signal_waiting ON idempotency.saga_events")
+    op.execute("DROP FUNCTION idempotency.signal_waiting(), idempotency.signal_from(bigint)")
     op.execute("DROP FUNCTION idempotency.keep_event(text, text, text, text, text, uuid)")
     op.execute("DROP FUNCTION idempotency.event_lock(text, text, text), idempotency.signal_saga(uuid)")
     op.execute("DROP FUNCTION idempotency.resume_saga(idempotency.sagas)")
