@@ -36,6 +36,8 @@ CREATE TABLE idempotency.sagas (
 -- Lists for people begin with the newest. No column that a wait changes, so that it updates no index.
 CREATE INDEX sagas_newest ON idempotency.sagas (created_at);
 CREATE INDEX sagas_stopped ON idempotency.sagas (created_at) WHERE stopped IS NOT NULL;
+-- for the purge, which must not read those that wait
+CREATE INDEX sagas_over ON idempotency.sagas (updated_at) WHERE status <> 'RUNNING';
 
 CREATE TABLE idempotency.saga_steps (
     saga_id        uuid        NOT NULL REFERENCES idempotency.sagas ON DELETE CASCADE,
