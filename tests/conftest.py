@@ -29,6 +29,19 @@ from tests.support.outside import OutsideWorld
 from tests.support.pooler import Pooler
 from tests.support.processes import Processes, Worker
 
+LONG = (
+    *(
+        "tests/model/",
+        "tests/search/",
+        "tests/pipeline/test_chaos.py",
+        "tests/pipeline/test_demo.py",
+        "tests/controls/",
+    ),
+    *("tests/pipeline/test_relay_faults.py", "tests/integration/test_assert_idempotent.py"),
+    *("tests/integration/test_service_servers.py", "tests/integration/test_presence.py", "tests/sagas/programs/"),
+    *("tests/pipeline/test_crashes.py", "tests/integration/test_metrics.py", "tests/orders/test_any_order.py"),
+)
+
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a failure when it happens: a run that is cut short has no summary."""
@@ -37,8 +50,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The random programs take minutes: begun last, they would be all that runs at the end.
-    items.sort(key=lambda item: "/model/" not in item.nodeid)  # stable
+    # What takes minutes begins first: begun last, it would be all that runs at the end.
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))  # stable
     if "POOLER" in os.environ:
         for item in items:
             if item.get_closest_marker("direct"):
