@@ -30,16 +30,19 @@ from tests.support.pooler import Pooler
 from tests.support.processes import Processes, Worker
 
 LONG = (
-    *(
-        "tests/model/",
-        "tests/search/",
-        "tests/pipeline/test_chaos.py",
-        "tests/pipeline/test_demo.py",
-        "tests/controls/",
-    ),
-    *("tests/pipeline/test_relay_faults.py", "tests/integration/test_assert_idempotent.py"),
-    *("tests/integration/test_service_servers.py", "tests/integration/test_presence.py", "tests/sagas/programs/"),
-    *("tests/pipeline/test_crashes.py", "tests/integration/test_metrics.py", "tests/orders/test_any_order.py"),
+    "tests/model/",
+    "tests/search/",
+    "tests/pipeline/test_chaos.py",
+    "tests/pipeline/test_demo.py",
+    "tests/controls/",
+    "tests/pipeline/test_relay_faults.py",
+    "tests/integration/test_assert_idempotent.py",
+    "tests/integration/test_service_servers.py",
+    "tests/integration/test_presence.py",
+    "tests/integration/test_metrics.py",
+    "tests/sagas/programs/",
+    "tests/pipeline/test_crashes.py",
+    "tests/orders/test_any_order.py",
 )
 
 
