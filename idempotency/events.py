@@ -183,12 +183,18 @@ def as_data(payload: Any, *, limit: int) -> Any:
     return data
 
 
+def matched_by(template: str, value: str) -> str:
+    """What is compared: the name of the template's member, too, so that order 7 is not return 7."""
+    (member,) = keys.template(template).fields  # type: ignore[attr-defined]
+    return f"{member}={value}"
+
+
 def _matches(application: Celery, event_type: str, data: Any) -> set[str]:
     """What the waits of sagas for this event are compared with. Data that lack it match none: no publisher fails by that."""
     matches = set()
     for template, function in _expected.get(application, {}).get(event_type, {}).items():
         try:
-            matches.add(keys.made_by(function, data if isinstance(data, dict) else {}))
+            matches.add(matched_by(template, keys.made_by(function, data if isinstance(data, dict) else {})))
         except CallRefused as refused:
             log.warning("event_matches_no_saga", event_type=event_type, template=template, error=str(refused))
     return matches

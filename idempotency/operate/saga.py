@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..errors import ChangeRefused
-from ..events import as_data, new_attributes
+from ..events import as_data, matched_by, new_attributes
 from ..store import letters, operations, saga_changes, saga_reading, saga_steps, sagas
 from ..store.answers import error_text
 from ..store.saga_changes import Retried
@@ -111,6 +111,9 @@ def signal_saga(
         saga = _running(connection, id, runtime.settings.service)
         _check_named(app, id, event_type)
         now = _awaited(connection, saga, event_type)
+        if match is not None:
+            template = getattr(app.tasks.get(id.task), "saga_events", {}).get(event_type)
+            match = match if template is None else matched_by(template, match)
         if now is None and match is None:
             waits = ", ".join(wait.event_type for wait in saga_reading.waits(connection, saga.id)) or "no event"
             raise ChangeRefused(f"{called(id)}: waits for {waits}; send {event_type} ahead with --match")

@@ -35,7 +35,7 @@ from ..errors import (
     SettingsError,
     UnsupportedControl,
 )
-from ..events import expect
+from ..events import expect, matched_by
 from ..observe.logs import log
 from ..store import clock
 from ..store.answers import Claimed
@@ -103,7 +103,8 @@ class SagaTask(IdempotentTask[..., Any]):
             raise InvalidArguments(
                 f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}"
             )
-        wanted = keys.check_key(str(match) if type(match) is int else match, field="match")
+        value = keys.check_key(str(match) if type(match) is int else match, field="match")
+        wanted = matched_by(self.saga_events[event_type], value)
         with self._saga.used() as attempt:
             return waits.wait_for(attempt, event_type, wanted, seconds_of("timeout", timeout))
 

@@ -116,7 +116,7 @@ def test_the_list_says_what_each_saga_waits_for_and_why_it_has_stopped(
     assert rows[0]["error"]["code"] == "no_shop.make"
     people = run("saga", "list")
     assert people.status == 0
-    for said in ("picked r1 until 20", "effect_unknown: effect 'charge': begun", "effect charge", "no_shop.make"):
+    for said in ("picked id=r1 until 20", "effect_unknown: effect 'charge': begun", "effect charge", "no_shop.make"):
         assert said in people.out
 
 
@@ -253,7 +253,7 @@ def test_the_page_of_an_operation_names_its_timeline(stage: Stage, run: Run, beg
     begun("r1")
     assert "a saga; its timeline: idempotency saga show r1" in run("show", "r1").out
     assert run("show", "r1", "--json").document["is_saga"]
-    assert "entity r1, RUNNING, waits for picked r1 until" in run("saga", "show", "r1").out
+    assert "entity r1, RUNNING, waits for picked id=r1 until" in run("saga", "show", "r1").out
 
 
 def test_a_key_of_several_sagas_or_of_none_is_refused(stage: Stage, run: Run, returning: Any, begun: Any) -> None:
@@ -291,8 +291,8 @@ def test_each_change_says_what_it_did(
     assert stage.saga("r1").status == "COMPLETED"
     begun("r2")
     given = run("saga", "signal", "r2", "picked", "--match", "later", *why, "--json").document
-    assert (given["change"], given["match"], given["is_awaited"]) == ("signalled", "later", False)
-    assert re.search(r"event picked +│ unused .*match later", run("saga", "show", "r2").out)
+    assert (given["change"], given["match"], given["is_awaited"]) == ("signalled", "id=later", False)
+    assert re.search(r"event picked +│ unused .*match id=later", run("saga", "show", "r2").out)
     answer = run("saga", "cancel", "r2", *why)
     assert (answer.status, answer.out) == (0, "cancelled: shop.take_back r2: it is undone from now on\n")
     answer = run("saga", "cancel", "r2", *why)

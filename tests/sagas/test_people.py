@@ -181,7 +181,7 @@ def test_a_signal_ends_the_wait_of_its_saga_and_of_no_other(stage: Stage, waitin
     handle, elsewhere = stage.enqueue(waiting, "r1"), stage.enqueue(other, "r1")
     stage.run()
     given = operate.signal_saga(stage.app, id_of(waiting), "picked", {"n": 1}, ANN)
-    assert (given.match, given.is_awaited) == ("r1", True)
+    assert (given.match, given.is_awaited) == ("id=r1", True)
     stage.run()
     stage.publish("checked", {"id": "r1", "n": 2})
     stage.run()

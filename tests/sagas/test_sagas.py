@@ -283,3 +283,22 @@ WRONG: dict[str, Any] = {
     "a call with other arguments": lambda saga, make: saga.call(make, nothing="x"),
     "the session": lambda saga, make: saga.session.execute("SELECT 1"),
 }
+
+
+def test_a_wait_is_not_ended_by_an_event_that_another_saga_matches_by_another_member(stage: Stage) -> None:
+    @saga("by.return", key="{id}", events={"picked": "{return_id}"}, app=stage.app)
+    def by_return(saga: Any, id: str) -> Any:
+        return saga.wait_for("picked", match=id, timeout=3600.0) and "its own"
+
+    @saga("by.order", key="{id}", events={"picked": "{order_id}"}, app=stage.app)
+    def by_order(saga: Any, id: str) -> Any:
+        return saga.wait_for("picked", match=id, timeout=3600.0) and "its own"
+
+    handles = [stage.enqueue(task, "7") for task in (by_return, by_order)]
+    stage.run()
+    stage.publish("picked", {"order_id": "7"})
+    stage.run()
+    assert [handle.status() for handle in handles] == ["released", "completed"]
+    stage.publish("picked", {"order_id": "8", "return_id": "7"})
+    stage.run()
+    assert handles[0].result() == "its own"
