@@ -54,9 +54,9 @@ class People(Claims):
 
     def _cancel(self, shown: Shown) -> None:
         record = self.records.get(shown.id)
-        rows = [row for row in self.rows.values() if row.id == shown.id]
+        owed = [row for row in self.rows.values() if row.id == shown.id and not row.settled and row.status != "failed"]
         if shown.status == "accepted":
-            may = record is None and any(not row.settled and row.status != "failed" for row in rows)
+            may = record is None and bool(owed)
         else:
             may = record is not None and (record.status, record.fence) == (shown.status, shown.fence)
             may = may and shown.status == "released"
@@ -65,7 +65,7 @@ class People(Claims):
             cancel(self.app, shown, Change("ana", "no longer wanted"))
         if may:
             if record is None:
-                record = self.records[shown.id] = Record("released", rows[0].fingerprint, attempts=0)
+                record = self.records[shown.id] = Record("released", owed[0].fingerprint, attempts=0)
             record.end("failed", code="cancelled")
             record.fence = None
             self.failures[shown.id.key] += 1

@@ -87,6 +87,18 @@ def test_what_was_accepted_when_shown_and_replayed_since_is_not_cancelled(machin
     )
 
 
+def test_of_two_requests_of_which_one_was_discarded_the_other_is_cancelled(machine: Machine) -> None:
+    run(
+        machine,
+        lambda: machine.enqueue(ACME, 2, later=False, sent=True),
+        lambda: machine.look(ACME),
+        lambda: machine.give_up(ACME, 1, 0, unknown=True),
+        lambda: machine.discard(0, asks=True, approves="bo"),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
+        lambda: machine.change(0, "cancel"),
+    )
+
+
 def test_a_replay_that_could_not_be_published_is_replayed(machine: Machine) -> None:
     run(
         machine,
