@@ -33,7 +33,7 @@ def place_order(self: IdempotentTask, event: Event) -> None:
 
 @subscribe("stock.confirmed", consumer="orders", app=app)
 def request_payment(self: IdempotentTask, event: Event) -> None:
-    """Its goods are set aside, so it may be charged: nobody pays for what there is not."""
+    """Its goods are set aside, so it may be charged: nobody pays for something that is out of stock."""
     order = _order(self.session, event["data"], tenant=self.tenant)
     if order is not None and order.status == PENDING_PAYMENT and not order.payment_requested:
         order.payment_requested = True

@@ -29,18 +29,23 @@ ROW = "tenant = %(tenant)s AND task = %(task)s AND key = %(key)s"
 OWN = "(service = %(service)s) IS NOT FALSE"
 MINE = f"{ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
 
-# Raises division_by_zero if it matches no row, so that no COMMIT can follow. If the holder freezes between this statement
-# and COMMIT, the server disconnects it within half a lease. Whatever a body has SET, this commit waits for the disk.
-FINISH = """
-WITH settings AS (
+# If the holder freezes between its finishing statement and COMMIT, the server disconnects it within half a lease. Whatever a
+# body has SET, this commit waits for the disk.
+SETTINGS = """settings AS (
     SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
            set_config('synchronous_commit', 'on', true)
-), finished AS (
+)"""
+
+# Raises division_by_zero if it matches no row, so that no COMMIT can follow.
+FINISH = (
+    f"WITH {SETTINGS}"
+    + """, finished AS (
     UPDATE idempotency.records SET {changes}, updated_at = clock_timestamp()
     FROM settings WHERE {condition} RETURNING 1
 )
 SELECT 1 / count(*) FROM finished
 """
+)
 
 
 def named(id: OperationId) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from .answers import Claimed
 from .callers import Executes
-from .record import MINE, idle_ms, mine
+from .record import MINE, SETTINGS, idle_ms, mine
 from .sagas import SagaRow
 from .statements import execute
 
@@ -78,10 +78,7 @@ _RECORD = f"WITH {_HELD}\nINSERT INTO idempotency.saga_steps {_COLUMNS}\n{_VALUE
 
 # In a step's own transaction: raises division_by_zero if nothing was recorded, as an operation's end does.
 _RECORD_WITH = f"""
-WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
-           set_config('synchronous_commit', 'on', true)
-), {_HELD}, recorded AS (
+WITH {SETTINGS}, {_HELD}, recorded AS (
     INSERT INTO idempotency.saga_steps {_COLUMNS}
     {_VALUES}, settings RETURNING 1
 )
@@ -108,10 +105,7 @@ WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.position = %(
 RETURNING 1
 """
 _CHANGE_EFFECT_WITH = f"""
-WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
-           set_config('synchronous_commit', 'on', true)
-), changed AS ({_CHANGE_EFFECT})
+WITH {SETTINGS}, changed AS ({_CHANGE_EFFECT})
 SELECT 1 / count(*) FROM changed, settings
 """
 
@@ -131,10 +125,7 @@ ORDER BY e.id LIMIT 1
 
 # A wait has one winner, which is recorded.
 _DECIDE = f"""
-WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
-           set_config('synchronous_commit', 'on', true)
-), {_HELD}, decided AS (
+WITH {SETTINGS}, {_HELD}, decided AS (
     UPDATE idempotency.saga_steps s
     SET state = %(state)s, result = %(result)s, event_id = %(event_id)s, ended_at = clock_timestamp()
     FROM held, settings

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from ..wire.keys import OperationId
 from .answers import Claimed
 from .callers import Executes
-from .record import MINE, ROW, idle_ms, mine, named
+from .record import MINE, ROW, SETTINGS, idle_ms, mine, named
 from .statements import execute
 
 # Without a time of its own. Not infinity, which Python's clock does not have.
@@ -55,10 +55,7 @@ RETURNING id, status, error, stopped, stops, signals, xmax = 0,
 # The saga lets go of everything but its rows. `waits_for` of them have to end before it goes on; none: it goes on at once.
 # Not if anything has happened since it was read.
 _WAIT = f"""
-WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
-           set_config('synchronous_commit', 'on', true)
-), saga AS (
+WITH {SETTINGS}, saga AS (
     UPDATE idempotency.sagas
     SET waits_for = CASE WHEN signals = %(signals)s THEN %(waits_for)s END, updated_at = clock_timestamp(),
         stopped = %(stopped)s, stops = CASE WHEN %(stopped)s::text IS NULL THEN 0 ELSE stops + 1 END
@@ -103,8 +100,10 @@ _STATUS = f"SELECT status FROM idempotency.sagas WHERE {ROW} AND status IN ('RUN
 # it stops.
 _LET_GO = f"""
 WITH saga AS (
-    UPDATE idempotency.sagas SET status = 'COMPENSATING', error = coalesce(error, %(error)s), waits_for = CASE WHEN status = 'COMPENSATING' THEN 1 END,
-        stopped = CASE WHEN status = 'COMPENSATING' THEN %(stopped)s END, updated_at = clock_timestamp()
+    UPDATE idempotency.sagas
+    SET status = 'COMPENSATING', error = coalesce(error, %(error)s), updated_at = clock_timestamp(),
+        waits_for = CASE WHEN status = 'COMPENSATING' THEN 1 END,
+        stopped = CASE WHEN status = 'COMPENSATING' THEN %(stopped)s END
     WHERE {ROW}
     RETURNING clock_timestamp() + CASE WHEN stopped IS NULL THEN interval '0' ELSE interval '{LONGEST_WAIT}' END AS due
 ), released AS (

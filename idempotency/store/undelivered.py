@@ -13,7 +13,7 @@ from ..wire import keys
 from ..wire.keys import OperationId
 from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, why_not
 from .ends import FailedEnd
-from .record import OWN, ROW, idle_ms, named
+from .record import OWN, ROW, SETTINGS, idle_ms, named
 from .statements import execute
 
 # Whether anything other than this message will deliver the operation. Resend would send the newest row of the newest
@@ -41,10 +41,7 @@ _ENDS = f"""r.status = 'released' AND (%(generation)s::int IS NULL OR r.generati
 
 # The fence changes, so that late writes of a former holder match nothing.
 _GIVE_UP = f"""
-WITH settings AS (
-    SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
-           set_config('synchronous_commit', 'on', true)
-), deliveries AS MATERIALIZED (
+WITH {SETTINGS}, deliveries AS MATERIALIZED (
     SELECT {_ELSEWHERE} AS elsewhere
 ), given_up AS (
     INSERT INTO idempotency.records AS r

@@ -11,8 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from psycopg.errors import LockNotAvailable
 from sqlalchemy import Engine, make_url, text
 from sqlalchemy.exc import OperationalError
 
-from idempotency import OperationId, cli
+from idempotency import OperationId
 from idempotency.application import close_runtime, runtime_of
 from idempotency.cli.options import this_user
 from idempotency.letters.consumer import DeadLetterConsumer
@@ -30,6 +28,7 @@ from idempotency.upkeep import maintenance
 from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.commands import Answer, Run, runner
 from tests.support.deliveries import Deliveries
 from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
@@ -38,37 +37,9 @@ from tests.support.tasks import enqueued
 AMOUNT = 9876543210123
 
 
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    out: str
-    error: str
-
-    @property
-    def document(self) -> Any:
-        """The one JSON document on stdout."""
-        return json.loads(self.out)
-
-
-Run = Callable[..., Answer]
-
-
 @pytest.fixture
 def run(bank: Celery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process, as the console script does."""
-    monkeypatch.setenv("CELERY_APP", "tests.support.bank")
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["idempotency", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured, code = capsys.readouterr(), ended.value.code
-        if isinstance(code, str):  # the interpreter prints it
-            return Answer(1, captured.out, captured.err + code + "\n")
-        return Answer(int(code or 0), captured.out, captured.err)
-
-    return run
+    return runner(monkeypatch, capsys)
 
 
 def started(engine: Engine, key: str = "a", **options: Any) -> OperationId:

@@ -3,54 +3,25 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from idempotency import EffectUnknown, PermanentError, cli
+from idempotency import EffectUnknown, PermanentError
 from idempotency.application import runtime_of
 from idempotency.sagas import call, observe, saga
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    out: str
-    error: str
-
-    @property
-    def document(self) -> Any:
-        """The one JSON document on stdout."""
-        return json.loads(self.out)
-
-
-Run = Callable[..., Answer]
+from tests.support.commands import Run, runner
 
 
 @pytest.fixture
 def run(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process, as the console script does."""
-    monkeypatch.setenv("CELERY_APP", "tests.support.bank")
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["idempotency", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured, code = capsys.readouterr(), ended.value.code
-        if isinstance(code, str):  # the interpreter prints it
-            return Answer(1, captured.out, captured.err + code + "\n")
-        return Answer(int(code or 0), captured.out, captured.err)
-
-    return run
+    return runner(monkeypatch, capsys)
 
 
 @pytest.fixture
