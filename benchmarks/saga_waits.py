@@ -47,7 +47,8 @@ _COPIES = (
        FROM idempotency.sagas g, copies WHERE g.key = :first_key""",
     """INSERT INTO idempotency.saga_steps
            (saga_id, generation, position, tenant, name, kind, state, args, event_type, match, due_at)
-       SELECT copies.id, s.generation, s.position, s.tenant, s.name, s.kind, s.state, s.args, s.event_type, n::text, s.due_at
+       SELECT copies.id, s.generation, s.position, s.tenant, s.name, s.kind, s.state, s.args, s.event_type,
+              replace(s.match, :first_key, n::text), s.due_at
        FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id, copies WHERE g.key = :first_key""",
     """INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at,
                                       generation, service, status, published_at, taken)
