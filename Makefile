@@ -3,20 +3,21 @@
 #   ARGS='-k outbox -x'       passed to the tool behind the target
 #   WORKERS=4                 test processes, each with its own servers
 #   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
-#   PURCHASES= REFUNDS= COPIES= VIA=http  options of the demo
+#   PURCHASES= REFUNDS= COPIES= VIA=http FLOW=orders  options of the demo
 
 STARTED := $(shell date +%s)
 VENV := .venv/bin
 # The sandbox's addresses; set your own to use another provider or mail server.
 export STRIPE_API_BASE ?= http://127.0.0.1:8420
 export SMTP_URL ?= smtp://127.0.0.1:8425
+export CARRIER_URL ?= http://127.0.0.1:8430
 # These processes share their counters here; `make metrics` shows the sums.
 api worker relay beat metrics: export PROMETHEUS_MULTIPROC_DIR ?= $(CURDIR)/var/metrics
 comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,7 +38,7 @@ status: .venv/ready ## show them
 
 demo: .venv/ready ## run the whole system under load and faults, then check the ledgers
 	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
-		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(ARGS)
+		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
 	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile $(ARGS)
@@ -86,6 +87,12 @@ search: .venv/ready ## try the schedules of every pair of actors; PREEMPTIONS=2 
 saga-programs: .venv/ready ## run random saga programs under kills, and compare them with an oracle; PROGRAMS=2000 SEED=1
 	@$(VENV)/python -m tests.sagas.programs --programs $(or $(PROGRAMS),2000) --seed $(or $(SEED),1) $(ARGS)
 
+saga-crashes: .venv/ready ## kill every consumer and saga of the application at every moment, and compare its books; FLOW=orders
+	@$(VENV)/python -m tests.saga_crashes --flow $(or $(FLOW),orders) $(ARGS)
+
+saga-deploy: .venv/ready ## replace the code under waiting sagas, beside it, badly and repaired, and check each one's path; SAGAS=1000
+	@$(VENV)/python -m tests.saga_deploy --sagas $(or $(SAGAS),1000) $(ARGS)
+
 faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part of it ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)
 
@@ -105,9 +112,9 @@ lint: .venv/ready ## ruff: lint and formatting
 types: .venv/ready ## mypy, strict
 	@$(VENV)/mypy $(ARGS)
 
-sandbox: .venv/ready ## run the payment provider's sandbox and the mail sink
+sandbox: .venv/ready ## run the sandboxes of the payment provider, the mail server and the carrier
 	@mkdir -p var/sandbox
-	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --data var/sandbox $(ARGS)
+	@exec $(VENV)/python -m sandbox all --provider-port 8420 --mail-port 8425 --carrier-port 8430 --data var/sandbox $(ARGS)
 
 migrate: up ## migrate the development database
 	@$(with_services) sh -c '$(VENV)/idempotency migrate -A tasks && $(VENV)/python -m tasks.migrate'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 from kombu import Queue
 from pydantic import SecretStr
@@ -32,6 +33,12 @@ class Environment(BaseSettings):
     stripe_timeout: float = 10.0
     smtp_url: str = "smtp://127.0.0.1:25"
     mail_from: str = "payments@shop.example"
+    carrier_url: str = "http://127.0.0.1:8430"
+    # Seconds, as `stripe_timeout`.
+    carrier_timeout: float = 10.0
+    # How long a return waits for the carrier, and then for the warehouse. In seconds, or as ISO 8601 has it: P5D.
+    pickup_within: timedelta = timedelta(days=5)
+    inspection_within: timedelta = timedelta(days=14)
 
 
 environment = Environment()
@@ -61,6 +68,8 @@ task_routes = {
     "refunds.*": {"queue": "refunds"},
     "orders.*": {"queue": "orders"},
     "warehouse.*": {"queue": "orders"},
+    "returns.*": {"queue": "orders"},
+    "shipping.*": {"queue": "orders"},
     "observer.*": {"queue": "orders"},
     "notifications.*": {"queue": "notifications"},
     "support.*": {"queue": "notifications"},

@@ -20,7 +20,7 @@ from .callers import Authentication, Callers, is_write, tenant_of
 from .operators import Operators, RateLimits
 
 JSON = ("application/json",)
-DESCRIPTION = "Payments, refunds and orders, each carried out once for its Idempotency-Key."
+DESCRIPTION = "Payments, refunds, orders and returns, each carried out once for its Idempotency-Key."
 
 
 class KeyedRoutes:

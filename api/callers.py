@@ -19,7 +19,12 @@ from idempotency.store.tenants import Caller
 from .problems import Problem, failure, unauthenticated
 
 # The scope that each route needs. Other routes are not for tenants.
-WRITES = {"/payments": "payments:write", "/refunds": "refunds:write", "/orders": "orders:write"}
+WRITES = {
+    "/payments": "payments:write",
+    "/refunds": "refunds:write",
+    "/orders": "orders:write",
+    "/returns": "returns:write",
+}
 OPERATIONS = "/operations/"
 READS = "operations:read"
 # Seconds for which a valid key is not checked again. A revoked key works for that long at most.

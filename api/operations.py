@@ -22,6 +22,7 @@ from tasks import app as celery
 from tasks.outcomes import outcome
 from tasks.payments import capture_payment
 from tasks.refunds import refund_payment
+from tasks.returns import process_return
 
 from .callers import OPERATIONS, is_write, root_of, tenant_of
 from .problems import NOT_FOUND, Problem, documented
@@ -30,7 +31,7 @@ from .schemas import OperationDocument
 # The longest that a request is held open, in seconds: proxies give up after a minute.
 LONGEST_WAIT = 30
 # The tasks whose operations tenants may look at.
-SHOWN = (capture_payment.name, refund_payment.name)
+SHOWN = (capture_payment.name, refund_payment.name, process_return.name)
 
 router = APIRouter()
 

@@ -98,6 +98,14 @@ class NewOrder(_Priced):
     quantity: Annotated[int, Field(ge=1, le=MAX_QUANTITY, description="Pieces of the article.")] = 1
 
 
+class NewReturn(Body):
+    """The return of an order. Its id is the request's Idempotency-Key."""
+
+    order_id: Id
+    reason: Reason
+    reship: Annotated[bool, Field(description="Whether the buyer wants the goods back if they are rejected.")] = False
+
+
 class Accepted(BaseModel):
     """Accepted. The work goes on; `operation` is where to read its status and result."""
 

@@ -12,12 +12,13 @@ from idempotency.wire.keys import OperationId
 from tasks.checkout import submit_order
 from tasks.payments import capture_payment, submit_payment
 from tasks.refunds import submit_refund
-from tasks.validation import Taken
+from tasks.returns import submit_return
+from tasks.validation import NotReturnable, Taken
 
 from .callers import root_of
 from .operations import address
 from .problems import Problem, documented
-from .schemas import Accepted, AcceptedOrder, NewOrder, NewPayment, NewRefund
+from .schemas import Accepted, AcceptedOrder, NewOrder, NewPayment, NewRefund, NewReturn
 
 KEY = {
     "name": "Idempotency-Key",
@@ -85,6 +86,20 @@ def create_order(
         raise Problem(_taken("checkout_session_id: has an order for another customer, amount or article")) from None
     payment = OperationId(attempt.tenant, capture_payment.name, found.order_id)
     return AcceptedOrder(id=found.order_id, operation=_located(request, response, payment), **order.model_dump())
+
+
+@router.post("/returns", summary="Take an order back, once", **KEYED)
+def create_return(
+    wanted: NewReturn, attempt: CurrentAttempt, session: AttemptSession, request: Request, response: Response
+) -> Accepted:
+    """The key is the return's id. Its label comes by e-mail; the operation is a saga, which ends weeks later."""
+    try:
+        handle = submit_return(session, tenant=attempt.tenant, return_id=attempt.key, **wanted.model_dump())
+    except Taken:
+        raise Problem(_taken("Idempotency-Key: is the id of another return")) from None
+    except NotReturnable as error:
+        raise Problem(problem(409, "not_returnable", "This order cannot be returned", str(error))) from None
+    return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
 
 
 def _located(request: Request, response: Response, id: OperationId) -> str:

@@ -15,9 +15,10 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from demo.flows import Options
 from demo.input import InputError, Intake
 from demo.processes import ProcessError
-from demo.run import Options, run
+from demo.run import run
 from services import ServiceError
 
 DATA = Path(__file__).parent / "data"
@@ -32,14 +33,18 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and return the exit status."""
     began = time.time()
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.flow == "orders" and (given.refunds or given.via == "http"):
+        parser.error("flow: orders are returned by rules and submitted without HTTP: no --refunds, no --via http")
     # With --json, stdout is for programs.
     console = Console(stderr=given.json, soft_wrap=True)
     # SIGTERM also has to end everything that was started.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        intake = Intake(given.purchases, given.refunds, seed=given.seed)
-        options = Options(given.copies, given.seed, given.workers, given.started or began, given.via)
+        refunds = None if given.flow == "orders" else given.refunds or DATA / "refunds.csv"
+        intake = Intake(given.purchases, refunds, seed=given.seed)
+        options = Options(given.copies, given.seed, given.workers, given.started or began, given.via, given.flow)
         report = run(intake, options, console)
         if given.report is not None:
             given.report.write_text(report.as_json() + "\n")
@@ -62,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m demo", description=__doc__)
     parser.add_argument("--purchases", type=Path, default=DATA / "purchases.csv", metavar="FILE")
-    parser.add_argument("--refunds", type=Path, default=DATA / "refunds.csv", metavar="FILE")
+    parser.add_argument("--refunds", type=Path, metavar="FILE")
+    parser.add_argument("--flow", choices=("payments", "orders"), default="payments", help="what becomes of a purchase")
     parser.add_argument("--copies", type=_at_most(MAX_COPIES), default=3, help="how often each message is sent")
     parser.add_argument("--seed", type=int, default=1, help="determines the faults and the order of refunds")
     parser.add_argument("--workers", type=_at_most(MAX_WORKERS), default=2)

@@ -96,17 +96,11 @@ class Discrepancy:
 
 
 @dataclass
-class Verdict:
-    """The result of the comparison. `repeated` counts e-mails that arrived again with the same Message-ID."""
+class Findings:
+    """What was found. `repeated` counts e-mails that arrived again with the same Message-ID."""
 
     discrepancies: list[Discrepancy] = field(default_factory=list)
     doubled: int = 0
-    completed: int = 0
-    failed: int = 0
-    charged_cents: int = 0
-    refunds: int = 0
-    refunded_cents: int = 0
-    emails: int = 0
     repeated: int = 0
 
     @property
@@ -117,6 +111,45 @@ class Verdict:
     def add(self, kind: Kind, id: str, what: str) -> None:
         """Add a discrepancy."""
         self.discrepancies.append(Discrepancy(kind, id, what))
+
+    def exactly_one(self, id: str, what: str, found: Sequence[object], *, wanted: bool, status: str) -> None:
+        """Compare how many there are of something with whether a status says that there is one."""
+        if wanted and not found:
+            self.add("lost", id, f"{what}: missing, although {status}")
+        if not wanted and found:
+            self.add("wrong", id, f"{what}: exists, although {status}")
+        if len(found) > 1:
+            self.doubled += len(found) - 1
+            self.add("doubled", id, f"{what}: {len(found)} times")
+
+    def compare_sums(self, postings: Iterable[Posting], balances: Mapping[str, int], provider: ledger.Ledger) -> None:
+        """Compare, by currency, what was posted with what the provider holds."""
+        for currency, balance in balances.items():
+            if balance != 0:
+                self.add("wrong", currency, f"double entry: the accounts sum to {balance}, not 0")
+        posted: Counter[str] = Counter()
+        for posting in postings:
+            posted[posting.currency] += posting.amount if posting.kind == "capture" else -posting.amount
+        held: Counter[str] = Counter()
+        for charge in provider.charges:
+            held[charge.currency.upper()] += charge.amount
+        for refund in provider.refunds:
+            held[refund.currency.upper()] -= refund.amount
+        for currency in sorted(posted.keys() | held.keys()):
+            if posted[currency] != held[currency]:
+                self.add("wrong", currency, f"posted {posted[currency]}, the provider holds {held[currency]}")
+
+
+@dataclass
+class Verdict(Findings):
+    """The result of the comparison of payments and refunds."""
+
+    completed: int = 0
+    failed: int = 0
+    charged_cents: int = 0
+    refunds: int = 0
+    refunded_cents: int = 0
+    emails: int = 0
 
 
 def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Books:
@@ -173,12 +206,12 @@ class _Check:
     def __init__(self, books: Books) -> None:
         self.books = books
         self.verdict = Verdict()
-        self.charges = _grouped(books.provider.charges, lambda charge: charge.metadata.get("purchase_id", ""))
-        self.given_back = _grouped(books.provider.refunds, lambda refund: refund.metadata.get("refund_id", ""))
-        self.by_charge = _grouped(books.provider.refunds, lambda refund: refund.payment_intent)
-        self.postings = _grouped(books.postings, lambda posting: f"{posting.kind}:{posting.reference}")
+        self.charges = grouped(books.provider.charges, lambda charge: charge.metadata.get("purchase_id", ""))
+        self.given_back = grouped(books.provider.refunds, lambda refund: refund.metadata.get("refund_id", ""))
+        self.by_charge = grouped(books.provider.refunds, lambda refund: refund.payment_intent)
+        self.postings = grouped(books.postings, lambda posting: f"{posting.kind}:{posting.reference}")
         # The subject names the event.
-        self.mails = _grouped(books.mails, lambda mail: mail.subject.replace(" ", ":", 1))
+        self.mails = grouped(books.mails, lambda mail: mail.subject.replace(" ", ":", 1))
         self.expected: set[tuple[str, str]] = set()
         self.notifiable: set[str] = set()  # what customers should get an e-mail about
         self.cases_due = 0
@@ -203,7 +236,7 @@ class _Check:
         self.verdict.failed += payment.status in ("failed", "unknown")
 
         charges = self.charges.get(line.id, [])
-        self._exactly_one(line.id, "charge", charges, wanted=captured, status=payment.status)
+        self.verdict.exactly_one(line.id, "charge", charges, wanted=captured, status=payment.status)
         for charge in charges:
             amount, currency = charge.amount, charge.currency.upper()
             if (amount, currency) != (line.amount, line.currency):
@@ -235,7 +268,7 @@ class _Check:
 
         payment = self.books.payments.get(line.purchase_id)
         given_back = self.given_back.get(line.id, [])
-        self._exactly_one(line.id, "refund", given_back, wanted=refunded, status=refund.status)
+        self.verdict.exactly_one(line.id, "refund", given_back, wanted=refunded, status=refund.status)
         for done in given_back:
             if done.amount != line.amount:
                 self.verdict.add("wrong", line.id, f"refund {done.id}: {done.amount}, not {line.amount}")
@@ -263,25 +296,16 @@ class _Check:
         elif ENDS[status] != found:
             self.verdict.add("wrong", key, f"{task}: the record is {found}, the business row {status}")
 
-    def _exactly_one(self, id: str, what: str, found: Sequence[object], *, wanted: bool, status: str) -> None:
-        if wanted and not found:
-            self.verdict.add("lost", id, f"{what}: missing, although {status}")
-        if not wanted and found:
-            self.verdict.add("wrong", id, f"{what}: exists, although {status}")
-        if len(found) > 1:
-            self.verdict.doubled += len(found) - 1
-            self.verdict.add("doubled", id, f"{what}: {len(found)} times")
-
     def _posting(self, kind: str, reference: str, amount: int, *, wanted: bool, status: str) -> None:
         postings = self.postings.get(f"{kind}:{reference}", [])
-        self._exactly_one(reference, f"{kind} posting", postings, wanted=wanted, status=status)
+        self.verdict.exactly_one(reference, f"{kind} posting", postings, wanted=wanted, status=status)
         if any(posting.amount != amount for posting in postings):
             self.verdict.add("wrong", reference, f"{kind} posting: not of {amount}")
 
     def _mail(self, about: str, *, wanted: bool, status: str) -> None:
         messages = [mail.message_id for mail in self.mails.get(about, [])]
         distinct = set(messages)
-        self._exactly_one(about, "e-mail", sorted(distinct), wanted=wanted, status=status)
+        self.verdict.exactly_one(about, "e-mail", sorted(distinct), wanted=wanted, status=status)
         self.verdict.repeated += len(messages) - len(distinct)
         if wanted:
             self.notifiable.add(about)
@@ -337,23 +361,10 @@ class _Check:
         self.verdict.charged_cents = sum(charge.amount for charge in charges)
         self.verdict.refunded_cents = sum(refund.amount for refund in refunds)
         self.verdict.emails = len({mail.message_id for mail in self.books.mails})
-        for currency, balance in self.books.balances.items():
-            if balance != 0:
-                self.verdict.add("wrong", currency, f"double entry: the accounts sum to {balance}, not 0")
-        posted: Counter[str] = Counter()
-        for posting in self.books.postings:
-            posted[posting.currency] += posting.amount if posting.kind == "capture" else -posting.amount
-        held: Counter[str] = Counter()
-        for charge in charges:
-            held[charge.currency.upper()] += charge.amount
-        for refund in refunds:
-            held[refund.currency.upper()] -= refund.amount
-        for currency in sorted(posted.keys() | held.keys()):
-            if posted[currency] != held[currency]:
-                self.verdict.add("wrong", currency, f"posted {posted[currency]}, the provider holds {held[currency]}")
+        self.verdict.compare_sums(self.books.postings, self.books.balances, self.books.provider)
 
 
-def _grouped(things: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+def grouped(things: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
     groups: dict[str, list[T]] = defaultdict(list)
     for thing in things:
         groups[name(thing)].append(thing)

@@ -20,6 +20,15 @@ PROVIDER_FAULTS = {
     "timeout_after": 0.01,
     "latency_ms": 15,
 }
+# The carrier's, of `label_refused` per return.
+CARRIER_FAULTS = {
+    "rate_limited": 0.02,
+    "label_refused": 0.1,
+    "error_500_before": 0.02,
+    "error_500_after": 0.02,
+    "timeout_after": 0.01,
+    "latency_ms": 15,
+}
 # Mails that are accepted while the answer is lost. None are rejected: those come back after 30 s, too late for a short run.
 MAIL_FAULTS = {"drop_after_data": 0.02}
 

@@ -26,11 +26,11 @@ _SCHEMA = """
 CREATE TABLE lines (
     seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, number INTEGER NOT NULL, id TEXT NOT NULL, purchase_id TEXT NOT NULL,
     customer_id TEXT NOT NULL, amount INTEGER NOT NULL, currency TEXT NOT NULL, reason TEXT NOT NULL,
-    refused TEXT, after REAL
+    quantity TEXT NOT NULL, refused TEXT, after REAL
 );
 CREATE INDEX lines_id ON lines (kind, id);
 """
-_LINE = "seq, kind, number, id, purchase_id, customer_id, amount, currency, reason"
+_LINE = "seq, kind, number, id, purchase_id, customer_id, amount, currency, reason, quantity"
 
 Kind = Literal["purchase", "refund"]
 
@@ -41,7 +41,7 @@ class InputError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One purchase or refund from a file. `amount` is in the currency's minor unit."""
+    """One purchase or refund from a file. `amount` is in the currency's minor unit; `quantity` as in the file."""
 
     seq: int
     kind: Kind
@@ -52,6 +52,7 @@ class Line:
     amount: int
     currency: str
     reason: str
+    quantity: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ class Intake:
     Raises `InputError` for a file that cannot be read, lacks a column, or contains no purchase.
     """
 
-    def __init__(self, purchases: Path, refunds: Path, *, seed: int) -> None:
-        self._files = {"purchase": purchases.name, "refund": refunds.name}
+    def __init__(self, purchases: Path, refunds: Path | None, *, seed: int) -> None:
+        self._files = {"purchase": purchases.name, "refund": "" if refunds is None else refunds.name}
         self._seed = seed
         self.refused_lines = 0
         # An empty name makes it a temporary file, deleted with the connection.
@@ -81,7 +82,8 @@ class Intake:
         self.purchases = sum(self._stage("purchase", row) for row in _rows(purchases, PURCHASE_COLUMNS))
         if not self.purchases:
             raise InputError(f"{purchases}: contains no purchases")
-        self.refunds = sum(self._stage("refund", row) for row in _rows(refunds, REFUND_COLUMNS))
+        given = () if refunds is None else _rows(refunds, REFUND_COLUMNS)
+        self.refunds = sum(self._stage("refund", row) for row in given)
         self._db.execute("COMMIT")
 
     def batches(self, size: int) -> Iterator[list[Line]]:
@@ -117,7 +119,7 @@ class Intake:
             or _not_a_sentence(value.get("reason", ""))
         )
         self._db.execute(
-            f"INSERT INTO lines ({_LINE}, refused, after) VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO lines ({_LINE}, refused, after) VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 kind,
                 row.number,
@@ -127,6 +129,7 @@ class Intake:
                 0 if refused else int(value["amount_cents"]),
                 value.get("currency", ""),
                 value.get("reason", ""),
+                value.get("quantity", ""),
                 refused,
                 self._after(purchase_id) if kind == "refund" else None,
             ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 from demo.checking import CAPTURE, MAIL, REFUND, SUPPORT
 
@@ -23,6 +24,8 @@ SELECT task, status IN ('completed', 'failed') AS ended, status = 'completed' AS
 FROM idempotency.records WHERE task <> 'http' GROUP BY 1, 2, 3
 """)
 _PENDING = text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
+_ORDERS = text("SELECT status, count(*) FROM orders GROUP BY 1")
+_RETURNS = text("SELECT count(*) FROM returns WHERE status NOT IN ('REQUESTED', 'LABELLED', 'IN_TRANSIT', 'INSPECTED')")
 _OPEN = text("""
 SELECT task || ' ' || key || ': ' || status FROM idempotency.records WHERE status IN ('started', 'released') AND task <> 'http'
 UNION ALL
@@ -35,6 +38,23 @@ WHERE status = 'published' AND NOT EXISTS (
 )
 LIMIT 10
 """)
+
+
+class Counted(Protocol):
+    """How far a flow has come. `open`: records that have not ended; `pending`: messages in the outbox."""
+
+    @property
+    def ended(self) -> int: ...
+    @property
+    def open(self) -> int: ...
+    @property
+    def pending(self) -> int: ...
+    @property
+    def events_handled(self) -> int: ...
+    @property
+    def events_expected(self) -> int: ...
+    @property
+    def shown(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +79,56 @@ class Counts:
         """Purchases and refunds that have completed or failed."""
         return self.purchases + self.refunds
 
+    @property
+    def shown(self) -> dict[str, int]:
+        """By the names of the bars."""
+        return {"purchases": self.purchases, "refunds": self.refunds, "e-mails": self.mails}
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCounts:
+    """Orders that have ended, of those that are known. `handled`: operations that have ended, mostly of events."""
+
+    processing: int = 0
+    cancelled: int = 0
+    returns: int = 0
+    handled: int = 0
+    open: int = 0
+    pending: int = 0
+    # an order has ended when none of its operations is still running
+    events_handled: int = 0
+    events_expected: int = 0
+
+    @property
+    def ended(self) -> int:
+        """Orders that are PROCESSING or CANCELLED."""
+        return self.processing + self.cancelled
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """By the names of the bars."""
+        return {
+            "processing": self.processing,
+            "cancelled": self.cancelled,
+            "returns": self.returns,
+            "steps": self.handled,
+        }
+
 
 class Counter:
     """Counts in the database, taking at most about a fiftieth of the time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, count: Callable[[Connection], Counted]) -> None:
         self._engine = engine
+        self._count = count
         self._next = 0.0
-        self.counts = Counts()
+        self.counts: Counted
 
-    def look(self) -> Counts:
+    def look(self) -> Counted:
         """The latest counts, updated if it is time."""
         if (began := time.monotonic()) >= self._next:
-            self.counts = self._count()
+            with self._engine.connect() as connection:
+                self.counts = self._count(connection)
             took = time.monotonic() - began
             self._next = time.monotonic() + max(0.1, SHARE * took)
         return self.counts
@@ -81,36 +138,52 @@ class Counter:
         with self._engine.connect() as connection:
             return list(connection.scalars(_OPEN))
 
-    def _count(self) -> Counts:
-        ended, completed = (dict.fromkeys((CAPTURE, REFUND, MAIL, SUPPORT), 0) for _ in range(2))
-        still_open = 0
-        with self._engine.connect() as connection:
-            for task, has_ended, is_completed, number in connection.execute(_COUNT):
-                if has_ended:
-                    ended[task] += number
-                    completed[task] += number if is_completed else 0
-                else:
-                    still_open += number
-            pending = connection.scalar(_PENDING) or 0
-        return Counts(
-            purchases=ended[CAPTURE],
-            refunds=ended[REFUND],
-            mails=ended[MAIL],
-            completed=completed[CAPTURE] + completed[REFUND],
-            events_handled=ended[MAIL] + ended[SUPPORT],
-            # every purchase causes an event, captured or failed; only completed refunds do
-            events_expected=ended[CAPTURE] + completed[REFUND],
-            open=still_open,
-            pending=pending,
-        )
+
+def count_payments(connection: Connection) -> Counts:
+    """How far payments and refunds have come."""
+    ended, completed = (dict.fromkeys((CAPTURE, REFUND, MAIL, SUPPORT), 0) for _ in range(2))
+    still_open = 0
+    for task, has_ended, is_completed, number in connection.execute(_COUNT):
+        if has_ended:
+            ended[task] += number
+            completed[task] += number if is_completed else 0
+        else:
+            still_open += number
+    return Counts(
+        purchases=ended[CAPTURE],
+        refunds=ended[REFUND],
+        mails=ended[MAIL],
+        completed=completed[CAPTURE] + completed[REFUND],
+        events_handled=ended[MAIL] + ended[SUPPORT],
+        # every purchase causes an event, captured or failed; only completed refunds do
+        events_expected=ended[CAPTURE] + completed[REFUND],
+        open=still_open,
+        pending=connection.scalar(_PENDING) or 0,
+    )
+
+
+def count_orders(connection: Connection) -> OrderCounts:
+    """How far orders have come."""
+    orders: dict[str, int] = dict(tuple(row) for row in connection.execute(_ORDERS))
+    handled = still_open = 0
+    for _, has_ended, _, number in connection.execute(_COUNT):
+        handled, still_open = (handled + number, still_open) if has_ended else (handled, still_open + number)
+    return OrderCounts(
+        processing=orders.get("PROCESSING", 0),
+        cancelled=orders.get("CANCELLED", 0),
+        returns=connection.scalar(_RETURNS) or 0,
+        handled=handled,
+        open=still_open,
+        pending=connection.scalar(_PENDING) or 0,
+    )
 
 
 class Display:
-    """Shows accepted and ended operations as bars on a terminal, otherwise as lines."""
+    """Shows accepted and ended operations as bars on a terminal, otherwise as lines. `totals`: the bars."""
 
-    def __init__(self, console: Console, *, purchases: int, refunds: int) -> None:
+    def __init__(self, console: Console, totals: Mapping[str, int]) -> None:
         self._console = console
-        self._total = purchases + refunds
+        self._totals = totals
         self._began = time.monotonic()
         self._next_line = 0.0
         self._bars: Progress | None = None
@@ -123,7 +196,6 @@ class Display:
                 TimeElapsedColumn(),
                 console=console,
             )
-            totals = {"accepted": self._total, "purchases": purchases, "refunds": refunds, "e-mails": self._total}
             self._tasks = {name: self._bars.add_task(name, total=total, rate="") for name, total in totals.items()}
 
     def __enter__(self) -> Self:
@@ -141,17 +213,16 @@ class Display:
         """Print an event."""
         self._console.print(f"  {text}", highlight=False, markup=False)
 
-    def show(self, counts: Counts, *, accepted: int, refused: int) -> None:
+    def show(self, counts: Counted, *, accepted: int, refused: int) -> None:
         """Show the progress."""
         rate = counts.ended / max(time.monotonic() - self._began, 0.001)
         if self._bars is not None:
-            self._bars.update(self._tasks["accepted"], completed=accepted, total=self._total - refused)
-            self._bars.update(self._tasks["purchases"], completed=counts.purchases, rate=f"{rate:.0f} operations/s")
-            self._bars.update(self._tasks["refunds"], completed=counts.refunds)
-            self._bars.update(self._tasks["e-mails"], completed=counts.mails, total=max(counts.completed, 1))
+            accepted_bar, total = self._tasks["accepted"], self._totals["accepted"] - refused
+            self._bars.update(accepted_bar, completed=accepted, total=total, rate=f"{rate:.0f} operations/s")
+            for name, done in counts.shown.items():
+                if name in self._tasks:
+                    self._bars.update(self._tasks[name], completed=done)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_SECONDS
-            self.event(
-                f"accepted {accepted}, ended {counts.purchases} purchases and {counts.refunds} refunds,"
-                f" {counts.mails} e-mails, {rate:.0f} operations/s"
-            )
+            ended = ", ".join(f"{done} {name}" for name, done in counts.shown.items())
+            self.event(f"accepted {accepted}, ended {ended}, {rate:.0f} operations/s")

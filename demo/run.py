@@ -7,25 +7,23 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rich.console import Console
 from sqlalchemy import Engine, create_engine, make_url
 
 import services
-from demo import checking
-from demo.faults import MAIL_FAULTS, PROVIDER_FAULTS, Faults, faults_option
+from demo.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, Faults, faults_option
+from demo.flows import Engines, Options, Orders, Payments
 from demo.input import Intake
 from demo.processes import Processes
-from demo.progress import Counter, Counts, Display
-from demo.report import Report, refusals
-from idempotency.observe import metrics
+from demo.progress import Counted, Counter, Display
+from demo.report import Report
 from idempotency.store import roles, schema
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY, ROLES
 from sandbox import process as sandbox
+from sandbox.process import Sandbox
 from tasks.migrate import grant, migrate
 
 if TYPE_CHECKING:
@@ -40,14 +38,11 @@ TIMES = {
     # Only with Redis as the broker: a killed worker's messages come back after this.
     "BROKER_VISIBILITY_TIMEOUT": "20",
     "STRIPE_TIMEOUT": "2",
+    "CARRIER_TIMEOUT": "2",
     # Unlike Stripe's, the sandbox's search does not lag.
     "STRIPE_SEARCH_LAG": "0.2",
 }
 BATCH = 20
-# Over HTTP, the copies of a request go to different ones.
-SERVERS = 2
-# Operations that are accepted but have not ended: enough to keep the workers busy.
-WINDOW = 500
 # Smaller for a short file, or all of it would be accepted before the first fault.
 WINDOW_SHARE, LEAST_WINDOW = 0.2, 20
 PAUSE = 0.05
@@ -57,17 +52,6 @@ STALLED_SECONDS = 90.0
 
 class Stalled(Exception):
     """An accepted operation does not end; the message lists what is open."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of a run. `copies`: how often each message or request is sent; `started`: seconds since the epoch."""
-
-    copies: int
-    seed: int
-    workers: int
-    started: float
-    via: Literal["enqueue", "http"] = "enqueue"
 
 
 class Stopwatch:
@@ -92,6 +76,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
     Raises `ProcessError` and `services.ServiceError`. If anything is wrong, the logs are kept and their path is printed.
     """
     watch = Stopwatch()
+    flow = Orders(intake, options) if options.flow == "orders" else Payments(intake, options)
     if os.environ.pop("REDIS_URL", None):
         console.print("REDIS_URL is ignored: this run wipes its Redis, so it starts its own")
     with ExitStack() as stack:
@@ -111,6 +96,12 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             mail = stack.enter_context(
                 sandbox.running("mail", directory / "mail", "--seed", seed, "--faults", faults_option(MAIL_FAULTS))
             )
+            carrier = Sandbox(
+                "carrier", directory / "carrier", "--seed", seed, "--faults", faults_option(CARRIER_FAULTS)
+            )
+            if options.flow == "orders":
+                stack.callback(carrier.stop)
+                carrier.start()
             # A separate database, because the check accounts for every row.
             name = f"demo_{os.getpid()}"
             database_url = servers.create_database(name)
@@ -135,6 +126,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             "DATABASE_URL": urls[APPLICATION],
             "STRIPE_API_BASE": provider.url,
             "SMTP_URL": mail.url,
+            "CARRIER_URL": carrier.url,
             "PROMETHEUS_MULTIPROC_DIR": str(counters),
         }
         processes = Processes(directory, environment, urls[RELAY])
@@ -145,11 +137,11 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 processes.start_relay()
                 processes.start_beat()
                 os.environ.update(environment)
-                submission = _submission(submitting, engine, intake, options, processes)
+                submission = flow.start(Engines(engine, looking, submitting), processes, carrier.url)
                 stack.callback(submission.close)
             faults = Faults(processes, victim, servers.redis_url, submission.wipe_broker)
-            display = Display(console, purchases=intake.purchases, refunds=intake.refunds)
-            work = _Work(intake, submission, Counter(looking), processes, faults, display)
+            display = Display(console, flow.bars)
+            work = _Work(intake, flow, submission, Counter(looking, flow.count), processes, faults, display)
             problems: list[str] = []
             with display:
                 try:
@@ -165,25 +157,20 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             with watch.phase("stop of the application"):
                 processes.stop()
             with watch.phase("check"):
-                books = checking.read_books(looking, intake, provider.data, mail.data)
-                verdict = checking.check(books)
-                suppressed = _suppressed(counters)
+                report = flow.report(
+                    looking,
+                    {"provider": provider.data, "mail": mail.data, "carrier": carrier.data},
+                    counters,
+                    broker=broker,
+                    started=options.started,
+                    events=faults.events,
+                    problems=problems + [f"did not take place: {name}" for name in faults.missing],
+                    phases=watch.phases,
+                )
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt | SystemExit):
                 console.print(f"logs: {processes.keep_logs()}", highlight=False)
             raise
-        report = Report(
-            purchases=intake.purchases,
-            refunds_requested=intake.refunds,
-            verdict=verdict,
-            duplicates_suppressed=suppressed,
-            broker=broker,
-            started=options.started,
-            refused=refusals(intake, books),
-            events=faults.events,
-            problems=problems + [f"did not take place: {name}" for name in faults.missing],
-            phases=watch.phases,
-        )
         if not report.agrees:
             console.print(f"logs: {processes.keep_logs()}", highlight=False)
         return report
@@ -207,26 +194,13 @@ def _roles(servers: services.Services, engine: Engine, database_url: str, consol
     }
 
 
-def _submission(
-    submitting: Engine, owner: Engine, intake: Intake, options: Options, processes: Processes
-) -> Submission:
-    """How lines are submitted. Importing the tasks reads the addresses from the environment."""
-    if options.via == "enqueue":
-        from demo.submission import Submission
-
-        return Submission(submitting, intake, copies=options.copies)
-    from demo.over_http import Requests
-
-    urls = [processes.start_server() for _ in range(SERVERS)]
-    return Requests(owner, intake, copies=options.copies, urls=urls, seed=options.seed)
-
-
 class _Work:
     """Submits as fast as operations end, and injects the faults when they are due."""
 
     def __init__(
         self,
         intake: Intake,
+        flow: Payments | Orders,
         submission: Submission,
         counter: Counter,
         processes: Processes,
@@ -239,9 +213,11 @@ class _Work:
         self._processes = processes
         self._faults = faults
         self._display = display
-        self._lines = intake.purchases + intake.refunds
-        self._window = max(LEAST_WINDOW, min(WINDOW, int(WINDOW_SHARE * self._lines)))
-        self._last, self._changed_at = Counts(), time.monotonic()
+        self._lines = flow.lines
+        self._window = max(LEAST_WINDOW, min(flow.window, int(WINDOW_SHARE * self._lines)))
+        self._to_come = 0
+        self._last: Counted | None = None
+        self._changed_at = time.monotonic()
 
     def submit(self) -> None:
         """Submit every line, with at most a window of operations and events in progress."""
@@ -255,16 +231,17 @@ class _Work:
         quiet = 0
         while quiet < 2:
             counts = self._look()
-            done = not (self._under_way(counts) or counts.open or counts.pending)
+            done = not (self._under_way(counts) or counts.open or counts.pending or self._to_come)
             # Twice, because a message on its way from the queue to a worker is not counted.
             quiet = quiet + 1 if done and not self._submission.messages_waiting() else 0
             time.sleep(4 * PAUSE)
 
-    def _look(self) -> Counts:
+    def _look(self) -> Counted:
         counts = self._counter.look()
         accepted, refused = self._submission.accepted, self._intake.refused_lines
         for event in self._faults.take(counts.ended, self._lines - refused):
             self._display.event(event)
+        self._to_come = self._submission.go_on()
         self._processes.check()
         self._display.show(counts, accepted=accepted, refused=refused)
         if counts != self._last:
@@ -274,12 +251,6 @@ class _Work:
             raise Stalled(f"no change for {STALLED_SECONDS:.0f} s; still open:\n  " + "\n  ".join(still_open))
         return counts
 
-    def _under_way(self, counts: Counts) -> int:
+    def _under_way(self, counts: Counted) -> int:
         """Accepted operations that have not ended, and their events that have not been handled."""
         return self._submission.accepted - counts.ended + counts.events_expected - counts.events_handled
-
-
-def _suppressed(directory: Path) -> int:
-    """How many deliveries were recognised as duplicates, by all workers including killed ones."""
-    counted = metrics.totals(directory)
-    return sum(counted.get(name, 0) for name in ("idempotency_duplicates_total", "idempotency_busy_total"))

@@ -57,6 +57,10 @@ class Submission:
             for _ in range(self._duplicates):
                 task.apply_async(kwargs={argument: line.id}, task_id=handle.task_id, producer=self._producer)
 
+    def go_on(self) -> int:
+        """Do what is due after the lines that were submitted; returns how much is still to come."""
+        return 0
+
     def messages_waiting(self) -> int:
         """How many messages in the broker's queues have not been handed to a worker."""
         waiting = 0

@@ -7,6 +7,7 @@
     │   ├── MissingKey
     │   ├── InvalidKey
     │   └── InvalidArguments        a TypeError, too
+    │       └── Misuse              of a saga by its own code: it stops, and is not undone
     ├── PermanentError              fails the operation without another attempt
     │   ├── AttemptsExhausted
     │   │   └── RetriesExhausted    by the max_retries given to retry()
@@ -88,6 +89,10 @@ class InvalidKey(CallRefused):
 
 class InvalidArguments(CallRefused, TypeError):
     """An argument or option is invalid; the message names the field and the limit. A `TypeError`, as in Celery."""
+
+
+class Misuse(InvalidArguments):
+    """A saga's code uses the saga as it cannot be used. The saga stops, with nothing undone, until other code is deployed."""
 
 
 class PermanentError(IdempotencyError):
@@ -280,9 +285,6 @@ class UnknownVersion(IdempotencyError):
     """A message or record was written by newer code; its message waits for a process that can read it."""
 
 
-# ---------------------------------------------------------------- for operators
-
-
 class ReplayRefused(IdempotencyError):
     """This dead letter cannot be replayed; the message says why. Nothing was changed."""
 
@@ -332,9 +334,6 @@ class BrokerUnavailable(Exception):
 
 class NotConnected(sqlalchemy.exc.OperationalError):
     """Postgres could not be reached or had no connection left; no statement was sent."""
-
-
-# ---------------------------------------------------------------- of an application's tests
 
 
 class NotIdempotent(AssertionError):

@@ -64,14 +64,14 @@ def _subscriptions_of(application: Celery) -> list[Subscription]:
 
 
 def expect(application: Celery, event_type: str, template: str) -> None:
-    """Keep events of this type for the application's sagas, matched by a template of one member of their data.
+    """Keep events of this type for the application's sagas, matched by one member of their data: `{order_id}`.
 
     Raises `SettingsError`.
     """
     function = keys.template(template)
-    if len(function.fields) > 1:  # type: ignore[attr-defined]
+    if template != f"{{{function.fields[0]}}}":  # type: ignore[attr-defined]
         raise SettingsError(
-            f"events: {event_type}: {template!r} must have one field, so that a wait can give its value"
+            f"events: {event_type}: {template!r} must be one member and nothing else, whose value a wait gives: '{{id}}'"
         )
     _expected.setdefault(application, {}).setdefault(event_type, {})[template] = function
 
@@ -187,6 +187,13 @@ def matched_by(template: str, value: str) -> str:
     """What is compared: the name of the template's member, too, so that order 7 is not return 7."""
     (member,) = keys.template(template).fields  # type: ignore[attr-defined]
     return f"{member}={value}"
+
+
+def keeps(application: Celery, event_type: str, match: str) -> bool:
+    """Whether what is published in this process is kept for waits of this kind; `match` as they have it."""
+    _subscriptions_of(application)  # which imports the modules that declare them
+    templates = _expected.get(application, {}).get(event_type, {})
+    return any(match.startswith(matched_by(template, "")) for template in templates)
 
 
 def _matches(application: Celery, event_type: str, data: Any) -> set[str]:

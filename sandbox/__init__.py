@@ -1,5 +1,5 @@
-"""Stand-ins for a payment provider and a mail server: real servers, each with its own ledger.
+"""Stand-ins for a payment provider, a mail server and a carrier: real servers, each with its own ledger.
 
 The provider implements the part of Stripe's API that `tasks.gateway` uses, with faults on request. The ledgers are
-append-only and without uniqueness, so that `sandbox.ledger` shows a double charge or a double e-mail.
+append-only, and without uniqueness in what counts: `sandbox.ledger` shows a double charge, e-mail or label.
 """

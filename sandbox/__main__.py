@@ -1,4 +1,4 @@
-"""Run the stand-ins: `python -m sandbox provider|mail|all`. Each prints one line `ready URL` to stdout."""
+"""Run the stand-ins: `python -m sandbox provider|mail|carrier|all`. Each prints one line `ready URL` to stdout."""
 
 import argparse
 import asyncio
@@ -12,9 +12,10 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 
-from sandbox import mail, provider
-from sandbox.faults import MAIL_FAULTS, PROVIDER_FAULTS, FaultPlan
+from sandbox import carrier, mail, provider
+from sandbox.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, FaultPlan
 
 HOST = "127.0.0.1"
 PLAN_TIMES = ("latency_ms", "hold_ms", "search_lag_ms")
@@ -32,8 +33,17 @@ class _Server(uvicorn.Server):
 
 def provider_service(port: int, data: Path, plan: FaultPlan, api_key: str) -> Service:
     """Create the payment provider; it listens immediately and runs until the event is set."""
+    return _http_service(port, provider.application(data, api_key=api_key, plan=plan))
+
+
+def carrier_service(port: int, data: Path, plan: FaultPlan) -> Service:
+    """Create the carrier; it listens immediately and runs until the event is set."""
+    return _http_service(port, carrier.application(data, plan=plan))
+
+
+def _http_service(port: int, application: Starlette) -> Service:
     config = uvicorn.Config(
-        provider.application(data, api_key=api_key, plan=plan),
+        application,
         http="httptools",
         ws="none",
         lifespan="off",
@@ -136,10 +146,15 @@ def _parser() -> argparse.ArgumentParser:
     only_mail = commands.add_parser("mail", parents=[common], help="the mail server")
     only_mail.add_argument("--port", type=int, default=0)
     only_mail.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help=mail_faults)
-    both = commands.add_parser("all", parents=[common, payment], help="both, in one process")
-    both.add_argument("--provider-port", type=int, default=0)
-    both.add_argument("--mail-port", type=int, default=0)
-    both.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help="of either")
+    carrier_faults = f"rates from 0 to 1 of {', '.join(CARRIER_FAULTS)}; times as for the provider"
+    only_carrier = commands.add_parser("carrier", parents=[common], help="the carrier")
+    only_carrier.add_argument("--port", type=int, default=0)
+    only_carrier.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help=carrier_faults)
+    every = commands.add_parser("all", parents=[common, payment], help="all, in one process; the carrier has no faults")
+    every.add_argument("--provider-port", type=int, default=0)
+    every.add_argument("--mail-port", type=int, default=0)
+    every.add_argument("--carrier-port", type=int, default=0)
+    every.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help="of provider and mail server")
     return parser
 
 
@@ -153,13 +168,19 @@ def main(arguments: list[str] | None = None) -> None:
         if options.command == "all":
             rates = {name: faults.pop(name) for name in MAIL_FAULTS if name in faults}
             services.append(mail_service(options.mail_port, options.data, rates, options.seed))
+            no_faults = FaultPlan(known=CARRIER_FAULTS)
+            services.append(carrier_service(options.carrier_port, options.data, no_faults))
             options.port = options.provider_port
         if options.command == "mail":
             services.append(mail_service(options.port, options.data, faults, options.seed))
         else:
             times: dict[str, Any] = {name: faults.pop(name) for name in PLAN_TIMES if name in faults}
-            plan = FaultPlan(rates=faults, seed=options.seed, **times)
-            services.append(provider_service(options.port, options.data, plan, options.api_key))
+            known = CARRIER_FAULTS if options.command == "carrier" else PROVIDER_FAULTS
+            plan = FaultPlan(rates=faults, seed=options.seed, known=known, **times)
+            if options.command == "carrier":
+                services.append(carrier_service(options.port, options.data, plan))
+            else:
+                services.append(provider_service(options.port, options.data, plan, options.api_key))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     uvloop.run(_until_stopped(services, with_stdin=options.exit_with_stdin))

@@ -1,15 +1,19 @@
 """Which requests fail and how: at random by rates and a seed, or one by one as queued.
 
 A hash of seed, fault and identity decides, so the same seed gives the same faults in any order of requests. The identity
-is the idempotency key; for `declined` it is the purchase, so that a second try with another key is declined again.
+is the idempotency key; for a refusal it is what is refused, so that a second try with another key is refused again.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any, Self
 
 # In order of precedence: a request has at most one fault.
 PROVIDER_FAULTS = ("rate_limited", "declined", "error_500_before", "error_500_after", "timeout_after")
+CARRIER_FAULTS = ("rate_limited", "label_refused", "error_500_before", "error_500_after", "timeout_after")
+# Refusals, and the member of a request's metadata that is refused.
+REFUSALS = {"declined": "purchase_id", "label_refused": "reference"}
 MAIL_FAULTS = ("reject", "drop_after_data")
 
 
@@ -39,7 +43,7 @@ class Queued:
 
 @dataclass
 class FaultPlan:
-    """The provider's faults. Times are in milliseconds.
+    """The faults of the provider, or of the carrier. Times are in milliseconds.
 
     `latency_ms` delays every POST before it has any effect. `hold_ms` is how long `timeout_after` keeps a client waiting
     before it cuts the connection. `search_lag_ms` is how long search does not find a new payment.
@@ -52,9 +56,10 @@ class FaultPlan:
     hold_ms: float = 30_000
     search_lag_ms: float = 0
     queued: list[Queued] = field(default_factory=list)
+    known: tuple[str, ...] = PROVIDER_FAULTS
 
     def __post_init__(self) -> None:
-        check_rates(self.rates, PROVIDER_FAULTS)
+        check_rates(self.rates, self.known)
         for name in ("latency_ms", "hold_ms", "search_lag_ms"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 3_600_000:
@@ -72,11 +77,25 @@ class FaultPlan:
         """The faults for this request by rates and seed."""
         if not _matches(self.only, metadata):
             return
-        for fault in PROVIDER_FAULTS:
+        for fault in self.known:
             rate = self.rates.get(fault, 0)
-            identity = metadata.get("purchase_id", "") if fault == "declined" else idempotency_key
+            identity = metadata.get(REFUSALS[fault], "") if fault in REFUSALS else idempotency_key
             if rate and identity and fires(self.seed, fault, identity, rate):
                 yield fault
+
+    def changed(self, wanted: Any) -> Self:
+        """The plan after a request: single faults queued ("next"), or all else replaced ("rates", "seed", times).
+
+        Raises `ValueError` and `TypeError`.
+        """
+        if not isinstance(wanted, dict):
+            raise ValueError("the body must be a JSON object")
+        if (following := wanted.pop("next", None)) is not None:
+            only = wanted.pop("only", {})
+            if not isinstance(following, list) or any(fault not in self.known for fault in following):
+                raise ValueError(f"next must be a list of {', '.join(self.known)}")
+            self.queued.extend(Queued(fault, only) for fault in following)
+        return type(self)(known=self.known, queued=self.queued, **wanted) if wanted else self
 
 
 def _matches(only: Mapping[str, str], metadata: Mapping[str, str]) -> bool:

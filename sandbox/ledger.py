@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROVIDER_FILE = "provider.sqlite"
+CARRIER_FILE = "carrier.sqlite"
 MAIL_FILE = "mail.sqlite"
 
 _INJECTED = """
@@ -20,6 +21,25 @@ CREATE TABLE IF NOT EXISTS injected (
     fault TEXT NOT NULL, identity TEXT NOT NULL, PRIMARY KEY (fault, identity)
 ) WITHOUT ROWID;
 """
+
+_ANSWERS = """
+CREATE TABLE IF NOT EXISTS answers (
+    idempotency_key TEXT NOT NULL UNIQUE, endpoint TEXT NOT NULL, fingerprint BLOB NOT NULL,
+    status INTEGER NOT NULL, body TEXT NOT NULL, request_id TEXT NOT NULL, created REAL NOT NULL
+);
+"""
+
+
+def _append_only(*tables: str) -> str:
+    return "".join(
+        f"""
+CREATE TRIGGER IF NOT EXISTS {table}_no_{verb} BEFORE {verb} ON {table}
+BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END;
+"""
+        for table in tables
+        for verb in ("update", "delete")
+    )
+
 
 _PROVIDER_SCHEMA = (
     """
@@ -38,23 +58,30 @@ CREATE TABLE IF NOT EXISTS refunds (
 CREATE INDEX IF NOT EXISTS charges_purchase ON charges (json_extract(metadata, '$."purchase_id"'));
 CREATE INDEX IF NOT EXISTS declines_purchase ON declines (json_extract(metadata, '$."purchase_id"'));
 CREATE INDEX IF NOT EXISTS refunds_intent ON refunds (payment_intent);
-CREATE TABLE IF NOT EXISTS answers (
-    idempotency_key TEXT NOT NULL UNIQUE, endpoint TEXT NOT NULL, fingerprint BLOB NOT NULL,
-    status INTEGER NOT NULL, body TEXT NOT NULL, request_id TEXT NOT NULL, created REAL NOT NULL
-);
 CREATE TABLE IF NOT EXISTS calls (
     endpoint TEXT NOT NULL, idempotency_key TEXT NOT NULL, count INTEGER NOT NULL,
     PRIMARY KEY (idempotency_key, endpoint)
 ) WITHOUT ROWID;
 """
-    + "".join(
-        f"""
-CREATE TRIGGER IF NOT EXISTS {table}_no_{verb} BEFORE {verb} ON {table}
-BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END;
+    + _append_only("charges", "declines", "refunds")
+    + _ANSWERS
+    + _INJECTED
+)
+
+# A label has at most one end: what came first.
+_CARRIER_SCHEMA = (
+    """
+CREATE TABLE IF NOT EXISTS labels (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, reference TEXT NOT NULL, kind TEXT NOT NULL,
+    idempotency_key TEXT NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS labels_key ON labels (idempotency_key);
+CREATE TABLE IF NOT EXISTS label_ends (
+    label_id TEXT NOT NULL PRIMARY KEY, status TEXT NOT NULL, created REAL NOT NULL
+);
 """
-        for table in ("charges", "declines", "refunds")
-        for verb in ("update", "delete")
-    )
+    + _append_only("labels", "label_ends")
+    + _ANSWERS
     + _INJECTED
 )
 
@@ -104,6 +131,19 @@ class Message:
     created: float
 
 
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label that the carrier has made. `status`: created, voided, or collected."""
+
+    id: str
+    reference: str
+    kind: str
+    idempotency_key: str
+    metadata: dict[str, str]
+    created: float
+    status: str
+
+
 class Ledger(NamedTuple):
     """Charges and refunds, in order."""
 
@@ -145,9 +185,27 @@ def read_mail(directory: str | Path) -> list[Message]:
         return [Message(*row) for row in rows]
 
 
+def read_labels(directory: str | Path) -> list[Label]:
+    """Read the labels that the carrier has made, in order.
+
+    `directory` is the sandbox's `--data`. Raises `FileNotFoundError` if no sandbox has run there.
+    """
+    with _reading(Path(directory) / CARRIER_FILE) as db:
+        rows = db.execute(
+            "SELECT id, reference, kind, idempotency_key, metadata, l.created, coalesce(e.status, 'created')"
+            " FROM labels l LEFT JOIN label_ends e ON e.label_id = l.id ORDER BY seq"
+        )
+        return [Label(id, of, kind, key, json.loads(data), at, status) for id, of, kind, key, data, at, status in rows]
+
+
 def open_provider(directory: Path) -> sqlite3.Connection:
     """Open the provider's ledger for its only writer; creates it if missing."""
     return _writing(directory / PROVIDER_FILE, _PROVIDER_SCHEMA)
+
+
+def open_carrier(directory: Path) -> sqlite3.Connection:
+    """Open the carrier's ledger for its only writer; creates it if missing."""
+    return _writing(directory / CARRIER_FILE, _CARRIER_SCHEMA)
 
 
 def open_mail(directory: Path) -> sqlite3.Connection:

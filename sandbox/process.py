@@ -16,7 +16,7 @@ STARTUP_SECONDS = 30.0
 class Sandbox:
     """One stand-in. It stops when its owner stops it or ends in any way."""
 
-    def __init__(self, kind: Literal["provider", "mail"], data: Path, *options: str) -> None:
+    def __init__(self, kind: Literal["provider", "mail", "carrier"], data: Path, *options: str) -> None:
         self.kind = kind
         self.data = data
         self.url = ""
@@ -89,7 +89,7 @@ class Sandbox:
 
 
 @contextlib.contextmanager
-def running(kind: Literal["provider", "mail"], data: Path, *options: str) -> Iterator[Sandbox]:
+def running(kind: Literal["provider", "mail", "carrier"], data: Path, *options: str) -> Iterator[Sandbox]:
     """Run a stand-in during a `with` block; `options` are those of `python -m sandbox`."""
     sandbox = Sandbox(kind, data, *options)
     sandbox.start()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sandbox import answers, ledger, payments
-from sandbox.faults import PROVIDER_FAULTS, FaultPlan, Queued
+from sandbox.faults import FaultPlan
 from sandbox.payments import Answer, ApiError, invalid
 
 # Not a secret: the sandbox holds no money.
@@ -153,7 +153,7 @@ class _Provider:
                     answers.store(self._db, key, endpoint, parameters, stored, now)
         finally:
             self._executing.discard(key)
-        return _NoAnswer(self._plan.hold_ms / 1000) if fault == "timeout_after" else _json(answer)
+        return NoAnswer(self._plan.hold_ms / 1000) if fault == "timeout_after" else _json(answer)
 
     def _fault(self, endpoint: str, key: str, metadata: dict[str, str]) -> str | None:
         queued = self._plan.take(metadata)
@@ -180,22 +180,10 @@ class _Provider:
     async def _set_faults(self, request: Request) -> Response:
         """Queue single faults ("next") or replace the plan ("rates", "seed", times)."""
         try:
-            wanted = await request.json()
-            if not isinstance(wanted, dict):
-                raise ValueError("the body must be a JSON object")
-            following = wanted.pop("next", None)
-            if following is not None:
-                self._queue(following, wanted.pop("only", {}))
-            if wanted:
-                self._plan = FaultPlan(queued=self._plan.queued, **wanted)
+            self._plan = self._plan.changed(await request.json())
         except (ValueError, TypeError) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         return JSONResponse({"queued": [queued.fault for queued in self._plan.queued]})
-
-    def _queue(self, faults: Any, only: dict[str, str]) -> None:
-        if not isinstance(faults, list) or any(fault not in PROVIDER_FAULTS for fault in faults):
-            raise ValueError(f"next must be a list of {', '.join(PROVIDER_FAULTS)}")
-        self._plan.queued.extend(Queued(fault, only) for fault in faults)
 
     async def _requests(self, request: Request) -> Response:
         """Counts of calls per endpoint, per key (at least `at_least`), and of injected faults."""
@@ -223,7 +211,7 @@ class _Provider:
         return JSONResponse({"status": "ok"})
 
 
-class _NoAnswer(Response):
+class NoAnswer(Response):
     """Keep the client waiting until it disconnects or for `hold` seconds, then cut the connection."""
 
     def __init__(self, hold: float) -> None:

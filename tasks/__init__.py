@@ -1,4 +1,4 @@
-"""The application: payments, refunds and orders as idempotent tasks, whose events other services consume (`flow.py`)."""
+"""The application: payments, refunds, orders and returns as idempotent tasks, whose events other services consume (`flow.py`)."""
 
 from celery import Celery
 
@@ -13,6 +13,8 @@ app = Celery(
             "checkout",
             "orders",
             "warehouse",
+            "shipping",
+            "returns",
             "observer",
             "notifications",
             "support",

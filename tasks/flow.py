@@ -1,28 +1,32 @@
 """The map of events: who publishes each, who listens to it, and what undoes it. `python -m tasks.flow` draws it.
 
-No service knows another, so no other module says what follows from what. Tests compare the map with the code, both
-ways, and docs/order-placement.md with the map.
+No service knows another, so no other module says what follows from what; only returns, a saga, calls others. Tests
+compare the map with the code, both ways, and docs/order-placement.md and docs/returns.md with the map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`published_by` modules of this package; `heard_by` tasks, by name. `undone_by`: the event of what reverts it."""
+    """`published_by` modules of this package; `heard_by` tasks, by name. `undone_by`: the event of what reverts it.
+
+    `awaited_by`: the saga that waits for it.
+    """
 
     published_by: tuple[str, ...]
     heard_by: tuple[str, ...]
     undone_by: str | None = None
+    awaited_by: str | None = None
 
 
 # Listens to everything, for people.
 WATCH = "observer.watch"
 
-EVENTS: dict[str, Event] = {
+PLACEMENT: dict[str, Event] = {
     # placing an order
     "order.placement_requested": Event(
         ("checkout",),
@@ -49,29 +53,52 @@ EVENTS: dict[str, Event] = {
     "payment.recovered": Event(("payments",), ("support.open_case", WATCH)),
 }
 
+SAGA = "returns.process_return"
+MAIL = "notifications.send_notification"
+RETURNS: dict[str, Event] = {
+    "return.labelled": Event(("returns",), (MAIL,), undone_by="return.cancelled"),
+    "carrier.pickup_confirmed": Event(("shipping",), ("returns.note",), awaited_by=SAGA),
+    "warehouse.inspected": Event(("warehouse",), ("returns.note",), awaited_by=SAGA),
+    # how a return ends
+    "return.refunded": Event(("returns",), (MAIL,)),
+    "return.rejected": Event(("returns",), (MAIL,)),
+    "return.aborted": Event(("returns",), (MAIL,)),
+    "return.cancelled": Event(("returns",), (MAIL,)),
+    "return.escalated": Event(("returns",), (MAIL, "support.open_return_case")),
+    # what came after its end
+    "return.late": Event(("returns",), ("support.open_return_case",)),
+}
 
-def diagram() -> str:
-    """The map as a Mermaid flowchart, without the observer: services, their events, and dotted what undoes what."""
-    services = {service: None for event in EVENTS.values() for service in (*event.published_by, *_listeners(event))}
-    return "\n".join(["flowchart LR", *(f"  {name}[{name}]" for name in services), *_arrows()])
+EVENTS = PLACEMENT | RETURNS
 
 
-def table() -> str:
-    """The map as a table of Markdown, without the observer."""
+def diagram(events: Mapping[str, Event]) -> str:
+    """A map as a Mermaid flowchart, without the observer: services, their events, and dotted what undoes what."""
+    services = {service: None for event in events.values() for service in (*event.published_by, *_listeners(event))}
+    return "\n".join(["flowchart LR", *(f"  {name}[{name}]" for name in services), *_arrows(events)])
+
+
+def table(events: Mapping[str, Event]) -> str:
+    """A map as a table of Markdown, without the observer."""
     rows = ["| event | published by | heard by | undone by |", "|---|---|---|---|"]
-    for name, event in EVENTS.items():
+    for name, event in events.items():
         undone_by = f"`{event.undone_by}`" if event.undone_by else ""
-        heard_by = ", ".join(f"`{task}`" for task in event.heard_by if task != WATCH)
+        heard_by = ", ".join(f"`{task}`" for task in (*_awaiting(event), *event.heard_by) if task != WATCH)
         rows.append(f"| `{name}` | {', '.join(event.published_by)} | {heard_by} | {undone_by} |")
     return "\n".join(rows)
 
 
 def _listeners(event: Event) -> list[str]:
-    return list(dict.fromkeys(task.partition(".")[0] for task in event.heard_by if task != WATCH))
+    heard_by = (*_awaiting(event), *event.heard_by)
+    return list(dict.fromkeys(task.partition(".")[0] for task in heard_by if task != WATCH))
 
 
-def _arrows() -> Iterator[str]:
-    for name, event in EVENTS.items():
+def _awaiting(event: Event) -> tuple[str, ...]:
+    return () if event.awaited_by is None else (event.awaited_by,)
+
+
+def _arrows(events: Mapping[str, Event]) -> Iterator[str]:
+    for name, event in events.items():
         yield f'  {_node(name)}(["{name}"])'
         for publisher in event.published_by:
             yield f"  {publisher} --> {_node(name)}"
@@ -86,4 +113,5 @@ def _node(event: str) -> str:
 
 
 if __name__ == "__main__":
-    print(f"```mermaid\n{diagram()}\n```\n\n{table()}")  # noqa: T201
+    for each in (PLACEMENT, RETURNS):
+        print(f"```mermaid\n{diagram(each)}\n```\n\n{table(each)}\n")  # noqa: T201

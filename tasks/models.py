@@ -114,18 +114,20 @@ class Order(Base):
 
 
 class Stock(Base):
-    """How many pieces there are: those that can be ordered, and those set aside for orders."""
+    """How many pieces there are: those that can be ordered, those set aside for orders, and those returned damaged."""
 
     __tablename__ = "stock"
     __table_args__ = (
         CheckConstraint("available >= 0", name="available_not_negative"),
         CheckConstraint("reserved >= 0", name="reserved_not_negative"),
+        CheckConstraint("quarantined >= 0", name="quarantined_not_negative"),
     )
 
     tenant: Mapped[Tenant]
     sku: Mapped[str] = mapped_column(primary_key=True)
     available: Mapped[int]
     reserved: Mapped[int]
+    quarantined: Mapped[int] = mapped_column(server_default=text("0"))
 
 
 class Reservation(Base):
@@ -135,7 +137,8 @@ class Reservation(Base):
     __table_args__ = (
         CheckConstraint("quantity >= 0", name="quantity_not_negative"),
         CheckConstraint(
-            "status IN ('STOCK_CONFIRMED', 'STOCK_RESERVED', 'STOCK_RELEASED', 'OUT_OF_STOCK')", name="status_known"
+            "status IN ('STOCK_CONFIRMED', 'STOCK_RESERVED', 'STOCK_RELEASED', 'STOCK_RETURNED', 'OUT_OF_STOCK')",
+            name="status_known",
         ),
     )
 
@@ -148,13 +151,16 @@ class Reservation(Base):
 
 
 class Movement(Base):
-    """A movement of stock, from which `stock` can be computed again. `reference`: the order, or the delivery received."""
+    """A movement of stock, from which `stock` can be computed again.
+
+    `reference`: the delivery that was received, the order, or the return.
+    """
 
     __tablename__ = "stock_movements"
     __table_args__ = (
         ForeignKeyConstraint(["tenant", "sku"], ["stock.tenant", "stock.sku"]),
         CheckConstraint("quantity > 0", name="quantity_positive"),
-        CheckConstraint("kind IN ('received', 'reserved', 'released')", name="kind_known"),
+        CheckConstraint("kind IN ('received', 'reserved', 'released', 'returned', 'quarantined')", name="kind_known"),
     )
 
     tenant: Mapped[Tenant]
@@ -173,6 +179,90 @@ class Placement(Base):
     tenant: Mapped[Tenant]
     order_id: Mapped[str] = mapped_column(primary_key=True)
     seen: Mapped[list[str]] = mapped_column(ARRAY(String))
+
+
+class Return(Base):
+    """One order that is sent back. `problem`: why it was aborted or cancelled, or what a person has to see to."""
+
+    __tablename__ = "returns"
+    __table_args__ = (
+        CheckConstraint(
+            "status IN ('REQUESTED', 'LABELLED', 'IN_TRANSIT', 'INSPECTED', "
+            "'REFUNDED', 'REJECTED', 'ESCALATED', 'ABORTED', 'CANCELLED')",
+            name="status_known",
+        ),
+        CheckConstraint("verdict IN ('APPROVED', 'DAMAGED', 'REJECTED')", name="verdict_known"),
+        CheckConstraint(
+            "(status IN ('ESCALATED', 'ABORTED', 'CANCELLED')) = (problem IS NOT NULL)", name="ended_with_a_problem"
+        ),
+        # an order whose return came to nothing may be returned again
+        Index(
+            "returns_of_order",
+            "tenant",
+            "order_id",
+            unique=True,
+            postgresql_where=text("status NOT IN ('REJECTED', 'ABORTED', 'CANCELLED')"),
+        ),
+    )
+
+    tenant: Mapped[Tenant]
+    id: Mapped[str] = mapped_column(primary_key=True)
+    order_id: Mapped[str]
+    customer_id: Mapped[str]
+    reason: Mapped[str]
+    # whether the buyer wants the goods back if they are rejected
+    reship: Mapped[bool]
+    status: Mapped[str] = mapped_column(server_default="REQUESTED")
+    verdict: Mapped[str | None]
+    refund_id: Mapped[str | None]
+    problem: Mapped[str | None]
+    # what has been heard, whether or not the saga has used it
+    is_collected: Mapped[bool] = mapped_column(server_default=false())
+    is_inspected: Mapped[bool] = mapped_column(server_default=false())
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Label(Base):
+    """A label that the carrier has made: for the buyer's parcel (`return`), or for the goods' way back (`reship`)."""
+
+    __tablename__ = "labels"
+    __table_args__ = (
+        CheckConstraint("kind IN ('return', 'reship')", name="kind_known"),
+        CheckConstraint("status IN ('CREATED', 'COLLECTED', 'VOIDED')", name="status_known"),
+        Index("labels_return_id", "tenant", "return_id"),
+    )
+
+    tenant: Mapped[Tenant]
+    # the carrier's
+    id: Mapped[str] = mapped_column(primary_key=True)
+    return_id: Mapped[str]
+    kind: Mapped[str]
+    status: Mapped[str] = mapped_column(server_default="CREATED")
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Inspection(Base):
+    """What the warehouse has found in a parcel that came back."""
+
+    __tablename__ = "inspections"
+    __table_args__ = (CheckConstraint("verdict IN ('APPROVED', 'DAMAGED', 'REJECTED')", name="verdict_known"),)
+
+    tenant: Mapped[Tenant]
+    return_id: Mapped[str] = mapped_column(primary_key=True)
+    verdict: Mapped[str]
+    inspected_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class ReturnCase(Base):
+    """Something about a return that a person has to see to; `code` says what."""
+
+    __tablename__ = "return_cases"
+    __table_args__ = (ForeignKeyConstraint(["tenant", "return_id"], ["returns.tenant", "returns.id"]),)
+
+    tenant: Mapped[Tenant]
+    return_id: Mapped[str] = mapped_column(primary_key=True)
+    code: Mapped[str] = mapped_column(primary_key=True)
+    opened_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class Refund(Base):

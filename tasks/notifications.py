@@ -15,9 +15,9 @@ from .tenants import domain
 
 
 def about(event: dict[str, Any]) -> tuple[str, str]:
-    """What an event is about: its type, and the id of the refund or payment."""
+    """What an event is about: its type, and the id of the return, refund or payment."""
     data = event["data"]
-    return event["type"], data.get("refund_id") or data["payment_id"]
+    return event["type"], data.get("return_id") or data.get("refund_id") or data["payment_id"]
 
 
 def notification_failed(session: Session, operation: Operation, error: PermanentError) -> None:
@@ -33,12 +33,24 @@ def notification_failed(session: Session, operation: Operation, error: Permanent
     )
 
 
-@subscribe("payment.captured", "payment.refunded", consumer="notifications", app=app, on_failed=notification_failed)
+@subscribe(
+    "payment.captured",
+    "payment.refunded",
+    "return.labelled",
+    "return.aborted",
+    "return.cancelled",
+    "return.escalated",
+    "return.refunded",
+    "return.rejected",
+    consumer="notifications",
+    app=app,
+    on_failed=notification_failed,
+)
 def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
     """Send the e-mail about an event. SMTP has no idempotency keys, but a repeated call uses the same Message-ID."""
     subject = " ".join(about(event))
     recipient = f"customer-{event['data']['customer_id']}@{domain(self.tenant)}"
-    body = f"{subject}, purchase {event['data']['payment_id']}\n"
+    body = f"{subject}, {_concerns(event['data'])}\n"
 
     sent: dict[str, Any] = self.effect("mail", mailer.send, recipient, subject, body)
 
@@ -54,3 +66,9 @@ def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, 
         )
     )
     return {"message_id": message_id}
+
+
+def _concerns(data: dict[str, Any]) -> str:
+    if "return_id" not in data:
+        return f"purchase {data['payment_id']}"
+    return ", ".join(f"{name} {data[name]}" for name in ("order_id", "label_id", "problem") if data.get(name))

@@ -1,4 +1,4 @@
-"""What became of payments and refunds by their rows, which stay when the records of their operations are purged."""
+"""What became of payments, refunds and returns by their rows, which stay when the records of their operations are purged."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from sqlalchemy import Connection, select
 
 from idempotency import OperationId
 
-from .models import Checkout, Payment, Refund
+from .models import Checkout, Payment, Refund, Return
 from .payments import capture_payment
 from .refunds import refund_payment
+from .returns import OPEN, PROBLEMS, process_return
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,24 @@ def outcome(connection: Connection, id: OperationId) -> Outcome | None:
         if refund.status == "refunded":
             return Outcome("completed", {"status": refund.status, "refund": refund.provider_refund_id})
         return _unsuccessful(refund.failure)
+    if id.task == process_return.name:
+        return _of_return(connection, id)
     return None
+
+
+def _of_return(connection: Connection, id: OperationId) -> Outcome | None:
+    query = select(Return.status, Return.problem).filter_by(tenant=id.tenant, id=id.key)
+    found = connection.execute(query).one_or_none()
+    if found is None:
+        return None
+    if found.status in OPEN:
+        return Outcome("accepted")
+    was_undone = found.status == "CANCELLED" or (
+        found.status == "ESCALATED" and not set(found.problem.split(", ")) <= set(PROBLEMS)
+    )
+    if was_undone:
+        return Outcome("failed", code=found.problem)
+    return Outcome("completed", {"status": found.status, "problem": found.problem})
 
 
 def _not_yet(connection: Connection, id: OperationId) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""The configured payment provider and mail server."""
+"""The configured payment provider, mail server and carrier."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import celeryconfig
 
+from .carrier import Carrier
 from .gateway import Gateway, StripeGateway
 from .mail import Mailer
 
@@ -30,6 +31,7 @@ def _mailer() -> Mailer:
     return Mailer(url.hostname or "127.0.0.1", url.port or 25, sender=celeryconfig.environment.mail_from)
 
 
-# Both can be shared: they open connections on first use, per process or per thread.
+# All can be shared: they open connections on first use, per process or per thread.
 gateway = _gateway()
 mailer = _mailer()
+carrier = Carrier(celeryconfig.environment.carrier_url, timeout=celeryconfig.environment.carrier_timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -51,6 +52,19 @@ def submit_refund(
     check_not_carried_out(session, operation, "refund_id: its task was called before there was a request")
     handle: Handle = refund_payment.enqueue(session, refund_id=refund_id, tenant=tenant, **owned(tenant))
     return handle
+
+
+def request_rest(session: Session, *, refund_id: str, order_id: str, reason: str, tenant: str = DEFAULT) -> int | None:
+    """Write the row of a refund of all that is left of an order's payment; the caller calls `refund_payment`.
+
+    None: nothing is left to give back.
+    """
+    payment = session.scalars(select(Payment).filter_by(tenant=tenant, order_id=order_id).with_for_update()).one()
+    left = payment.amount - payment.refunded if payment.status == "captured" else 0
+    if left == 0:
+        return None
+    session.add(Refund(tenant=tenant, id=refund_id, payment_id=payment.id, amount=left, reason=reason))
+    return left
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:

@@ -1,4 +1,4 @@
-"""Support: one case for every payment that failed or whose outcome is unknown."""
+"""Support: a case for every payment that failed or whose outcome is unknown, and for what people have to see to in a return."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from idempotency import IdempotentTask, subscribe
 
 from . import app
-from .models import Payment, SupportCase
+from .models import Payment, ReturnCase, SupportCase
+from .once import insert_unless_there
 
 
 @subscribe("payment.failed", "payment.unknown", "payment.recovered", consumer="support", app=app)
@@ -16,3 +17,11 @@ def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     # from the payment's row, because events of one payment may be handled in either order
     payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]))
     self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=payment.failure or "recovered"))
+
+
+@subscribe("return.escalated", "return.late", consumer="support", app=app)
+def open_return_case(self: IdempotentTask, event: dict[str, Any]) -> None:
+    """Open a case for each problem of a return."""
+    for code in event["data"]["problems"]:
+        case = {"tenant": self.tenant, "return_id": event["data"]["return_id"], "code": code}
+        insert_unless_there(self.session, ReturnCase, case)

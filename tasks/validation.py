@@ -18,6 +18,8 @@ CURRENCIES = frozenset(
 MAX_AMOUNT = 99_999_999
 MAX_QUANTITY = 1_000_000
 MAX_TEXT = 200
+# What the warehouse may find in a parcel.
+VERDICTS = ("APPROVED", "DAMAGED", "REJECTED")
 # RFC 5321 allows 64 characters before the @; "customer-" takes nine.
 MAX_LOCAL_PART = 55
 LOCAL_PART = re.compile(r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*")
@@ -25,6 +27,10 @@ LOCAL_PART = re.compile(r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*")
 
 class Taken(ValueError):
     """This id is that of something else, which was accepted before."""
+
+
+class NotReturnable(ValueError):
+    """There is no such order, or it cannot be sent back (again)."""
 
 
 def check_id(field: str, value: object) -> str:
@@ -92,4 +98,18 @@ def check_currency(field: str, value: object) -> str:
     """Check that the application supports a currency. Raises `ValueError`."""
     if not isinstance(value, str) or value not in CURRENCIES:
         raise ValueError(f"{field}: must be one of {', '.join(sorted(CURRENCIES))}")
+    return value
+
+
+def check_flag(field: str, value: object) -> bool:
+    """Check a yes or no. Raises `ValueError`."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{field}: must be true or false")
+    return value
+
+
+def check_verdict(field: str, value: object) -> str:
+    """Check what the warehouse says of a return. Raises `ValueError`."""
+    if not isinstance(value, str) or value not in VERDICTS:
+        raise ValueError(f"{field}: must be one of {', '.join(VERDICTS)}")
     return value

@@ -3,7 +3,7 @@
 Pieces are set aside when an order is placed (STOCK_CONFIRMED), belong to it once it is paid (STOCK_RESERVED), and go
 back when it is cancelled (STOCK_RELEASED). Every change of stock has its movement in the same commit. A reservation is
 inserted by whichever event comes first, also by the order's cancellation: then the later ones find that nothing is to
-be set aside any more.
+be set aside any more. What a buyer sends back is inspected, and can be ordered again or is quarantined (STOCK_RETURNED).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from sqlalchemy import literal, update
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, publish, subscribe
+from idempotency import IdempotentTask, PermanentError, publish, subscribe
 
 from . import app
-from .models import Movement, Reservation, Stock
+from .models import Inspection, Movement, Reservation, Stock
 from .once import insert_once, insert_unless_there
 from .tenants import DEFAULT
-from .validation import check_id, check_quantity
+from .validation import check_id, check_quantity, check_verdict
 
 CONFIRMED, RESERVED, RELEASED = "STOCK_CONFIRMED", "STOCK_RESERVED", "STOCK_RELEASED"
-OUT_OF_STOCK = "OUT_OF_STOCK"
+RETURNED, OUT_OF_STOCK = "STOCK_RETURNED", "OUT_OF_STOCK"
 
 Event = dict[str, Any]
 
@@ -40,6 +40,31 @@ def receive_stock(session: Session, *, delivery_id: str, sku: str, quantity: int
     stock = session.get_one(Stock, (tenant, sku), with_for_update=True)
     stock.available += quantity
     return True
+
+
+def record_inspection(session: Session, *, return_id: str, verdict: str, tenant: str = DEFAULT) -> bool:
+    """Say what has come back, in the caller's transaction. Returns False if it was said before.
+
+    Raises `ValueError`, which names the field and the values, and `Taken` if the verdict was another.
+    """
+    key = {"tenant": tenant, "return_id": check_id("return_id", return_id)}
+    found = {"verdict": check_verdict("verdict", verdict)}
+    is_new = insert_once(session, Inspection, key, found, taken="return_id: was inspected before, with another verdict")
+    if is_new:
+        publish(session, "warehouse.inspected", {"return_id": return_id, "verdict": verdict}, tenant=tenant, app=app)
+    return is_new
+
+
+@app.task(base=IdempotentTask, bind=True, name="warehouse.restock")
+def restock(self: IdempotentTask, return_id: str, order_id: str) -> dict[str, int]:
+    """The pieces of an order have come back and can be ordered again."""
+    return _take_back(self.session, "returned", return_id, order_id, tenant=self.tenant)
+
+
+@app.task(base=IdempotentTask, bind=True, name="warehouse.quarantine")
+def quarantine(self: IdempotentTask, return_id: str, order_id: str) -> dict[str, int]:
+    """The pieces of an order have come back damaged: nobody can order them."""
+    return _take_back(self.session, "quarantined", return_id, order_id, tenant=self.tenant)
 
 
 @subscribe("order.placement_requested", consumer="warehouse", app=app)
@@ -68,7 +93,7 @@ def reserve_stock(self: IdempotentTask, event: Event) -> None:
 def release_stock(self: IdempotentTask, event: Event) -> None:
     """Put back what was set aside; from now on nothing is set aside for this order."""
     reservation, _ = _reservation(self.session, event["data"], tenant=self.tenant)
-    if reservation.status != RELEASED:
+    if reservation.status not in (RELEASED, RETURNED):
         reservation.status = RELEASED
         _put_back(self.session, reservation)
         told = {**event["data"], "pieces": reservation.quantity}
@@ -110,11 +135,28 @@ def _put_back(session: Session, reservation: Reservation) -> None:
         session.add(_movement("released", reservation))
 
 
-def _movement(kind: str, reservation: Reservation) -> Movement:
+def _take_back(session: Session, kind: str, return_id: str, order_id: str, *, tenant: str) -> dict[str, int]:
+    """Move what an order has from `reserved` to where `kind` says. Raises `PermanentError` if it has nothing (any more)."""
+    reservation = session.get(Reservation, (tenant, order_id), with_for_update=True)
+    if reservation is None or reservation.status != RESERVED:
+        raise PermanentError(f"order {order_id}: no pieces are its own", "not_reserved")
+    reservation.status = RETURNED
+    if reservation.quantity > 0:
+        stock = session.get_one(Stock, (tenant, reservation.sku), with_for_update=True)
+        stock.reserved -= reservation.quantity
+        if kind == "returned":
+            stock.available += reservation.quantity
+        else:
+            stock.quarantined += reservation.quantity
+        session.add(_movement(kind, reservation, reference=return_id))
+    return {"pieces": reservation.quantity}
+
+
+def _movement(kind: str, reservation: Reservation, *, reference: str | None = None) -> Movement:
     return Movement(
         tenant=reservation.tenant,
         kind=kind,
-        reference=reservation.order_id,
+        reference=reference or reservation.order_id,
         sku=reservation.sku,
         quantity=reservation.quantity,
     )

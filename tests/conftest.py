@@ -40,6 +40,8 @@ FIRST = (
     "tests/pipeline/test_relay_faults.py",
     "tests/integration/test_assert_idempotent.py",
     "tests/integration/test_service_servers.py",
+    "tests/saga_crashes/",
+    "tests/saga_deploy/",
     "tests/pipeline/test_crashes.py",
     "tests/integration/test_presence.py",
     "tests/integration/test_metrics.py",

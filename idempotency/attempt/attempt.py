@@ -42,6 +42,8 @@ class Attempt:
 
     # of an effect's first key
     first_number = 1
+    # whether only an attempt that has run the body itself may fail the operation by what the body raised
+    fails_by_running = False
 
     def __init__(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> None:
         self.runtime = runtime
@@ -165,12 +167,16 @@ class Attempt:
             raise Unfinished(f"effect {names}: happened in an earlier attempt, and this one did not come to it")
         settings, retention = self.runtime.settings, self.policy.retention_completed
         text = results.to_text(result, limit=settings.result_limit)
+        self.before_end()
         self.writes.finish(
             lambda c: ends.complete(
                 c, self.claim, text, retention=retention, lease=settings.lease, response_code=self.response_code
             )
         )
         metrics.completed.labels(self.claim.id.task).inc()
+
+    def before_end(self) -> None:
+        """What has to be written just before the record ends, in that transaction."""
 
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
         """End without success: undos, `on_failed`'s rows, the record and the dead letter in one commit.
@@ -222,6 +228,7 @@ class Attempt:
             service=settings.service,
         )
         retention = self.policy.retention_failed
+        self.before_end()
         self.writes.finish(lambda c: ends.fail(c, self.claim, concluded.end, retention=retention, lease=settings.lease))
         return concluded
 

@@ -41,24 +41,25 @@ def at_once(ask: Callable[[], T], /) -> T:
 
 
 def claim(
-    runtime: Runtime, delivery: Delivery, token: str, patiently: Patience = at_once
+    runtime: Runtime, delivery: Delivery, token: str, patiently: Patience = at_once, *, again: bool = False
 ) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:
     """Claim the operation, or learn from its record why not. Raises what `patiently` does.
 
     `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
-    it, so this delivery may go. (Not if the operation is `only_asked` for: its caller asks again.)
+    it, so this delivery may go. (Not if the operation is `only_asked` for: its caller asks again.) `again`: after a doubt,
+    when the holder may be this attempt, whatever a hint says.
     """
     hints, id = runtime.hints, delivery.id
     # Without a message, this caller may be the only way on: then, too, Postgres decides.
     skips_hint = delivery.resent or not delivery.message
     hint = Hint.FREE if skips_hint else hints.take(id, token, delivery.fingerprint)
-    if hint is Hint.COUNTED:
+    if hint is Hint.COUNTED and not again:
         metrics.busy.labels(id.task).inc()
         return Busy()  # a duplicate was counted before this one: the record will be finished without it
     crash_point("hint.left")
-    answer = patiently(lambda: _answer(runtime, delivery, token, duplicate_first=hint is Hint.HELD))
+    answer = patiently(lambda: _answer(runtime, delivery, token, duplicate_first=hint is Hint.HELD and not again))
     if isinstance(answer, Claimed):
-        if hint is Hint.HELD or (skips_hint and not delivery.only_asked):
+        if hint in (Hint.HELD, Hint.COUNTED) or (skips_hint and not delivery.only_asked):
             hints.hold([(id, token, delivery.fingerprint)])
     elif hint is Hint.FREE:
         hints.drop(id, token, delivery.fingerprint)

@@ -93,10 +93,12 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     reconcile: Reconcile | None
+    # the arguments as they are recorded, if not by the rule below
+    recorded_as: str | None = None
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint({"args": self.args, "kwargs": self.kwargs})
+        return self.recorded_as or fingerprint({"args": self.args, "kwargs": self.kwargs})
 
 
 def provider_key(id: OperationId, name: str, number: int) -> str:

@@ -25,7 +25,7 @@ from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .claim import Patience, at_once, claim
-from .endings import Ended, Ending, Finished, Release, Waiting, end_for
+from .endings import Ended, Ending, Fail, Finished, Release, Waiting, end_for
 from .last_look import reason_to_end, take_last_look
 from .policy import Policy
 from .runtime import Runtime
@@ -55,16 +55,16 @@ def run(
     """
     runtime.check_open()
     token, ending = secrets.token_hex(16), None
-    for _ in range(DOUBT_ROUNDS):
+    for number in range(DOUBT_ROUNDS):
         with metrics.phase(delivery.id.task, "claim"):
-            answer = claim(runtime, delivery, token, patiently)
+            answer = claim(runtime, delivery, token, patiently, again=number > 0)
         if not isinstance(answer, Claimed):
             return answer
         attempt = new_attempt(runtime, answer, delivery, policy)
         delivery = attempt.delivery
         try:
             patiently(attempt.prepare)
-            ending = _decided_before(ending, answer) or _run_and_commit(attempt, body)
+            ending = _decided_before(ending, attempt) or _run_and_commit(attempt, body)
             return ending.apply(attempt)
         except Waiting:
             return Release(answer, 0.0, None, give_back=True)  # as it is recorded already
@@ -102,6 +102,8 @@ def _run_body(attempt: Attempt, body: Body) -> Any:
         return body(attempt)
 
 
-def _decided_before(ending: Ending | None, claimed: Claimed) -> Ending | None:
+def _decided_before(ending: Ending | None, attempt: Attempt) -> Ending | None:
     """The ending decided before a doubt, if this claim resumes the attempt that decided it. It is no other's ending."""
-    return ending if ending is not None and claimed.resumes(ending.decided_under) else None
+    if ending is None or (attempt.fails_by_running and isinstance(ending, Fail)):
+        return None
+    return ending if attempt.claim.resumes(ending.decided_under) else None

@@ -16,6 +16,7 @@ from .postgres import check_database
 from .processes import check_processes
 from .queues import check_declared_queues
 from .redis import check_redis
+from .sagas import check_sagas
 from .settings import check_celery_settings, check_content, check_pool_size, check_schedule, read_settings
 from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
 from .unreachable import check_server
@@ -40,6 +41,9 @@ def doctor(app: Celery) -> list[Finding]:
         if not any(f.level is Level.REFUSAL and f.subject.startswith("database") for f in findings):
             findings += check_server(
                 "database", "idempotency_database_url", lambda: check_processes(app, settings), Level.WARNING
+            )
+            findings += check_server(
+                "database", "idempotency_database_url", lambda: check_sagas(app, settings), Level.WARNING
             )
     findings += check_server("broker", "broker_url", lambda: check_broker(app))
     order = list(reversed(Level))

@@ -82,6 +82,7 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | No
     from .doctor import check_configuration
     from .postgres import check_database
     from .processes import check_consumed
+    from .sagas import check_sagas
 
     if not idempotent_tasks(app):
         return None
@@ -93,12 +94,13 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | No
             findings += check_database(settings)
             if not any(finding.level is Level.REFUSAL for finding in findings):
                 findings += check_consumed(settings, consumed)
+                findings += check_sagas(app, settings)
         except DBAPIError as error:
             unanswered = reason(error)
     if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:
         # Celery logs and ignores other exceptions of signal receivers.
         raise SystemExit("\n".join(f"idempotency: refused to start: {finding}" for finding in refusals))
-    _warn(finding for finding in findings if finding.subject.startswith("database") and finding.level is Level.WARNING)
+    _warn(each for each in findings if each.subject.startswith(("database", "event")) and each.level is Level.WARNING)
     return unanswered
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..application import runtime_of, settings_of
+from ..events import keeps
 from ..operate import saga as operate
 from ..operate.change import Change
 from ..store import overview as stored
@@ -110,6 +111,7 @@ def show_saga(
     with runtime_of(celery).autocommit() as connection:
         id = operate.find(celery, connection, key, type=type, tenant=tenant)
         shown = saga_reading.show(connection, id, with_payload=with_payload)
+    shown["dropped"] = _dropped(celery, shown)
     if as_json:
         print_json(shown)
         return
@@ -122,6 +124,10 @@ def show_saga(
         print_line("accepted: it has not begun")
         return
     print_line(", ".join(timeline.summary(shown)))
+    if shown["dropped"]:
+        print_line(
+            f"no saga of this application waits for {', '.join(shown['dropped'])}: published here, it is dropped"
+        )
     columns = ("time", "what", "state", "took", "details", *(["result"] if with_payload else []))
     print_table(
         *columns,
@@ -213,6 +219,18 @@ def _found(app: str, key: str, type: str | None, tenant: str | None) -> tuple[An
     celery = application(app)
     with runtime_of(celery).autocommit() as connection:
         return celery, operate.find(celery, connection, key, type=type, tenant=tenant)
+
+
+def _dropped(celery: Any, shown: dict[str, Any]) -> list[str]:
+    """The events that a saga waits for, and that this application would not keep for it."""
+    return [
+        f"{row['event_type']} {row['match']}"
+        for row in shown["steps"]
+        if row["kind"] == "wait"
+        and row["state"] == "begun"
+        and row["generation"] == shown["saga"]["generation"]
+        and not keeps(celery, row["event_type"], row["match"])
+    ]
 
 
 def _listed(row: dict[str, Any]) -> dict[str, Any]:

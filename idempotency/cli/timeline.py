@@ -48,6 +48,8 @@ def summary(shown: dict[str, Any]) -> Iterator[str]:
     open_now = [row for row in shown["steps"] if row["state"] == "begun" and row["generation"] == saga["generation"]]
     if open_now:
         yield f"waits for {'; '.join(map(waited_for, open_now))}"
+    for below in shown["called"]["stopped"]:
+        yield f"{below['task']} {below['key']} has stopped: {below['stopped']}"
     if record is None:
         yield "no operation of its own"
     elif record["attempts"] and record["status"] in ("started", "released"):
@@ -93,7 +95,8 @@ def _received(event: dict[str, Any]) -> Entry:
     if event["used_by"] is not None:
         state = "used" if event["used_by"] == event["event_type"] else f"used by {event['used_by']}"
     else:
-        state = "late, unused" if event["is_late"] else "unused"
+        when = "early, " if event["is_early"] else "late, " if event["is_late"] else ""
+        state = f"{when}unused"
     who = "" if event["person"] is None else f"signalled by {event['person']}"
     repeats = f"came {event['repeats'] + 1} times" if event["repeats"] else ""
     details = "; ".join(filter(None, [f"match {event['match']}", f"id {event['event_id']}", who, repeats]))

@@ -87,8 +87,8 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         if not is_cancelled and was.status == COMPENSATING:
             why = json.loads(was.error)["code"] if was.error else "cancelled"
             raise ChangeRefused(f"{called(id)}: is being undone already, because of {why}")
-        if not is_cancelled:
-            raise ChangeRefused(f"{called(id)}: was {was.status}, and is replayed but has not begun again; look again")
+        if row is not None and row.generation != was.generation:
+            raise ChangeRefused(f"{called(id)}: was replayed just now; look again")
         audit(connection, change, "saga_cancel", id, row, details={"begun": row is not None})
 
 
@@ -113,7 +113,11 @@ def signal_saga(
         now = _awaited(connection, saga, event_type)
         if match is not None:
             template = getattr(app.tasks.get(id.task), "saga_events", {}).get(event_type)
-            match = match if template is None else matched_by(template, match)
+            if template is None:
+                raise ChangeRefused(
+                    f"{called(id)}: this process does not know the saga, and so not what a wait matches"
+                )
+            match = matched_by(template, match)
         if now is None and match is None:
             waits = ", ".join(wait.event_type for wait in saga_reading.waits(connection, saga.id)) or "no event"
             raise ChangeRefused(f"{called(id)}: waits for {waits}; send {event_type} ahead with --match")
@@ -162,10 +166,11 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
         step = _to_undo(connection, id, name)
         if step.call_key is not None:  # locked before the saga, as its end would
             undo = OperationId(id.tenant, step.call_task, step.call_key)
+            # its replay would undo a second time; that locks the letter first, too
+            letters.close(connection, undo, None)
             record = operations.read_locked(connection, undo)
             if record is not None and record.status != "failed":
                 raise ChangeRefused(f"{called(id)}: the undo of {name!r} is {record.status}; wait for its end")
-            letters.close(connection, undo, None)  # its replay would undo a second time
         saga = saga_changes.locked_stopped(connection, id)
         if saga.status != COMPENSATING or not saga_changes.undone(connection, id, step):
             raise ChangeRefused(f"{called(id)}: the undo of {name!r} has not failed; look again")

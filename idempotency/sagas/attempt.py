@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from ..attempt import conclusions, effects, entries, refusals
@@ -19,24 +20,29 @@ from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
 from ..attempt.refusals import refusal_of
 from ..attempt.runtime import Runtime
-from ..errors import AttemptsExhausted, CallRefused, EffectUnknown, OpenTransaction, PermanentError
+from ..errors import (
+    AttemptsExhausted,
+    CallRefused,
+    EffectUnknown,
+    Misuse,
+    PermanentError,
+)
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..store import letters, saga_steps, sagas
+from ..store import saga_steps, sagas
 from ..store.answers import Claimed, error_text
 from ..store.saga_steps import Recorded
 from ..store.sagas import COMPENSATING, COMPLETED, FAILED
 from ..wire import results
 from ..wire.delivery import Delivery
-from ..wire.keys import fingerprint
-from . import compensation
+from . import arguments, compensation, stopping
 from .journal import Journal, Mismatch
+from .misuse import is_misuse
+from .trouble import TRANSIENT, final_as_refusal
 from .undo import Undo, checked
 
 # Of each generation, so that a replay does not get the provider's answers of the run that was undone.
 NUMBERS = 1000
-# Seconds until a saga whose code does not fit is tried again: a deploy may be half done. Doubled each time, up to the last.
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 
 
 class SagaAttempt(Attempt):
@@ -44,6 +50,8 @@ class SagaAttempt(Attempt):
 
     saga: sagas.SagaRow
     journal: Journal
+    # after a doubt, too: whether its code fits what is recorded is known only where it has run
+    fails_by_running = True
 
     def __init__(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, *, entity_id: str) -> None:
         super().__init__(runtime, claim, delivery, policy)
@@ -55,8 +63,13 @@ class SagaAttempt(Attempt):
         self.has_run = False
         # whether nothing is left to undo
         self.is_undone = False
+        # whether a step or effect runs, or something else that the saga does
+        self._is_used = False
         # what the next attempt may not meet
         self._passing: Exception | None = None
+        # whether it is noted that the code has come to all that is recorded
+        self.has_reached = False
+        self._ends_as = COMPLETED
 
     def prepare(self) -> None:
         with self.runtime.autocommit(self.claim.id.tenant) as connection:
@@ -82,9 +95,17 @@ class SagaAttempt(Attempt):
 
         The next attempt may not meet that error, and would come elsewhere; and an effect may be open.
         """
+        if self._is_used:
+            self._passing = Misuse(
+                "used inside a step or effect, whose function is not run again: use the saga after it"
+            )
         self.check_nothing_passes()
+        self._is_used = True
         try:
             yield self
+        except Misuse as error:
+            self._passing = error
+            raise
         except CallRefused:  # the same each time
             raise
         except Exception as error:
@@ -92,10 +113,17 @@ class SagaAttempt(Attempt):
             if not isinstance(error, PermanentError) or conclusions.is_open(reached):
                 self._passing = error
             raise
+        finally:
+            self._is_used = False
 
     def check_nothing_passes(self, error: BaseException | None = None) -> None:
-        """Raise what the code has caught, and is not recorded; unless `error` was raised in its place."""
+        """Raise what the code has caught, and is not recorded; unless `error` was raised in its place.
+
+        Nothing takes the place of what says nothing about the saga.
+        """
         passing = self._passing
+        if isinstance(passing, (Misuse, *TRANSIENT)):
+            raise passing
         while error is not None and error is not passing:
             error = error.__cause__ or error.__context__
         if passing is not None and error is None:
@@ -103,18 +131,20 @@ class SagaAttempt(Attempt):
 
     def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         name = self.journal.name(name)
-        arguments = fingerprint({"args": args, "kwargs": kwargs})
-        if (row := self.recalled("step", name, arguments)) is not None:
+        given = arguments.recorded(args, kwargs, arguments.named(partial(fn, None), args, kwargs))
+        if (row := self.recalled("step", name, given)) is not None:
             if row.entry is not None and (refusal := refusal_of(row.entry, self.claim.generation)) is not None:
                 raise refusal
             assert row.result is not None
             return results.from_text(row.result)
-        entries.refuse_coroutine(f"step {name!r}", fn)
-        row = self.new_row("step", name, "done", arguments, checked(undo, args, kwargs))
+        with is_misuse():
+            entries.refuse_coroutine(f"step {name!r}", fn)
+        row = self.new_row("step", name, "done", given, checked(undo, args, kwargs))
         self.check_may_begin()
         session = self.session
         try:
-            result = fn(session, *args, **kwargs)
+            result = final_as_refusal(self.policy, fn, session, *args, **kwargs)
+            self.check_nothing_passes()
             row.result = entries.as_text(self, name, result)
             session.flush()
             self.record_with(row)
@@ -140,10 +170,17 @@ class SagaAttempt(Attempt):
 
     def effect(self, name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         reconcile, undo = options.pop("reconcile", None), options.pop("undo", None)
-        call = effects.Call(self.journal.name(name), fn, args, options, reconcile)
-        self.recalled("effect", call.name, call.fingerprint)
+        name = self.journal.name(name)
+        given = arguments.recorded(args, options, arguments.named(fn, args, options, idempotency_key=""))
+        row = self.recalled("effect", name, given)
+        call = effects.Call(name, fn, args, options, reconcile, recorded_as=given if row is None else row.args)
         self._undo_of[call.name] = checked(undo, args, options)
-        return effects.effect(self, call)
+        try:
+            return effects.effect(self, call)
+        except CallRefused as refused:
+            if call.name in self.calls:  # by the function itself
+                raise
+            raise Misuse(str(refused)) from refused
 
     def value(self, name: str, make: Callable[[], Any]) -> Any:
         """A value that is made once and recorded."""
@@ -157,6 +194,7 @@ class SagaAttempt(Attempt):
 
     def version(self, name: str) -> bool:
         known = self.journal.version(name)
+        self.note_reached()
         if known is None:
             self.check_may_begin()
             self._record(self.new_row("version", name, "done", None, None))
@@ -174,7 +212,7 @@ class SagaAttempt(Attempt):
             )
         )
         if stopped is None:
-            self._close_letter()
+            stopping.close_letter(self)
         crash_point("saga.waits")
         self.writes.commit()
         crash_point("saga.waiting")
@@ -184,14 +222,28 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ what is recorded, and where
 
     def recalled(self, kind: str, name: str, args: str | None) -> Recorded | None:
-        """What is recorded where the code has come to. Raises `LeaseLost`, `OpenTransaction` and `Waiting`."""
+        """What is recorded where the code has come to. Raises `LeaseLost`, `Misuse` and `Waiting`."""
         self.check_lease()
         if self.writes.in_transaction:
-            raise OpenTransaction(f"{name!r}: the session has a transaction open; a saga reads and writes in its steps")
+            raise Misuse(f"{name!r}: the session has a transaction open; a saga reads and writes in its steps")
         try:
-            return self.journal.next(kind, name, args)
+            row = self.journal.next(kind, name, args)
         except Mismatch as mismatch:
-            self.stop(sagas.MISMATCH, str(mismatch), tries_again=True)
+            stopping.stop(self, sagas.MISMATCH, str(mismatch), tries_again=True)
+        self.note_reached()
+        return row
+
+    def note_reached(self) -> None:
+        """Note that the code has come to all that is recorded, unless this is the first of several attempts.
+
+        If processes die in every attempt, that tells code that fails where it is new from code that no longer gets there.
+        """
+        is_noted = self.claim.attempts > 1 or self.policy.max_attempts == 1
+        if self.is_compensating or self.has_reached or not is_noted or self.journal.unread is not None:
+            return
+        self.has_reached = True
+        with self.runtime.autocommit(self.claim.id.tenant) as connection:
+            sagas.note_reached(connection, self.saga, self.journal.last)
 
     def new_row(self, kind: str, name: str, state: str, args: str | None, undo: Undo | None = None) -> Recorded:
         """The next thing to record."""
@@ -241,20 +293,25 @@ class SagaAttempt(Attempt):
 
     def complete(self, result: Any) -> None:
         self.check_nothing_passes()
-        self._check_read()
-        results.to_text(result, limit=self.runtime.settings.result_limit)  # before the saga's row is locked
-        self.writes.in_session(lambda c: sagas.end(c, self.saga, COMPLETED))
-        self._close_letter()
+        stopping.check_read(self)
+        self._ends_as = COMPLETED
         super().complete(result)
+
+    def before_end(self) -> None:
+        self.writes.in_session(lambda c: sagas.end(c, self.saga, self._ends_as, lease=self.lease))
+        stopping.close_letter(self)
 
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
         self.writes.roll_back()
+        if isinstance(cause, TRANSIENT) and self.claim.attempts < self.policy.max_attempts:
+            self.release(delay=self.runtime.settings.retry_base, error=cause)  # whatever `permanent_errors` says
+            raise Waiting
         if self.is_compensating and not self.is_undone:
             if self.has_run or isinstance(error, AttemptsExhausted):
-                self.stop(sagas.NOT_UNDONE, f"{error.code}: {error}", tries_again=True)
+                stopping.stop(self, sagas.NOT_UNDONE, f"{error.code}: {error}", tries_again=True)
             self.wait(0)  # decided before the saga was cancelled
         if not self.is_undone:
-            self._check_read()
+            stopping.check_fits(self, error, cause)
             self.check_lease()
             if not isinstance(error, EffectUnknown):
                 self._ask_once_more()
@@ -263,8 +320,7 @@ class SagaAttempt(Attempt):
         return super().fail(error, cause=cause)
 
     def _fail(self, error: PermanentError, described: str, *, skip: str | None) -> Concluded:
-        self.writes.in_session(lambda c: sagas.end(c, self.saga, FAILED))
-        self._close_letter()
+        self._ends_as = FAILED
         # what is left of its effects has no undo, and is left as it is
         entries_left, self.claim = self.claim.effects, replace(self.claim, effects={})
         try:
@@ -275,44 +331,8 @@ class SagaAttempt(Attempt):
     def _begin_to_undo(self, error: PermanentError) -> NoReturn:
         """The first of the two commits of a saga that fails: from here on it is only undone, with attempts of its own."""
         stored = error_text(error.code, str(error))
-        self.writes.in_session(lambda c: sagas.compensate(c, self.saga, stored))
+        self.writes.in_session(lambda c: sagas.compensate(c, self.saga, stored, lease=self.lease))
         self.saga = replace(self.saga, status=COMPENSATING, error=stored)
         log.warning("saga_is_undone", code=error.code, **self.writes.names)
         crash_point("saga.compensating")
         self.wait(0)
-
-    def _check_read(self) -> None:
-        """A saga whose code ends before it has come to all that is recorded is another saga: it stops."""
-        if not self.has_run:
-            return
-        try:
-            self.journal.check_read()
-        except Mismatch as mismatch:
-            self.stop(sagas.MISMATCH, str(mismatch), tries_again=True)
-
-    def stop(self, reason: str, why: str, *, tries_again: bool = False) -> NoReturn:
-        """Go no further without a deploy or a person: a dead letter says why. What is recorded stays as it is.
-
-        `tries_again`: after a pause, since it may be over by then.
-        """
-        self.writes.roll_back()
-        self.check_lease()
-        session = self.session
-        if self.saga.stopped != reason:
-            self._close_letter()  # a person has seen to what had stopped it before
-        letters.store_failure(
-            session.connection(),
-            self.delivery,
-            self.claim,
-            reason=reason,
-            last_error=error_text(reason, why),
-            service=self.runtime.settings.service,
-        )
-        log.error("saga_stopped", reason=reason, why=why, **self.writes.names)
-        pause = min(FIRST_PAUSE * 2.0 ** min(self.saga.stops, 20), LONGEST_PAUSE) if tries_again else None
-        self.wait(1, pause, stopped=reason)
-
-    def _close_letter(self) -> None:
-        """It goes on: nobody has to see to what had stopped it."""
-        if self.saga.stopped is not None:
-            letters.close(self.session.connection(), self.claim.id, self.saga.stopped)

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import CallFailed, InvalidArguments, InvalidKey
+from ..errors import CallFailed, InvalidKey, Misuse
 from ..store.answers import error_fields
 from ..store.saga_steps import Recorded
 from ..wire import keys, results
 from ..worker.control import is_replacement
+from . import arguments
+from .misuse import is_misuse
 from .undo import Undo, checked
 
 if TYPE_CHECKING:
@@ -29,13 +31,14 @@ class Call:
 
     @property
     def fingerprint(self) -> str:
-        return keys.fingerprint({"args": self.args, "kwargs": self.kwargs})
+        return arguments.recorded(self.args, self.kwargs, self.task._bound(self.args, self.kwargs))
 
 
+@is_misuse()
 def call(task: Any, /, *args: Any, undo: Any = None, **kwargs: Any) -> Call:
-    """A call for `saga.gather`: `call(ship, order_id=1, undo=unship)`. Raises `InvalidArguments`."""
+    """A call for `saga.gather`: `call(ship, order_id=1, undo=unship)`. Raises `Misuse`."""
     if not hasattr(task, "_enqueue"):
-        raise InvalidArguments(f"call: must be an idempotent task, got {task!r:.100}")
+        raise Misuse(f"call: must be an idempotent task, got {task!r:.100}")
     task._bound(args, kwargs)
     return Call(task, args, kwargs, checked(undo, args, kwargs))
 
@@ -71,7 +74,9 @@ def begin(attempt: SagaAttempt, rows: Sequence[Recorded], calls: Sequence[Call])
         for row, each in zip(rows, calls, strict=True):
             attempt.record_with(row)
             options = {"idempotency_key": row.call_key, "tenant": tenant}
-            each.task._enqueue(attempt.session, tuple(each.args), dict(each.kwargs), options)
+            # what is recorded can be undone: its arguments were within the limit, and are called with its result
+            beyond = attempt.runtime.settings.result_limit if row.kind == "undo" else 0
+            each.task._enqueue(attempt.session, tuple(each.args), dict(each.kwargs), options, beyond=beyond)
     except BaseException:
         attempt.writes.roll_back()
         raise

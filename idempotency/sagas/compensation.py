@@ -12,9 +12,12 @@ from ..errors import EffectUnknown, PermanentError, Unfinished, permanent_error
 from ..store import sagas
 from ..store.answers import error_fields, error_text
 from ..store.saga_steps import Recorded
+from ..wire import results
 from ..wire.keys import OperationId
+from ..worker.control import is_replacement
 from . import undo
 from .calls import Call, begin, key_of
+from .stopping import stop
 
 if TYPE_CHECKING:
     from .attempt import SagaAttempt
@@ -36,27 +39,35 @@ def is_open(attempt: SagaAttempt) -> bool:
 
 def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
     """Undo the next of what is recorded, and wait for it. Raises the error that the saga ends with once all is undone."""
-    for row in reversed(attempt.journal):
-        if row.state == "begun" and row.kind == "effect":
-            attempt.stop("effect_unknown", f"effect {row.name!r}: begun, and the outcome is not known")
+    for row in attempt.journal.rows:
         if row.state == "begun" and row.kind == "call":
             _cancel_saga(attempt, tasks, row)
+    for row in reversed(attempt.journal):
+        if row.state == "begun" and row.kind == "effect":
+            stop(attempt, "effect_unknown", f"effect {row.name!r}: begun, and the outcome is not known")
+        if row.state == "begun" and row.kind == "call":
             attempt.wait(1)
         if (code := _left(attempt.journal, row)) is not None:
-            attempt.stop(
+            stop(
+                attempt,
                 sagas.NOT_UNDONE,
                 f"the call {row.name!r} has ended as {code}: what it has done outside has to be resolved",
             )
         if row.undo is not None and row.state == "done":
             _undo(attempt, tasks, row)
     attempt.is_undone = True
-    raise reason(attempt.saga)
+    raise _known(reason(attempt.saga))
 
 
 def reason(saga: sagas.SagaRow) -> PermanentError:
     """Why a saga is undone."""
     fields = error_fields(saga.error or error_text("cancelled", "cancelled"))
     return permanent_error(fields["message"], fields["code"])
+
+
+def _known(error: PermanentError) -> PermanentError:
+    """What a saga ends with once nothing is open: what was unknown has been found out and undone."""
+    return permanent_error(str(error), "cancelled") if error.code == EffectUnknown.default_code else error
 
 
 def _left(journal: Journal, row: Recorded) -> str | None:
@@ -70,18 +81,27 @@ def _left(journal: Journal, row: Recorded) -> str | None:
 def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
     undone = attempt.journal.undos.get(row.position)
     if undone is None:
+        _check_has_ended(attempt, row)
         _begin_undo(attempt, tasks, row)
     if undone.state == "failed":
         why = "" if undone.error is None else f": {error_fields(undone.error)['message']}"
-        attempt.stop(sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} has failed{why}")
+        stop(attempt, sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} has failed{why}")
     if undone.state == "begun":
         attempt.wait(1)
+
+
+def _check_has_ended(attempt: SagaAttempt, row: Recorded) -> None:
+    """Stop at a call that was replaced: what replaces it may still run, and would do again what was undone before."""
+    if row.kind == "call" and is_replacement(results.from_text(row.result or "null")):
+        why = f"the call {row.name!r} was replaced: what replaced it has to be seen to its end, and undone"
+        stop(attempt, sagas.NOT_UNDONE, why)
 
 
 def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
     task = tasks.get(row.undo)
     if task is None:
-        attempt.stop(
+        stop(
+            attempt,
             sagas.NOT_UNDONE,
             f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone",
             tries_again=True,
@@ -93,7 +113,10 @@ def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
 
 
 def _cancel_saga(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
-    """End a call first, if it is a saga, which may wait for days; any other task is waited for."""
+    """End a call, if it is a saga, which may wait for days; any other task is waited for.
+
+    All at once: another saga may take long to be undone, or stop, and this one would go on meanwhile.
+    """
     if row.call_task is None or row.call_key is None or not hasattr(tasks.get(row.call_task), "saga_entity"):
         return
     id = OperationId(attempt.claim.id.tenant, row.call_task, row.call_key)

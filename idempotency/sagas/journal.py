@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ..store.saga_steps import Recorded
+from .arguments import are_same
 
 
 class Mismatch(Exception):
@@ -51,7 +53,7 @@ class Journal:
             raise Mismatch(
                 f"recorded as number {row.position} is {_said(row.kind, row.name)}; the code has {_said(kind, name)}"
             )
-        if row.args != args:
+        if not are_same(row.args, args):
             raise Mismatch(
                 f"recorded as number {row.position} is {_said(kind, name)}; the code has it with other arguments"
             )
@@ -62,18 +64,12 @@ class Journal:
         """Whether the saga goes by the code that `name` introduced; None: it has not been recorded, and can be."""
         if name in self._versions:
             return self._versions[name]
-        row = self.unread
-        if row is None:
+        if self.unread is None:
             return None
-        at = self._cursor
-        while at < len(self._rows) and self._rows[at].kind == "version":
-            if self._rows[at].name == name:
-                self._cursor = at + 1
-                self._versions[name] = True
-                return True
-            at += 1
-        self._versions[name] = False
-        return False
+        asked_here = takewhile(lambda row: row.kind == "version", self._rows[self._cursor :])
+        self._versions[name] = any(row.name == name for row in asked_here)
+        self._skip_versions()
+        return self._versions[name]
 
     def add(self, row: Recorded) -> None:
         """Note what was recorded just now."""
@@ -94,11 +90,13 @@ class Journal:
         """What is recorded next, and the code has not come to."""
         return self._rows[self._cursor] if self._cursor < len(self._rows) else None
 
-    def check_read(self) -> None:
-        """Raise `Mismatch` if the code has ended before it came to all that is recorded."""
+    def check_read(self, what: str) -> None:
+        """Raise `Mismatch` if the code has ended before it came to all that is recorded. `what` it does then, in words."""
         self._skip_versions()
         if (row := self.unread) is not None:
-            raise Mismatch(f"recorded as number {row.position} is {_said(row.kind, row.name)}; the code ends before it")
+            raise Mismatch(
+                f"recorded as number {row.position} is {_said(row.kind, row.name)}; the code {what} before it"
+            )
 
     def effects(self) -> dict[str, dict[str, Any]]:
         """The effects, as the record of another operation has them."""
@@ -109,9 +107,8 @@ class Journal:
         }
 
     def _skip_versions(self) -> None:
-        """A version that the code no longer asks about has done its work."""
-        while (row := self.unread) is not None and row.kind == "version":
-            self._versions[row.name] = True
+        """Read the versions that the code has asked about. It has to ask: code that does not may be older than them."""
+        while (row := self.unread) is not None and row.kind == "version" and self._versions.get(row.name):
             self._cursor += 1
 
 

@@ -12,16 +12,13 @@ must come to the same steps in the same order: whatever may differ is read in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 from uuid import UUID, uuid4
 
-from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..attempt.attempt import Attempt
 from ..attempt.policy import Policy
@@ -29,11 +26,8 @@ from ..attempt.runtime import Runtime
 from ..errors import (
     CallRefused,
     Defer,
-    InvalidArguments,
-    LeaseLost,
-    OutcomeInDoubt,
+    Misuse,
     SettingsError,
-    UnsupportedControl,
 )
 from ..events import expect, matched_by
 from ..observe.logs import log
@@ -47,6 +41,8 @@ from ..worker.task import IdempotentTask
 from . import compensation, waits
 from .attempt import SagaAttempt
 from .calls import Call, call, run_all
+from .misuse import is_misuse
+from .trouble import TRANSIENT
 from .waits import seconds_of
 
 
@@ -63,7 +59,7 @@ class SagaTask(IdempotentTask[..., Any]):
         """Commit a database phase, once: `fn(session, *args, **kwargs)`. Returns its result, which is JSON.
 
         `undo`, an idempotent task, is called with the same arguments if the saga fails later, and with `result=` if it
-        has such a parameter. Raises what `fn` raises, `InvalidArguments`, `InvalidResult` and `LeaseLost`. Only a
+        has such a parameter. Raises what `fn` raises, `Misuse`, `InvalidResult` and `LeaseLost`. Only a
         `PermanentError` is recorded: code that catches any other meets it again at its next use of the saga.
         """
         with self._saga.used() as attempt:
@@ -79,7 +75,7 @@ class SagaTask(IdempotentTask[..., Any]):
     def call(self, task: Any, /, *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         """Run an idempotent task, and wait for its result: enqueued in the commit that records the call.
 
-        Its key is derived from the saga's. Raises `CallFailed` if the task fails, and `InvalidArguments`.
+        Its key is derived from the saga's. Raises `CallFailed` if the task fails, and `Misuse`.
         """
         with self._saga.used() as attempt:
             return run_all(attempt, [call(task, *args, undo=undo, **kwargs)])[0]
@@ -98,14 +94,13 @@ class SagaTask(IdempotentTask[..., Any]):
         The saga has to name the type in `events=`, with the part of the event's data that `match` is compared with. An
         event that has come before the wait counts; each event ends one wait of a saga. Waiting holds nothing.
         """
-        if event_type not in self.saga_events:
-            known = ", ".join(sorted(self.saga_events)) or "none"
-            raise InvalidArguments(
-                f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}"
-            )
-        value = keys.check_key(str(match) if type(match) is int else match, field="match")
-        wanted = matched_by(self.saga_events[event_type], value)
         with self._saga.used() as attempt:
+            if event_type not in self.saga_events:
+                known = ", ".join(sorted(self.saga_events)) or "none"
+                raise Misuse(f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}")
+            with is_misuse():
+                value = keys.check_key(str(match) if type(match) is int else match, field="match")
+            wanted = matched_by(self.saga_events[event_type], value)
             return waits.wait_for(attempt, event_type, wanted, seconds_of("timeout", timeout))
 
     def sleep(self, duration: timedelta | float) -> None:
@@ -138,18 +133,27 @@ class SagaTask(IdempotentTask[..., Any]):
 
     @property
     def session(self) -> NoReturn:
-        raise UnsupportedControl("a saga reads and writes in its steps, which are recorded: saga.step(name, fn, ...)")
+        with self._saga.used():
+            raise Misuse("a saga reads and writes in its steps, which are recorded: saga.step(name, fn, ...)")
 
     def replace(self, sig: Any) -> NoReturn:
-        raise UnsupportedControl("replace: a saga cannot be replaced; it can call another one")
+        with self._saga.used():
+            raise Misuse("replace: a saga cannot be replaced; it can call another one")
 
     def apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CallRefused(f"{self.name}: a saga may wait for days, so it is not run here; enqueue it")
+
+    def _run_as_errback(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+        raise CallRefused(
+            f"{self.name}: a saga may wait for days, so it is no errback; enqueue it from a task that is one"
+        )
 
     # ------------------------------------------------------------ one delivery
 
     @property
     def _saga(self) -> SagaAttempt:
+        if not self._is_running:
+            raise Misuse(f"{self.name}: a saga is used by its own code, in the thread that runs it")
         attempt = self._attempt
         assert isinstance(attempt, SagaAttempt)
         return attempt
@@ -176,7 +180,7 @@ class SagaTask(IdempotentTask[..., Any]):
         attempt.ends_as = compensation.reason(attempt.saga)
         try:
             super()._body(attempt)
-        except (LeaseLost, OutcomeInDoubt, Defer, OperationalError, PoolTimeout, SoftTimeLimitExceeded):
+        except (Defer, *TRANSIENT):
             raise
         except Exception as error:
             log.info("saga_settled", task=self.name, error=type(error).__name__)
@@ -202,13 +206,12 @@ def saga(
 
     def register(function: Callable[..., Any]) -> Any:
         task = app.task(
-            base=SagaTask,
             bind=True,
             name=name,
             key=key,
             saga_entity=entity,
             saga_events=dict(events),
-            **{"shared": False, **options},  # its events are of this application
+            **{"base": SagaTask, "shared": False, **options},  # its events are of this application
         )(function)
         if entity is not None and entity not in task.signature_of_run.parameters:
             raise SettingsError(f"saga {name}: entity={entity!r} is no argument of {function.__name__}")

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidArguments
+from ..application import runtime_of
+from ..errors import Misuse
 from ..store.saga_steps import Recorded
 from ..wire import encoding, keys, results
+from .misuse import is_misuse
 
 # The task's name, and the arguments of what it undoes, as JSON.
 Undo = tuple[str, str]
@@ -16,19 +18,20 @@ Undo = tuple[str, str]
 RESULT = "result"
 
 
+@is_misuse()
 def checked(undo: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Undo | None:
-    """What is recorded of `undo`. Raises `InvalidArguments` for anything but an idempotent task that takes the arguments."""
+    """What is recorded of `undo`. Raises `Misuse` for anything but an idempotent task that takes the arguments."""
     if undo is None:
         return None
     if not hasattr(undo, "_enqueue"):
-        raise InvalidArguments(f"undo: must be an idempotent task, an operation of its own; got {undo!r:.100}")
+        raise Misuse(f"undo: must be an idempotent task, an operation of its own; got {undo!r:.100}")
     given = {**kwargs, RESULT: None} if _wants_result(undo) else dict(kwargs)
     if RESULT in kwargs and RESULT in given and _wants_result(undo):
-        raise InvalidArguments(
-            f"undo: {undo.name} gets the result of what it undoes as {RESULT!r}, which is an argument here"
-        )
+        raise Misuse(f"undo: {undo.name} gets the result of what it undoes as {RESULT!r}, which is an argument here")
     keys.bind(undo.signature_of_run, args, given)
-    keys.canonical_json({"args": args, "kwargs": kwargs})
+    limit = runtime_of(undo.app).settings.arguments_limit
+    if (size := len(keys.canonical_json({"args": args, "kwargs": kwargs}))) > limit:
+        raise Misuse(f"undo: {undo.name}: arguments of at most {limit} bytes as JSON, got {size}")
     return undo.name, encoding.dumps({"args": list(args), "kwargs": dict(kwargs)})
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidArguments
+from ..errors import Misuse
 from ..observe.crash_points import crash_point
 from ..store import saga_steps
 from ..store.saga_steps import Recorded
@@ -44,19 +44,22 @@ def sleep(attempt: SagaAttempt, seconds: float) -> None:
 
 
 def seconds_of(what: str, given: timedelta | float) -> float:
-    """A duration in seconds. Raises `InvalidArguments`, which names the limit."""
-    duration = given if isinstance(given, timedelta) else timedelta(seconds=given)
-    if not timedelta(0) <= duration <= MAX_WAIT:
-        raise InvalidArguments(f"{what}: must be 0 to {MAX_WAIT.days} days, got {duration}")
-    return duration.total_seconds()
+    """A duration in seconds; until a time that is over, none. Raises `Misuse`, which names the limit."""
+    try:
+        duration = given if isinstance(given, timedelta) else timedelta(seconds=given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Misuse(f"{what}: must be a timedelta or seconds, at most {MAX_WAIT.days} days: {error}") from error
+    if duration > MAX_WAIT:
+        raise Misuse(f"{what}: must be at most {MAX_WAIT.days} days, got {duration}")
+    return max(0.0, duration.total_seconds())
 
 
 def _decided(attempt: SagaAttempt, wait: Wait) -> Recorded:
     """The row of a wait that has ended. Until then, waits: one transaction finds the event and records it, or lets go."""
     row = attempt.recalled(wait.kind, wait.name, wait.args)
-    if row is not None and row.state != "begun":
+    if row is not None and row.state not in ("begun", "not_happened"):
         return row
-    attempt.check_may_begin()
+    attempt.check_may_begin()  # one that has not happened was closed when the saga began to be undone
     try:
         event = _find_event(attempt, wait)
         if row is None:
@@ -84,7 +87,9 @@ def _find_event(attempt: SagaAttempt, wait: Wait) -> tuple[int, str] | None:
     if wait.event_type is None or wait.match is None:
         return None
     connection = attempt.session.connection()
-    return saga_steps.find_event(connection, attempt.claim, attempt.saga, wait.event_type, wait.match)
+    return saga_steps.find_event(
+        connection, attempt.claim, attempt.saga, wait.event_type, wait.match, lease=attempt.lease
+    )
 
 
 def _begun(attempt: SagaAttempt, wait: Wait, event: tuple[int, str] | None) -> Recorded:

@@ -134,6 +134,9 @@ WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND status IN ('st
 RETURNING 1
 """
 
+# A saga that waits goes on now.
+_RESUME = f"SELECT idempotency.resume_saga(g) FROM idempotency.sagas g WHERE {ROW} AND status = 'RUNNING'"
+
 _STANDING = f"""
 (SELECT true AS has_begun, message FROM idempotency.records
  WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND status IN ('started', 'released'))
@@ -272,7 +275,10 @@ def revoke(
     `remembered`: the worker only remembers the task id, which must not revoke another generation after the first.
     """
     parameters = {"service": service, "fingerprints": [fingerprint, *also], "remembered": remembered}
-    return execute(connection, _REVOKE, named(id) | parameters).fetchone() is not None
+    is_marked = execute(connection, _REVOKE, named(id) | parameters).fetchone() is not None
+    if is_marked:
+        execute(connection, _RESUME, named(id))
+    return is_marked
 
 
 def note_spent(connection: Connection, claim: Claimed, *, within: int) -> int | None:

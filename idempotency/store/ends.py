@@ -42,7 +42,7 @@ WITH released AS (
     UPDATE idempotency.records
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = clock_timestamp() + make_interval(secs => %(delay)s),
-        attempts = attempts - %(given_back)s,
+        attempts = greatest(attempts - %(given_back)s, 0),  -- a cancel of a saga has set it to 0
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
         updated_at = clock_timestamp()
     WHERE {MINE}

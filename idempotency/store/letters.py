@@ -256,6 +256,19 @@ def close(connection: Connection, id: OperationId, reason: str | None) -> None:
     connection.exec_driver_sql(_CLOSE, {"tenant": id.tenant, "task": id.task, "key": id.key, "reason": reason})
 
 
+_UPDATE_ERROR = """
+UPDATE idempotency.dead_letters SET last_error = %(error)s
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'open' AND reason = %(reason)s
+  AND last_error IS DISTINCT FROM %(error)s
+"""
+
+
+def update_error(connection: Connection, id: OperationId, reason: str, error: str) -> None:
+    """Let an operation's open letter of this reason say what it is because of now."""
+    fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "reason": reason, "error": error}
+    connection.exec_driver_sql(_UPDATE_ERROR, fields)
+
+
 def headers_text(headers: Mapping[str, Any]) -> str:
     """A message's headers as JSON; values that JSON does not support become their type's name."""
     return json.dumps(headers, default=lambda value: f"<{type(value).__name__}>")

@@ -153,14 +153,13 @@ _FORGET_ALERTS = (
 _FORGET_SET_ASIDE = (
     "DELETE FROM idempotency.set_aside WHERE until < (SELECT clock_timestamp() - make_interval(secs => %(remember)s))"
 )
-# A saga keeps those that it has used in its own rows. One that a saga waits for stays until that has gone on.
+# A saga keeps those that it has used in its own rows. It may come to wait for any that is younger than itself, so the
+# oldest one that runs bounds what is deleted; one bound for all, so that no pass reads what has to stay.
 _FORGET_EVENTS = """
 DELETE FROM idempotency.saga_events WHERE id IN (
     SELECT e.id FROM idempotency.saga_events e
-    WHERE e.received_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
-      AND (SELECT true FROM idempotency.saga_steps s
-           WHERE s.tenant = e.tenant AND s.event_type = e.event_type AND s.match = e.match
-             AND s.kind = 'wait' AND s.state = 'begun' LIMIT 1) IS NULL
+    WHERE e.received_at < (SELECT least(clock_timestamp() - make_interval(secs => %(retention)s), min(g.accepted_at))
+                           FROM idempotency.sagas g WHERE g.status = 'RUNNING')
     ORDER BY e.received_at LIMIT 10000)
 """
 
@@ -252,7 +251,7 @@ def forget_set_aside(connection: Connection) -> None:
 
 
 def forget_events(connection: Connection, *, retention: float) -> None:
-    """Delete events that were kept for sagas for more than `retention` seconds, unless one waits for them."""
+    """Delete events that were kept for sagas for more than `retention` seconds, and are older than all that run."""
     connection.exec_driver_sql(_FORGET_EVENTS, {"retention": retention})
 
 

@@ -48,6 +48,13 @@ SELECT 1 / count(*) FROM finished
 )
 
 
+# The same as a statement of its own, before a statement that locks what others wait for.
+GUARD = """
+SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS idle,
+       set_config('synchronous_commit', 'on', true) AS flush
+"""
+
+
 def named(id: OperationId) -> dict[str, Any]:
     """The parameters of `ROW`."""
     return {"tenant": id.tenant, "task": id.task, "key": id.key}

@@ -79,7 +79,8 @@ SELECT e.event_type, e.match, e.event_id, e.event, e.repeats, e.received_at, use
        used.name IS NULL AND coalesce((
            SELECT bool_and(coalesce(s.ended_at, 'infinity') <= e.received_at) FROM idempotency.saga_steps s
            WHERE s.saga_id = %(saga)s AND (s.event_type, s.match) = (e.event_type, e.match)
-       ), false) AS is_late
+       ), false) AS is_late,
+       e.received_at < (SELECT g.accepted_at FROM idempotency.sagas g WHERE g.id = %(saga)s) AS is_early
 FROM idempotency.saga_events e
 LEFT JOIN LATERAL (
     SELECT s.name FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.event_id = e.id LIMIT 1
@@ -107,9 +108,36 @@ FROM ({_CALLED}) c JOIN idempotency.audit a ON (a.tenant, a.task, a.key) = (c.te
 ORDER BY a.id
 """
 
+# What has stopped of the sagas that a saga waits for, and of those that they wait for.
+_STOPPED_BELOW = """
+WITH RECURSIVE below AS (
+    SELECT %(saga)s::uuid AS id, %(generation)s::int AS generation, NULL AS task, NULL AS key, NULL AS stopped
+    UNION ALL
+    SELECT g.id, g.generation, g.task, g.key, g.stopped
+    FROM below JOIN idempotency.saga_steps s ON s.saga_id = below.id AND s.generation = below.generation
+    JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (s.tenant, s.call_task, s.call_key)
+    WHERE s.state = 'begun' AND s.call_key IS NOT NULL
+)
+SELECT task, key, stopped FROM below WHERE stopped IS NOT NULL ORDER BY task, key
+"""
+
 _WAITS = """
 SELECT s.event_type, s.match, s.due_at FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
 WHERE g.id = %(saga)s AND s.generation = g.generation AND s.kind = 'wait' AND s.state = 'begun' ORDER BY s.position
+"""
+
+# The kinds of events that any saga waits for; of `match` only the name of the member, so that there are few.
+_AWAITED = """
+SELECT DISTINCT event_type, split_part(match, '=', 1) || '=' AS match
+FROM idempotency.saga_steps WHERE kind = 'wait' AND state = 'begun' ORDER BY 1, 2
+"""
+_WAITING_FOR = """
+SELECT g.task FROM idempotency.saga_steps s
+JOIN idempotency.sagas g ON g.id = s.saga_id AND g.generation = s.generation AND g.status = 'RUNNING'
+JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key)
+WHERE s.kind = 'wait' AND s.state = 'begun' AND s.event_type = %(event_type)s AND starts_with(s.match, %(match)s)
+  AND (r.service = %(service)s) IS NOT FALSE
+LIMIT 1
 """
 
 
@@ -142,6 +170,17 @@ def waits(connection: Connection, saga_id: Any) -> Sequence[Row[Any]]:
     return connection.exec_driver_sql(_WAITS, {"saga": saga_id}).all()
 
 
+def awaited(connection: Connection) -> Sequence[Row[Any]]:
+    """The types of events that sagas wait for now, each with how the match of such waits begins."""
+    return connection.exec_driver_sql(_AWAITED).all()
+
+
+def waiting_for(connection: Connection, awaited: Row[Any], service: str) -> str | None:
+    """The type of a saga of this application that waits for such events."""
+    found = connection.exec_driver_sql(_WAITING_FOR, awaited._asdict() | {"service": service})
+    return found.scalar_one_or_none()
+
+
 def list_sagas(connection: Connection, only: Filter, *, limit: int) -> Sequence[Row[Any]]:
     """The newest sagas, each with what it waits for and why it is stopped."""
     statement = _LIST.format(stopped=_STOPPED if only.stopped else "")
@@ -161,11 +200,13 @@ def show(connection: Connection, id: OperationId, *, with_payload: bool = False)
     of_saga = named(id) | {"saga": row.id}
     letters = [_with_error(each) for each in connection.exec_driver_sql(_LETTERS, of_saga)]
     audit = [each._asdict() for each in connection.exec_driver_sql(_AUDIT, of_saga)]
+    at = {"saga": row.id, "generation": row.generation}
+    stopped = [each._asdict() for each in connection.exec_driver_sql(_STOPPED_BELOW, at)]
     return shown | {
         "saga": _with_error(row),
         "steps": [_step(each, with_payload) for each in connection.exec_driver_sql(_STEPS, of_saga)],
         "events": [_event(each, with_payload) for each in connection.exec_driver_sql(_EVENTS, of_saga)],
-        "called": {"dead_letters": letters, "audit": audit},
+        "called": {"dead_letters": letters, "audit": audit, "stopped": stopped},
     }
 
 

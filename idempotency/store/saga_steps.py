@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from .answers import Claimed
 from .callers import Executes
-from .record import MINE, SETTINGS, idle_ms, mine
+from .record import GUARD, MINE, SETTINGS, idle_ms, mine
 from .sagas import SagaRow
 from .statements import execute
 
@@ -110,16 +110,18 @@ SELECT 1 / count(*) FROM changed, settings
 """
 
 # Publishers queue behind who waits for this lock, so that it gives up soon; the saga's attempt comes again.
-_PATIENCE = "SELECT set_config('lock_timeout', '1s', true)"
+_PATIENCE = f"{GUARD.rstrip()}, set_config('lock_timeout', '500ms', true) AS patience"
 _LOCK_EVENTS = "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, %(event_type)s, %(match)s))"
 
-# The earliest that this saga has not used yet.
+# The earliest that this saga has not used yet. What came before it was accepted is of an earlier process. Those that it has
+# used are older than all others: an event gets its number under the lock that a saga looking for one takes alone.
 _FIND_EVENT = """
 SELECT e.id, e.event FROM idempotency.saga_events e
 WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s
-  AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND NOT EXISTS (
-    SELECT FROM idempotency.saga_steps s
-    WHERE s.saga_id = %(saga)s AND s.event_id = e.id)
+  AND e.received_at >= (SELECT g.accepted_at FROM idempotency.sagas g WHERE g.id = %(saga)s)
+  AND (e.saga_id IS NULL OR e.saga_id = %(saga)s)
+  AND e.id > coalesce((SELECT max(s.event_id) FROM idempotency.saga_steps s
+                       WHERE s.saga_id = %(saga)s AND s.event_type = %(event_type)s AND s.match = %(match)s), 0)
 ORDER BY e.id LIMIT 1
 """
 
@@ -179,7 +181,7 @@ def change_effect_with(
 
 
 def find_event(
-    connection: Connection, claim: Claimed, saga: SagaRow, event_type: str, match: str
+    connection: Connection, claim: Claimed, saga: SagaRow, event_type: str, match: str, *, lease: float
 ) -> tuple[int, str] | None:
     """The earliest event that the saga has not used. Publishers of such events wait until this transaction ends."""
     fields = {
@@ -189,7 +191,7 @@ def find_event(
         "saga": saga.id,
         "generation": claim.generation,
     }
-    execute(connection, _PATIENCE, {})
+    execute(connection, _PATIENCE, {"idle_ms": idle_ms(lease)})
     execute(connection, _LOCK_EVENTS, fields)
     # a statement of its own: its snapshot has to be younger than the lock
     row = execute(connection, _FIND_EVENT, fields).fetchone()

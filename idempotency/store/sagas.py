@@ -8,18 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
 from .answers import Claimed
 from .callers import Executes
-from .record import MINE, ROW, SETTINGS, idle_ms, mine, named
+from .record import GUARD, MINE, ROW, SETTINGS, idle_ms, mine, named
 from .statements import execute
 
 # Without a time of its own. Not infinity, which Python's clock does not have.
 LONGEST_WAIT = "10 years"
 # Why a saga stops: its code does not fit what it has recorded, or it cannot be undone.
 MISMATCH, NOT_UNDONE = "saga_mismatch", "compensation_failed"
+NOT_REACHED = "its processes died in every attempt before its code had come to all that is recorded"
+# Seconds until a saga whose code does not fit is tried again: a deploy may be half done. Doubled each time, up to the last.
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 RUNNING, COMPLETED, FAILED, COMPENSATING = "RUNNING", "COMPLETED", "FAILED", "COMPENSATING"
 
 
@@ -33,12 +36,14 @@ class SagaRow:
     stopped: str | None
     stops: int
     signals: int
+    reached: int
     is_new: bool
 
 
 _OPEN = """
-INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id)
-VALUES (%(tenant)s, %(task)s, %(key)s, %(generation)s, %(entity)s)
+INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id, accepted_at)
+VALUES (%(tenant)s, %(task)s, %(key)s, %(generation)s, %(entity)s,
+        idempotency.accepted_at(%(tenant)s, %(task)s, %(key)s))
 -- Not fenced, so it changes nothing that the next attempt depends on: this one may have been overtaken since its claim.
 ON CONFLICT (tenant, task, key) DO UPDATE SET
     generation = greatest(g.generation, excluded.generation),
@@ -46,9 +51,10 @@ ON CONFLICT (tenant, task, key) DO UPDATE SET
     entity_id = excluded.entity_id,
     -- a replay begins anew
     status = CASE WHEN g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
-    error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END
+    error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END,
+    reached = CASE WHEN g.generation < excluded.generation THEN 0 ELSE g.reached END
 -- xmax is 0 for an inserted row, which does not wait for the disk, like a first claim: what is recorded of the saga does
-RETURNING id, status, error, stopped, stops, signals, xmax = 0,
+RETURNING id, status, error, stopped, stops, signals, reached, xmax = 0,
     CASE WHEN xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 """
 
@@ -57,7 +63,7 @@ RETURNING id, status, error, stopped, stops, signals, xmax = 0,
 _WAIT = f"""
 WITH {SETTINGS}, saga AS (
     UPDATE idempotency.sagas
-    SET waits_for = CASE WHEN signals = %(signals)s THEN %(waits_for)s END, updated_at = clock_timestamp(),
+    SET waits_for = CASE WHEN signals = %(signals)s THEN %(waits_for)s END, reached = 0, updated_at = clock_timestamp(),
         stopped = %(stopped)s, stops = CASE WHEN %(stopped)s::text IS NULL THEN 0 ELSE stops + 1 END
     FROM settings WHERE id = %(saga)s AND status = %(status)s
     RETURNING CASE
@@ -86,26 +92,34 @@ WITH {SETTINGS}, saga AS (
 SELECT 1 / count(*) FROM released
 """
 
-_COMPENSATE = """
-WITH saga AS (
+_COMPENSATE = f"""
+WITH {SETTINGS}, saga AS (
     UPDATE idempotency.sagas SET status = 'COMPENSATING', error = %(error)s, updated_at = clock_timestamp()
-    WHERE id = %(saga)s AND status = 'RUNNING' RETURNING id
+    FROM settings WHERE id = %(saga)s AND status = 'RUNNING' RETURNING id
 )
 SELECT 1 / count(*) FROM saga
 """
 
-_STATUS = f"SELECT status FROM idempotency.sagas WHERE {ROW} AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE"
+# As deep in what is recorded as the code has come in these attempts.
+_NOTE_REACHED = "UPDATE idempotency.sagas SET reached = %(position)s WHERE id = %(saga)s AND reached < %(position)s"
 
-# Of a saga whose processes died in every attempt: its code has killed them, so it is undone; or the undoing has, so that
-# it stops.
+_OPEN_STATUS = f"""
+SELECT status, reached >= coalesce((SELECT max(s.position) FROM idempotency.saga_steps s
+                                    WHERE s.saga_id = g.id AND s.generation = g.generation), 0) AS has_reached
+FROM idempotency.sagas g WHERE {ROW} AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE
+"""
+
+# Of a saga whose processes died in every attempt: its code has killed them, so it is undone; or it stops.
 _LET_GO = f"""
 WITH saga AS (
     UPDATE idempotency.sagas
-    SET status = 'COMPENSATING', error = coalesce(error, %(error)s), updated_at = clock_timestamp(),
-        waits_for = CASE WHEN status = 'COMPENSATING' THEN 1 END,
-        stopped = CASE WHEN status = 'COMPENSATING' THEN %(stopped)s END
+    SET status = CASE WHEN %(stopped)s::text IS NULL THEN 'COMPENSATING' ELSE status END,
+        error = CASE WHEN %(stopped)s::text IS NULL THEN coalesce(error, %(error)s) ELSE error END,
+        waits_for = CASE WHEN %(stopped)s::text IS NOT NULL THEN 1 END,
+        -- its next attempt closes the letter of what had stopped it before
+        stopped = coalesce(%(stopped)s, stopped), reached = 0, updated_at = clock_timestamp()
     WHERE {ROW}
-    RETURNING clock_timestamp() + CASE WHEN stopped IS NULL THEN interval '0' ELSE interval '{LONGEST_WAIT}' END AS due
+    RETURNING clock_timestamp() + coalesce(make_interval(secs => %(seconds)s), interval '{LONGEST_WAIT}') AS due
 ), released AS (
     UPDATE idempotency.records SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = saga.due, opened_at = saga.due, attempts = 0, spent_at = NULL, updated_at = clock_timestamp()
@@ -118,28 +132,42 @@ SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 
 FROM released WHERE message <> ''
 """
 
-_END = """
-UPDATE idempotency.sagas SET status = %(status)s, stopped = NULL, waits_for = NULL, updated_at = clock_timestamp()
-WHERE id = %(saga)s AND status = %(was)s RETURNING 1
+_END = f"""
+WITH {SETTINGS}, ended AS (
+    UPDATE idempotency.sagas SET status = %(status)s, stopped = NULL, waits_for = NULL, updated_at = clock_timestamp()
+    FROM settings WHERE id = %(saga)s AND status = %(was)s RETURNING 1
+)
+SELECT 1 / count(*) FROM ended
 """
-_END_WITH = f"WITH ended AS ({_END}) SELECT 1 / count(*) FROM ended"
 
-_CANCEL = """
+# The saga has gone on from these failures, so that nobody may replay them. What may have left something outside stays.
+_CLOSE_LETTERS = """
+UPDATE idempotency.dead_letters d
+SET status = 'discarded', closed_at = clock_timestamp(), closed_by = left('saga ' || g.task || ' ' || g.key || ': ' || g.status, 500)
+FROM idempotency.sagas g JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
+WHERE g.id = %(saga)s AND s.kind = 'call' AND s.state = 'failed' AND d.status = 'open'
+  AND (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.reason NOT IN ('effect_unknown', 'unfinished')
+"""
+
+_CANCEL = f"""
 WITH cancelled AS (
-    INSERT INTO idempotency.sagas AS g (tenant, task, key, entity_id, status, error)
-    VALUES (%(tenant)s, %(task)s, %(key)s, %(key)s, 'COMPENSATING', %(error)s)
-    -- one that has not begun finds this, and ends
+    INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id, status, error, accepted_at)
+    VALUES (%(tenant)s, %(task)s, %(key)s,
+            coalesce((SELECT generation FROM idempotency.records WHERE {ROW}), 1), %(key)s, 'COMPENSATING', %(error)s,
+            idempotency.accepted_at(%(tenant)s, %(task)s, %(key)s))
+    -- one that has not begun, or not begun anew, finds this, and ends
     ON CONFLICT (tenant, task, key) DO UPDATE
-    SET status = 'COMPENSATING', error = excluded.error, waits_for = NULL, updated_at = clock_timestamp()
-    WHERE g.status = 'RUNNING'
+    SET status = 'COMPENSATING', error = excluded.error, generation = excluded.generation, waits_for = NULL,
+        updated_at = clock_timestamp()
+    WHERE g.status = 'RUNNING' OR g.generation < excluded.generation
     RETURNING *
 )
 SELECT idempotency.resume_saga(cancelled) FROM cancelled
 """
 
 _OBSERVE = """
-INSERT INTO idempotency.sagas AS g (tenant, task, key, entity_id, status)
-VALUES (idempotency.about(%(tenant)s), %(task)s, %(key)s, %(key)s, %(status)s)
+INSERT INTO idempotency.sagas AS g (tenant, task, key, entity_id, status, accepted_at)
+VALUES (idempotency.about(%(tenant)s), %(task)s, %(key)s, %(key)s, %(status)s, 'infinity')
 ON CONFLICT (tenant, task, key) DO UPDATE SET status = excluded.status, updated_at = clock_timestamp()
 RETURNING id
 """
@@ -183,25 +211,47 @@ def wait(
     execute(connection, _WAIT, fields)
 
 
-def compensate(connection: Connection, saga: SagaRow, error: str) -> None:
+def guard(connection: Connection, *, lease: float) -> None:
+    """If the process freezes in this transaction, the server ends it before the lease is over."""
+    execute(connection, GUARD, {"idle_ms": idle_ms(lease)})
+
+
+def compensate(connection: Connection, saga: SagaRow, error: str, *, lease: float) -> None:
     """From now on the saga is undone, because of `error`; `wait` follows in the transaction. Raises `DivisionByZero`."""
-    execute(connection, _COMPENSATE, {"saga": saga.id, "error": error})
+    execute(connection, _COMPENSATE, {"saga": saga.id, "error": error, "idle_ms": idle_ms(lease)})
 
 
-def status_locked(connection: Connection, id: OperationId) -> str | None:
-    """RUNNING or COMPENSATING, if the operation is a saga that has not ended; it is locked until the transaction ends."""
-    row = execute(connection, _STATUS, named(id)).fetchone()
-    return None if row is None else str(row.status)
+def note_reached(connection: Connection, saga: SagaRow, position: int) -> None:
+    """Note that an attempt's code has come to all that is recorded, as far as `position`."""
+    execute(connection, _NOTE_REACHED, {"saga": saga.id, "position": position})
 
 
-def let_go(connection: Connection, id: OperationId, error: str, *, stopped: str) -> None:
-    """Take a saga from processes that die of it: it is undone, or stops if it was being undone. Its record is locked."""
-    execute(connection, _LET_GO, named(id) | {"error": error, "stopped": stopped})
+def locked(connection: Connection, id: OperationId) -> Row[Any] | None:
+    """The status of a saga that has not ended, and whether its last attempts had come to all that is recorded.
+
+    It is locked until the transaction ends. None: the operation is no saga, or it has ended.
+    """
+    return connection.exec_driver_sql(_OPEN_STATUS, named(id)).one_or_none()
 
 
-def end(connection: Connection, saga: SagaRow, status: str) -> None:
-    """End the saga in the transaction that ends its operation, before that. Raises `DivisionByZero` if it has moved on."""
-    execute(connection, _END_WITH, {"saga": saga.id, "status": status, "was": saga.status})
+def let_go(
+    connection: Connection, id: OperationId, error: str, *, stopped: str | None, seconds: float | None = None
+) -> None:
+    """Take a saga from processes that die of it: it is undone, or stops because of `stopped`. Its record is locked.
+
+    It goes on after `seconds`; None: not by itself.
+    """
+    execute(connection, _LET_GO, named(id) | {"error": error, "stopped": stopped, "seconds": seconds})
+
+
+def end(connection: Connection, saga: SagaRow, status: str, *, lease: float) -> None:
+    """End the saga in the transaction that ends its operation, before that, and close the letters of its failed calls.
+
+    Raises `DivisionByZero` if it has moved on.
+    """
+    fields = {"saga": saga.id, "status": status, "was": saga.status, "idle_ms": idle_ms(lease)}
+    execute(connection, _END, fields)
+    execute(connection, _CLOSE_LETTERS, {"saga": saga.id})
 
 
 def cancel(connection: Connection, id: OperationId, error: str) -> bool:

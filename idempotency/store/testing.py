@@ -11,10 +11,6 @@ from ..wire.keys import OperationId
 from .record import ROW, named
 
 _RIPEN = f"""
-WITH waits AS (
-    UPDATE idempotency.saga_steps SET due_at = clock_timestamp() - interval '1 second'
-    WHERE state = 'begun' AND saga_id = (SELECT id FROM idempotency.sagas WHERE {ROW})
-)
 UPDATE idempotency.records
 SET locked_until = CASE WHEN status = 'started' THEN clock_timestamp() - interval '1 second' END,
     available_at = CASE WHEN status = 'released' THEN clock_timestamp() - interval '1 second' END
@@ -44,13 +40,42 @@ def rows_after(connection: Connection, newest: int) -> Sequence[Row[Any]]:
     return connection.exec_driver_sql(query, {"newest": newest}).all()
 
 
-# By id: the order in which rows were enqueued. Delays are not waited for.
-_WAITING = "status = 'pending' ORDER BY id"
+# By id: the order in which rows were enqueued. Delays are not waited for, except those of a saga, whose time begins when
+# it goes on.
+_WAITING = """
+status = 'pending' AND NOT (available_at > clock_timestamp() AND EXISTS (
+    SELECT FROM idempotency.records r
+    WHERE (r.tenant, r.task, r.key) = (outbox.tenant, outbox.task, outbox.key) AND r.opened_at > clock_timestamp()))
+ORDER BY id
+"""
 
 _TAKE = f"""
 UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL
 WHERE id = (SELECT id FROM idempotency.outbox WHERE {_WAITING} LIMIT 1)
 RETURNING message_id, tenant, task, key, message, origin, generation
+"""
+
+_AGE = """
+WITH waits AS (
+    UPDATE idempotency.saga_steps SET due_at = due_at - make_interval(secs => %(seconds)s) WHERE state = 'begun'
+), records AS (
+    UPDATE idempotency.records
+    SET available_at = available_at - make_interval(secs => %(seconds)s),
+        opened_at = least(opened_at, greatest(opened_at - make_interval(secs => %(seconds)s), clock_timestamp()))
+    WHERE status = 'released'
+)
+UPDATE idempotency.outbox SET available_at = available_at - make_interval(secs => %(seconds)s) WHERE status = 'pending'
+"""
+
+# Whether a saga has called this operation; and of one that is itself a saga, why it has stopped.
+_OF_SAGAS = """
+SELECT EXISTS (
+    SELECT FROM idempotency.saga_steps WHERE (tenant, call_task, call_key) = (%(tenant)s, %(task)s, %(key)s)
+) AS is_called, (
+    SELECT d.last_error FROM idempotency.sagas g
+    JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (g.tenant, g.task, g.key) AND d.reason = g.stopped
+    WHERE (g.tenant, g.task, g.key) = (%(tenant)s, %(task)s, %(key)s) AND d.status = 'open' ORDER BY d.id DESC LIMIT 1
+) AS stopped
 """
 
 
@@ -74,8 +99,18 @@ def forget_all(connection: Connection) -> list[OperationId]:
 
 
 def ripen(connection: Connection, id: OperationId) -> None:
-    """Make an operation's lease run out, or its next delivery due."""
+    """Make an operation's lease run out, or its next delivery due. What a saga waits for is left as it is."""
     connection.exec_driver_sql(_RIPEN, named(id))
+
+
+def pass_time(connection: Connection, seconds: float) -> None:
+    """Bring the deadline of every wait, and every delivery that is not due, nearer by so many seconds."""
+    connection.exec_driver_sql(_AGE, {"seconds": seconds})
+
+
+def of_sagas(connection: Connection, id: OperationId) -> Row[Any]:
+    """Whether a saga has called an operation, and why it has stopped if it is one."""
+    return connection.exec_driver_sql(_OF_SAGAS, named(id)).one()
 
 
 def outcome(connection: Connection, id: OperationId) -> Row[Any] | None:

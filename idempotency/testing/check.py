@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from celery.canvas import Signature
 
+from ..sagas import SagaTask
 from ..wire import results
 from ..worker.task import IdempotentTask
 from .call import CallUnderTest
@@ -75,6 +76,11 @@ class AssertIdempotent:
             options = {}
         if not isinstance(task, IdempotentTask):
             raise ValueError(f"assert_idempotent: needs an IdempotentTask, got {type(task).__name__}")
+        if isinstance(task, SagaTask):
+            raise ValueError(
+                f"assert_idempotent: {task.name} is a saga, which may wait for days; check the tasks that it calls, and run "
+                "it with idempotency_outbox"
+            )
         ground = Ground(task.app, tables, allow_database=allow_database)
         try:
             ignored = ground.ignored(ignore)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from celery import Celery
+from celery.exceptions import Retry
 from sqlalchemy import Row
 
 from ..application import runtime_of
+from ..errors import permanent_error
+from ..sagas import SagaTask
+from ..store import saga_steps
 from ..store import testing as stored
+from ..store.answers import error_fields
 from ..store.outbox import EXTERNAL
 from ..wire import results
 from ..wire.keys import OperationId
@@ -37,7 +43,8 @@ class Enqueued:
 class Ran:
     """One delivery, and the operation after it.
 
-    `status`: "completed", "failed", or "released" if another attempt follows. `error`: what the body raised.
+    `status`: "completed", "failed", or "released" if another attempt follows or a saga waits. `error`: what the body
+    raised, or why a saga has stopped.
     """
 
     task: str
@@ -71,11 +78,12 @@ class Outbox:
         """Run what waits, in the order in which it was enqueued, and what is enqueued meanwhile. Returns every delivery.
 
         Each is a delivery as in a worker: claimed, run, committed. Delays pass at once: countdown, eta, the pause before
-        the next attempt. Events for consumers outside the application are taken off, and not sent.
+        the next attempt. A saga that waits does so until what it waits for has happened, or `pass_time`. Events for
+        consumers outside the application are taken off, and not sent.
 
-        Raises the exception with which an operation has failed, unless `may_fail`; `CallRefused` while this thread has a
-        transaction open on the database; `AssertionError` after `limit` deliveries, or for a task that the application
-        does not have.
+        Raises, unless `may_fail`, the exception with which an operation has failed that no saga has called, or why a saga
+        has stopped; `CallRefused` while this thread has a transaction open on the database; `AssertionError` after
+        `limit` deliveries, or for a task that the application does not have.
         """
         check_no_transaction(runtime_of(self._app))
         ran: list[Ran] = []
@@ -83,10 +91,22 @@ class Outbox:
             if row.task.startswith(EXTERNAL):
                 continue
             assert len(ran) < limit, f"the outbox is not empty after {limit} deliveries; next: {row.task} {row.key}"
-            ran.append(self._deliver(row))
-            if ran[-1].status == "failed" and ran[-1].error is not None and not may_fail:
-                raise ran[-1].error
+            delivered, raises = self._deliver(row)
+            ran.append(delivered)
+            if raises and delivered.error is not None and not may_fail:
+                raise delivered.error
         return ran
+
+    def pass_time(self, duration: timedelta | float) -> None:
+        """Bring the deadlines of all waits and sleeps nearer, as if so much time had passed. `run` goes on from there.
+
+        Raises `ValueError` for a negative duration.
+        """
+        seconds = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+        if seconds < 0:
+            raise ValueError(f"pass_time: time does not go back, got {duration}")
+        with runtime_of(self._app).autocommit() as connection:
+            stored.pass_time(connection, seconds)
 
     def reset(self) -> None:
         """Delete all operations, their messages and their dead letters, so that every key is new."""
@@ -97,9 +117,11 @@ class Outbox:
 
     def _next(self) -> Row[Any] | None:
         with runtime_of(self._app).autocommit() as connection:
+            saga_steps.signal(connection)  # events of a transaction that never commits, as a test's may be
             return stored.take_row(connection)
 
-    def _deliver(self, row: Row[Any]) -> Ran:
+    def _deliver(self, row: Row[Any]) -> tuple[Ran, bool]:
+        """One delivery, and whether its error is the test's to see."""
         task = self._app.tasks.get(row.task)
         assert task is not None, f"{row.task}: the application has no such task; is its module in `include`?"
         id = OperationId(row.tenant, row.task, row.key)
@@ -113,15 +135,21 @@ class Outbox:
         )
         assert seen.state != "REJECTED", f"{row.task} {row.key}: the message was rejected: {seen.value}"
         with runtime_of(self._app).autocommit() as connection:
-            record = stored.outcome(connection, id)
+            record, of_sagas = stored.outcome(connection, id), stored.of_sagas(connection, id)
+        status = "" if record is None else record.status
         error = seen.value if isinstance(seen.value, BaseException) else None
-        return Ran(
-            row.task,
-            row.key,
-            "" if record is None else record.status,
-            None if record is None or record.result is None else results.from_text(record.result),
-            getattr(error, "exc", None) or error,
-        )
+        error = getattr(error, "exc", None) or (None if _waits(task, error) else error)
+        if of_sagas.stopped is not None:
+            fields = error_fields(of_sagas.stopped)
+            error = permanent_error(fields["message"], fields["code"])
+        result = None if record is None or record.result is None else results.from_text(record.result)
+        raises = of_sagas.stopped is not None or (status == "failed" and not of_sagas.is_called)
+        return Ran(row.task, row.key, status, result, error), raises
+
+
+def _waits(task: Any, error: BaseException | None) -> bool:
+    """Whether a saga has let go of its attempt without an error, to wait."""
+    return isinstance(task, SagaTask) and isinstance(error, Retry)
 
 
 def _enqueued(row: Row[Any]) -> Enqueued:

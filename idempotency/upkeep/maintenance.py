@@ -67,22 +67,28 @@ def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str
         if record is None:
             return 0
         id = OperationId(record.tenant, record.task, record.key)
-        if (status := sagas.status_locked(connection, id)) is not None:
-            _let_go(connection, runtime.settings, record, id, is_undone=status == sagas.COMPENSATING)
+        if (saga := sagas.locked(connection, id)) is not None:
+            _let_go(connection, runtime.settings, record, id, saga)
         else:
             _conclude(connection, runtime.settings, record, app.tasks.get(record.task))
     return 1
 
 
-def _let_go(connection: Connection, settings: Settings, record: Row[Any], id: OperationId, *, is_undone: bool) -> None:
-    """A saga does not end before it is undone. If its undoing kills its processes, it stops, with a dead letter."""
+def _let_go(connection: Connection, settings: Settings, record: Row[Any], id: OperationId, saga: Row[Any]) -> None:
+    """A saga does not end before it is undone. It stops, with a dead letter, if its undoing kills its processes, or code
+    that does not get as far as what is recorded."""
     error = error_text(AttemptsExhausted.default_code, DIED)
-    if is_undone:
+    reason: str | None = None
+    pause: float | None = 0.0
+    if saga.status == sagas.COMPENSATING:
+        reason, pause = sagas.NOT_UNDONE, None
+    elif not saga.has_reached:
+        reason, pause, error = sagas.MISMATCH, sagas.LONGEST_PAUSE, error_text(sagas.MISMATCH, sagas.NOT_REACHED)
+    if reason is not None:
         claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, {}, False)
         delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
-        reason = sagas.NOT_UNDONE
         letters.store_failure(connection, delivery, claim, reason=reason, last_error=error, service=settings.service)
-    sagas.let_go(connection, id, error, stopped=sagas.NOT_UNDONE)
+    sagas.let_go(connection, id, error, stopped=reason, seconds=pause)
 
 
 def _conclude(connection: Connection, settings: Settings, record: Row[Any], task: Any) -> None:

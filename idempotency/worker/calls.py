@@ -137,6 +137,8 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         given: Mapping[str, Any],
+        *,
+        beyond: int = 0,
     ) -> Handle[R_co]:
         args, kwargs = self._as_sent(args, kwargs)
         options = dict(given)
@@ -144,7 +146,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         task_id = str(options.pop("task_id", None) or uuid())
         own = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(
-            args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None), own
+            args, kwargs, options.pop("idempotency_key", None), options.pop("tenant", None), own, beyond=beyond
         )
         ordering_key = options.pop("ordering_key", None)
         check_options(self.app, task_id=task_id, **options)
@@ -262,14 +264,19 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         key: object,
         tenant: str | None,
         headers: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        beyond: int = 0,
     ) -> tuple[OperationId, dict[str, Any]]:
-        """The operation that a call names, and the headers of its message. Raises `CallRefused`."""
+        """The operation that a call names, and the headers of its message. Raises `CallRefused`.
+
+        `beyond`: bytes that the arguments may have beyond the limit.
+        """
         arguments = self._bound(args, kwargs)
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
         id = self._operation(arguments, key, tenant)
         settings = runtime_of(self.app).settings
-        limit = settings.arguments_limit
+        limit = settings.arguments_limit + beyond
         if (size := len(keys.canonical_json(arguments))) > limit:
             raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
         sent = {

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import redis
 from kombu import Connection as BrokerConnection
+from kombu import Queue
 from sqlalchemy import Engine, Row
 from sqlalchemy.exc import DBAPIError
 
@@ -27,7 +28,7 @@ from idempotency.queues import dead_letter_queues
 from services import process
 from tests.chaos import application
 from tests.chaos.edge import CRASHES
-from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, WORKER, Fleet, Member
+from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, SHOP_RELAY, SHOP_WORKER, WORKER, Fleet, Member
 from tests.support import crashing
 from tests.support.proxy import Proxy
 
@@ -76,6 +77,18 @@ EDGE_POINTS = (
     "effect.called",
     "effect.recorded",
 )
+# Of the shop's workers; the last ones are those of sagas.
+SHOP_POINTS = (
+    "claimed",
+    "step.committed",
+    "effect.called",
+    "finish.written",
+    "finish.committed",
+    "saga.waits",
+    "saga.waiting",
+    "wait.decided",
+    "saga.compensating",
+)
 RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
 # The fourth part of a holder's name is its pid.
@@ -111,6 +124,9 @@ class Scene:
     # the database, past the proxy
     engine: Engine
     crash_directory: Path
+    # where the shop's own crash points are planned, and the queues that it works on
+    shop_crashes: Path
+    shop_queues: Sequence[Queue]
     # one restart of Postgres at a time
     restarting: threading.Lock = field(default_factory=threading.Lock)
     # one web server stopped at a time: the other has to take over
@@ -135,6 +151,8 @@ class Scene:
             (self.crash_directory / point).unlink(missing_ok=True)
         for point in EDGE_POINTS:
             (self.edge_crashes / point).unlink(missing_ok=True)
+        for point in SHOP_POINTS:
+            (self.shop_crashes / point).unlink(missing_ok=True)
         for member in self.fleet.members:
             if (running := member.running) is not None:
                 process.signal_all(process.family(running), signal.SIGCONT)
@@ -322,6 +340,24 @@ def stop_edge_before_finish(scene: Scene, target: int) -> str:
         return _stop_until(scene, plan, _REPLACED, "ended")
 
 
+# ---------------------------------------------------------------- the shop
+
+
+def kill_shop_worker(scene: Scene, target: int) -> str:
+    """F2: SIGKILL of a whole worker of the worked application."""
+    return _kill(scene, SHOP_WORKER, target)
+
+
+def kill_shop_relay(scene: Scene, target: int) -> str:
+    """F2: SIGKILL of its relay, of which there is one."""
+    return _kill(scene, SHOP_RELAY, target)
+
+
+def kill_shop_at_point(scene: Scene, target: int) -> str:
+    """F1 at a named moment of an attempt of the worked application, its sagas included."""
+    return _kill_at(scene, scene.arm(SHOP_POINTS, target, crashing.KILL_CHILD, scene.shop_crashes))
+
+
 # ---------------------------------------------------------------- servers
 
 
@@ -344,7 +380,7 @@ def wipe_broker(scene: Scene, target: int) -> str:
     """F8: every queue is deleted with all that is in it; half of the times Redis is emptied, too."""
     messages = 0
     with BrokerConnection(scene.broker_url, connect_timeout=5) as connection, connection.channel() as channel:
-        queues = list(application.app.amqp.queues.values())
+        queues = [*application.app.amqp.queues.values(), *scene.shop_queues]
         for queue in [*queues, *dead_letter_queues(queues)]:
             messages += channel.queue_delete(queue.name)
     leases = flush_redis(scene, target) if target % 2 else "Redis kept"
@@ -427,6 +463,9 @@ FAULTS: dict[str, Inflict] = {
         stop_child_at_point,
         stop_child_before_finish,
         stop_child_before_step,
+        kill_shop_worker,
+        kill_shop_relay,
+        kill_shop_at_point,
         kill_edge,
         stop_edge,
         terminate_edge,

@@ -24,6 +24,7 @@ from tests.chaos.monitor import TAIL, Ended
 
 ROOT = Path(__file__).parent.parent.parent
 # Before and after a deploy.
+SHOP = "tests.chaos.shop_application"
 OLD, NEW = "tests.chaos.old_application", "tests.chaos.application"
 # About as long as an orchestrator takes to notice and to schedule.
 RESTART_PAUSE = 0.5
@@ -32,6 +33,8 @@ GRACE = 20.0
 WATCH = 0.1
 
 WORKER, RELAY, BEAT, CALLER, EDGE = "worker", "relay", "beat", "caller", "edge"
+SHOP_WORKER, SHOP_RELAY = "shop-worker", "shop-relay"
+SHOP_WORKERS, SHOP_QUEUES = 2, "payments,refunds,orders,notifications"
 # The first of each begins with the old code.
 DEPLOYED = (WORKER, RELAY)
 
@@ -65,7 +68,7 @@ class Member:
         if self.kind == EDGE:
             listening = ["--port", str(self.port), "--log-level", "warning"]
             return [sys.executable, "-m", "uvicorn", "tests.chaos.edge:app", *listening]
-        if self.kind == RELAY:
+        if self.kind in (RELAY, SHOP_RELAY):
             return [sys.executable, "-m", "idempotency.cli", "relay", "-A", self.application]
         return [sys.executable, "-m", "celery", "-A", self.application, *self.arguments]
 
@@ -100,8 +103,11 @@ class Fleet:
         beats: int,
         callers: int,
         edges: int = 0,
+        shop: Mapping[str, str] | None = None,
     ) -> None:
         self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        # of the worked application, which has its own database; None: it takes no part
+        self._of_shop = self._environment | dict(shop or {})
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="orchestrator", daemon=True)
@@ -120,6 +126,12 @@ class Fleet:
             self._add(directory, BEAT, "beat", "--pidfile", "", "--schedule", "schedule")
         for _ in range(callers):
             self._add(directory, CALLER)
+        if shop is not None:
+            for number in range(SHOP_WORKERS):
+                hostname = f"{SHOP_WORKER}-{number + 1}@%h"
+                options = ["--loglevel", "INFO", "--hostname", hostname, "--queues", SHOP_QUEUES, *pool]
+                self._add(directory, SHOP_WORKER, "worker", *options).application = SHOP
+            self._add(directory, SHOP_RELAY).application = SHOP
         # bound here and never listening, so that no other program is given a server's port while it is down
         self._ports = [_reserved_port() for _ in range(edges)]
         for reserved in self._ports:
@@ -136,7 +148,7 @@ class Fleet:
     def wait_until_ready(self, timeout: float) -> None:
         """Return when every worker takes messages; TimeoutError names one that does not."""
         deadline = time.monotonic() + timeout
-        for member in self.of(WORKER):
+        for member in [*self.of(WORKER), *self.of(SHOP_WORKER)]:
             while " ready." not in member.log.read_text(errors="replace"):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{member.name} is not ready after {timeout:g} s")
@@ -206,7 +218,7 @@ class Fleet:
             record=member.record,
             log=member.log,
             directory=member.directory,
-            environment=self._environment,
+            environment=self._of_shop if member.application == SHOP else self._environment,
         )
         member.starts += 1
         if member.kind == CALLER:

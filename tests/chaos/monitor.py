@@ -59,7 +59,7 @@ KNOWN: Sequence[Known] = (
 def explanation(ended: Ended) -> str | None:
     """The reason of a known end; None for one that has to be explained."""
     for known in KNOWN:
-        if known.kind == ended.kind and any(re.search(known.sign, line) for line in ended.tail):
+        if known.kind == ended.kind.removeprefix("shop-") and any(re.search(known.sign, line) for line in ended.tail):
             return known.reason
     return None
 

@@ -35,6 +35,10 @@ WEIGHTS = {
     "terminate_edge": 1,
     "kill_edge_at_point": 3,
     "stop_edge_before_finish": 2,
+    # the shop
+    "kill_shop_worker": 2,
+    "kill_shop_relay": 1,
+    "kill_shop_at_point": 3,
     # broker
     "reset_broker": 2,
     "freeze_broker": 1,
@@ -55,6 +59,7 @@ AT_LEAST = {
     "stop_child_before_step": 3,
     "kill_edge_at_point": 3,
     "stop_edge_before_finish": 2,
+    "kill_shop_at_point": 3,
 }
 # Faults per second. More of them, and nothing would run between two.
 RATE = 0.7

@@ -44,6 +44,7 @@ from tests.chaos.provider import Provider
 from tests.chaos.report import Report, unproved
 from tests.chaos.requests import STRUCK as REQUESTS_STRUCK
 from tests.chaos.requests import Requests
+from tests.chaos.shop import Shop
 from tests.chaos.traffic import TENANTS, Traffic
 from tests.support.proxy import Proxy
 
@@ -54,9 +55,13 @@ SPARE_ATTEMPTS = 4
 READY_WITHIN = 90.0
 # A killed relay's rows are another one's after 30 s, and an unroutable one's pause grows to a minute.
 QUIET_WITHIN = 120.0
+# So long after the last operation that ended; a busy machine may need more for all of them, though not for ever.
+QUIET_AT_MOST = 600.0
 # After everything was healed: a lease, a server that starts, and the clients' own time limits.
 ANSWERED_WITHIN = 90.0
 STATUS_SECONDS = 10.0
+# After so long, and again, what is still open is said; so many of it.
+SLOW_SECONDS, SHOWN = 30.0, 5
 
 
 class NotHere(Exception):
@@ -104,7 +109,7 @@ def run(options: Options, console: Console) -> Report:
             began = time.monotonic()
             stage.requests.finish(ANSWERED_WITHIN)
             phases["until answered"] = time.monotonic() - began
-            open_work = stage.wait_for_quiet()
+            open_work = stage.wait_for_quiet(console)
             phases["until quiet"] = time.monotonic() - began
             stage.fleet.stop()
             began = time.monotonic()
@@ -161,6 +166,18 @@ class _Stage:
             "BROKER_URL": _through(servers.broker_url, proxies["broker"]),
             "CHAOS_QUEUE": "chaos",
         }
+        shop_name = f"chaos_shop_{os.getpid()}"
+        shop_url = servers.create_database(shop_name)
+        shop_engine = create_engine(shop_url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
+        stack.callback(shop_engine.dispose)
+        self.shop = Shop(
+            stack,
+            self.directory,
+            shop_engine,
+            {**environment, "DATABASE_URL": _through(shop_url, proxies["postgres"])},
+            seed=options.seed,
+            seconds=options.seconds,
+        )
         application.configure(environment)
         stack.callback(close_runtime, application.app)
         self.submitting = create_engine(environment["DATABASE_URL"], connect_args={"connect_timeout": 5})
@@ -174,6 +191,7 @@ class _Stage:
             beats=options.beats,
             callers=options.callers,
             edges=options.edges,
+            shop=self.shop.environment,
         )
         stack.callback(self.fleet.stop)
         self.scene = Scene(
@@ -185,6 +203,8 @@ class _Stage:
             servers.broker_url,
             self.engine,
             crash_directory,
+            self.shop.crashes,
+            self.shop.queues,
         )
         self.traffic = Traffic(
             self.submitting,
@@ -225,6 +245,7 @@ class _Stage:
         self.traffic.start()
         self.requests.start()
         self.people.start()
+        self.shop.start()
         threads = []
         waiting = list(faults)
         next_status = STATUS_SECONDS
@@ -241,22 +262,32 @@ class _Stage:
         self.requests.stop()
         self.traffic.stop()
         self.people.stop()
+        self.shop.stop()
         for thread in threads:
             thread.join(60)
         self.scene.heal()
         return inflicted, missed
 
-    def wait_for_quiet(self) -> list[str]:
-        """Wait until all that was accepted has ended and the queues are empty; what is open when time is up."""
-        deadline = time.monotonic() + QUIET_WITHIN
-        quiet = 0
-        while time.monotonic() < deadline:
+    def wait_for_quiet(self, console: Console) -> list[str]:
+        """Wait until all that was accepted has ended and the queues are empty; what is open when nothing moves any more."""
+        began = time.monotonic()
+        quiet, next_status, ended, moved = 0, SLOW_SECONDS, -1, 0.0
+        while (now := time.monotonic() - began) < min(moved + QUIET_WITHIN, QUIET_AT_MOST):
+            if (number := self.scene.ask(_ENDED)[0][0] + self.shop.ended()) != ended:
+                ended, moved = number, now
             # twice, because a message between queue and worker is in neither
-            quiet = quiet + 1 if not self._open_work() and not self._waiting() else 0
+            is_open = self.shop.open_work() or self._open_work()
+            quiet = quiet + 1 if not is_open and not self._waiting() else 0
+            if is_open and now >= next_status:
+                next_status += SLOW_SECONDS
+                shown = "; ".join(is_open[:SHOWN])
+                console.print(f"  open after {now:.0f} s: {len(is_open)}: {shown}", highlight=False, markup=False)
             if quiet == 2:
                 return []
             time.sleep(0.5)
-        return self._open_work() or [f"{number} messages in {name}" for name, number in self._waiting().items()]
+        return self._open_work() + self.shop.open_work() or [
+            f"{number} messages in {name}" for name, number in self._waiting().items()
+        ]
 
     def _look(self) -> None:
         self.open = self.scene.ask(_OPEN)[0][0]
@@ -266,7 +297,7 @@ class _Stage:
         requests = f"{len(self.requests.answers)} of {len(self.requests.sent)} requests answered"
         return (
             f"{len(tally.certain)} accepted, {tally.unknown} unknown, {tally.copies} copies sent, {requests}, "
-            f"{self.open} open"
+            f"{self.open} open; {self.shop.status()}"
         )
 
     def _open_work(self) -> list[str]:
@@ -330,7 +361,8 @@ class _Stage:
             Violation("I3", "/".join(id), "not answered as carried out, and the row that accepts it is there")
             for id in known & (self.requests.answers.keys() - set(self.requests.certain))
         ]
-        more = (*vanished, *kept, *self._announcements(rows), *self.requests.violations)
+        of_shop, self.shop_struck = self.shop.check()
+        more = (*vanished, *kept, *self._announcements(rows), *self.requests.violations, *of_shop)
         return Findings((*findings.violations, *more), findings.counts, findings.changes)
 
     def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
@@ -356,7 +388,7 @@ class _Stage:
         phases: dict[str, float],
     ) -> Report:
         counters = metrics.totals(self.metrics)
-        struck = self._struck(findings, counters)
+        struck = self._struck(findings, counters) | self.shop_struck
         problems = unproved(self.options.seconds, inflicted, findings.counts, struck)
         tally = self.traffic.tally
         if tally.copies < len(tally.certain):
@@ -428,6 +460,7 @@ _OPEN = """
 SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 'released'))
      + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
 """
+_ENDED = "SELECT count(*) FROM idempotency.records WHERE status IN ('completed', 'failed')"
 _OPEN_WORK = """
 SELECT task || ' ' || tenant || ' ' || key || ': ' || status FROM idempotency.records
 WHERE status IN ('started', 'released')

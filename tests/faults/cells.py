@@ -1,4 +1,5 @@
-"""The fault matrix as data: what may go wrong (F1–F23), in which phase of an operation (P0–P9), and what must come out.
+"""The fault matrix as data: what may go wrong (F1–F23), in which phase of an operation (P0–P9) or of a saga (S0–S3), and
+what must come out.
 
 A cell holds the matrix' own words. `outcomes` are the letters that a test of the cell may have seen; whatever else a
 test sees fails it. Cells that say "–" need no test: the fault has no effect there.
@@ -21,6 +22,13 @@ PHASES = {
     "P7": "relay selected a row, before publish",
     "P8": "published, no confirm yet",
     "P9": "confirmed, not yet marked",
+}
+
+SAGA_PHASES = {
+    "S0": "a step written, COMMIT not sent",
+    "S1": "a call sent, and let go to wait for it: committed, before the ack",
+    "S2": "a wait decided, COMMIT not sent",
+    "S3": "said that it is undone, COMMIT not sent",
 }
 
 LEGEND = {
@@ -145,6 +153,25 @@ _ROWS = {
     "F23": ("R", "R+", "R+", "G", "R+", "–", "D", "–", "–", "–"),
 }
 
+# The columns are S0–S3; what a fault without a row here does to a saga is shown by P0–P9.
+_SAGA_ROWS = {
+    "F1": ("R,S", "D", "R,S", "R,S"),
+    "F2": ("R,S", "D or D,S", "R,S", "R,S"),
+    "F3": ("R+", "D or D,S", "R+", "R+"),
+    "F4": ("R", "D", "R", "R,S"),
+    "F5": ("R", "D", "R", "R,S"),
+    "F6": ("R", "D", "R", "R,S"),
+    "F8": ("R or R,S", "S or D,S", "R or R,S", "R,S"),
+    "F9": ("–",) * 4,
+    "F12": ("R", "W", "R", "R or W"),
+    "F13": ("U", "–", "U", "U"),
+    "F14": ("W or R", "–", "W or R", "–"),
+    "F15": ("–",) * 4,
+    "F16": ("–", "D", "–", "–"),
+    "F17": ("Q", "–", "Q", "Q"),
+    "F18": ("retry / failed", "–", "retry / failed", "–"),
+}
+
 _PAIRS = {
     "F3@P2+F9": ("a worker frozen in the body, and Redis empty", "R+"),
     "F3@P4+F12": ("a worker frozen before COMMIT, and Postgres killed", "R"),
@@ -220,12 +247,22 @@ def _cell(fault: str, phase: str, expected: str) -> Cell:
     return Cell(fault, phase, expected, _outcomes(fault, phase, expected))
 
 
-CELLS = {
-    (fault, phase): _cell(fault, phase, expected)
-    for fault, row in _ROWS.items()
-    for phase, expected in zip(PHASES, row, strict=True)
-} | {(pair, ""): _cell(pair, "", expected) for pair, (_, expected) in _PAIRS.items()}
+CELLS = (
+    {
+        (fault, phase): _cell(fault, phase, expected)
+        for fault, row in _ROWS.items()
+        for phase, expected in zip(PHASES, row, strict=True)
+    }
+    | {
+        (fault, phase): _cell(fault, phase, expected)
+        for fault, row in _SAGA_ROWS.items()
+        for phase, expected in zip(SAGA_PHASES, row, strict=True)
+    }
+    | {(pair, ""): _cell(pair, "", expected) for pair, (_, expected) in _PAIRS.items()}
+)
 
+# The faults of the second table.
+OF_SAGAS = tuple(_SAGA_ROWS)
 PAIRS = {pair: title for pair, (title, _) in _PAIRS.items()}
 
 

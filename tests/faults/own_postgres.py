@@ -1,4 +1,4 @@
-"""Fixtures of a Postgres of a module's own, which may be killed or refuse writes: import all three."""
+"""Fixtures of a Postgres of a module's own, which may be killed or refuse writes: import all three (and `fixture_writes`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sqlalchemy.engine import make_url
 import services
 from services.postgres import Postgres, create_database, drop_database
 from tests.support import bank
+from tests.support.processes import eventually
 
 
 def plain(url: str) -> str:
@@ -46,3 +47,36 @@ def fixture_database(postgres: Postgres, template: str) -> Iterator[str]:
     yield make_url(postgres.url).set(database=name).render_as_string(hide_password=False)
     postgres.start()
     drop_database(postgres.url, name)
+
+
+class Writes:
+    """Whether Postgres takes writes: `stop` makes every transaction that begins from now on read-only."""
+
+    def __init__(self, postgres: Postgres) -> None:
+        self._url = plain(postgres.superuser_url())
+
+    def stop(self) -> None:
+        self._change("ALTER SYSTEM SET default_transaction_read_only = on", "on")
+
+    def allow(self) -> None:
+        self._change("ALTER SYSTEM RESET default_transaction_read_only", "off")
+
+    def _change(self, statement: str, expected: str) -> None:
+        options = "-c default_transaction_read_only=off"
+        with psycopg.connect(self._url, autocommit=True, options=options) as connection:
+            connection.execute(statement)
+            connection.execute("SELECT pg_reload_conf()")
+        eventually(lambda: self._shown() == expected, what=f"read-only {expected}")
+
+    def _shown(self) -> str:
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            row = connection.execute("SHOW default_transaction_read_only").fetchone()
+            assert row is not None
+            return str(row[0])
+
+
+@pytest.fixture(name="writes")
+def fixture_writes(postgres: Postgres) -> Iterator[Writes]:
+    writes = Writes(postgres)
+    yield writes
+    writes.allow()

@@ -45,6 +45,10 @@ POINTS = {
     "P7": "relay.selected",
     "P8": "relay.published",
     "P9": "relay.confirmed",
+    "S0": "step.recorded",
+    "S1": "saga.waiting",
+    "S2": "wait.decided",
+    "S3": "saga.compensating",
 }
 # Bounds a failure; a success does not wait for it.
 PATIENCE = 60.0

@@ -14,10 +14,16 @@ from sqlalchemy.exc import OperationalError
 
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay, Relayed
-from services.postgres import Postgres
 from tests.faults.conftest import SeenCell
 from tests.faults.marks import each
-from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template, plain  # noqa: F401
+from tests.faults.own_postgres import (  # noqa: F401
+    Writes,
+    fixture_database,
+    fixture_postgres,
+    fixture_template,
+    fixture_writes,
+    plain,
+)
 from tests.faults.scene import PATIENCE, Scene
 from tests.support import bank as app_module
 from tests.support.processes import eventually
@@ -203,39 +209,6 @@ def test_a_mark_whose_reply_is_lost_was_made_and_nothing_is_sent_again(
 
 
 # ---------------------------------------------------------------- F14: no writes
-
-
-class Writes:
-    """Whether Postgres takes writes: `stop` makes every transaction that begins from now on read-only."""
-
-    def __init__(self, postgres: Postgres) -> None:
-        self._url = plain(postgres.superuser_url())
-
-    def stop(self) -> None:
-        self._change("ALTER SYSTEM SET default_transaction_read_only = on", "on")
-
-    def allow(self) -> None:
-        self._change("ALTER SYSTEM RESET default_transaction_read_only", "off")
-
-    def _change(self, statement: str, expected: str) -> None:
-        options = "-c default_transaction_read_only=off"
-        with psycopg.connect(self._url, autocommit=True, options=options) as connection:
-            connection.execute(statement)
-            connection.execute("SELECT pg_reload_conf()")
-        eventually(lambda: self._shown() == expected, what=f"read-only {expected}")
-
-    def _shown(self) -> str:
-        with psycopg.connect(self._url, autocommit=True) as connection:
-            row = connection.execute("SHOW default_transaction_read_only").fetchone()
-            assert row is not None
-            return str(row[0])
-
-
-@pytest.fixture
-def writes(postgres: Postgres) -> Iterator[Writes]:
-    writes = Writes(postgres)
-    yield writes
-    writes.allow()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 import services
@@ -83,7 +84,7 @@ def test_four_callers_at_once_make_the_tables_once(engine: Engine) -> None:
     at_once(4, lambda _: migrate(engine))
     migrate(engine)
     with engine.connect() as connection:
-        assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0003"
+        assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0004"
 
 
 # ---------------------------------------------------------------- two keys for one payment
@@ -206,6 +207,27 @@ def test_orders_from_before_they_were_placed_by_events_keep_their_checkouts_and_
             ("p-1", "p-1", None),
             ("p-2", "p-2", None),
         ]
+
+
+RETURN = "INSERT INTO returns (id, order_id, customer_id, reason, reship) VALUES ('ret-1', 'order-1', 'c1', '', false)"
+
+
+def test_the_migration_to_returns_is_taken_back_only_while_there_are_none(engine: Engine) -> None:
+    """Code of 0003 would leave a return where it is: nobody would see to it."""
+    migrate(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(RETURN)
+    with pytest.raises(SQLAlchemyError, match="there are returns, which code of 0003 does not know"):
+        move(engine, command.downgrade, "0003")
+    with engine.begin() as connection:
+        assert connection.exec_driver_sql("SELECT status FROM returns").scalar_one() == "REQUESTED"
+        connection.exec_driver_sql("DELETE FROM returns")
+    move(engine, command.downgrade, "0003")
+    with engine.begin() as connection:  # as code of 0003 does it
+        connection.exec_driver_sql("INSERT INTO stock (sku, available, reserved) VALUES ('s', 1, 0)")
+    migrate(engine)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT quarantined FROM stock").scalar_one() == 0
 
 
 def test_the_migration_to_placement_by_events_can_be_taken_back(engine: Engine) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import psycopg
 import pytest
+import redis
 from sqlalchemy import Connection, event, text
 from sqlalchemy.engine import Engine, make_url
 
-from idempotency.application import close_runtime
+from idempotency.application import close_runtime, runtime_of
+from idempotency.attempt.hints import Hint
 from idempotency.store import ends, statements
+from idempotency.wire.keys import OperationId
 from tests.support import bank
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record
@@ -82,6 +85,31 @@ def test_a_lost_reply_to_a_steps_commit_does_the_step_once(
     assert proxy.cuts == 1
     assert (outcome.state, outcome.value) == ("SUCCESS", 1)
     assert (len(runs), entries("row"), record("k").attempts) == (2, 1, 1)
+
+
+def test_an_attempt_in_doubt_does_not_count_itself_as_a_duplicate(
+    proxy: Proxy, deliveries: Deliveries, record: Record, app: Any
+) -> None:
+    """Redis has lost its hint, and has that of a duplicate, which waits for the row."""
+    runs = []
+
+    def body(self: Any) -> Any:
+        runs.append(1)
+        if len(runs) == 1:
+            with redis.Redis.from_url(app.conf.idempotency_redis_url) as client:
+                client.flushall()
+            id = OperationId("default", self.name, "k")
+            assert runtime_of(app).hints.take(id, "a duplicate", record("k").fingerprint) is Hint.FREE
+        return self.step("one", lambda session: session.execute(ROW).rowcount)
+
+    task = make_task(app, body)
+    deliveries.deliver(bank.deposit, "warm-up")
+    proxy.cut_reply_to(COMMIT)
+    outcome = deliveries.deliver(task, key="k")
+
+    assert proxy.cuts == 1
+    assert (outcome.state, len(runs), record("k").status) == ("SUCCESS", 2, "completed")
+    assert record("k").duplicates == 0
 
 
 def test_a_lost_reply_to_a_finish_without_a_session_is_resolved(

@@ -35,8 +35,11 @@ from celery import Celery
 from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
-from idempotency import IdempotentTask
+from datetime import timedelta
+
+from idempotency import IdempotentTask, publish
 from idempotency.queues import quorum_queue
+from idempotency.sagas import saga
 
 app = Celery("shop", broker="amqp://127.0.0.1:1//")  # no test needs it
 app.conf.update(
@@ -87,6 +90,14 @@ def issue_voucher(self, order):
     self.session.add(Voucher(customer=self.session.get(Order, order).customer))
 
 
+@saga("shop.win_back", key="{order}", events={"order.paid": "{customer}"}, app=app)
+def win_back(saga, order, customer):
+    if saga.wait_for("order.paid", match=customer, timeout=timedelta(days=30)) is not None:
+        return "came back"
+    saga.call(issue_voucher, order)
+    return "voucher"
+
+
 def create_tables():
     Base.metadata.create_all(engine)
     engine.dispose()
@@ -117,7 +128,7 @@ def test_the_examples_of_the_page_about_testing_run_as_they_are(test_database: s
         timeout=120,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
 
 
 DJANGO = """

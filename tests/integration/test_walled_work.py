@@ -21,6 +21,8 @@ from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
 from idempotency.checks.processes import check_processes
+from idempotency.checks.sagas import check_sagas
+from idempotency.checks.startup import require_safe_setup
 from idempotency.errors import ChangeRefused
 from idempotency.handle import Handle
 from idempotency.http import IdempotencyMiddleware
@@ -173,8 +175,9 @@ def test_a_relay_that_would_see_one_tenant_at_a_time_does_not_start(
 @pytest.mark.parametrize("role", [APPLICATION, RELAY, OPERATOR])
 def test_the_check_at_the_start_finds_nothing_missing(under: Under, role: str) -> None:
     with under(role) as app:
-        found = check_database(settings_of(app))
+        found = check_database(settings_of(app)) + check_sagas(app, settings_of(app))
         assert [str(each) for each in found if each.level is not Level.OK] == []
+        assert require_safe_setup(app) is None
 
 
 @pytest.mark.parametrize(

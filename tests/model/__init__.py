@@ -5,7 +5,8 @@ is asked. Holders, batches of a relay and what a person was shown are kept after
 Time passes by ageing rows. After each step everything stored is compared with the model (`checks`).
 
 The rules are grouped by who acts: `claims`, `holders`, `relays`, `upkeep`, `people`, and `ageing` for time. Each is a class on
-top of the one whose transitions it also makes; `Machine` in `test_state_machine` has them all.
+top of the one whose transitions it also makes; `Machine` in `test_state_machine` has them all. Sagas have a machine of their
+own, in `sagas`.
 
 `STATE_MACHINE_EXAMPLES=10000 make test ARGS='-k state_machine'` runs more programs than the 500 of a usual run. What
 fails is printed as a program and kept in `tests/seeds`, where the next run finds it: commit it until it is fixed.

@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DataError
 
 from idempotency.application import runtime_of
+from idempotency.attempt.runtime import Runtime
 from idempotency.operate.change import Shown
 from idempotency.relay.relay import Relay
 from idempotency.store.answers import Claimed
@@ -30,6 +31,17 @@ WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbo
      c AS (DELETE FROM idempotency.discards), d AS (DELETE FROM entries), e AS (DELETE FROM failures)
 DELETE FROM idempotency.dead_letters
 """
+
+
+@contextlib.contextmanager
+def finishing(runtime: Runtime, matches: bool) -> Iterator[Connection]:
+    """A transaction of effects and record; nothing of it stays unless the finishing statement has matched."""
+    if matches:
+        with runtime.engine.begin() as connection:
+            yield connection
+    else:
+        with pytest.raises(DataError, match="division by zero"), runtime.engine.begin() as connection:
+            yield connection
 
 
 class World(RuleBasedStateMachine):
@@ -66,15 +78,8 @@ class World(RuleBasedStateMachine):
         with self.runtime.engine.begin() as connection:
             yield connection
 
-    @contextlib.contextmanager
-    def finishing(self, matches: bool) -> Iterator[Connection]:
-        """A transaction of effects and record; nothing of it stays unless the finishing statement has matched."""
-        if matches:
-            with self.transaction() as connection:
-                yield connection
-        else:
-            with pytest.raises(DataError, match="division by zero"), self.transaction() as connection:
-                yield connection
+    def finishing(self, matches: bool) -> contextlib.AbstractContextManager[Connection]:
+        return finishing(self.runtime, matches)
 
     def message(self, id: OperationId, amount: int) -> Message:
         return Message.composed(

@@ -10,22 +10,33 @@ from tasks.flow import EVENTS
 from tests.orders.shop import Shop
 
 _STOCK = text("""
-SELECT s.sku, s.available, s.reserved,
+SELECT s.sku, s.available, s.reserved, s.quarantined,
     coalesce(sum(m.quantity) FILTER (WHERE kind = 'received'), 0) AS received,
     coalesce(sum(m.quantity) FILTER (WHERE kind = 'reserved'), 0) AS taken,
     coalesce(sum(m.quantity) FILTER (WHERE kind = 'released'), 0) AS given_back,
+    coalesce(sum(m.quantity) FILTER (WHERE kind = 'returned'), 0) AS returned,
+    coalesce(sum(m.quantity) FILTER (WHERE kind = 'quarantined'), 0) AS damaged,
     (SELECT coalesce(sum(r.quantity), 0) FROM reservations r
      WHERE (r.tenant, r.sku) = (s.tenant, s.sku) AND r.status IN ('STOCK_CONFIRMED', 'STOCK_RESERVED')) AS held
 FROM stock s LEFT JOIN stock_movements m USING (tenant, sku) GROUP BY s.tenant, s.sku
 """)
+# What goes back was reserved, for the same order, whole, and once.
 _UNPAIRED = text("""
-SELECT released.reference FROM stock_movements released
+SELECT back.kind, back.reference FROM stock_movements back
+LEFT JOIN returns r ON (r.tenant, r.id) = (back.tenant, back.reference) AND back.kind <> 'released'
 LEFT JOIN stock_movements reserved
     ON (reserved.tenant, reserved.reference, reserved.sku, reserved.quantity, reserved.kind)
-     = (released.tenant, released.reference, released.sku, released.quantity, 'reserved')
-WHERE released.kind = 'released' AND reserved.reference IS NULL
+     = (back.tenant, coalesce(r.order_id, back.reference), back.sku, back.quantity, 'reserved')
+WHERE back.kind IN ('released', 'returned', 'quarantined')
+GROUP BY back.tenant, back.kind, back.reference, r.order_id, reserved.reference
+HAVING reserved.reference IS NULL OR (back.kind <> 'released') <> (r.order_id IS NOT NULL)
+UNION ALL
+SELECT 'twice', coalesce(r.order_id, back.reference) FROM stock_movements back
+LEFT JOIN returns r ON (r.tenant, r.id) = (back.tenant, back.reference) AND back.kind <> 'released'
+WHERE back.kind IN ('released', 'returned', 'quarantined')
+GROUP BY back.tenant, coalesce(r.order_id, back.reference) HAVING count(*) > 1
 """)
-_POSTED = text("""
+POSTED = text("""
 SELECT coalesce(sum(CASE kind WHEN 'capture' THEN amount ELSE -amount END), 0) FROM ledger WHERE payment_id = :id
 """)
 # Each means one move of one row, so no event of this type is published twice for an order.
@@ -45,8 +56,9 @@ def check_stock(shop: Shop) -> None:
     """No piece is lost or doubled: each number is what the movements and the reservations say."""
     with shop.books.connect() as connection:
         for row in connection.execute(_STOCK):
-            assert row.available == row.received - row.taken + row.given_back, row
-            assert row.reserved == row.taken - row.given_back == row.held, row
+            assert row.available == row.received - row.taken + row.given_back + row.returned, row
+            assert row.reserved == row.taken - row.given_back - row.returned - row.damaged == row.held, row
+            assert row.quarantined == row.damaged, row
             assert row.available >= 0, row
         assert connection.execute(_UNPAIRED).all() == []
 
@@ -69,7 +81,7 @@ def check_order(
     assert charges <= 1
     assert shop.provider.count(shop.provider.refunds, order) <= refunds
     with shop.books.connect() as connection:
-        assert connection.execute(_POSTED, {"id": order}).scalar_one() == net
+        assert connection.execute(POSTED, {"id": order}).scalar_one() == net
     assert (payment.status == "captured") == (charges == 1)
     with shop.books.connect() as connection:
         asked_for = connection.execute(

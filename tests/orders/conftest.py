@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -18,21 +19,32 @@ from tests.support.roles import PASSWORDS, url_of
 if TYPE_CHECKING:
     from tests.orders.shop import Shop
 
+ShopT = TypeVar("ShopT", bound="Shop")
+
 
 @pytest.fixture(scope="module")
 def shop(servers: services.Services, template: str) -> Iterator[Shop]:
+    from tests.orders.shop import Shop
+
+    yield from a_shop(servers, template, Shop)
+
+
+def a_shop(servers: services.Services, template: str, make: type[ShopT]) -> Iterator[ShopT]:
+    """The application on a database of its own, for a module's tests."""
     name = f"orders_{uuid4().hex[:8]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
     database = admin.url.set(database=name).render_as_string(hide_password=False)
     admin.dispose()
-    with pytest.MonkeyPatch.context() as patch:
-        yield from _shop(database, servers.broker_url, patch)
+    with pytest.MonkeyPatch.context() as patch, opened(database, servers.broker_url, patch, make) as shop:
+        yield shop
     servers.drop_database(name)
 
 
-def _shop(database: str, broker: str, patch: pytest.MonkeyPatch) -> Iterator[Shop]:
+@contextmanager
+def opened(database: str, broker: str, patch: pytest.MonkeyPatch, make: type[ShopT]) -> Iterator[ShopT]:
+    """A shop in a migrated database."""
     # the application reads its addresses when it is imported
     for variable, address in (("DATABASE_URL", database), ("BROKER_URL", broker)):
         if variable not in os.environ:
@@ -42,7 +54,7 @@ def _shop(database: str, broker: str, patch: pytest.MonkeyPatch) -> Iterator[Sho
     from tasks import notifications, payments, refunds
     from tasks.migrate import grant, migrate
     from tests.orders.outside import Mailer, Provider
-    from tests.orders.shop import Shop, every_event_is_kept
+    from tests.orders.shop import every_event_is_kept
 
     # for a process in which another test has loaded the configuration
     configuration: dict[str, Any] = {
@@ -63,7 +75,7 @@ def _shop(database: str, broker: str, patch: pytest.MonkeyPatch) -> Iterator[Sho
     roles.create(owner, PASSWORDS)
     grant(owner)
     with every_event_is_kept(tasks.app):
-        yield Shop(engine, books, provider)
+        yield make(engine, books, provider)
     for each in (owner, engine, books):
         each.dispose()
     close_runtime(tasks.app)

@@ -6,16 +6,20 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from idempotency import DidNotHappen, Happened, StoredRefusal
+from idempotency import DidNotHappen, Happened, StillUnknown, StoredRefusal
 from tasks.gateway import GatewayError
 
 
 class Provider:
-    """Acts once per key. `declines`, and `silent` after it has acted: payments and refunds by their ids."""
+    """Acts once per key. `declines`, and `silent` after it has acted: payments and refunds by their ids.
+
+    `keeps`: payments of which it refunds nothing.
+    """
 
     def __init__(self) -> None:
         self.declines: set[str] = set()
         self.silent: set[str] = set()
+        self.keeps: set[str] = set()
         self.charges: list[tuple[str, int]] = []
         self.refunds: list[tuple[str, int]] = []
         self._done: dict[str, dict[str, Any]] = {}
@@ -27,10 +31,12 @@ class Provider:
         return self._act(self.charges, payment_id, payment_id, amount, currency, idempotency_key)
 
     def refund(self, *, refund_id: str, payment_id: str, amount: int, idempotency_key: str, **_: Any) -> dict[str, Any]:
+        if payment_id in self.keeps:
+            raise StoredRefusal("the charge is disputed", "charge_disputed")
         return self._act(self.refunds, refund_id, payment_id, amount, "EUR", idempotency_key)
 
     def find_capture(self, *, doubt: Any, **_: Any) -> Any:
-        return self._find(doubt.idempotency_key)
+        return self._find(doubt)
 
     find_refund = find_capture
 
@@ -56,13 +62,20 @@ class Provider:
                     raise GatewayError("no answer")
             return self._done[key]
 
-    def _find(self, key: str) -> Any:
+    def _find(self, doubt: Any) -> Any:
+        """As the gateway: no until the call has ended, because it may be on its way."""
         with self._lock:
-            return Happened(self._done[key]) if key in self._done else DidNotHappen()
+            if doubt.idempotency_key in self._done:
+                return Happened(self._done[doubt.idempotency_key])
+            return StillUnknown() if doubt.ended_for is None else DidNotHappen()
 
 
 class Mailer:
-    """Takes every mail."""
+    """Takes every mail. `sent`: recipient, subject and body by the key that becomes its Message-ID."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, tuple[str, str, str]] = {}
 
     def send(self, recipient: str, subject: str, body: str, *, idempotency_key: str) -> Mapping[str, Any]:
+        self.sent[idempotency_key] = (recipient, subject, body)
         return {"message_id": f"<{idempotency_key}>"}

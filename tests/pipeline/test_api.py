@@ -22,74 +22,20 @@ from sqlalchemy.orm import Session
 from idempotency.operate.change import Change
 from idempotency.operate.people import add_operator
 from sandbox import ledger
-from tests.support import crashing, shop
+from tests.support import crashing
+from tests.support.api import ORDER, PAYMENT, WAIT, Api, forget, new_key, problem, running
 from tests.support.documents import ROOT
 from tests.support.operations import at_once, in_background, wait_for_a_lock
-from tests.support.processes import eventually
-from tests.support.server import START_WITHIN, Server, api_key, client, serving
-from tests.support.shop import Shop
+from tests.support.processes import START_WITHIN, eventually
+from tests.support.server import api_key, client
 
-PAYMENT: dict[str, Any] = {"customer_id": "c1", "amount": 1000, "currency": "EUR"}
-COUNTED = ("payments", "refunds", "orders", "idempotency.outbox")
-
-
-@dataclass
-class Api:
-    """The shop, a server in front of it, and clients of two tenants."""
-
-    shop: Shop
-    server: Server
-    acme: httpx.Client
-    globex: httpx.Client
-
-    def pay(self, key: str | None = None, *, by: httpx.Client | None = None, **changes: Any) -> httpx.Response:
-        headers = {"Idempotency-Key": key or new_key()} | changes.pop("headers", {})
-        return (by or self.acme).post("/payments", json=PAYMENT | changes, headers=headers)
-
-    def captured(self, amount: int = 1000) -> str:
-        """The id of a payment that is captured."""
-        answer = self.pay(amount=amount, headers=WAIT)
-        assert answer.json()["result"]["status"] == "captured", answer.text
-        return str(answer.json()["key"])
-
-    def refund(self, payment_id: str, amount: int, key: str | None = None, **headers: str) -> httpx.Response:
-        body = {"payment_id": payment_id, "amount": amount, "reason": "test"}
-        return self.acme.post("/refunds", json=body, headers={"Idempotency-Key": key or new_key()} | WAIT | headers)
-
-    def charges(self, payment_id: str, tenant: str = "acme") -> list[int]:
-        found = ledger.read(self.shop.data / "provider").charges
-        named = (payment_id, tenant)
-        return [each.amount for each in found if (each.metadata["purchase_id"], each.metadata.get("tenant")) == named]
-
-    def count(self, table: str, where: str = "true", **values: Any) -> int:
-        with self.shop.engine.connect() as connection:
-            return int(connection.execute(text(f"SELECT count(*) FROM {table} WHERE {where}"), values).scalar_one())
-
-
-WAIT = {"Prefer": "wait=25"}
-
-
-def new_key() -> str:
-    return f"k-{uuid4().hex[:10]}"
-
-
-def problem(answer: httpx.Response) -> str:
-    """The short name of the problem that an answer is."""
-    assert answer.headers["content-type"] == "application/problem+json", answer.text
-    return str(answer.json()["type"].rpartition(":")[2])
+COUNTED = ("payments", "refunds", "orders", "returns", "idempotency.outbox")
 
 
 @pytest.fixture(scope="module")
 def api(servers: Any, template: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    crash = str(tmp_path_factory.mktemp("crash"))
-    with shop.running(servers, template, tmp_path_factory.mktemp("shop")) as running:
-        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "CRASH_DIRECTORY": crash, "IDEMPOTENCY_LEASE": "4"}
-        environment["IDEMPOTENCY_HEARTBEAT"] = "1"
-        with serving(environment) as server:
-            keys = [api_key(running.engine, tenant) for tenant in ("acme", "globex")]
-            acme, globex = (client(server, key) for key in keys)
-            with acme, globex:
-                yield Api(running, server, acme, globex)
+    with running(servers, template, tmp_path_factory.mktemp("shop")) as api:
+        yield api
 
 
 # ---------------------------------------------------------------- bad inputs, by their numbers
@@ -109,12 +55,12 @@ class Bad:
 
 
 def _of(field: str, value: Any, path: str = "/payments", names: str | None = None) -> Bad:
-    base = PAYMENT if path == "/payments" else ORDER if path == "/orders" else REFUND
+    base = {"/payments": PAYMENT, "/orders": ORDER, "/refunds": REFUND, "/returns": RETURN}[path]
     return Bad(400, "invalid", names or field, path, {**base, field: value})
 
 
-ORDER = {**PAYMENT, "checkout_session_id": "cs-bad"}
 REFUND = {"payment_id": "p", "amount": 1, "reason": "r"}
+RETURN = {"order_id": "o", "reason": "r"}
 BAD = {
     "01-no key": Bad(400, "idempotency_key_missing", "Idempotency-Key", key=None),
     "02-empty key": Bad(400, "idempotency_key_invalid", "Idempotency-Key", key=""),
@@ -147,6 +93,11 @@ BAD = {
     "13-customer": _of("customer_id", "a b"),
     "13-id": _of("payment_id", "ä", "/refunds"),
     "13-reason": _of("reason", "x" * 201, "/refunds"),
+    "13-order": _of("order_id", "x" * 256, "/returns"),
+    "13-no order": _of("order_id", None, "/returns"),
+    "13-return's reason": _of("reason", "a\nb", "/returns"),
+    **{f"13-reship {value!r}": _of("reship", value, "/returns") for value in (1, "true", None)},
+    "13-order unknown": Bad(409, "not_returnable", "order_id: only an order that is PROCESSING", "/returns", RETURN),
     "13-another member": _of("secret-member", "4242", names="body: has a member that does not exist"),
 }  # fmt: skip
 
@@ -454,11 +405,7 @@ def test_what_became_of_a_payment_and_its_refund_is_known_after_their_records_we
     key = refunded.json()["key"]
     addresses = [f"/operations/payments.capture_payment/{paid}", f"/operations/refunds.refund_payment/{key}"]
     before = [api.acme.get(address).json() for address in addresses]
-    with api.shop.engine.begin() as connection:  # what the purge does
-        for table in ("outbox", "records"):
-            connection.execute(
-                text(f"DELETE FROM idempotency.{table} WHERE key IN (:paid, :key)"), {"paid": paid, "key": key}
-            )
+    forget(api, paid, key)
     assert [api.acme.get(address).json() for address in addresses] == before
     again = api.pay(paid, headers={"Prefer": "wait=30"})
     assert (again.status_code, again.json()) == (200, before[0])
@@ -521,7 +468,7 @@ def test_the_lines_of_the_page_answer_as_they_are_printed(api: Api) -> None:
     environment = {**os.environ, "API": api.server.url, "KEY": api_key(api.shop.engine, "page"), "TOKEN": token}
     page = (ROOT / "docs/api.md").read_text()
     steps = re.findall(r"^```sh\n(.*?)^```\n(?:\n^```json\n(.*?)^```$)?", page, re.MULTILINE | re.DOTALL)
-    assert len(steps) == 7
+    assert len(steps) == 8
     for command, expected in steps:
         done = subprocess.run(["bash", "-ec", command], env=environment, capture_output=True, check=True, timeout=60)
         answer = json.loads(done.stdout)

@@ -31,6 +31,7 @@ ROUTES = [
     ("POST", "/payments"),
     ("POST", "/refunds"),
     ("POST", "/orders"),
+    ("POST", "/returns"),
     ("GET", "/operations/{task}/{key}"),
     ("GET", "/admin/dead-letters"),
     ("GET", "/admin/dead-letters/{letter}"),

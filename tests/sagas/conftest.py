@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import kombu
 import pytest
 from celery import Celery, _state
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
+from idempotency.letters import storing
 from idempotency.operate.replay import replay
+from idempotency.store import testing as stored
+from idempotency.wire.message import Message
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
 from tests.support.operators import ANN
 
@@ -21,14 +25,10 @@ WHERE id = (SELECT id FROM idempotency.outbox
             WHERE status = 'pending' AND available_at <= clock_timestamp() ORDER BY available_at, id LIMIT 1)
 RETURNING *
 """)
-_PASS = text("""
-WITH waits AS (
-    UPDATE idempotency.saga_steps SET due_at = due_at - make_interval(secs => :seconds) WHERE state = 'begun'
-), records AS (
-    UPDATE idempotency.records SET available_at = available_at - make_interval(secs => :seconds)
-    WHERE status = 'released'
-)
-UPDATE idempotency.outbox SET available_at = available_at - make_interval(secs => :seconds) WHERE status = 'pending'
+
+_TAKE = text("""
+UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()
+WHERE id = (SELECT min(id) FROM idempotency.outbox WHERE status = 'pending' AND task = :task) RETURNING *
 """)
 
 
@@ -50,6 +50,22 @@ class Stage:
             row = connection.execute(_DUE).one_or_none()
         return None if row is None else deliver_row(self._deliveries, self.app.tasks[row.task], row)
 
+    def message_dies(self, task: str) -> None:
+        """The message of a task has waited in its queue for longer than is allowed."""
+        with self.engine.connect() as connection:
+            row = connection.execute(_TAKE, {"task": task}).one()
+        message = Message.from_text(row.message).marked(origin=row.origin, outbox_id=row.message_id)
+        death = [{"queue": self.app.conf.task_default_queue, "reason": "rejected"}]
+        dead = kombu.Message(
+            body=message.body,
+            headers={**message.headers, "x-death": death},
+            content_type="application/json",
+            content_encoding="utf-8",
+            delivery_info={"exchange": "", "routing_key": ""},
+            accept={"application/json"},
+        )
+        storing.store(self.app, dead)
+
     def run(self, limit: int = 200) -> list[Outcome]:
         """Deliver whatever is due until nothing is."""
         ran: list[Outcome] = []
@@ -68,7 +84,7 @@ class Stage:
 
     def pass_time(self, seconds: float) -> None:
         with self.engine.begin() as connection:
-            connection.execute(_PASS, {"seconds": seconds})
+            stored.pass_time(connection, seconds)
 
     def replay(self, task: str) -> None:
         """Replay the open dead letters of a task, as a person does."""

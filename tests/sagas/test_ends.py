@@ -9,11 +9,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from idempotency import IdempotentTask, OperationFailed, publish
+from idempotency import IdempotentTask, OperationFailed, PermanentError, publish
 from idempotency.application import runtime_of
-from idempotency.errors import InvalidArguments
+from idempotency.errors import CallFailed, InvalidArguments
 from idempotency.sagas import compensation, observe, saga, undo
-from idempotency.store import sagas
+from idempotency.store import claims, sagas
 from idempotency.store.answers import error_text
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
@@ -81,7 +81,9 @@ def test_a_cancel_and_a_forward_step_have_one_order(stage: Stage, is_late: bool)
     assert stage.accounts() == ["first:r1", *second, *undone, "void:first:r1"]
 
 
-def test_a_saga_that_kills_every_process_is_undone(stage: Stage) -> None:
+@pytest.mark.parametrize("has_reached", [True, False])
+def test_a_saga_that_kills_every_process_is_undone_or_stops(stage: Stage, has_reached: bool) -> None:
+    """It is undone if its code had come to all that is recorded. Otherwise it may be the code that is wrong."""
     handle = stage.enqueue(waiting_saga(stage), "r1")
     stage.run()
     with stage.engine.begin() as connection:
@@ -90,10 +92,23 @@ def test_a_saga_that_kills_every_process_is_undone(stage: Stage) -> None:
                     locked_until = clock_timestamp() - interval '1 second', available_at = NULL, attempts = 100
                     WHERE key = 'r1'""")
         )
+        connection.execute(
+            text("UPDATE idempotency.sagas SET reached = :reached"), {"reached": 2 if has_reached else 1}
+        )
     assert maintenance.recover(stage.app) == 1
     stage.run()
-    assert (handle.status(), stage.accounts()) == ("failed", ["make:r1", "void:r1"])
-    assert stage.letters() == [("waiting", "attempts_exhausted", "open")]
+    if has_reached:
+        assert (handle.status(), stage.accounts()) == ("failed", ["make:r1", "void:r1"])
+        assert stage.letters() == [("waiting", "attempts_exhausted", "open")]
+        return
+    assert (stage.saga("r1").status, stage.accounts()) == ("RUNNING", ["make:r1"])
+    assert stage.letters() == [("waiting", "saga_mismatch", "open")]
+    stage.pass_time(301.0)  # by then there is code that gets there
+    stage.run()
+    assert stage.letters() == [("waiting", "saga_mismatch", "replayed")]
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert handle.status() == "completed"
 
 
 def test_nothing_but_its_own_code_ends_a_saga(stage: Stage) -> None:
@@ -199,3 +214,93 @@ def test_a_saga_whose_undoing_meets_an_outage_is_tried_again(stage: Stage, monke
     stage.pass_time(400.0)
     stage.run()
     assert (handle.status(), stage.accounts()) == ("failed", ["make:r1", "void:r1"])
+
+
+def test_a_saga_that_is_replayed_and_has_not_begun_again_is_cancelled(stage: Stage) -> None:
+    @saga("failing", key="{id}", app=stage.app)
+    def failing(saga: Any, id: str) -> Any:
+        if stage.saga(id).status == "RUNNING":
+            raise PermanentError("no", "no")
+
+    handle = stage.enqueue(failing, "r1")
+    stage.run()
+    stage.replay("failing")
+    assert cancel(stage, "failing", "r1")
+    assert not cancel(stage, "failing", "r1")
+    stage.run()
+    assert (handle.status(), stage.saga("r1").status) == ("failed", "FAILED")
+    assert stage.letters()[-1] == ("failing", "cancelled", "open")
+
+
+def test_a_saga_that_is_undone_waits_for_no_event_any_more(stage: Stage) -> None:
+    stage.enqueue(waiting_saga(stage), "r1")
+    stage.app.tasks["void"].refuses.add("r1")
+    stage.run()
+    cancel(stage, "waiting", "r1")
+    stage.run()
+    assert ("wait", "picked", "not_happened") in stage.steps("r1")
+    stage.publish("picked", {"id": "r1"})
+    assert (stage.run(), stage.saga("r1").status) == ([], "COMPENSATING")
+
+
+def test_a_revoke_of_a_saga_that_waits_lets_it_go_on_now(stage: Stage) -> None:
+    handle = stage.enqueue(waiting_saga(stage), "r1")
+    stage.run()
+    id = OperationId("default", "waiting", "r1")
+    with stage.engine.connect() as connection:
+        fingerprint = connection.execute(
+            text("SELECT fingerprint FROM idempotency.records WHERE key = 'r1'")
+        ).scalar_one()
+    with runtime_of(stage.app).autocommit() as connection:
+        service = runtime_of(stage.app).settings.service
+        assert claims.revoke(connection, id, fingerprint, service=service, remembered=False)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["make:r1", "void:r1"])
+    assert stage.letters() == [("waiting", "revoked", "open")]
+
+
+def test_publishers_whose_constraints_are_checked_at_once_do_not_wait_for_each_other(stage: Stage) -> None:
+    task = waiting_saga(stage)
+    handles = [stage.enqueue(task, id) for id in ("a", "b")]
+    stage.run()
+    publishers = runtime_of(stage.app).engine
+    with publishers.connect() as one, publishers.connect() as other:
+        for connection in (one, other):
+            connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+            connection.execute(text("SET LOCAL lock_timeout = '5s'"))
+        publish(one, "picked", {"id": "a"}, app=stage.app)
+        publish(other, "picked", {"id": "b"}, app=stage.app)
+        publish(one, "picked", {"id": "b"}, app=stage.app)
+        publish(other, "picked", {"id": "a"}, app=stage.app)
+        one.commit()
+        other.commit()
+    maintenance.recover(stage.app)
+    stage.run()
+    assert [handle.status() for handle in handles] == ["completed", "completed"]
+
+
+@pytest.mark.parametrize("is_caught", [True, False])
+def test_the_letters_of_failed_calls_are_closed_when_the_saga_ends(stage: Stage, is_caught: bool) -> None:
+    make = entering(stage, "make")
+    make.refuses.add("r1")
+
+    @saga("calling", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def calling(saga: Any, id: str) -> Any:
+        try:
+            saga.call(make, thing=id)
+        except CallFailed:
+            saga.wait_for("picked", match=id, timeout=timedelta(days=1))
+            if not is_caught:
+                raise
+
+    handle = stage.enqueue(calling, "r1")
+    stage.run()
+    assert stage.letters() == [("make", "no_make", "open")]
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert handle.status() == ("completed" if is_caught else "failed")
+    own = [] if is_caught else [("calling", "no_make", "open")]
+    assert stage.letters() == [("make", "no_make", "discarded"), *own]
+    with stage.engine.connect() as connection:
+        closed_by = connection.execute(text("SELECT closed_by FROM idempotency.dead_letters WHERE task = 'make'"))
+        assert closed_by.scalar_one() == f"saga calling r1: {'COMPLETED' if is_caught else 'FAILED'}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, OperationId
+from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, OperationId, PermanentError
 from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused, DiscardRefused, InvalidResult, OperationNotFound, ReplayRefused
 from idempotency.operate import discard
@@ -37,10 +37,12 @@ def audited(stage: Stage) -> list[tuple[str, str, str]]:
         return [(row.actor, row.action, row.task) for row in rows]
 
 
-def letter_of(stage: Stage, task: Any) -> int:
+def letter_of(stage: Stage, task: Any, key: str | None = None) -> int:
+    """The only open dead letter of a task, or of one of its operations."""
     with stage.engine.connect() as connection:
-        query = text("SELECT id FROM idempotency.dead_letters WHERE task = :task AND status = 'open'")
-        return int(connection.execute(query, {"task": task.name}).scalar_one())
+        query = text("""SELECT id FROM idempotency.dead_letters
+                        WHERE task = :task AND status = 'open' AND key = coalesce(:key, key)""")
+        return int(connection.execute(query, {"task": task.name, "key": key}).scalar_one())
 
 
 def shown(stage: Stage, id: OperationId) -> Shown:
@@ -118,6 +120,32 @@ def test_a_saga_that_runs_records_nothing_more_and_is_undone(stage: Stage) -> No
     handle = stage.enqueue(running, "r1")
     stage.run()
     assert (handle.status(), stage.accounts()) == ("failed", ["first", "leave first"])
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_replayed_saga_that_has_not_begun_is_cancelled(stage: Stage, has_begun: bool) -> None:
+    refused = [has_begun]
+
+    def ship(session: Any) -> None:
+        if refused.pop():
+            raise PermanentError("no address", "no_address")
+        enter(session, "ship")
+
+    @saga("late", key="{id}", app=stage.app)
+    def late(saga: Any, id: str) -> Any:
+        saga.step("ship", ship)
+
+    handle = stage.enqueue(late, "r1")
+    if has_begun:
+        stage.run()
+    else:
+        stage.message_dies("late")
+    assert handle.status() == "failed"
+    refused[:] = [False]
+    stage.replay("late")
+    operate.cancel_saga(stage.app, id_of(late), ANN)
+    stage.run()
+    assert (handle.status(), stage.saga("r1").status, stage.accounts()) == ("failed", "FAILED", [])
 
 
 def test_what_has_ended_or_is_being_undone_is_not_cancelled(stage: Stage, stuck: Any, waiting: Any) -> None:
@@ -480,3 +508,21 @@ def test_a_call_that_may_have_left_something_outside_is_seen_to_before_the_saga_
         resolve_effect(stage.app, shown(stage, id_of(charging, key)), "charge", DidNotHappen(), ANN, end=True)
     stage.run()
     assert (handle.status(), stage.saga("r1").status) == ("failed", "FAILED")
+
+
+def test_a_signal_ahead_by_a_process_without_the_saga_is_refused(stage: Stage) -> None:
+    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        saga.sleep(60.0)
+        return saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is not None
+
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    task = stage.app.tasks.pop("waiting")
+    with pytest.raises(ChangeRefused, match="does not know the saga"):
+        operate.signal_saga(stage.app, id_of(task), "picked", {}, ANN, match="r1")
+    stage.app.tasks["waiting"] = task
+    operate.signal_saga(stage.app, id_of(task), "picked", {}, ANN, match="r1")
+    stage.pass_time(61.0)
+    stage.run()
+    assert handle.result() is True

@@ -15,6 +15,8 @@ from typing import TypeVar
 from uuid import uuid4
 
 T = TypeVar("T")
+# Seconds: importing an application takes half a minute of a machine that runs several suites.
+START_WITHIN = 90.0
 
 
 def eventually(condition: Callable[[], T | None], *, timeout: float = 30.0, what: str = "") -> T:
@@ -45,7 +47,7 @@ class Worker:
         return self._log.read_text(errors="replace")
 
     def wait_until_ready(self) -> Worker:
-        eventually(lambda: " ready." in self.log or self.process.poll() is not None, what="worker ready")
+        eventually(lambda: " ready." in self.log or self.process.poll() is not None, timeout=90, what="worker ready")
         assert self.process.poll() is None, self.log[-3000:]
         return self
 

@@ -16,10 +16,7 @@ import httpx
 from sqlalchemy import Engine
 
 from idempotency.store import tenants
-from tests.support.processes import eventually
-
-# Seconds: importing the application takes half a minute of a machine that runs several suites.
-START_WITHIN = 90.0
+from tests.support.processes import START_WITHIN, eventually
 
 
 class Server:

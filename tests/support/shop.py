@@ -27,6 +27,7 @@ class Shop:
     def __init__(self, stack: ExitStack, database: str, environment: dict[str, str], data: Path) -> None:
         self.provider = stack.enter_context(sandbox_process.running("provider", data / "provider"))
         mail = stack.enter_context(sandbox_process.running("mail", data / "mail"))
+        carrier = stack.enter_context(sandbox_process.running("carrier", data / "carrier"))
         self.data = data
         addresses = {
             "DATABASE_URL": database,
@@ -36,6 +37,7 @@ class Shop:
             "STRIPE_SEARCH_LAG": "0.2",
             "STRIPE_TIMEOUT": "1",
             "SMTP_URL": mail.url,
+            "CARRIER_URL": carrier.url,
             "IDEMPOTENCY_RETRY_BASE": "0.1",
         }
         os.environ.update(addresses)

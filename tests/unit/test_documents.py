@@ -13,7 +13,7 @@ from tests.support.documents import ROOT, blocks, pages, python_blocks
 # The test that runs the Python examples of a page, and how many it runs.
 RUN_BY = {
     "README.md": ("tests/integration/test_readme.py", 4),
-    "docs/django.md": ("tests/django/test_page.py", 4),
+    "docs/django.md": ("tests/django/test_page.py", 5),
     "docs/engines.md": ("tests/integration/test_pages.py", 1),
     "docs/events.md": ("tests/integration/test_readme.py", 1),
     "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
@@ -23,7 +23,7 @@ RUN_BY = {
     "docs/sagas.md": ("tests/sagas/test_page.py", 4),
     "docs/tasks.md": ("tests/integration/test_readme.py", 2),
     "docs/tenants.md": ("tests/integration/test_roles.py", 2),
-    "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 3),
+    "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 4),
     "docs/types.md": ("tests/integration/test_readme.py", 1),
     "docs/without-celery.md": ("tests/integration/test_without_celery.py", 1),
 }

@@ -14,10 +14,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tasks import flow
+from tasks import branches, flow
 from tests.support.documents import ROOT
 
-PAGE = "docs/order-placement.md"
 # In a process of its own: the application reads its addresses when it is imported. Nothing is connected.
 SUBSCRIPTIONS = """
 import json
@@ -116,7 +115,7 @@ FAMILIES = {
     "checkout": {"Checkout"},
     "orders": {"Order"},
     "payments": {"Payment"},
-    "warehouse": {"Movement", "Reservation", "Stock"},
+    "warehouse": {"Inspection", "Movement", "Reservation", "Stock"},
 }
 
 
@@ -141,7 +140,16 @@ def test_no_service_reads_what_the_observer_keeps() -> None:
     assert not [module for module in (ROOT / "tasks").glob("*.py") if "idempotency.saga_" in module.read_text()]
 
 
-def test_the_page_shows_the_map() -> None:
-    page = (ROOT / PAGE).read_text()
-    assert f"```mermaid\n{flow.diagram()}\n```" in page, f"`python -m tasks.flow` prints what {PAGE} should have"
-    assert flow.table() in page
+@pytest.mark.parametrize(
+    ("page", "events"), [("docs/order-placement.md", flow.PLACEMENT), ("docs/returns.md", flow.RETURNS)]
+)
+def test_the_pages_show_the_map(page: str, events: dict[str, flow.Event]) -> None:
+    shown = (ROOT / page).read_text()
+    assert f"```mermaid\n{flow.diagram(events)}\n```" in shown, f"`python -m tasks.flow` prints what {page} should have"
+    assert flow.table(events) in shown
+
+
+def test_the_page_shows_every_way_in_which_a_return_can_end() -> None:
+    shown = (ROOT / "docs/returns.md").read_text()
+    assert f"```mermaid\n{branches.diagram()}\n```" in shown, "`python -m tasks.branches` prints it"
+    assert branches.table() in shown

@@ -281,19 +281,23 @@ class _Comparison:
 
 
 # In what states a cancel may leave what a saga was about: a wait goes on no more, and a call outside is known by its outcome.
-_CUT = {"wait": ("begun",), "timer": ("begun",), "effect": ("done", "not_happened")}
+_CUT = {"wait": ("not_happened",), "timer": ("not_happened",), "effect": ("done", "not_happened")}
 
 
 def compare(root: Nested, facts: Facts) -> list[str]:
     """All that is not as it must be."""
     comparison = _Comparison(facts)
-    comparison.saga(Path(root, facts, False))
+    path = Path(root, facts, False)
+    comparison.saga(path)
     expect = comparison.expect
     expect("sagas", sorted(comparison.sagas), sorted(facts.sagas))
     expect("entries", sorted((+comparison.entries).elements()), sorted(facts.entries))
     expect("acts outside", sorted((+comparison.acts).elements()), sorted(thing for thing, _ in facts.acts))
-    letters = Counter((task, reason) for task, reason, status in facts.letters if status == "open")
-    expect("open letters", sorted(comparison.letters.items()), sorted(letters.items()))
+    # those of what a saga has called are closed when it ends
+    ends = {(SAGA, path.code or "")} if path.status == "FAILED" else set()
+    for status, expected in (("open", Counter(ends)), ("discarded", comparison.letters - Counter(ends))):
+        letters = Counter((task, reason) for task, reason, found in facts.letters if found == status)
+        expect(f"{status} letters", sorted(expected.items()), sorted(letters.items()))
     expect("operations that have not ended", [], facts.open)
     expect("deliveries left", [], facts.pending)
     return [*facts.seen, *comparison.wrong]

@@ -76,7 +76,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`comes`: the event is published `before` the saga starts, `after` it waits (or `twice` then), `never`, `late` (after
+    """`comes`: the event is published `before` the saga begins, `after` it waits (or `twice` then), `never`, `late` (after
     the time-out) or `raced` (about when the time is over). `at_once` waits for no time. `otherwise` follows a time-out.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import threading
@@ -27,6 +28,7 @@ from idempotency.store import sagas, schema
 from idempotency.store.answers import error_text
 from idempotency.upkeep.maintenance import recover
 from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 from idempotency.worker import waiting
 from tests.sagas.programs import application, facts, faults, oracle
 from tests.sagas.programs.application import EVENT, SAGA, app, channel_of
@@ -42,6 +44,8 @@ MOST_TURNS = 500
 # Seconds that what happens beside an attempt is given; after them it waits for a lock, and the attempt goes on.
 BESIDE = 0.15
 STUCK = 20.0
+# The number of an event that no wait may use.
+STALE = 9
 
 _EMPTY = """
 WITH a AS (DELETE FROM idempotency.outbox), b AS (DELETE FROM idempotency.dead_letters),
@@ -126,6 +130,7 @@ class Stage:
         self.striking = Striking(planned, self._beside)
         self._rows: list[Any] = []  # what was sent, for duplicates
         self._returned: list[Any] = []  # what a broker has back from processes that have died
+        self._sent: set[str] = set()  # sagas
         self._late: list[str] = []  # events for the next rest
         self._threads: list[threading.Thread] = []
         self._cancelled: dict[str, list[str]] = {}
@@ -136,8 +141,8 @@ class Stage:
         self._admin.execute(_EMPTY)
         for saga in self.script.sagas.values():
             for node in nodes_of(saga.body):
-                if isinstance(node, Wait) and node.comes == "before":
-                    self._publish(saga.thing, node, 0)
+                if isinstance(node, Wait):  # of an earlier process: it ends no wait
+                    self._publish(saga.thing, node, STALE)
         with Session(runtime_of(app).engine) as session:
             application.conduct.enqueue(session, self._program.thing)
             session.commit()
@@ -157,7 +162,7 @@ class Stage:
             self._attempt(self._returned.pop(0))
             return True
         due = [row.id for row in self._admin.execute(_DUE)]
-        row = self._admin.execute(_SEND, [self._random.choice(due)]).fetchone() if due else None
+        row = self._send(self._random.choice(due)) if due else None
         if row is None:
             if self._returned:
                 self._attempt(self._returned.pop(0))
@@ -168,6 +173,18 @@ class Stage:
         if self._random.random() < 0.05:  # a broker delivers at least once
             self._attempt(self._random.choice(self._rows))
         return True
+
+    def _send(self, id: int) -> Any:
+        """What is due. Before a saga is sent for the first time, the events come that its waits find there."""
+        row = self._admin.execute(_SEND, [id]).fetchone()
+        if row is not None and row.task == SAGA and row.key not in self._sent:
+            self._sent.add(row.key)
+            args, kwargs, _ = json.loads(Message.from_text(row.message).body)
+            thing = [*args, *kwargs.values()][0]
+            for node in nodes_of(self.script.sagas[thing].body):
+                if isinstance(node, Wait) and node.comes == "before":
+                    self._publish(thing, node, 0)
+        return row
 
     def _attempt(self, row: Any) -> None:
         faults.use(self.striking)
@@ -221,7 +238,7 @@ class Stage:
         for _ in range(4):
             with self._lock:
                 due = self._admin.execute(_DUE).fetchone()
-                row = None if due is None else self._admin.execute(_SEND, [due.id]).fetchone()
+                row = None if due is None else self._send(due.id)
             if row is None:
                 return
             deliver_row(Deliveries(app), app.tasks[row.task], row)

@@ -25,10 +25,14 @@ CREATE TABLE idempotency.sagas (
     -- why it goes no further without a deploy or a person, and how often it has tried since
     stopped    text,
     stops      int         NOT NULL DEFAULT 0,
+    -- how far its code has come in these attempts, as far as that has been noted
+    reached    int         NOT NULL DEFAULT 0,
     -- what has happened that it may have waited for, so that it does not wait for what came a moment ago
     signals    bigint      NOT NULL DEFAULT 0,
     -- how much of what it waits for has to happen yet; NULL: it does not wait
     waits_for  int,
+    -- events from then on are for it: when the transaction began that asked for it first; infinity: none is
+    accepted_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     UNIQUE (tenant, task, key)
@@ -38,6 +42,7 @@ CREATE INDEX sagas_newest ON idempotency.sagas (created_at);
 CREATE INDEX sagas_stopped ON idempotency.sagas (created_at) WHERE stopped IS NOT NULL;
 -- for the purge, which must not read those that wait
 CREATE INDEX sagas_over ON idempotency.sagas (updated_at) WHERE status <> 'RUNNING';
+CREATE INDEX sagas_running ON idempotency.sagas (accepted_at) WHERE status = 'RUNNING';
 
 CREATE TABLE idempotency.saga_steps (
     saga_id        uuid        NOT NULL REFERENCES idempotency.sagas ON DELETE CASCADE,
@@ -73,6 +78,7 @@ CREATE TABLE idempotency.saga_steps (
 CREATE INDEX saga_steps_calls ON idempotency.saga_steps (tenant, call_task, call_key) WHERE call_key IS NOT NULL;
 CREATE INDEX saga_steps_waits ON idempotency.saga_steps (tenant, event_type, match)
     WHERE kind = 'wait' AND state = 'begun';
+CREATE INDEX saga_steps_events ON idempotency.saga_steps (saga_id, event_id) WHERE event_id IS NOT NULL;
 
 -- Events that sagas may wait for, whether one waits already or not.
 CREATE TABLE idempotency.saga_events (
@@ -90,11 +96,28 @@ CREATE TABLE idempotency.saga_events (
     received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     UNIQUE (tenant, event_type, match, event_id)
 );
+CREATE INDEX saga_events_in_order ON idempotency.saga_events (tenant, event_type, match, id);
 CREATE INDEX saga_events_received ON idempotency.saga_events (received_at);
+-- What has closed a letter, if it was no person: the end of the saga that has gone on from it.
+ALTER TABLE idempotency.dead_letters ADD COLUMN closed_by text;
 CREATE INDEX saga_events_unsignalled ON idempotency.saga_events (id) WHERE NOT signalled;
 """
 
 FUNCTIONS = """
+-- A row's transaction is what asks for its operation: what that published before the row counts as published after it.
+ALTER TABLE idempotency.outbox ALTER COLUMN created_at SET DEFAULT now();
+
+-- When an operation was asked for first. Without an outbox row, as `apply_async` sends it: when it was claimed first.
+CREATE FUNCTION idempotency.accepted_at(of_tenant text, of_task text, of_key text) RETURNS timestamptz
+LANGUAGE sql VOLATILE AS $$
+    SELECT coalesce(
+        least((SELECT min(o.created_at) FROM idempotency.outbox o
+               WHERE o.tenant = of_tenant AND o.task = of_task AND o.key = of_key),
+              (SELECT r.created_at FROM idempotency.records r
+               WHERE r.tenant = of_tenant AND r.task = of_task AND r.key = of_key)),
+        clock_timestamp())
+$$;
+
 -- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
 CREATE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
@@ -124,6 +147,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN;
     END IF;
+    PERFORM set_config('idempotency.signalling', 'on', true);  -- it holds a saga until it commits
     UPDATE idempotency.sagas
     SET signals = signals + 1, waits_for = CASE WHEN saga.waits_for > 1 THEN saga.waits_for - 1 END,
         updated_at = clock_timestamp()
@@ -153,24 +177,41 @@ BEGIN
 END $$;
 
 -- Sagas that wait for events which have not signalled yet. Two publishers of several events lock the sagas in one order,
--- and so never wait for each other.
+-- and so never wait for each other. One that holds a saga already (a call of it has ended in this transaction, or constraints
+-- are checked at once) waits for no other; then recovery signals.
 CREATE FUNCTION idempotency.signal_from(first bigint) RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     waiting uuid;
+    holds_one boolean := coalesce(current_setting('idempotency.signalling', true), '') = 'on';
+    events bigint[] := ARRAY(SELECT id FROM idempotency.saga_events WHERE id >= first AND NOT signalled);
 BEGIN
     FOR waiting IN
-        WITH told AS (
-            UPDATE idempotency.saga_events SET signalled = true WHERE id >= first AND NOT signalled
-            RETURNING tenant, event_type, match, saga_id
-        )
         SELECT DISTINCT s.saga_id
-        FROM told JOIN idempotency.saga_steps s USING (tenant, event_type, match)
-        WHERE s.kind = 'wait' AND s.state = 'begun' AND (told.saga_id IS NULL OR s.saga_id = told.saga_id)
+        FROM idempotency.saga_events e JOIN idempotency.saga_steps s USING (tenant, event_type, match)
+        WHERE e.id = ANY(events) AND s.kind = 'wait' AND s.state = 'begun' AND (e.saga_id IS NULL OR s.saga_id = e.saga_id)
         ORDER BY s.saga_id
     LOOP
+        IF holds_one THEN
+            PERFORM FROM idempotency.sagas WHERE id = waiting FOR NO KEY UPDATE SKIP LOCKED;
+            IF NOT FOUND THEN
+                RETURN;
+            END IF;
+        END IF;
         PERFORM idempotency.signal_saga(waiting);
     END LOOP;
+    UPDATE idempotency.saga_events SET signalled = true WHERE id = ANY(events);
 END $$;
+
+-- A saga that is undone waits for no event any more.
+CREATE FUNCTION idempotency.close_waits() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    UPDATE idempotency.saga_steps s SET state = 'not_happened', ended_at = clock_timestamp()
+    WHERE s.saga_id = NEW.id AND s.generation = NEW.generation AND s.kind IN ('wait', 'timer') AND s.state = 'begun';
+    RETURN NULL;
+END $$;
+CREATE TRIGGER close_waits AFTER UPDATE OF status ON idempotency.sagas
+    FOR EACH ROW WHEN (NEW.status = 'COMPENSATING' AND OLD.status <> NEW.status)
+    EXECUTE FUNCTION idempotency.close_waits();
 
 -- When the publisher commits, the first of its events signals for all of them. At another isolation level than READ
 -- COMMITTED it may not see who waits; then recovery signals.
@@ -269,6 +310,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.execute("ALTER TABLE idempotency.outbox ALTER COLUMN created_at SET DEFAULT clock_timestamp()")
+    op.execute("DROP FUNCTION idempotency.accepted_at(text, text, text)")
+    op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN closed_by")
     op.execute("DROP VIEW idempotency.saga_instances")
     op.execute("DROP TRIGGER forget_saga ON idempotency.records")
     op.execute("DROP TRIGGER end_of_operation ON idempotency.records")
@@ -279,3 +323,4 @@ def downgrade() -> None:
     op.execute("DROP FUNCTION idempotency.event_lock(text, text, text), idempotency.signal_saga(uuid)")
     op.execute("DROP FUNCTION idempotency.resume_saga(idempotency.sagas)")
     op.execute("DROP TABLE idempotency.saga_events, idempotency.saga_steps, idempotency.sagas")
+    op.execute("DROP FUNCTION idempotency.close_waits()")

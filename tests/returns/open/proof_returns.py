@@ -1,0 +1,304 @@
+"""Proofs of a second reader: each asserts the good outcome, and fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import text
+
+from idempotency import Defer, Happened, OperationId
+from idempotency.application import runtime_of
+from idempotency.errors import EffectUnknown
+from idempotency.operate.change import read
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
+from idempotency.operate.saga import signal_saga
+from idempotency.store.rights import OPERATOR
+from tests.orders.books import POSTED
+from tests.returns.books import check_return
+from tests.returns.shop import Returns
+from tests.support.operators import ANN
+from tests.support.roles import url_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh(shop: Returns) -> None:
+    shop.forget()
+
+
+@contextmanager
+def a_person(shop: Returns) -> Iterator[None]:
+    url = shop.app.conf.idempotency_database_url
+    shop._connect(url_of(OPERATOR, url))
+    try:
+        yield
+    finally:
+        shop._connect(url)
+
+
+def in_transit(shop: Returns, order: str | None = None, **changes: Any) -> str:
+    return_id = shop.send_back(order or shop.bought(), **changes)
+    shop.run()
+    shop.collect(return_id)
+    shop.run()
+    return return_id
+
+
+def by_hand(shop: Returns, order: str, amount: int) -> str:
+    refund_id = f"hand-{uuid4().hex[:8]}"
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, refund_id=refund_id, payment_id=order, amount=amount, reason="by hand")
+    return refund_id
+
+
+def unavailable(shop: Returns, patch: pytest.MonkeyPatch, *refunds: str) -> None:
+    """The provider does not answer calls about these refunds."""
+    plain = type(shop.provider).refund
+
+    def refund(*, refund_id: str, **call: Any) -> Any:
+        if refund_id in refunds:
+            raise Defer(1, "unreachable")
+        return plain(shop.provider, refund_id=refund_id, **call)
+
+    patch.setattr(shop.provider, "refund", refund, raising=False)
+
+
+# ---- 1 money: a refund by hand that is under way counts as given back
+
+
+def test_a_refund_by_hand_that_comes_to_nothing_is_not_the_returns_refund(
+    shop: Returns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = shop.bought()
+    return_id = in_transit(shop, order)
+    hand = by_hand(shop, order, 1000)
+    with pytest.MonkeyPatch.context() as patch:
+        unavailable(shop, patch, hand)
+        shop.deliver(shop.waiting()[0])  # reserved; the provider does not answer
+        shop.inspect(return_id, "APPROVED")
+        shop.run("refunds.refund_payment")
+    shop.provider.keeps.add(order)  # and then it refuses
+    shop.run()
+    row = shop.row(return_id)
+    told = shop.told_of(return_id)
+    assert shop.provider.net(order) == 0 or shop.cases(return_id), (
+        row.status,
+        row.refund_id,
+        told,
+        shop.all("SELECT id,status,failure FROM refunds WHERE payment_id=:id", id=order),
+    )
+
+
+# ---- cancelled after it was collected, and `note` is late
+
+
+def test_a_return_that_is_cancelled_after_it_was_collected_is_left_to_a_person(shop: Returns) -> None:
+    return_id = shop.send_back(shop.bought())
+    shop.run()
+    shop.collect(return_id)  # labels: COLLECTED, committed
+    shop.cancel_return(return_id)
+    shop.run("returns.note")
+    shop.run()
+    assert [label.status for label in shop.labels(return_id)] == ["collected"]
+    row = shop.row(return_id)
+    assert (row.status, "return.cancelled" in shop.told_of(return_id)) == ("ESCALATED", False)
+
+
+# ---- a refund row that nobody carries out
+
+
+def test_a_cancel_between_the_refunds_row_and_its_message_leaves_no_refund_pending(
+    shop: Returns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    return_id = in_transit(shop)
+    failing = shop.returns._failing
+
+    def cancelled_first(problem: str, saga: Any, task: Any, *args: Any, **kwargs: Any) -> Any:
+        if problem == "refund_failed":
+            with shop.books.connect() as connection, connection.begin():
+                from idempotency.store import sagas
+
+                id = OperationId("default", shop.returns.process_return.name, return_id)
+                sagas.cancel(connection, id, '{"code": "cancelled", "message": "by a person"}')
+        return failing(problem, saga, task, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shop.returns, "_failing", cancelled_first)
+        shop.inspect(return_id, "APPROVED")
+        shop.run()
+    shop.run()
+    row = shop.row(return_id)
+    refunds = shop.all("SELECT id, status FROM refunds WHERE payment_id = :id", id=row.order_id)
+    assert row.status == "ESCALATED"
+    assert [r for r in refunds if r.status == "pending"] == [], refunds
+
+
+# ---- a refund in doubt of a return, that a person resolves
+
+
+def test_a_refund_of_a_return_that_a_person_has_found_is_posted(shop: Returns) -> None:
+    return_id = in_transit(shop)
+    order = shop.row(return_id).order_id
+    act = type(shop.provider)._act
+
+    def silent(*args: Any) -> Any:
+        act(shop.provider, *args)
+        raise EffectUnknown("the provider cannot say")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "_act", silent, raising=False)
+        shop.inspect(return_id, "APPROVED")
+        shop.run()
+    row = shop.row(return_id)
+    assert (row.status, row.problem, shop.provider.net(order)) == ("ESCALATED", "refund_failed", 0)
+    key = shop.one(
+        "SELECT key FROM idempotency.records WHERE task = 'refunds.refund_payment' AND status = 'failed' ORDER BY created_at DESC LIMIT 1"
+    )[0]
+    with a_person(shop):
+        with runtime_of(shop.app).autocommit() as connection:
+            shown = read(
+                connection, OperationId("default", "refunds.refund_payment", key), runtime_of(shop.app).settings.service
+            )
+        result = {"id": "id_found", "amount": 1000, "currency": "EUR", "status": "succeeded"}
+        resolve_effect(shop.app, shown, "refund", Happened(result), ANN)
+        letter = shop.one("SELECT id FROM idempotency.dead_letters WHERE key = :k AND status = 'open'", k=key)[0]
+        try:
+            replay(shop.app, letter, ANN)
+            refused = None
+        except Exception as error:
+            refused = str(error)
+    shop.run()
+    with shop.books.connect() as connection:
+        posted = connection.execute(POSTED, {"id": order}).scalar_one()
+    status = shop.one("SELECT status FROM refunds WHERE id = :id", id=row.refund_id)[0]
+    assert (posted, status) == (0, "refunded"), refused
+
+
+# ---- a verdict that contradicts what a person has said
+
+
+def test_a_verdict_other_than_what_a_person_said_is_seen_to(shop: Returns) -> None:
+    return_id = in_transit(shop)
+    with a_person(shop):
+        id = OperationId("default", shop.returns.process_return.name, return_id)
+        signal_saga(shop.app, id, "warehouse.inspected", {"return_id": return_id, "verdict": "APPROVED"}, ANN)
+    shop.run()
+    check_return(shop, return_id, "approved")
+    assert shop.inspect(return_id, "DAMAGED") is True
+    shop.run()
+    assert shop.cases(return_id) != set()
+
+
+# ---- by hand, requested before and carried out after the return's
+
+
+def test_a_return_gives_back_what_a_refund_by_hand_leaves_though_they_meet(shop: Returns) -> None:
+    return_id = in_transit(shop)
+    order = shop.row(return_id).order_id
+    hand = by_hand(shop, order, 400)
+    (waits,) = [sent for sent in shop.waiting() if sent.row.key == hand]
+    shop.inspect(return_id, "APPROVED")
+    shop.run("refunds.refund_payment")
+    shop.deliver(waits)
+    shop.run()
+    assert (shop.provider.net(order), shop.row(return_id).status) == (0, "REFUNDED")
+
+
+# ---- what fails for good here is not the buyer's cancellation
+
+
+def test_a_return_that_cannot_go_on_has_a_case(shop: Returns, monkeypatch: pytest.MonkeyPatch) -> None:
+    return_id = shop.send_back(shop.bought())
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shop.returns, "send_label", broken)
+        shop.run()
+    row = shop.row(return_id)
+    assert shop.cases(return_id) != set(), (row.status, row.problem, shop.told_of(return_id))
+
+
+@pytest.mark.parametrize("status", [404])
+def test_a_carrier_that_refuses_us_aborts_no_return(shop: Returns, recording_server: Any, status: int) -> None:
+    """Our key has expired, or the address has changed: the payment provider's client defers."""
+    from tasks.carrier import Carrier
+
+    recording_server.answer = lambda call: (status, {"error": {"type": "auth", "code": "bad_key"}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.shipping, "carrier", Carrier(recording_server.url, timeout=5))
+        return_id = shop.send_back(shop.bought())
+        for _ in range(8):
+            if waiting := shop.waiting():
+                shop.deliver(waiting[0])
+    row = shop.row(return_id)
+    assert row.status == "REQUESTED" or shop.cases(return_id), (row.status, row.problem, shop.told_of(return_id))
+
+
+# ---- orders from before there were reservations
+
+
+def test_an_order_of_before_the_warehouse_can_be_returned(shop: Returns) -> None:
+    """As v0003 leaves it: PROCESSING, paid, without an article and without a reservation."""
+    order = shop.bought(sku=None)
+    with shop.books.connect() as connection, connection.begin():
+        connection.execute(text("DELETE FROM reservations WHERE order_id = :id"), {"id": order})
+    return_id = in_transit(shop, order)
+    shop.inspect(return_id, "APPROVED")
+    shop.run()
+    row = shop.row(return_id)
+    assert (row.status, row.problem) == ("REFUNDED", None)
+
+
+# ---- cancelled when all is done
+
+
+def test_a_return_that_is_cancelled_after_its_refund_says_so(shop: Returns) -> None:
+    return_id = in_transit(shop)
+    shop.inspect(return_id, "APPROVED")
+    while not [sent for sent in shop.waiting() if sent.row.task == "refunds.refund_payment"]:
+        shop.deliver(shop.waiting()[0])
+    shop.cancel_return(return_id)
+    shop.run()
+    check_return(shop, return_id, "cancelled late")
+
+
+# ---- the label of a person
+
+
+def test_a_label_that_a_person_has_voided_is_void(shop: Returns) -> None:
+    from idempotency import PermanentError
+    from idempotency.operate.saga import mark_undone
+
+    return_id = shop.send_back(shop.bought())
+    shop.run()
+
+    def refuses(**_: Any) -> None:
+        raise PermanentError("no", "carrier_refused")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.shipping.carrier, "void_label", refuses, raising=False)
+        shop.cancel_return(return_id)
+        shop.run()
+    with a_person(shop):
+        id = OperationId("default", shop.returns.process_return.name, return_id)
+        mark_undone(shop.app, id, "shipping.create_label", ANN)
+    shop.run()
+    assert shop.row(return_id).status == "CANCELLED"
+    assert shop.one("SELECT status FROM labels WHERE return_id = :id", id=return_id)[0] == "VOIDED"
+
+
+@pytest.mark.parametrize("return_id", ["a/b%{x}", "x" * 255, "{return_id}", "..", "%s%(a)s"])
+def test_a_return_of_any_id(shop: Returns, return_id: str) -> None:
+    return_id = shop.send_back(shop.bought(), return_id)
+    shop.run()
+    shop.collect(return_id)
+    shop.run()
+    shop.inspect(return_id, "APPROVED")
+    shop.run()
+    check_return(shop, return_id, "approved")

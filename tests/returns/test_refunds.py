@@ -1,0 +1,134 @@
+"""Money of returns: what is left is refunded, once; and what a person may do afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import text
+
+from idempotency.errors import ReplayRefused
+from tests.orders.books import check_stock
+from tests.returns.books import check_money, check_return
+from tests.returns.shop import Returns
+from tests.support.sandbox import faults
+
+
+@pytest.fixture(autouse=True)
+def _fresh(shop: Returns) -> Iterator[None]:
+    shop.forget()
+    yield
+    check_stock(shop)
+
+
+def given_back(shop: Returns, order: str, verdict: str = "APPROVED") -> str:
+    return_id = shop.send_back(order)
+    shop.run()
+    shop.collect(return_id)
+    shop.inspect(return_id, verdict)
+    shop.run()
+    return return_id
+
+
+def test_what_was_refunded_by_hand_before_is_not_refunded_again(shop: Returns) -> None:
+    order = shop.bought()
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, refund_id=f"r-{order}", payment_id=order, amount=400, reason="by hand")
+    shop.run()
+    return_id = given_back(shop, order)
+    assert sorted(amount for id, amount in shop.provider.refunds if id == order) == [400, 600]
+    check_return(shop, return_id, "approved")
+
+
+def test_an_order_that_is_refunded_already_is_only_taken_back(shop: Returns) -> None:
+    order = shop.bought()
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, refund_id=f"r-{order}", payment_id=order, amount=1000, reason="by hand")
+    shop.run()
+    return_id = given_back(shop, order, "DAMAGED")
+    assert shop.row(return_id).refund_id is None
+    check_return(shop, return_id, "damaged")
+
+
+def test_an_order_that_cost_nothing_is_taken_back_without_a_refund(shop: Returns) -> None:
+    return_id = given_back(shop, shop.bought(amount=0))
+    assert shop.row(return_id).refund_id is None
+    check_return(shop, return_id, "approved")
+
+
+def test_an_order_of_nothing_in_stock_moves_nothing(shop: Returns) -> None:
+    return_id = given_back(shop, shop.bought(sku=None))
+    check_return(shop, return_id, "approved")
+
+
+def test_a_refund_whose_answer_was_lost_is_found_and_made_once(shop: Returns) -> None:
+    order = shop.bought()
+    return_id = shop.send_back(order)
+    shop.run()
+    shop.collect(return_id)
+    shop.inspect(return_id, "APPROVED")
+    shop.run("refunds.refund_payment")
+    shop.provider.silent.add(shop.row(return_id).refund_id)
+    shop.run()
+    assert shop.provider.count(shop.provider.refunds, order) == 1
+    check_return(shop, return_id, "approved")
+
+
+def test_a_refund_that_has_failed_for_good_can_be_made_by_a_person(shop: Returns) -> None:
+    """Its amount is free again, and what was booked stays booked."""
+    order = shop.bought()
+    shop.provider.keeps.add(order)
+    return_id = given_back(shop, order)
+    check_return(shop, return_id, "refund fails")
+    refund = shop.one("SELECT status, failure FROM refunds WHERE id = :id", id=shop.row(return_id).refund_id)
+    assert tuple(refund) == ("refused", "charge_disputed")
+    shop.provider.keeps.remove(order)
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, refund_id=f"r-{order}", payment_id=order, amount=1000, reason="by hand")
+    shop.run()
+    check_money(shop, order, refunded=True)
+    assert shop.row(return_id).status == "ESCALATED"
+
+
+def test_a_cancelled_return_is_not_replayed_but_asked_for_again(shop: Returns) -> None:
+    order = shop.bought()
+    for is_begun in (True, False):
+        return_id = shop.send_back(order)
+        if is_begun:
+            shop.run()
+        shop.cancel_return(return_id)
+        shop.run()
+        assert shop.row(return_id).status == "CANCELLED"
+        if is_begun:
+            with pytest.raises(ReplayRefused):
+                shop.replay(return_id)
+        else:  # nothing was done that would be done again
+            shop.replay(return_id)
+            shop.run()
+        assert shop.row(return_id).status == "CANCELLED"
+        assert shop.told_of(return_id).count("return.cancelled") == 1
+    check_return(shop, given_back(shop, order), "approved")
+
+
+def test_a_label_of_unknown_outcome_is_looked_up_by_its_key(shop: Returns) -> None:
+    """The carrier has made it and stores an error: it is found, and made once."""
+    order, return_id = shop.bought(), "ret-lost-answer"
+    faults(shop.sandbox, next=["error_500_after"], only={"reference": return_id})
+    shop.send_back(order, return_id)
+    shop.run()
+    assert shop.row(return_id).status == "LABELLED"
+    (label,) = shop.labels(return_id)
+    assert shop.one("SELECT id FROM labels WHERE return_id = :id", id=return_id)[0] == label.id
+
+
+def test_a_return_that_is_cancelled_before_its_saga_begins_is_cancelled(shop: Returns) -> None:
+    return_id = shop.send_back(shop.bought())
+    shop.cancel_return(return_id)
+    shop.run()
+    assert (shop.row(return_id).status, shop.row(return_id).problem) == ("CANCELLED", "cancelled")
+    assert shop.labels(return_id) == []
+    with shop.books.connect() as connection:
+        mails = connection.execute(
+            text("SELECT about FROM notifications WHERE about LIKE '%' || :id"), {"id": return_id}
+        ).scalars()
+        assert list(mails) == [f"return.cancelled:{return_id}"]

@@ -1,0 +1,1 @@
+"""Every consumer and saga of the application, killed at every moment: `make saga-crashes`."""

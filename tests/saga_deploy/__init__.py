@@ -1,0 +1,1 @@
+"""Sagas that wait while their code changes: `make saga-deploy`."""

@@ -1,0 +1,196 @@
+"""Proofs of a breaker, second batch: outages, sweeps, other applications, nested sagas. Each asserts the good outcome."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask, publish
+from idempotency.application import close_runtime, runtime_of
+from idempotency.operate import saga as operate
+from idempotency.sagas import observe, saga
+from idempotency.upkeep import maintenance
+from tests.sagas.application import enter, entering
+from tests.sagas.conftest import Stage
+from tests.sagas.open.proof_people import dies
+from tests.sagas.test_people import id_of
+from tests.support.operators import ANN
+
+
+def test_one_saga_that_cannot_be_woken_does_not_keep_all_others_asleep(stage: Stage) -> None:
+    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        return saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is not None
+
+    handles = {id: stage.enqueue(waiting, id) for id in ("bad", "good")}
+    stage.run()
+    with stage.engine.begin() as connection:
+        connection.execute(
+            text("""
+            CREATE FUNCTION no_bad() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN RAISE EXCEPTION 'not this one'; END $$""")
+        )
+        connection.execute(
+            text("""CREATE TRIGGER no_bad BEFORE UPDATE ON idempotency.outbox FOR EACH ROW
+            WHEN (NEW.key = 'bad') EXECUTE FUNCTION no_bad()""")
+        )
+    for id in handles:
+        with (
+            stage.engine.connect().execution_options(isolation_level="REPEATABLE READ") as publisher,
+            publisher.begin(),
+        ):
+            publish(publisher, "picked", {"id": id}, app=stage.app)
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            maintenance.recover(stage.app)
+    stage.run()
+    assert handles["good"].status() == "completed"
+
+
+def test_an_observer_in_a_process_without_the_saga_does_not_write_over_it(
+    stage: Stage, environment: dict[str, str]
+) -> None:
+    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        return saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is not None
+
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    task = stage.app.tasks.pop("waiting")  # a web process that has not imported it
+    with runtime_of(stage.app).engine.begin() as connection, contextlib.suppress(Exception):
+        observe(connection, "waiting", "r1", "picked", None, status="COMPLETED", app=stage.app)
+    stage.app.tasks["waiting"] = task
+    stage.publish("picked", {"id": "r1"})
+    ran = stage.run()
+    assert handle.status() == "completed", (ran, stage.saga("r1").status)
+
+
+def test_a_task_may_note_the_process_that_it_is_a_step_of(stage: Stage) -> None:
+    """The task that begins a process is called as the process, and has its key: what is more natural?"""
+
+    @stage.app.task(
+        base=IdempotentTask, bind=True, name="order_placement", key="{order_id}", shared=False, max_attempts=2
+    )
+    def place(self: IdempotentTask, order_id: str) -> str:
+        observe(self.session, "order_placement", order_id, "requested", {}, app=stage.app)
+        return enter(self.session, f"order:{order_id}")
+
+    handle = stage.enqueue(place, "o1")
+    for _ in range(5):
+        with contextlib.suppress(Exception):
+            stage.run()
+        stage.pass_time(400.0)
+    assert handle.status() == "completed", stage.letters()
+
+
+def test_an_event_of_another_application_is_not_for_this_ones_sagas(stage: Stage) -> None:
+    @saga("taking_back", key="{id}", events={"parcel.collected": "{return_id}"}, app=stage.app)
+    def taking_back(saga: Any, id: str) -> Any:
+        return saga.wait_for("parcel.collected", match=id, timeout=timedelta(days=5)) is not None
+
+    other = Celery("other_shop", set_as_current=False)
+    other.conf.update(
+        broker_url=stage.app.conf.broker_url,
+        task_queues=stage.app.conf.task_queues,
+        task_default_queue=stage.app.conf.task_default_queue,
+        task_create_missing_queues=False,
+        broker_transport_options={"confirm_publish": True},
+        worker_prefetch_multiplier=1,
+        worker_enable_prefetch_count_reduction=False,
+        idempotency_database_url=stage.app.conf.idempotency_database_url,
+    )
+
+    @saga("other.taking_back", key="{id}", events={"parcel.collected": "{return_id}"}, app=other)
+    def others(saga: Any, id: str) -> Any:
+        saga.wait_for("parcel.collected", match=id, timeout=timedelta(days=5))
+
+    handle = stage.enqueue(taking_back, "r1")
+    stage.run()
+    try:
+        with Session(runtime_of(other).engine) as session:
+            publish(session, "parcel.collected", {"return_id": "r1"}, app=other)
+            session.commit()
+    finally:
+        close_runtime(other)
+    stage.run()
+    assert handle.status() == "released", "the parcel of the other shop's return r1 has ended this shop's wait"
+
+
+def test_a_cancel_that_is_accepted_is_carried_out_after_its_message_has_died(stage: Stage) -> None:
+    void = entering(stage, "void")
+
+    @saga("waiting", key="{id}", app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        saga.step("one", enter, "one", undo=void)
+        saga.sleep(60.0)
+
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    stage.pass_time(61.0)
+    dies(stage, "waiting")  # no worker had its code for longer than the grace
+    operate.cancel_saga(stage.app, id_of(waiting), ANN)
+    maintenance.recover(stage.app)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["one", "void:one"]), stage.letters()
+
+
+@pytest.mark.parametrize("how", ["enqueue", "apply"])
+def test_another_key_template_does_not_begin_a_waiting_saga_anew(stage: Stage, how: str) -> None:
+    def define(key: str) -> Any:
+        stage.app.tasks.pop("keyed", None)
+
+        @saga("keyed", key=key, app=stage.app)
+        def keyed(saga: Any, id: str) -> Any:
+            saga.step("one", enter, f"one:{id}")
+            saga.sleep(60.0)
+
+        return keyed
+
+    task = define("{id}")
+    if how == "enqueue":
+        stage.enqueue(task, "r1")
+        stage.run()
+    else:
+        stage._deliveries.deliver(task, "r1")
+    define("v2-{id}")
+    stage.pass_time(61.0)
+    stage.run()
+    assert stage.accounts() == ["one:r1"]
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 1.5, "", " ", [], {}, "Zo\u00eb", "a\x00b", "\ud800", "x" * 300, " r1", 10**400], ids=repr
+)
+def test_no_publisher_fails_by_a_value_that_matches_no_saga(stage: Stage, value: Any) -> None:
+    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        return saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is not None
+
+    stage.publish("picked", {"id": value})
+
+
+def test_a_steps_function_does_not_commit_by_itself(stage: Stage) -> None:
+    times = list[int]()
+
+    def put(session: Any) -> None:
+        enter(session, "put")
+        session.commit()
+        times.append(1)
+        if len(times) == 1:
+            raise ValueError("after its own commit")
+
+    @saga("storing", key="{id}", app=stage.app)
+    def storing(saga: Any, id: str) -> Any:
+        saga.step("put", put)
+
+    handle = stage.enqueue(storing, "r1")
+    for _ in range(6):
+        stage.run()
+        stage.pass_time(400.0)
+    assert len(stage.accounts()) <= 1, (handle.status(), stage.accounts())
