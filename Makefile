@@ -41,7 +41,7 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
-	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile $(ARGS)
+	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \

@@ -19,10 +19,18 @@ from tests.controls.scenarios import CONTROLS
 CONTROL = CONTROLS[0]
 ITS_OWN = Violation(CONTROL.invariant, "a", "a write under an old fence")
 ANOTHERS = Violation("I99", "a", "something else")
+# The others take minutes together: `make controls` runs them all.
+QUICK = {"fence", "status", "confirm", "mandatory", "hint_compare"}
 
 
 @pytest.mark.controls
-@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
+@pytest.mark.parametrize(
+    "control",
+    [
+        pytest.param(control, id=control.name, marks=[pytest.mark.quick] * (control.name in QUICK))
+        for control in CONTROLS
+    ],
+)
 def test_the_oracle_is_silent_with_its_safeguard_and_tells_without_it(servers: services.Services, control: Any) -> None:
     if servers.broker == "redis":
         pytest.skip("needs RabbitMQ: what is removed is what only it can do")

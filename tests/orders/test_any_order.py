@@ -16,7 +16,7 @@ from tests.orders.shop import ORDER, Shop
 from tests.support.operations import at_once
 
 # A block of seeds is one test. ORDER_SEEDS=500 runs more.
-SEEDS = int(os.environ.get("ORDER_SEEDS", "36"))
+SEEDS = int(os.environ.get("ORDER_SEEDS", "18"))
 BLOCKS = 6
 
 
