@@ -121,7 +121,8 @@ WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(ma
   AND e.received_at >= (SELECT g.accepted_at FROM idempotency.sagas g WHERE g.id = %(saga)s)
   AND (e.saga_id IS NULL OR e.saga_id = %(saga)s)
   AND e.id > coalesce((SELECT max(s.event_id) FROM idempotency.saga_steps s
-                       WHERE s.saga_id = %(saga)s AND s.event_type = %(event_type)s AND s.match = %(match)s), 0)
+                       WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s
+                         AND s.event_type = %(event_type)s AND s.match = %(match)s), 0)
 ORDER BY e.id LIMIT 1
 """
 

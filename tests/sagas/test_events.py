@@ -112,3 +112,26 @@ def test_an_event_ends_no_wait_for_another_member_with_its_value(stage: Stage) -
     second = stage.publish("picked", {"order_id": "8", "return_id": 7})
     stage.run()
     assert handles[1].result() == second
+
+
+def test_an_event_that_ended_a_wait_is_there_for_the_replay(stage: Stage) -> None:
+    """A replay begins anew, and 'what has happened meanwhile is about it': the parcel was collected once."""
+    is_open: list[bool] = []
+
+    @saga("picking", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def picking(saga: Any, id: str) -> Any:
+        event = saga.wait_for("picked", match=id, timeout=timedelta(days=5))
+        if not is_open:
+            raise PermanentError("not yet", "closed")
+        return event["data"]["n"] if event else None
+
+    handle = stage.enqueue(picking, "r1")
+    stage.run()
+    stage.publish("picked", {"id": "r1", "n": 1})
+    stage.run()
+    assert handle.status() == "failed"
+    is_open.append(True)
+    stage.replay("picking")
+    stage.run()
+    assert handle.status() == "completed", stage.steps("r1")
+    assert handle.result() == 1

@@ -10,7 +10,7 @@ import kombu
 import pytest
 from sqlalchemy import text
 
-from idempotency import EffectUnknown, PermanentError
+from idempotency import EffectUnknown
 from idempotency.application import runtime_of
 from idempotency.attempt.effects import Happened
 from idempotency.errors import CallFailed, DiscardRefused, ReplayRefused
@@ -225,26 +225,3 @@ def test_the_list_does_not_name_what_is_no_longer_waited_for(stage: Stage) -> No
     with runtime_of(stage.app).autocommit() as connection:
         listed = saga_reading.list_sagas(connection, saga_reading.Filter("bank", waits_for="picked"), limit=10)
     assert [row.status for row in listed] == []
-
-
-def test_an_event_that_ended_a_wait_is_there_for_the_replay(stage: Stage) -> None:
-    """A replay begins anew, and 'what has happened meanwhile is about it': the parcel was collected once."""
-    is_open: list[bool] = []
-
-    @saga("picking", key="{id}", events={"picked": "{id}"}, app=stage.app)
-    def picking(saga: Any, id: str) -> Any:
-        event = saga.wait_for("picked", match=id, timeout=timedelta(days=5))
-        if not is_open:
-            raise PermanentError("not yet", "closed")
-        return event["data"]["n"] if event else None
-
-    handle = stage.enqueue(picking, "r1")
-    stage.run()
-    stage.publish("picked", {"id": "r1", "n": 1})
-    stage.run()
-    assert handle.status() == "failed"
-    is_open.append(True)
-    stage.replay("picking")
-    stage.run()
-    assert handle.status() == "completed", stage.steps("r1")
-    assert handle.result() == 1
