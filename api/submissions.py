@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -51,10 +53,8 @@ def create_payment(
     payment: NewPayment, attempt: CurrentAttempt, session: AttemptSession, request: Request, response: Response
 ) -> Accepted:
     """The key is the payment's id. The work goes on: Location says where to ask for its end."""
-    try:
+    with _refused_if_taken("Idempotency-Key: is the id of another payment"):
         handle = submit_payment(session, tenant=attempt.tenant, payment_id=attempt.key, **payment.model_dump())
-    except Taken:
-        raise Problem(_taken("Idempotency-Key: is the id of another payment")) from None
     return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
 
 
@@ -63,10 +63,8 @@ def create_refund(
     refund: NewRefund, attempt: CurrentAttempt, session: AttemptSession, request: Request, response: Response
 ) -> Accepted:
     """The key is the refund's id. Whether enough is left to refund is decided by the operation, not by this answer."""
-    try:
+    with _refused_if_taken("Idempotency-Key: is the id of another refund"):
         handle = submit_refund(session, tenant=attempt.tenant, refund_id=attempt.key, **refund.model_dump())
-    except Taken:
-        raise Problem(_taken("Idempotency-Key: is the id of another refund")) from None
     return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
 
 
@@ -80,10 +78,8 @@ def create_order(
 
     Services place it one after another, each by an event: the operation is its payment's, which ends in any case.
     """
-    try:
+    with _refused_if_taken("checkout_session_id: has an order for another customer, amount or article"):
         found = submit_order(session, tenant=attempt.tenant, **order.model_dump())
-    except Taken:
-        raise Problem(_taken("checkout_session_id: has an order for another customer, amount or article")) from None
     payment = OperationId(attempt.tenant, capture_payment.name, found.order_id)
     return AcceptedOrder(id=found.order_id, operation=_located(request, response, payment), **order.model_dump())
 
@@ -94,9 +90,8 @@ def create_return(
 ) -> Accepted:
     """The key is the return's id. Its label comes by e-mail; the operation is a saga, which ends weeks later."""
     try:
-        handle = submit_return(session, tenant=attempt.tenant, return_id=attempt.key, **wanted.model_dump())
-    except Taken:
-        raise Problem(_taken("Idempotency-Key: is the id of another return")) from None
+        with _refused_if_taken("Idempotency-Key: is the id of another return"):
+            handle = submit_return(session, tenant=attempt.tenant, return_id=attempt.key, **wanted.model_dump())
     except NotReturnable as error:
         raise Problem(problem(409, "not_returnable", "This order cannot be returned", str(error))) from None
     return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
@@ -107,5 +102,9 @@ def _located(request: Request, response: Response, id: OperationId) -> str:
     return where
 
 
-def _taken(detail: str) -> Any:
-    return problem(409, "already_used", "This was used before, for something else", detail)
+@contextmanager
+def _refused_if_taken(detail: str) -> Iterator[None]:
+    try:
+        yield
+    except Taken:
+        raise Problem(problem(409, "already_used", "This was used before, for something else", detail)) from None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Engine, text
 
-from demo.checking import CAPTURE, Findings, Kind, Posting, grouped
+from demo.checking import CAPTURE, Findings, Kind, Payment, Posting, Refund, grouped
 from demo.input import Line
 from demo.order_rules import SCARCE, Rules, pieces, return_of
 from sandbox import ledger
@@ -39,22 +39,6 @@ class Order(NamedTuple):
     quantity: int
     status: str
     reason: str | None
-
-
-class Payment(NamedTuple):
-    amount: int
-    currency: str
-    status: str
-    charge_id: str | None
-    refunded: int
-    failure: str | None
-
-
-class Refund(NamedTuple):
-    payment_id: str
-    amount: int
-    status: str
-    provider_refund_id: str | None
 
 
 class Movement(NamedTuple):
@@ -164,9 +148,10 @@ def read_order_books(engine: Engine, told: Told, outside: Mapping[str, Path]) ->
                 Order,
             ),
             payments=by_first(
-                "SELECT order_id, amount, currency, status, charge_id, refunded, failure FROM payments", Payment
+                "SELECT order_id, customer_id, amount, currency, status, charge_id, refunded, failure FROM payments",
+                Payment,
             ),
-            refunds=by_first("SELECT id, payment_id, amount, status, provider_refund_id FROM refunds", Refund),
+            refunds=by_first("SELECT id, payment_id, amount, status, provider_refund_id, failure FROM refunds", Refund),
             reservations=by_first("SELECT order_id, sku, quantity, status FROM reservations", lambda *row: row),
             movements=[Movement(*row) for row in rows("SELECT kind, reference, sku, quantity FROM stock_movements")],
             stock=by_first("SELECT sku, available, reserved, quarantined FROM stock", Stock),
@@ -372,12 +357,13 @@ class _Check:
             expected |= {"failed"} if self.rules.is_declined(line, id) else set()
         if payment.status not in expected:
             self.verdict.add("wrong", id, f"payment: {payment.status}, must be {' or '.join(sorted(expected))}: {says}")
-        if payment[:2] != (line.amount, line.currency) or payment.refunded != charged - left:
+        wanted = (line.customer_id, line.amount, line.currency)
+        if payment[:3] != wanted or payment.refunded != charged - left:
             self.verdict.add(
                 "wrong",
                 id,
-                f"payment: {payment.amount} {payment.currency}, {payment.refunded} refunded; the file has {line.amount}"
-                f" {line.currency}, the provider {charged - left} refunded",
+                f"payment: {payment[:3]}, {payment.refunded} refunded; the file has {wanted}, the provider"
+                f" {charged - left} refunded",
             )
         if charges and payment.charge_id not in {charge.id for charge in charges}:
             self.verdict.add("wrong", id, f"payment: has charge {payment.charge_id}, which the provider does not have")

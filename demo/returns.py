@@ -188,7 +188,7 @@ class Returns:
         self.done["cancelled by a person"] += 1
 
     def let_time_pass(self, id: str) -> None:
-        """Nobody comes to collect it: moves the deadline in the saga's rows to now."""
+        """Nobody collects the parcel: the saga's deadline is moved to now, in its rows."""
         about = {"saga": process_return.name, "key": id}
         with self._people.begin() as connection:
             saga = connection.execute(_LOCKED, about).scalar_one()

@@ -29,8 +29,9 @@ from tests.support.outside import OutsideWorld
 from tests.support.pooler import Pooler
 from tests.support.processes import Processes, Worker
 
-# What takes long begins first: begun last, it would be all that runs at the end. Each of the four processes is given two
-# files to begin with, the first four and then the next four, so the longest is together with the shortest of these.
+# What takes long begins first (with `--no-loadscope-reorder`): begun last, it would be all that runs at the end. Each of
+# the four processes is given two files to begin with, the first four and then the next four, so the longest is together
+# with the shortest of these.
 FIRST = (
     "tests/model/",
     "tests/pipeline/test_chaos.py",

@@ -264,7 +264,7 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'op
 
 
 def update_error(connection: Connection, id: OperationId, reason: str, error: str) -> None:
-    """Let an operation's open letter of this reason say what it is because of now."""
+    """Make an operation's open letter of this reason show the present error."""
     fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "reason": reason, "error": error}
     connection.exec_driver_sql(_UPDATE_ERROR, fields)
 

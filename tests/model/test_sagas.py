@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from hypothesis import HealthCheck, settings
-from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.stateful import run_state_machine_as_test
 from sqlalchemy import Engine
 
 from idempotency.store import saga_steps, sagas
 from tests.controls.safeguards import Removal
 from tests.model.sagas import SAGAS, Sagas
-from tests.model.test_state_machine import EXAMPLES, SEEDS
+from tests.model.test_state_machine import EXAMPLES, programs
 
 # A program of sagas takes more statements than one of operations.
 PROGRAMS = max(1, EXAMPLES * 2 // 5)
@@ -136,12 +134,5 @@ def test_what_is_stored_of_sagas_stays_what_the_state_machine_says(bank: Celery,
     with engine.connect() as connection:
         run_state_machine_as_test(
             lambda: Sagas(bank, connection),  # type: ignore[arg-type]  # it calls what it is given
-            settings=settings(
-                max_examples=PROGRAMS,
-                stateful_step_count=40,
-                deadline=None,
-                database=DirectoryBasedExampleDatabase(SEEDS),
-                suppress_health_check=list(HealthCheck),
-                print_blob=True,
-            ),
+            settings=programs(PROGRAMS),
         )

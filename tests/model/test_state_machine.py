@@ -20,6 +20,18 @@ EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "150"))
 SEEDS = Path(__file__).parents[1] / "seeds"
 
 
+def programs(number: int) -> settings:
+    """So many random programs. The shortest one that has failed is kept, and tried first from then on."""
+    return settings(
+        max_examples=number,
+        stateful_step_count=40,
+        deadline=None,
+        database=DirectoryBasedExampleDatabase(SEEDS),
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
 class Machine(People):
     """Everything that may happen, in any order."""
 
@@ -121,12 +133,5 @@ def test_record_outbox_and_dead_letters_stay_what_the_model_says(bank: Celery, e
     with engine.connect() as connection:
         run_state_machine_as_test(
             lambda: Machine(bank, connection),  # type: ignore[arg-type]  # it calls what it is given
-            settings=settings(
-                max_examples=EXAMPLES,
-                stateful_step_count=40,
-                deadline=None,
-                database=DirectoryBasedExampleDatabase(SEEDS),
-                suppress_health_check=list(HealthCheck),
-                print_blob=True,
-            ),
+            settings=programs(EXAMPLES),
         )

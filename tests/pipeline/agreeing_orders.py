@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from demo.checking import CAPTURE, Posting
+from demo.checking import CAPTURE, Payment, Posting, Refund
 from demo.input import Line
 from demo.order_books import (
     LABEL,
@@ -16,14 +16,13 @@ from demo.order_books import (
     Movement,
     Order,
     OrderBooks,
-    Payment,
-    Refund,
     Return,
     Stock,
     Told,
 )
 from demo.order_rules import SCARCE, Rules, return_of
 from sandbox import ledger
+from tests.support.ledgers import Rows, write_ledgers
 
 RULES = Rules(3)
 AMOUNT, PIECES = 500, 2
@@ -113,7 +112,6 @@ TOLD = (
     f"return.escalated {of(X)}",
 )
 MAILS = tuple((f"<{about}>", "c@customers.example", about, 0.0) for about in TOLD)
-Rows = tuple[tuple[object, ...], ...]
 
 
 def outside(
@@ -125,26 +123,7 @@ def outside(
     label_ends: Rows = LABEL_ENDS,
 ) -> dict[str, Any]:
     """The stand-ins' own books, as they are on disk."""
-    provider, mail, carrier = (
-        opened(directory) for opened in (ledger.open_provider, ledger.open_mail, ledger.open_carrier)
-    )
-    provider.executemany(
-        "INSERT INTO charges (id, amount, currency, payment_method, idempotency_key, metadata, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        charges,
-    )
-    provider.executemany(
-        "INSERT INTO refunds (id, payment_intent, amount, currency, idempotency_key, metadata, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        refunds,
-    )
-    mail.executemany("INSERT INTO messages (message_id, recipient, subject, created) VALUES (?, ?, ?, ?)", mails)
-    carrier.executemany(
-        "INSERT INTO labels (id, reference, kind, idempotency_key, metadata, created) VALUES (?, ?, ?, ?, ?, ?)", labels
-    )
-    carrier.executemany("INSERT INTO label_ends (label_id, status, created) VALUES (?, ?, ?)", label_ends)
-    for book in (provider, mail, carrier):
-        book.close()
+    write_ledgers(directory, charges, refunds, mails, labels, label_ends)
     return {
         "provider": ledger.read(directory),
         "mails": ledger.read_mail(directory),
@@ -182,14 +161,14 @@ def agreeing(directory: Path) -> OrderBooks:
             D: an_order(DECLINED, "CANCELLED", "card_declined"),
         },
         payments={
-            **{id: Payment(AMOUNT, "EUR", "captured", f"pi-{id}", back.get(id, 0), None) for id in processed},
-            S: Payment(AMOUNT, "EUR", "cancelled", None, 0, None),
-            C: Payment(AMOUNT, "EUR", "captured", f"pi-{C}", AMOUNT, None),
-            D: Payment(AMOUNT, "EUR", "failed", None, 0, "card_declined"),
+            **{id: Payment("c", AMOUNT, "EUR", "captured", f"pi-{id}", back.get(id, 0), None) for id in processed},
+            S: Payment("c", AMOUNT, "EUR", "cancelled", None, 0, None),
+            C: Payment("c", AMOUNT, "EUR", "captured", f"pi-{C}", AMOUNT, None),
+            D: Payment("c", AMOUNT, "EUR", "failed", None, 0, "card_declined"),
         },
         refunds={
-            "r-1": Refund(C, AMOUNT, "refunded", "re-1"),
-            **{id: Refund(order, AMOUNT, "refunded", f"re-{id}") for order, id in REFUND_OF_RETURN.items()},
+            "r-1": Refund(C, AMOUNT, "refunded", "re-1", None),
+            **{id: Refund(order, AMOUNT, "refunded", f"re-{id}", None) for order, id in REFUND_OF_RETURN.items()},
         },
         reservations={
             **{id: (articles[id], PIECES, "STOCK_RETURNED" if id in back else "STOCK_RESERVED") for id in processed},

@@ -21,6 +21,7 @@ from demo.input import InputError, Intake, Line
 from demo.order_rules import SCARCE, Rules
 from sandbox import ledger
 from sandbox.faults import fires
+from tests.support.ledgers import write_ledgers
 
 ROOT = Path(__file__).parent.parent.parent
 PURCHASES = "purchase_id,customer_id,purchased_on,quantity,amount_cents,currency\n"
@@ -272,20 +273,7 @@ def books(
     mails: Sequence[tuple[object, ...]] = (CAPTURED_MAIL, REFUNDED_MAIL),
 ) -> Books:
     """One purchase and one refund of a part of it, and the sandboxes' own ledgers as they are on disk."""
-    provider, mail = ledger.open_provider(directory), ledger.open_mail(directory)
-    provider.executemany(
-        "INSERT INTO charges (id, amount, currency, payment_method, idempotency_key, metadata, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        charges,
-    )
-    provider.executemany(
-        "INSERT INTO refunds (id, payment_intent, amount, currency, idempotency_key, metadata, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        refunds,
-    )
-    mail.executemany("INSERT INTO messages (message_id, recipient, subject, created) VALUES (?, ?, ?, ?)", mails)
-    provider.close()
-    mail.close()
+    write_ledgers(directory, charges, refunds, mails)
     told = {"payment.captured:p-1": "event-1", "payment.refunded:r-1": "event-2"}
     return Books(
         purchases=[Line(1, "purchase", 2, "p-1", "p-1", "c", 500, "EUR", "")],

@@ -115,6 +115,12 @@ CORRUPTIONS: dict[str, tuple[Corrupt, str, str, str]] = {
         "nothing that was ordered",
     ),
     "a payment that is gone": (lambda b: without(b, "payments", K), "lost", K, "payment: missing"),
+    "a payment of another customer": (
+        lambda b: changed(b, "payments", K, customer_id="x"),
+        "wrong",
+        K,
+        "payment: ('x', 500, 'EUR')",
+    ),
     "a payment that is not captured": (
         lambda b: changed(b, "payments", K, status="pending"),
         "wrong",
