@@ -77,6 +77,11 @@ chaos-many: .venv/ready ## several chaos runs with random seeds, and a table of 
 fuzz: .venv/ready ## try requests made from the OpenAPI document; EXAMPLES=1000
 	@EXAMPLES=$(or $(EXAMPLES),1000) $(VENV)/python -m pytest tests/pipeline/test_api_fuzz.py --timeout 3600 $(ARGS)
 
+# Programs and interleavings that are drawn are more here, too.
+long: .venv/ready ## the tests that make test leaves out, and more random programs than it tries
+	@STATE_MACHINE_EXAMPLES=$(or $(PROGRAMS),500) ORDER_SEEDS=36 $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) \
+		--dist loadfile --no-loadscope-reorder -m long $(ARGS)
+
 controls: .venv/ready ## remove each safeguard in turn: its test must fail
 	@$(VENV)/python -m tests.controls $(ARGS)
 

@@ -34,8 +34,8 @@ from tests.support.processes import Processes, Worker
 # with the shortest of these.
 FIRST = (
     "tests/model/",
-    "tests/pipeline/test_chaos.py",
     "tests/pipeline/test_demo.py",
+    "tests/pipeline/test_chaos.py",
     "tests/controls/",
     "tests/sagas/programs/",
     "tests/pipeline/test_relay_faults.py",

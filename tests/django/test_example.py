@@ -102,6 +102,7 @@ def test_before_a_repeated_message_awards_the_points_again(manage: Manage, point
     assert points() == 240
 
 
+@pytest.mark.long
 def test_after_it_they_are_awarded_once(
     manage: Manage,
     points: Callable[[], int | None],

@@ -129,6 +129,7 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
         assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
 
 
+@pytest.mark.long
 def test_two_effects_without_a_session_are_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     assert "a call outside self.effect" in said
 
 
+@pytest.mark.long
 def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -253,6 +255,7 @@ def test_an_effect_that_does_not_pass_its_key_on_is_found(
     assert "does not pass on the idempotency_key" in said
 
 
+@pytest.mark.long
 def test_a_random_key_outside_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -277,6 +280,7 @@ def test_an_effect_whose_name_changes_with_the_attempt_is_found(
     assert "name is not the same in every attempt" in said
 
 
+@pytest.mark.long
 def test_an_effect_with_a_random_name_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -287,6 +291,7 @@ def test_an_effect_with_a_random_name_is_found(
     assert "name is not the same in every attempt" in report(define(random_name), "a")
 
 
+@pytest.mark.long
 def test_an_effect_that_says_something_else_under_the_same_key_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -298,6 +303,7 @@ def test_an_effect_that_says_something_else_under_the_same_key_is_found(
     assert "Providers refuse a key" in said
 
 
+@pytest.mark.long
 def test_an_effect_with_other_arguments_in_each_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:

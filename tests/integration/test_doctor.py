@@ -343,6 +343,9 @@ FAULTS = {
     ),
 }
 
+# The doctor finds each of them above; that a worker asks it, two show.
+USUAL_FAULTS = ("a classic queue", "no lease")
+
 
 def variant(directory: Path, change: str) -> str:
     """A module with the test application and one change to it."""
@@ -360,7 +363,9 @@ def variant(directory: Path, change: str) -> str:
     return module
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.long] * (fault not in USUAL_FAULTS)) for fault in FAULTS]
+)
 def test_a_worker_that_would_lose_work_does_not_start(
     processes: Processes, environment: dict[str, str], tmp_path: Path, rabbitmq: None, fault: str
 ) -> None:
@@ -378,8 +383,8 @@ def test_a_worker_that_would_lose_work_does_not_start(
     ("variable", "setting"),
     [
         ("DATABASE_URL", "idempotency_database_url"),
-        ("REDIS_URL", "idempotency_redis_url"),
-        ("BROKER_URL", "broker_url"),
+        pytest.param("REDIS_URL", "idempotency_redis_url", marks=pytest.mark.long),
+        pytest.param("BROKER_URL", "broker_url", marks=pytest.mark.long),
     ],
 )
 def test_neither_worker_nor_relay_starts_with_an_invalid_address(
@@ -405,8 +410,15 @@ def test_neither_worker_nor_relay_starts_with_an_invalid_address(
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("fault", ["no delivery limit", "a slow heartbeat"])
-@pytest.mark.parametrize("process", ["relay", "beat"])
+@pytest.mark.parametrize(
+    ("process", "fault"),
+    [
+        ("relay", "no delivery limit"),
+        ("beat", "a slow heartbeat"),
+        pytest.param("relay", "a slow heartbeat", marks=pytest.mark.long),
+        pytest.param("beat", "no delivery limit", marks=pytest.mark.long),
+    ],
+)
 def test_a_relay_or_a_beat_that_would_lose_work_does_not_start(
     environment: dict[str, str], tmp_path: Path, rabbitmq: None, process: str, fault: str
 ) -> None:

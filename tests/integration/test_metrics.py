@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import httpx
+import pytest
 from celery import Celery
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
@@ -165,6 +166,7 @@ def test_a_broker_that_is_away_leaves_its_gauges_out(bank: Celery, environment: 
     assert seen["idempotency_accepted", bank.conf.task_default_queue] == 0
 
 
+@pytest.mark.long
 def test_a_broker_that_never_answers_does_not_hold_up_a_scrape(
     bank: Celery, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_broker_that_never_answers_does_not_hold_up_a_scrape(
             assert gauges(url)["idempotency_broker_up",] == 0  # httpx waits as long as Prometheus would
 
 
+@pytest.mark.long
 def test_the_application_may_be_named_in_the_environment(
     bank: Celery, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -66,8 +66,15 @@ def test_a_killed_worker_leaves_its_row_until_a_successor_comes(
     assert (successor.name, len(seen(connection, "worker"))) == (left.name, 1)
 
 
-@pytest.mark.parametrize("kind", ["relay", "beat"])
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("relay", signal.SIGTERM),
+        ("beat", signal.SIGKILL),
+        pytest.param("relay", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("beat", signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_a_relay_or_beat_leaves_only_when_it_ends_in_order(
     bank: Celery, environment: dict[str, str], connection: Connection, kind: str, end: signal.Signals
 ) -> None:

@@ -218,6 +218,7 @@ def copy_rows(connection: Connection, number: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_backlog_of_sixty_thousand_is_not_sent_again_and_is_after_a_wipe(
     bank: Celery, sent: Sent, engine: Engine
 ) -> None:

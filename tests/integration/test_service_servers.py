@@ -224,6 +224,7 @@ def test_an_address_in_the_environment_is_used_as_it_is(
     assert light.redis.answers()
 
 
+@pytest.mark.long
 def test_two_sets_of_servers_run_side_by_side() -> None:
     with services.running() as one, services.running() as two:
         ports = [port for s in (one, two) for server in s.servers.values() for port in server.ports.values()]

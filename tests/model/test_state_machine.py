@@ -16,7 +16,7 @@ from sqlalchemy import Engine
 from tests.model.choices import ACME
 from tests.model.people import People
 
-EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "60"))
 SEEDS = Path(__file__).parents[1] / "seeds"
 
 
@@ -128,6 +128,8 @@ def test_a_replay_that_could_not_be_published_is_replayed(machine: Machine) -> N
 # ---------------------------------------------------------------- all the others
 
 
+@pytest.mark.long
+@pytest.mark.quick
 @pytest.mark.timeout(max(600, 2 * EXAMPLES))
 def test_record_outbox_and_dead_letters_stay_what_the_model_says(bank: Celery, engine: Engine) -> None:
     with engine.connect() as connection:

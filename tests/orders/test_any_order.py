@@ -16,7 +16,7 @@ from tests.orders.shop import ORDER, Shop
 from tests.support.operations import at_once
 
 # A block of seeds is one test. ORDER_SEEDS=500 runs more.
-SEEDS = int(os.environ.get("ORDER_SEEDS", "18"))
+SEEDS = int(os.environ.get("ORDER_SEEDS", "12"))
 BLOCKS = 6
 
 
@@ -57,6 +57,8 @@ def one_order(shop: Shop, seed: int) -> None:
     check_stock(shop)
 
 
+@pytest.mark.long
+@pytest.mark.quick
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_one_order_ends_right_in_any_order_of_its_events(shop: Shop, block: int) -> None:
     for seed in range(block, SEEDS, BLOCKS):
@@ -99,8 +101,10 @@ def some_orders(shop: Shop, seed: int) -> None:
     check_stock(shop)
 
 
+@pytest.mark.long
+@pytest.mark.quick
 def test_orders_of_a_scarce_article_share_it_whatever_happens_at_once(shop: Shop) -> None:
-    for seed in range(SEEDS // 5):
+    for seed in range(SEEDS // 4):
         try:
             some_orders(shop, seed)
         except AssertionError as error:

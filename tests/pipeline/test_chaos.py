@@ -16,6 +16,7 @@ SEED = 7
 SECONDS, LIMIT = 60, 890
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT + 10)
 def test_a_minute_of_chaos_loses_nothing_and_doubles_nothing(servers: services.Services) -> None:
     if servers.broker != "rabbitmq":

@@ -42,7 +42,11 @@ def states(engine: Engine) -> Any:
         return connection.execute(text("SELECT status FROM idempotency.outbox ORDER BY id")).scalars().all()
 
 
+@pytest.mark.parametrize(
+    "points", [POINTS[1::2], pytest.param(POINTS[::2], marks=pytest.mark.long)], ids=["after it", "before it"]
+)
 def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
+    points: tuple[str, ...],
     subtests: pytest.Subtests,
     bank: Celery,
     worker: Worker,
@@ -53,7 +57,7 @@ def test_a_relay_killed_at_every_point_loses_nothing_and_doubles_nothing(
 ) -> None:
     directory = Path(environment["CRASH_DIRECTORY"])
     command = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"]
-    for point in POINTS:
+    for point in points:
         with subtests.test(point=point):
             crashing.plan(directory, point, crashing.KILL_CHILD)
             accounts = [f"{point}-{number}" for number in range(5)]
@@ -226,6 +230,7 @@ def test_insert_is_usable_with_a_plain_connection(bank: Celery, engine: Engine) 
     assert states(engine) == ["pending"]
 
 
+@pytest.mark.long
 def test_a_relay_purges_and_goes_on_publishing_beside_a_purge_that_waits(
     bank: Celery, environment: dict[str, str], engine: Engine, enqueue: Callable[..., Any]
 ) -> None:

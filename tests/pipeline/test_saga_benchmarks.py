@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import services
 from tests.support.benchmarks import bench
 
@@ -13,6 +15,7 @@ def test_the_benchmark_of_long_sagas_runs(servers: services.Services, database: 
     assert fields["resume_10_trips"] == fields["resume_30_trips"] == "7"
 
 
+@pytest.mark.long
 def test_the_benchmark_of_waiting_sagas_runs(servers: services.Services, database: str) -> None:
     fields = bench(servers, database, "saga_waits", "--sagas", "200")
     assert {"saga_waits", "relay", "recover", "resend", "purge", "status", "woken_vs_plain"} <= set(fields)

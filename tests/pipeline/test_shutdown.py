@@ -136,8 +136,15 @@ def test_a_warm_shutdown_finishes_what_it_has_begun(
     assert (entries("a"), record("a").status, record("a").attempts) == (1, "completed", 1)
 
 
-@pytest.mark.parametrize("how", ["cold", "soft"])
-@pytest.mark.parametrize("point", ["body.entered", "finish.written"])
+@pytest.mark.parametrize(
+    ("how", "point"),
+    [
+        ("cold", "body.entered"),
+        ("soft", "finish.written"),
+        pytest.param("cold", "finish.written", marks=pytest.mark.long),
+        pytest.param("soft", "body.entered", marks=pytest.mark.long),
+    ],
+)
 def test_a_shutdown_that_interrupts_gives_the_attempt_back(
     how: str,
     point: str,

@@ -43,7 +43,8 @@ print(most)
 """
 
 
-@pytest.mark.parametrize("collect", [True, False])
+# without it, only to show that the other can tell
+@pytest.mark.parametrize("collect", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_failed_attempts_leave_no_pile_of_tracebacks(collect: bool) -> None:
     command = [sys.executable, "-c", FAIL, str(collect), str(ATTEMPTS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
