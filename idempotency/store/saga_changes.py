@@ -54,15 +54,28 @@ WHERE d.id = %(letter)s AND (s.kind = 'call' AND s.state = 'failed' OR s.kind = 
 ORDER BY g.created_at LIMIT 1
 """
 
-# What a saga that was undone has left done, because it has no undo.
-_LEFT_DONE = """
-SELECT s.kind || ' ' || s.name FROM idempotency.dead_letters d
-JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (d.tenant, d.task, d.key) AND g.status = 'FAILED'
-JOIN idempotency.saga_steps s ON s.saga_id = g.id
-WHERE d.id = %(letter)s AND s.kind IN ('step', 'effect', 'call') AND s.state = 'done' AND NOT EXISTS (
+_NOT_UNDONE = """NOT EXISTS (
     SELECT FROM idempotency.saga_steps u
-    WHERE u.saga_id = g.id AND u.generation = s.generation AND u.undoes = s.position AND u.state = 'done')
-ORDER BY s.generation, s.position
+    WHERE u.saga_id = g.id AND u.generation = s.generation AND u.undoes = s.position AND u.state = 'done')"""
+
+# What a saga that was undone has left done, because it has no undo; and what the calls have that failed, and those that they
+# have called. Of a call whose record is purged that is not known any more.
+_LEFT_DONE = f"""
+WITH RECURSIVE failed AS (
+    SELECT d.tenant, d.task, d.key, '' AS of_call FROM idempotency.dead_letters d WHERE d.id = %(letter)s
+    UNION ALL
+    SELECT s.tenant, s.call_task, s.call_key, ' of ' || s.name || failed.of_call
+    FROM failed JOIN idempotency.sagas g USING (tenant, task, key) JOIN idempotency.saga_steps s ON s.saga_id = g.id
+    WHERE g.status = 'FAILED' AND s.kind = 'call' AND s.state = 'failed' AND {_NOT_UNDONE}
+)
+SELECT s.kind || ' ' || s.name || failed.of_call
+FROM failed JOIN idempotency.sagas g USING (tenant, task, key) JOIN idempotency.saga_steps s ON s.saga_id = g.id
+WHERE g.status = 'FAILED' AND s.kind IN ('step', 'effect', 'call') AND s.state = 'done' AND {_NOT_UNDONE}
+UNION ALL
+SELECT CASE WHEN r.key IS NULL THEN 'what is no longer known' ELSE (entry.value ->> 'kind') || ' ' || entry.key END || failed.of_call
+FROM failed LEFT JOIN idempotency.records r USING (tenant, task, key) LEFT JOIN jsonb_each(r.effects) entry ON true
+WHERE failed.of_call <> '' AND (r.key IS NULL OR entry.value ->> 'state' = 'done')
+ORDER BY 1
 """
 
 # What an undo is of, by its name or by that of the undo, and how far the undo has come.

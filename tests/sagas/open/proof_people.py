@@ -88,30 +88,6 @@ def test_a_failure_that_a_saga_has_used_is_not_replayed_after_the_saga_was_purge
         replay(stage.app, letter, ANN)
 
 
-def test_a_replay_does_not_do_again_what_a_called_saga_has_left_done(stage: Stage) -> None:
-    refuse = entering(stage, "refuse")
-    refuse.refuses.add("x")
-
-    @saga("child", key=None, app=stage.app)
-    def child(saga: Any, id: str) -> Any:
-        saga.step("send", enter, f"mail:{id}")  # has no undo
-        saga.call(refuse, thing="x")
-
-    @saga("parent", key="{id}", app=stage.app)
-    def parent(saga: Any, id: str) -> Any:
-        saga.call(child, id)
-
-    handle = stage.enqueue(parent, "r1")
-    stage.run()
-    assert (handle.status(), stage.accounts()) == ("failed", ["mail:r1"])
-    try:
-        replay(stage.app, letter_of(stage, parent), ANN)
-    except ReplayRefused:
-        return
-    stage.run()
-    assert stage.accounts() == ["mail:r1"]
-
-
 @pytest.mark.parametrize("has_row", [True])
 def test_a_call_that_is_given_up_does_not_leave_its_saga_waiting_unseen(stage: Stage, has_row: bool) -> None:
     """The message of a call could not be published; two people discard its letter. The saga has to hear of it, or they."""

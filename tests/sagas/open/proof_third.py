@@ -120,27 +120,6 @@ def test_a_saga_whose_undo_was_given_up_can_be_brought_to_its_end(stage: Stage) 
     assert handle.status() == "failed", refused
 
 
-def test_a_replay_does_not_do_again_what_a_failed_task_has_left_done(stage: Stage) -> None:
-    @stage.app.task(base=IdempotentTask, bind=True, name="two_phases", key=None, shared=False)
-    def two_phases(self: IdempotentTask) -> None:
-        self.step("mail", enter, "mail")  # has no undo
-        raise PermanentError("no", "no")
-
-    @saga("parent", key="{id}", app=stage.app)
-    def parent(saga: Any, id: str) -> Any:
-        saga.call(two_phases)
-
-    stage.enqueue(parent, "r1")
-    stage.run()
-    assert stage.accounts() == ["mail"]
-    try:
-        replay(stage.app, letter_of(stage, parent), ANN)
-    except ReplayRefused:
-        return
-    stage.run()
-    assert stage.accounts() == ["mail"]
-
-
 def test_one_saga_with_much_data_does_not_break_the_view_for_all(stage: Stage) -> None:
     @saga("small", key="{id}", app=stage.app)
     def small(saga: Any, id: str) -> Any:

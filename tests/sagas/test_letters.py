@@ -1,0 +1,53 @@
+"""Dead letters of sagas and of what they have called: what people may do with them, and what becomes of the saga."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from idempotency import IdempotentTask, PermanentError
+from idempotency.errors import ReplayRefused
+from idempotency.operate.replay import replay
+from idempotency.sagas import saga
+from tests.sagas.application import enter, entering
+from tests.sagas.conftest import Stage
+from tests.sagas.test_people import letter_of
+from tests.support.operators import ANN
+
+
+@pytest.mark.parametrize(
+    ("called", "left"),
+    [
+        ("task", "step mail of failing"),
+        ("saga", "step mail of calling"),
+        ("purged", "step mail of calling, what is no longer known of refuse of calling"),
+    ],
+)
+def test_a_replay_does_not_do_again_what_a_failed_call_has_left_done(stage: Stage, called: str, left: str) -> None:
+    refuse = entering(stage, "refuse")
+    refuse.refuses.add("x")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="failing", key=None, shared=False)
+    def failing(self: IdempotentTask) -> None:
+        self.step("mail", enter, "mail")  # has no undo
+        raise PermanentError("no", "no")
+
+    @saga("calling", key=None, app=stage.app)
+    def calling(saga: Any) -> Any:
+        saga.step("mail", enter, "mail")
+        saga.call(refuse, thing="x")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.call(failing if called == "task" else calling)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["mail"])
+    if called == "purged":
+        with stage.engine.begin() as connection:
+            connection.execute(text("DELETE FROM idempotency.records WHERE task = 'refuse'"))
+    with pytest.raises(ReplayRefused, match=f"undone except for {left}, which would be done again"):
+        replay(stage.app, letter_of(stage, parent), ANN)
