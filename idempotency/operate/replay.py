@@ -51,8 +51,6 @@ def _check_unused(connection: Connection, letter: int) -> None:
         )
     used = saga_changes.used_by(connection, letter)
     if used is not None and used.kind == "call":
-        raise ReplayRefused(
-            f"dead letter {letter}: the saga {used.task} {used.key} has called this and gone on from its failure"
-        )
+        raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has called this and gone on from its failure")
     if used is not None:
-        raise ReplayRefused(f"dead letter {letter}: the saga {used.task} {used.key} has been undone without it")
+        raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has been undone without it")

@@ -46,12 +46,14 @@ WHERE d.id = %(letter)s AND d.status = 'open' AND g.status IN ('RUNNING', 'COMPE
 
 # The saga that has called the operation of a letter, and has gone on from its failure; or that a person has undone by hand.
 _USED_BY = """
-SELECT s.kind, s.name, g.task, g.key
+SELECT s.kind, g.task || ' ' || g.key AS saga
 FROM idempotency.dead_letters d
 JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant, d.task, d.key)
 JOIN idempotency.sagas g ON g.id = s.saga_id
 WHERE d.id = %(letter)s AND (s.kind = 'call' AND s.state = 'failed' OR s.kind = 'undo' AND s.state = 'done')
-ORDER BY g.created_at LIMIT 1
+UNION ALL
+SELECT 'call', d.used_by FROM idempotency.dead_letters d WHERE d.id = %(letter)s AND d.used_by IS NOT NULL
+LIMIT 1
 """
 
 _NOT_UNDONE = """NOT EXISTS (

@@ -140,13 +140,16 @@ WITH {SETTINGS}, ended AS (
 SELECT 1 / count(*) FROM ended
 """
 
-# The saga has gone on from these failures, so that nobody may replay them. What may have left something outside stays.
-_CLOSE_LETTERS = """
+# The saga has gone on from these failures, so that nobody may replay them. What may have left something outside stays open.
+_STAYS = "d.reason IN ('effect_unknown', 'unfinished')"
+_CLOSE_LETTERS = f"""
 UPDATE idempotency.dead_letters d
-SET status = 'discarded', closed_at = clock_timestamp(), closed_by = left('saga ' || g.task || ' ' || g.key || ': ' || g.status, 500)
+SET status = CASE WHEN {_STAYS} THEN 'open' ELSE 'discarded' END,
+    closed_at = CASE WHEN NOT {_STAYS} THEN clock_timestamp() END,
+    used_by = g.task || ' ' || g.key
 FROM idempotency.sagas g JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
 WHERE g.id = %(saga)s AND s.kind = 'call' AND s.state = 'failed' AND d.status = 'open'
-  AND (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.reason NOT IN ('effect_unknown', 'unfinished')
+  AND (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key)
 """
 
 _CANCEL = f"""

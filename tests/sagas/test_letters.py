@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import IdempotentTask, PermanentError
-from idempotency.errors import ReplayRefused
+from idempotency import EffectUnknown, IdempotentTask, PermanentError
+from idempotency.errors import CallFailed, ReplayRefused
 from idempotency.operate.replay import replay
 from idempotency.sagas import saga
+from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
 from tests.sagas.test_people import letter_of
@@ -51,3 +52,29 @@ def test_a_replay_does_not_do_again_what_a_failed_call_has_left_done(stage: Stag
             connection.execute(text("DELETE FROM idempotency.records WHERE task = 'refuse'"))
     with pytest.raises(ReplayRefused, match=f"undone except for {left}, which would be done again"):
         replay(stage.app, letter_of(stage, parent), ANN)
+
+
+def test_a_failure_that_a_saga_has_used_is_not_replayed_after_the_saga_was_purged(stage: Stage) -> None:
+    def charge(*, idempotency_key: str) -> str:
+        raise EffectUnknown("no answer")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="charging", key=None, shared=False, max_attempts=1)
+    def charging(self: IdempotentTask) -> None:
+        self.effect("charge", charge)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        try:
+            saga.call(charging)
+        except CallFailed:
+            saga.step("instead", enter, "instead")
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert (handle.status(), stage.letters()) == ("completed", [("charging", "effect_unknown", "open")])
+    with stage.engine.begin() as connection:
+        connection.execute(text("UPDATE idempotency.records SET expires_at = now() - interval '1 day'"))
+        connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '90 days'"))
+    assert maintenance.purge(stage.app) == 1
+    with pytest.raises(ReplayRefused, match="the saga parent r1 has called this and gone on from its failure"):
+        replay(stage.app, letter_of(stage, charging), ANN)

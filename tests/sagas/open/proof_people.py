@@ -13,7 +13,7 @@ from sqlalchemy import text
 from idempotency import EffectUnknown
 from idempotency.application import runtime_of
 from idempotency.attempt.effects import Happened
-from idempotency.errors import CallFailed, DiscardRefused, ReplayRefused
+from idempotency.errors import DiscardRefused
 from idempotency.letters import storing
 from idempotency.operate import discard
 from idempotency.operate import saga as operate
@@ -53,39 +53,6 @@ def dies(stage: Stage, task: str) -> None:
             accept={"application/json"},
         ),
     )
-
-
-def pass_retentions(stage: Stage) -> None:
-    with stage.engine.begin() as connection:
-        connection.execute(
-            text("""UPDATE idempotency.records SET expires_at = clock_timestamp() - interval '1 day',
-            kept_until = NULL WHERE expires_at IS NOT NULL""")
-        )
-        connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '90 days'"))
-
-
-def test_a_failure_that_a_saga_has_used_is_not_replayed_after_the_saga_was_purged(stage: Stage) -> None:
-    make = entering(stage, "make")
-    make.refuses.add("x")
-
-    @saga("parent", key="{id}", app=stage.app)
-    def parent(saga: Any, id: str) -> Any:
-        try:
-            saga.call(make, thing="x")
-        except CallFailed:
-            saga.step("instead", enter, "instead")
-
-    handle = stage.enqueue(parent, "r1")
-    stage.run()
-    assert handle.status() == "completed"
-    letter = letter_of(stage, make)
-    with pytest.raises(ReplayRefused, match="gone on from its failure"):
-        replay(stage.app, letter, ANN)
-    pass_retentions(stage)
-    maintenance.purge(stage.app)
-    make.refuses.clear()
-    with pytest.raises(ReplayRefused):
-        replay(stage.app, letter, ANN)
 
 
 @pytest.mark.parametrize("has_row", [True])

@@ -98,8 +98,8 @@ CREATE TABLE idempotency.saga_events (
 );
 CREATE INDEX saga_events_in_order ON idempotency.saga_events (tenant, event_type, match, id);
 CREATE INDEX saga_events_received ON idempotency.saga_events (received_at);
--- What has closed a letter, if it was no person: the end of the saga that has gone on from it.
-ALTER TABLE idempotency.dead_letters ADD COLUMN closed_by text;
+-- The ended saga that has gone on from the failure of a letter's operation, so that nobody may replay it; also after it is purged.
+ALTER TABLE idempotency.dead_letters ADD COLUMN used_by text;
 CREATE INDEX saga_events_unsignalled ON idempotency.saga_events (id) WHERE NOT signalled;
 """
 
@@ -312,7 +312,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.execute("ALTER TABLE idempotency.outbox ALTER COLUMN created_at SET DEFAULT clock_timestamp()")
     op.execute("DROP FUNCTION idempotency.accepted_at(text, text, text)")
-    op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN closed_by")
+    op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN used_by")
     op.execute("DROP VIEW idempotency.saga_instances")
     op.execute("DROP TRIGGER forget_saga ON idempotency.records")
     op.execute("DROP TRIGGER end_of_operation ON idempotency.records")
