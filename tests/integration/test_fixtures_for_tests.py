@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 from celery import Celery
 from pydantic import SecretStr
@@ -426,3 +427,19 @@ def test_after_the_transaction_the_application_commits_again(bank: Celery, entri
     assert runtime_of(bank) is before
     deposit("a")
     assert entries("a") == 1
+
+
+def test_the_plugin_imports_nothing_until_it_is_used() -> None:
+    code = "import sys, idempotency_pytest; print({'idempotency', 'celery', 'sqlalchemy'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
+def test_the_servers_answer_is_given_once_for_each_key(recording_server: Any) -> None:
+    def post(key: str) -> Any:
+        return httpx.post(recording_server.url, headers={"Idempotency-Key": key}, json={}).json()
+
+    answers = iter([(500, {}), (200, {"n": 1}), (200, {"n": 2})])
+    recording_server.answer = lambda call: next(answers)
+    assert [post("a"), post("a"), post("a"), post("b")] == [{}, {"n": 1}, {"n": 1}, {"n": 2}]
+    assert [call.key for call in recording_server.calls] == ["a", "a", "a", "b"]

@@ -124,7 +124,7 @@ def test_orders_of_a_scarce_article_share_it_whatever_happens_at_once(shop: Shop
 def test_two_events_of_an_order_at_the_same_moment_end_as_one_after_the_other(
     shop: Shop, first: str, second: str
 ) -> None:
-    for _ in range(6):
+    for _ in range(3):
         sku = f"sku-{uuid4().hex[:8]}"
         shop.receive(sku, 3)
         shop.forget()
@@ -143,7 +143,7 @@ def test_two_events_of_an_order_at_the_same_moment_end_as_one_after_the_other(
 
 
 def test_a_cancellation_told_twice_at_the_same_moment_is_one_refund(shop: Shop) -> None:
-    for _ in range(6):
+    for _ in range(3):
         shop.forget()
         order = shop.order(None)
         shop.run("order.paid > warehouse")

@@ -99,6 +99,7 @@ def test_before_crashes_and_duplicates_award_points_again_and_again(
     assert vouchers > 1
 
 
+@pytest.mark.long
 def test_after_a_crash_and_duplicates_award_them_once(
     adopted: Callable[[str], tuple[int, int]], engine: Engine
 ) -> None:

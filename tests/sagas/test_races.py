@@ -382,7 +382,13 @@ STRETCHES = (
 )
 
 
-@pytest.mark.parametrize("stretch", STRETCHES, ids=lambda stretch: stretch.name)
+@pytest.mark.parametrize(
+    "stretch",
+    [
+        pytest.param(each, marks=[pytest.mark.long] * (number % 3 > 0), id=each.name)
+        for number, each in enumerate(STRETCHES)
+    ],
+)
 def test_what_a_former_holder_commits_changes_nothing(stage: Stage, arena: Ring, stretch: Stretch) -> None:
     arena.watch()
     race = stretch(stage, arena)
