@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ from sqlalchemy import text
 
 from idempotency import EffectUnknown, IdempotentTask, PermanentError
 from idempotency.errors import CallFailed, ReplayRefused
+from idempotency.operate import saga as operate
 from idempotency.operate.replay import replay
 from idempotency.sagas import saga
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-from tests.sagas.test_people import letter_of
+from tests.sagas.test_people import id_of, letter_of
 from tests.support.operators import ANN
 
 
@@ -78,3 +80,27 @@ def test_a_failure_that_a_saga_has_used_is_not_replayed_after_the_saga_was_purge
     assert maintenance.purge(stage.app) == 1
     with pytest.raises(ReplayRefused, match="the saga parent r1 has called this and gone on from its failure"):
         replay(stage.app, letter_of(stage, charging), ANN)
+
+
+@pytest.mark.parametrize("how", ["cancel", "event"])
+def test_what_wakes_a_saga_does_so_after_its_message_has_died(stage: Stage, how: str) -> None:
+    void = entering(stage, "void")
+
+    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        saga.step("one", enter, "one", undo=void)
+        saga.wait_for("picked", match=id, timeout=timedelta(minutes=1))
+
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    stage.pass_time(61.0)
+    stage.message_dies("waiting")  # no worker had its code for longer than the grace
+    assert stage.letters() == [("waiting", "rejected", "open")]
+    if how == "cancel":
+        operate.cancel_saga(stage.app, id_of(waiting), ANN)
+    else:
+        stage.publish("picked", {"id": "r1"})
+    assert stage.letters() == [("waiting", "rejected", "replayed")]
+    stage.run()
+    ended = ("failed", ["one", "void:one"]) if how == "cancel" else ("completed", ["one"])
+    assert (handle.status(), stage.accounts()) == ended

@@ -13,14 +13,10 @@ from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, publish
 from idempotency.application import close_runtime, runtime_of
-from idempotency.operate import saga as operate
 from idempotency.sagas import observe, saga
 from idempotency.upkeep import maintenance
-from tests.sagas.application import enter, entering
+from tests.sagas.application import enter
 from tests.sagas.conftest import Stage
-from tests.sagas.open.proof_people import dies
-from tests.sagas.test_people import id_of
-from tests.support.operators import ANN
 
 
 def test_one_saga_that_cannot_be_woken_does_not_keep_all_others_asleep(stage: Stage) -> None:
@@ -120,24 +116,6 @@ def test_an_event_of_another_application_is_not_for_this_ones_sagas(stage: Stage
         close_runtime(other)
     stage.run()
     assert handle.status() == "released", "the parcel of the other shop's return r1 has ended this shop's wait"
-
-
-def test_a_cancel_that_is_accepted_is_carried_out_after_its_message_has_died(stage: Stage) -> None:
-    void = entering(stage, "void")
-
-    @saga("waiting", key="{id}", app=stage.app)
-    def waiting(saga: Any, id: str) -> Any:
-        saga.step("one", enter, "one", undo=void)
-        saga.sleep(60.0)
-
-    handle = stage.enqueue(waiting, "r1")
-    stage.run()
-    stage.pass_time(61.0)
-    dies(stage, "waiting")  # no worker had its code for longer than the grace
-    operate.cancel_saga(stage.app, id_of(waiting), ANN)
-    maintenance.recover(stage.app)
-    stage.run()
-    assert (handle.status(), stage.accounts()) == ("failed", ["one", "void:one"]), stage.letters()
 
 
 @pytest.mark.parametrize("how", ["enqueue", "apply"])

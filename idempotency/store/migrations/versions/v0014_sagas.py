@@ -121,6 +121,19 @@ $$;
 -- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
 CREATE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
+    -- If that was due before and has died, there is another. Letters are locked before their record, by everybody.
+    WITH died AS (
+        UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
+        FROM idempotency.records r
+        WHERE d.tenant = saga.tenant AND d.task = saga.task AND d.key = saga.key AND d.status = 'open'
+          AND d.source <> 'operation' AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+          AND r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key
+          AND r.status = 'released' AND r.message <> ''
+        RETURNING r.*
+    )
+    INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, generation, service)
+    SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'recover', generation, service
+    FROM died LIMIT 1;
     IF saga.status = 'COMPENSATING' THEN  -- what has used up the attempts is over
         UPDATE idempotency.records r SET attempts = 0, spent_at = NULL
         WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key AND r.status IN ('started', 'released');
