@@ -66,6 +66,9 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
 
 def _operation_to_discard(connection: Connection, letter: int) -> tuple[OperationId | None, Any]:
     """The letter's operation and its record, both locked. Raises `DiscardRefused` if it would then never end."""
+    _check_not_stopped(
+        connection, letter
+    )  # before the lock: a saga that goes on closes its letter after it has its record
     row = discards.lock(connection, letter)
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
