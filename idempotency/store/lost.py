@@ -254,7 +254,7 @@ def _one_by_one(connection: Connection, sweep: Sweep, fields: dict[str, Any]) ->
         found.extend(connection.exec_driver_sql(sweep.single, fields | sweeps.names(row)))
         return 1
 
-    sweeps.one_by_one(connection, sweep, connection.exec_driver_sql(sweep.find, fields).all(), handle)
+    sweeps.one_by_one(connection, sweep.name, connection.exec_driver_sql(sweep.find, fields).all(), handle)
     return found
 
 
@@ -332,7 +332,7 @@ def send_again(connection: Connection, lost: Sequence[Row[Any]]) -> int:
 def one_by_one(connection: Connection, lost: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]) -> int:
     """Handle rows one by one after Postgres refused them together; a row that is refused again is set aside."""
     rows = connection.exec_driver_sql(_NAMED, _judged(lost)).all()
-    done, _ = sweeps.one_by_one(connection, JUDGE, rows, handle)
+    done, _ = sweeps.one_by_one(connection, JUDGE.name, rows, handle)
     return done
 
 

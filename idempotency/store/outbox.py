@@ -277,7 +277,7 @@ def adopt(connection: Connection, service: str, tasks: Iterable[str], queues: It
     found = connection.exec_driver_sql(ADOPT.find, fields).all()
     adopted, _ = sweeps.one_by_one(
         connection,
-        ADOPT,
+        ADOPT.name,
         found,
         lambda row: int(connection.exec_driver_sql(ADOPT.single, fields | sweeps.names(row)).scalar_one()),
     )

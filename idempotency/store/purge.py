@@ -206,7 +206,7 @@ def end_abandoned(
     Returns how many it ended.
     """
     found = sweeps.find(connection, ABANDONED, {"service": service, "retention": retention})
-    ended, _ = sweeps.one_by_one(connection, ABANDONED, found, lambda row: end(sweeps.names(row)))
+    ended, _ = sweeps.one_by_one(connection, ABANDONED.name, found, lambda row: end(sweeps.names(row)))
     return ended
 
 

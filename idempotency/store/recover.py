@@ -107,7 +107,7 @@ def release(connection: Connection, bounds: Bounds, *, limit: int) -> int:
 def end_spent(connection: Connection, bounds: Bounds, end: Callable[[Mapping[str, Any]], int]) -> int:
     """Call `end` with the names of each operation that is out of attempts; returns how many it ended."""
     found = sweeps.find(connection, EXHAUST, bounds.parameters())
-    ended, _ = sweeps.one_by_one(connection, EXHAUST, found, lambda row: end(sweeps.names(row)))
+    ended, _ = sweeps.one_by_one(connection, EXHAUST.name, found, lambda row: end(sweeps.names(row)))
     return ended
 
 

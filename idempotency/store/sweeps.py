@@ -31,7 +31,7 @@ LONGEST_PAUSE = 3600.0
 
 # Scalar subqueries instead of EXISTS, here and in the conditions of sweeps: EXISTS may be planned as a hash of the whole
 # table, or as a join followed by a sort of everything due. A scalar subquery is an index lookup per row.
-_NOT_ASIDE = """(SELECT true FROM idempotency.set_aside a
+NOT_ASIDE = """(SELECT true FROM idempotency.set_aside a
        WHERE a.sweep = '{name}' AND a.id = {id} AND a.until > clock_timestamp() LIMIT 1) IS NULL"""
 
 # `Sweep.one` and `Sweep.id` for records. A digest, since keys may be too long for an index.
@@ -95,7 +95,7 @@ class Sweep:
 
     @property
     def _select(self) -> str:
-        aside = _NOT_ASIDE.format(name=self.name, id=self.id)
+        aside = NOT_ASIDE.format(name=self.name, id=self.id)
         return (
             f"SELECT r.tenant, r.task, r.key, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
             f"WHERE {self.due} AND {aside}"
@@ -116,7 +116,9 @@ def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, 
                     raise
                 rows = connection.exec_driver_sql(sweep.find, fields).all()
                 found = len(rows)
-                done, aside = one_by_one(connection, sweep, rows, lambda row: _single(connection, sweep, fields, row))
+                done, aside = one_by_one(
+                    connection, sweep.name, rows, lambda row: _single(connection, sweep, fields, row)
+                )
                 moved = done + aside
             handled += done
             seen += found
@@ -132,9 +134,9 @@ def find(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any]) ->
 
 
 def one_by_one(
-    connection: Connection, sweep: Sweep, rows: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]
+    connection: Connection, sweep: str, rows: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]
 ) -> tuple[int, int]:
-    """Handle each row in its own transaction. Returns how many were handled and how many were set aside."""
+    """Handle each row of a sweep in its own transaction. Returns how many were handled and how many were set aside."""
     done = aside = 0
     for row in rows:
         try:
@@ -172,11 +174,11 @@ def _single(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any],
     return int(connection.exec_driver_sql(sweep.single, {**parameters, **names(row)}).scalar_one())
 
 
-def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Exception) -> None:
+def _set_aside(connection: Connection, sweep: str, row: Row[Any], error: Exception) -> None:
     primary = getattr(getattr(getattr(error, "orig", None), "diag", None), "message_primary", None)
     kind = type(getattr(error, "orig", None) or error).__name__
     fields = {
-        "sweep": sweep.name,
+        "sweep": sweep,
         "id": row.row_id,
         "tenant": row.tenant,
         "task": row.task,
@@ -186,8 +188,8 @@ def _set_aside(connection: Connection, sweep: Sweep, row: Row[Any], error: Excep
         "longest": LONGEST_PAUSE,
     }
     times = connection.exec_driver_sql(_SET_ASIDE, fields).scalar_one()
-    metrics.set_aside.labels(sweep.name).inc()
-    log.error("set_aside", sweep=sweep.name, task=row.task, key=row.key, error=fields["error"], times=times)
+    metrics.set_aside.labels(sweep).inc()
+    log.error("set_aside", sweep=sweep, task=row.task, key=row.key, error=fields["error"], times=times)
 
 
 _RESTORE_SETTINGS = "RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan"

@@ -23,7 +23,7 @@ from ..errors import AttemptsExhausted, PermanentError
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import ends, letters, saga_steps, sagas, waiters
+from ..store import asleep, ends, letters, sagas, waiters
 from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed, error_text
@@ -51,7 +51,7 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
         bounds = _bounds(app, runtime, dead)
         exhausted = recovery.end_spent(connection, bounds, lambda names: _end_spent(app, runtime, bounds, names))
         total = recovery.release(connection, bounds, limit=limit)
-        saga_steps.signal(connection)
+        asleep.wake(connection)
     if exhausted:
         metrics.recovered.labels("attempts_exhausted").inc(exhausted)
         log.warning("attempts_exhausted", operations=exhausted)

@@ -172,6 +172,33 @@ def test_an_event_of_a_publisher_with_an_old_snapshot_wakes_the_saga_at_the_next
     assert handle.status() == "completed"
 
 
+def test_a_saga_that_cannot_be_woken_keeps_no_other_asleep_and_is_tried_again(stage: Stage) -> None:
+    waiting = waiting_saga(stage)
+    handles = {id: stage.enqueue(waiting, id) for id in ("bad", "good")}
+    stage.run()
+    with stage.engine.connect() as connection:
+        connection.execute(
+            text("""
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'not this one'; END $$;
+            CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.outbox FOR EACH ROW
+            WHEN (NEW.key = 'bad') EXECUTE FUNCTION refuse()""")
+        )
+    publisher = stage.engine.execution_options(isolation_level="REPEATABLE READ")
+    for id in handles:
+        with publisher.begin() as connection:
+            publish(connection, "picked", {"id": id}, app=stage.app)
+    maintenance.recover(stage.app)
+    stage.run()
+    assert [handles[id].status() for id in ("good", "bad")] == ["completed", "released"]
+    with stage.engine.connect() as connection:
+        assert connection.execute(text("SELECT sweep, key FROM idempotency.set_aside")).all() == [("signal", "bad")]
+        connection.execute(text("DROP TRIGGER refuse ON idempotency.outbox; DROP FUNCTION refuse()"))
+        connection.execute(text("UPDATE idempotency.set_aside SET until = now()"))
+    maintenance.recover(stage.app)
+    stage.run()
+    assert handles["bad"].status() == "completed"
+
+
 def test_an_undo_whose_own_argument_is_called_result_is_refused(stage: Stage) -> None:
     make = entering(stage, "make")
 

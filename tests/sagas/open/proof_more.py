@@ -8,45 +8,13 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, publish
 from idempotency.application import close_runtime, runtime_of
 from idempotency.sagas import observe, saga
-from idempotency.upkeep import maintenance
 from tests.sagas.application import enter
 from tests.sagas.conftest import Stage
-
-
-def test_one_saga_that_cannot_be_woken_does_not_keep_all_others_asleep(stage: Stage) -> None:
-    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
-    def waiting(saga: Any, id: str) -> Any:
-        return saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is not None
-
-    handles = {id: stage.enqueue(waiting, id) for id in ("bad", "good")}
-    stage.run()
-    with stage.engine.begin() as connection:
-        connection.execute(
-            text("""
-            CREATE FUNCTION no_bad() RETURNS trigger LANGUAGE plpgsql AS $$
-            BEGIN RAISE EXCEPTION 'not this one'; END $$""")
-        )
-        connection.execute(
-            text("""CREATE TRIGGER no_bad BEFORE UPDATE ON idempotency.outbox FOR EACH ROW
-            WHEN (NEW.key = 'bad') EXECUTE FUNCTION no_bad()""")
-        )
-    for id in handles:
-        with (
-            stage.engine.connect().execution_options(isolation_level="REPEATABLE READ") as publisher,
-            publisher.begin(),
-        ):
-            publish(publisher, "picked", {"id": id}, app=stage.app)
-    for _ in range(2):
-        with contextlib.suppress(Exception):
-            maintenance.recover(stage.app)
-    stage.run()
-    assert handles["good"].status() == "completed"
 
 
 def test_an_observer_in_a_process_without_the_saga_does_not_write_over_it(
