@@ -75,6 +75,11 @@ def _operation_to_discard(connection: Connection, letter: int) -> tuple[Operatio
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
     _check_not_stopped(connection, letter)
+    if id is not None and record is None and (saga := saga_changes.waiting_for(connection, id)) is not None:
+        raise DiscardRefused(
+            f"dead letter {letter}: the saga {called(saga)} waits for this operation; replay the letter, or cancel the "
+            "operation first"
+        )
     if id is None or record is None or not _is_same_request(row, record) or record.status in ("completed", "failed"):
         return id, record
     if record.status == "started":

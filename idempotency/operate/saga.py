@@ -80,6 +80,9 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         shown.read(connection, id, runtime.settings.service)  # what an observer notes is no operation
         is_cancelled = sagas.cancel(connection, id, error_text("cancelled", change.reason))
         row = operations.read_locked(connection, id)
+        sent = operations.accepted(connection, id, runtime.settings.service) if row is None else None
+        if sent is not None and sent.status == "failed":
+            raise ChangeRefused(f"{called(id)}: its message could not be published; replay or discard its dead letter")
         if row is not None and row.status in ("completed", "failed"):
             raise ChangeRefused(f"{called(id)}: has {row.status}; there is nothing left to cancel")
         was = saga_reading.saga(connection, id)

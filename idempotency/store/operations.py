@@ -32,10 +32,11 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
 """
 
 _ACCEPTED = """
-SELECT fingerprint, message, queue FROM idempotency.outbox
-WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
-  AND (service = %(service)s) IS NOT FALSE AND settled_at IS NULL AND status <> 'failed'
-ORDER BY id LIMIT 1
+SELECT o.fingerprint, o.message, o.queue, o.status FROM idempotency.outbox o
+WHERE o.tenant = %(tenant)s AND o.task = %(task)s AND o.key = %(key)s
+  AND (o.service = %(service)s) IS NOT FALSE AND (o.settled_at IS NULL OR o.status = 'failed' AND EXISTS (
+      SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id AND d.status = 'open'))
+ORDER BY o.status = 'failed', o.id LIMIT 1
 """
 
 _LOOKUP = f"""
@@ -77,7 +78,7 @@ def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None
 
 
 def accepted(connection: Connection, id: OperationId, service: str) -> Row[Any] | None:
-    """The oldest outbox row of `service` that is still to deliver the operation."""
+    """The oldest outbox row of `service` that is still to deliver the operation, or would be after a replay."""
     return connection.exec_driver_sql(_ACCEPTED, named(id) | {"service": service}).one_or_none()
 
 

@@ -44,6 +44,13 @@ JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (d.tenant, d.task, d.key
 WHERE d.id = %(letter)s AND d.status = 'open' AND g.status IN ('RUNNING', 'COMPENSATING')
 """
 
+# The saga that waits for an operation.
+_WAITING_FOR = """
+SELECT g.tenant, g.task, g.key FROM idempotency.saga_steps s
+JOIN idempotency.sagas g ON g.id = s.saga_id AND g.status IN ('RUNNING', 'COMPENSATING')
+WHERE (s.tenant, s.call_task, s.call_key) = (%(tenant)s, %(task)s, %(key)s) AND s.state = 'begun' LIMIT 1
+"""
+
 # The saga that has called the operation of a letter, and has gone on from its failure; or that a person has undone by hand.
 _USED_BY = """
 SELECT s.kind, g.task || ' ' || g.key AS saga
@@ -171,6 +178,12 @@ def go_on(connection: Connection, saga: Any) -> None:
 def stopped_by(connection: Connection, letter: int) -> OperationId | None:
     """The saga that this dead letter says has stopped, if it still has."""
     row = connection.exec_driver_sql(_STOPPED_BY, {"letter": letter}).one_or_none()
+    return None if row is None else OperationId(*row)
+
+
+def waiting_for(connection: Connection, id: OperationId) -> OperationId | None:
+    """The saga that waits for an operation to end."""
+    row = connection.exec_driver_sql(_WAITING_FOR, named(id)).one_or_none()
     return None if row is None else OperationId(*row)
 
 

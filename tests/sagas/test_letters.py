@@ -8,16 +8,38 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import EffectUnknown, IdempotentTask, PermanentError
-from idempotency.errors import CallFailed, ReplayRefused
+from idempotency import EffectUnknown, IdempotentTask, OperationId, PermanentError
+from idempotency.errors import CallFailed, ChangeRefused, DiscardRefused, ReplayRefused
+from idempotency.operate import discard
 from idempotency.operate import saga as operate
+from idempotency.operate.cancel import cancel
+from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.sagas import saga
+from idempotency.store import outbox
+from idempotency.store.answers import error_text
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-from tests.sagas.test_people import id_of, letter_of
-from tests.support.operators import ANN
+from tests.sagas.test_people import id_of, letter_of, shown
+from tests.support.operators import ANN, act
+
+
+def is_unpublishable(stage: Stage, task: Any) -> OperationId:
+    """The broker never takes the message of a task. Returns its operation."""
+    with stage.engine.connect() as connection:
+        of_task = {"task": task.name}
+        reserve = (
+            "UPDATE idempotency.outbox SET relayed_until = now() + interval '1 minute' WHERE task = :task RETURNING *"
+        )
+        row = connection.execute(text(reserve), of_task).one()
+        outbox.give_up(connection, row, error_text("unpublishable", "too large"), service="bank")
+    return OperationId(row.tenant, row.task, row.key)
+
+
+def discarded(stage: Stage, letter: int) -> None:
+    act(stage.app, discard.request, Person("ann", "operator"), letter, "no longer wanted")
+    act(stage.app, discard.approve, Person("ben", "admin"), letter)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +126,88 @@ def test_what_wakes_a_saga_does_so_after_its_message_has_died(stage: Stage, how:
     stage.run()
     ended = ("failed", ["one", "void:one"]) if how == "cancel" else ("completed", ["one"])
     assert (handle.status(), stage.accounts()) == ended
+
+
+def test_a_call_whose_message_cannot_be_published_is_cancelled_and_its_saga_undone(stage: Stage) -> None:
+    make, void, other = entering(stage, "make"), entering(stage, "void"), entering(stage, "other")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.call(make, thing="a", undo=void)
+        saga.call(other, thing="b", undo=void)
+
+    handle = stage.enqueue(parent, "r1")
+    for _ in range(3):  # as far as the second call
+        stage.deliver()
+    id = is_unpublishable(stage, other)
+    letter = letter_of(stage, other)
+    with pytest.raises(
+        DiscardRefused, match="the saga parent r1 waits for this operation; replay the letter, or cancel"
+    ):
+        discarded(stage, letter)
+    cancel(stage.app, shown(stage, id), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["make:a", "void:a"])
+    assert [letter for letter in stage.letters() if letter[2] == "open"] == [("parent", "cancelled", "open")]
+
+
+def test_an_undo_whose_message_cannot_be_published_is_made_by_hand(stage: Stage) -> None:
+    void = entering(stage, "void")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.step("one", enter, "one", undo=void)
+        raise PermanentError("no", "no")
+
+    handle = stage.enqueue(parent, "r1")
+    for _ in range(2):  # as far as the undo's message
+        stage.deliver()
+    id = is_unpublishable(stage, void)
+    with pytest.raises(DiscardRefused, match="the saga parent r1 waits"):
+        discarded(stage, letter_of(stage, void))
+    cancel(stage.app, shown(stage, id), ANN)
+    stage.run()
+    operate.mark_undone(stage.app, id_of(parent), "one", ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["one"])
+    assert [letter for letter in stage.letters() if letter[2] == "open"] == [("parent", "no", "open")]
+
+
+def test_a_saga_whose_message_cannot_be_published_is_not_cancelled_but_its_letter_discarded(stage: Stage) -> None:
+    @saga("alone", key="{id}", app=stage.app)
+    def alone(saga: Any, id: str) -> Any:
+        saga.sleep(60.0)
+
+    stage.enqueue(alone, "r1")
+    is_unpublishable(stage, alone)
+    with pytest.raises(ChangeRefused, match="could not be published; replay or discard its dead letter"):
+        operate.cancel_saga(stage.app, id_of(alone), ANN)
+    discarded(stage, letter_of(stage, alone))
+    assert stage.letters() == [("alone", "unpublishable", "discarded")]
+
+
+def test_the_dead_message_of_a_cancelled_saga_is_not_discarded_while_its_caller_waits(stage: Stage) -> None:
+    void = entering(stage, "void")
+
+    @saga("child", key=None, app=stage.app)
+    def child(saga: Any, id: str) -> Any:
+        saga.sleep(60.0)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.step("open", enter, "open", undo=void)
+        saga.call(child, id)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.deliver()
+    operate.cancel_saga(stage.app, id_of(parent), ANN)
+    with stage.engine.connect() as connection:  # the child's workers are slower
+        slower = "UPDATE idempotency.outbox SET available_at = now() + interval '5 seconds' WHERE task = 'child'"
+        connection.execute(text(slower))
+    stage.deliver()
+    stage.message_dies("child")
+    with pytest.raises(DiscardRefused, match="the saga parent r1 waits"):
+        discarded(stage, letter_of(stage, child))
+    replay(stage.app, letter_of(stage, child), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["open", "void:open"])

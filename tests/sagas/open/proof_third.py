@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from datetime import timedelta
 from typing import Any
 
@@ -12,18 +11,11 @@ from sqlalchemy import text
 
 from idempotency import IdempotentTask, PermanentError
 from idempotency.application import runtime_of
-from idempotency.errors import ChangeRefused, DiscardRefused, IdempotencyError, OperationNotFound, ReplayRefused
-from idempotency.operate import discard
-from idempotency.operate import saga as operate
-from idempotency.operate.people import Person
-from idempotency.operate.replay import replay
+from idempotency.errors import IdempotencyError
 from idempotency.sagas import observe, saga
-from idempotency.store import outbox
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-from tests.sagas.test_people import id_of, letter_of
-from tests.support.operators import ANN, act
 
 
 def noted(stage: Stage, type: str, key: str, status: str) -> None:
@@ -79,45 +71,6 @@ def test_a_process_that_is_noted_before_its_task_does_not_keep_it_from_ending(st
     handle = stage.enqueue(place, "o1")
     run(stage, 4)
     assert handle.status() == ("failed" if fails else "completed"), (stage.letters(), stage.accounts())
-
-
-def test_a_saga_whose_undo_was_given_up_can_be_brought_to_its_end(stage: Stage) -> None:
-    """The message of an undo could not be published, and two people discard its letter: some command has to go on."""
-    void = entering(stage, "void")
-
-    @saga("parent", key="{id}", app=stage.app)
-    def parent(saga: Any, id: str) -> Any:
-        saga.step("one", enter, "one", undo=void)
-        raise PermanentError("no", "no")
-
-    handle = stage.enqueue(parent, "r1")
-    for _ in range(2):  # as far as the undo's message
-        stage.deliver()
-    with stage.engine.begin() as connection:
-        query = "SELECT * FROM idempotency.outbox WHERE status = 'pending' AND task = 'void'"
-        row = connection.execute(text(query)).one()
-        connection.execute(
-            text("UPDATE idempotency.outbox SET relayed_until = now() + interval '1 minute' WHERE id = :id"),
-            {"id": row.id},
-        )
-        outbox.give_up(connection, row, json.dumps({"code": "unpublishable", "message": "too large"}), service="bank")
-    letter = letter_of(stage, void)
-    with contextlib.suppress(DiscardRefused):
-        act(stage.app, discard.request, Person("ann", "operator"), letter, "not needed")
-        act(stage.app, discard.approve, Person("bob", "admin"), letter)
-    refused = []
-    for command in (
-        lambda: operate.retry_saga(stage.app, id_of(parent), ANN),
-        lambda: operate.mark_undone(stage.app, id_of(parent), "one", ANN),
-        lambda: operate.cancel_saga(stage.app, id_of(parent), ANN),
-        lambda: replay(stage.app, letter, ANN),
-    ):
-        try:
-            command()
-        except (ChangeRefused, ReplayRefused, OperationNotFound) as error:
-            refused.append(str(error))
-        stage.run()
-    assert handle.status() == "failed", refused
 
 
 def test_one_saga_with_much_data_does_not_break_the_view_for_all(stage: Stage) -> None:
