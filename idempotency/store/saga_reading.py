@@ -73,17 +73,18 @@ LEFT JOIN idempotency.saga_events e ON e.id = s.event_id
 WHERE s.saga_id = %(saga)s ORDER BY s.generation, s.position
 """
 
-# What it has waited for, and what a person has signalled ahead of a wait; used or not.
+# What it has waited for, and what a person has signalled ahead of a wait; used or not, by this generation.
 _EVENTS = """
 SELECT e.event_type, e.match, e.event_id, e.event, e.repeats, e.received_at, used.name AS used_by,
        used.name IS NULL AND coalesce((
            SELECT bool_and(coalesce(s.ended_at, 'infinity') <= e.received_at) FROM idempotency.saga_steps s
-           WHERE s.saga_id = %(saga)s AND (s.event_type, s.match) = (e.event_type, e.match)
+           WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND (s.event_type, s.match) = (e.event_type, e.match)
        ), false) AS is_late,
        e.received_at < (SELECT g.accepted_at FROM idempotency.sagas g WHERE g.id = %(saga)s) AS is_early
 FROM idempotency.saga_events e
 LEFT JOIN LATERAL (
-    SELECT s.name FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.event_id = e.id LIMIT 1
+    SELECT s.name FROM idempotency.saga_steps s
+    WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.event_id = e.id LIMIT 1
 ) used ON true
 WHERE e.tenant = %(tenant)s AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND (e.event_type, e.match) IN (
     SELECT s.event_type, s.match FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.event_type IS NOT NULL
@@ -197,11 +198,10 @@ def show(connection: Connection, id: OperationId, *, with_payload: bool = False)
     row = saga(connection, id)
     if row is None:
         return shown | {"saga": None, "steps": [], "events": []}
-    of_saga = named(id) | {"saga": row.id}
+    of_saga = named(id) | {"saga": row.id, "generation": row.generation}
     letters = [_with_error(each) for each in connection.exec_driver_sql(_LETTERS, of_saga)]
     audit = [each._asdict() for each in connection.exec_driver_sql(_AUDIT, of_saga)]
-    at = {"saga": row.id, "generation": row.generation}
-    stopped = [each._asdict() for each in connection.exec_driver_sql(_STOPPED_BELOW, at)]
+    stopped = [each._asdict() for each in connection.exec_driver_sql(_STOPPED_BELOW, of_saga)]
     return shown | {
         "saga": _with_error(row),
         "steps": [_step(each, with_payload) for each in connection.exec_driver_sql(_STEPS, of_saga)],

@@ -104,7 +104,7 @@ SELECT 1 / count(*) FROM saga
 _NOTE_REACHED = "UPDATE idempotency.sagas SET reached = %(position)s WHERE id = %(saga)s AND reached < %(position)s"
 
 _OPEN_STATUS = f"""
-SELECT status, reached >= coalesce((SELECT max(s.position) FROM idempotency.saga_steps s
+SELECT status, stopped, reached >= coalesce((SELECT max(s.position) FROM idempotency.saga_steps s
                                     WHERE s.saga_id = g.id AND s.generation = g.generation), 0) AS has_reached
 FROM idempotency.sagas g WHERE {ROW} AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE
 """
@@ -116,7 +116,6 @@ WITH saga AS (
     SET status = CASE WHEN %(stopped)s::text IS NULL THEN 'COMPENSATING' ELSE status END,
         error = CASE WHEN %(stopped)s::text IS NULL THEN coalesce(error, %(error)s) ELSE error END,
         waits_for = CASE WHEN %(stopped)s::text IS NOT NULL THEN 1 END,
-        -- its next attempt closes the letter of what had stopped it before
         stopped = coalesce(%(stopped)s, stopped), reached = 0, updated_at = clock_timestamp()
     WHERE {ROW}
     RETURNING clock_timestamp() + coalesce(make_interval(secs => %(seconds)s), interval '{LONGEST_WAIT}') AS due
@@ -230,7 +229,7 @@ def note_reached(connection: Connection, saga: SagaRow, position: int) -> None:
 
 
 def locked(connection: Connection, id: OperationId) -> Row[Any] | None:
-    """The status of a saga that has not ended, and whether its last attempts had come to all that is recorded.
+    """The status of a saga that has not ended, why it is stopped, and whether its last attempts had come to all that is recorded.
 
     It is locked until the transaction ends. None: the operation is no saga, or it has ended.
     """

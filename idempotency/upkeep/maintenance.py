@@ -85,6 +85,9 @@ def _let_go(connection: Connection, settings: Settings, record: Row[Any], id: Op
     elif not saga.has_reached:
         reason, pause, error = sagas.MISMATCH, sagas.LONGEST_PAUSE, error_text(sagas.MISMATCH, sagas.NOT_REACHED)
     if reason is not None:
+        if saga.stopped not in (None, reason):
+            letters.close(connection, id, saga.stopped)  # a person has seen to what had stopped it before
+        letters.update_error(connection, id, reason, error)
         claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, {}, False)
         delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
         letters.store_failure(connection, delivery, claim, reason=reason, last_error=error, service=settings.service)

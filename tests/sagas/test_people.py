@@ -21,8 +21,10 @@ from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect, resolve_effect_of_saga
 from idempotency.sagas import observe, saga
 from idempotency.store import saga_steps
+from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
+from tests.support.operations import deaths
 from tests.support.operators import ANN, act
 
 
@@ -472,12 +474,19 @@ def test_an_effect_that_may_still_be_on_its_way_is_not_resolved(stage: Stage) ->
     assert (handle.status(), stage.accounts()) == ("failed", ["refund:r1"])
 
 
-def test_a_saga_that_stops_for_another_reason_leaves_no_letter_of_the_first(stage: Stage, charging: Any) -> None:
+@pytest.mark.parametrize("why", ["undo is gone", "undoing kills its processes"])
+def test_a_saga_that_stops_for_another_reason_leaves_no_letter_of_the_first(
+    stage: Stage, charging: Any, why: str
+) -> None:
     handle = stage.enqueue(charging, "r1")
     stage.run()
     refund = stage.app.tasks.pop("refund")
     resolve_effect_of_saga(stage.app, id_of(charging), "charge", Happened("ch_1"), ANN)
-    stage.run()
+    if why == "undo is gone":
+        stage.run()
+    else:
+        deaths(stage.engine, "r1", 100)
+        maintenance.recover(stage.app)
     assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "compensation_failed", "open")]
     stage.app.tasks["refund"] = refund
     operate.retry_saga(stage.app, id_of(charging), ANN)
