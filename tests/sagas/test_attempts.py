@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -245,3 +246,33 @@ def test_a_saga_that_was_cancelled_before_it_began_says_what_it_was_about(stage:
         sagas.cancel(connection, OperationId("default", "about", "r1"), error_text("cancelled", "by a person"))
     stage.run()
     assert (stage.saga("r1").entity_id, stage.saga("r1").status) == ("o1", "FAILED")
+
+
+def test_a_steps_function_does_not_commit_by_itself(stage: Stage) -> None:
+    def put(session: Any) -> None:
+        enter(session, "put")
+        session.commit()
+
+    @saga("storing", key="{id}", app=stage.app, max_attempts=1)
+    def storing(saga: Any, id: str) -> Any:
+        saga.step("put", put)
+
+    handle = stage.enqueue(storing, "r1")
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", [])
+
+
+def test_swallowing_the_wait_does_no_harm(stage: Stage) -> None:
+    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        try:
+            saga.wait_for("picked", match=id, timeout=timedelta(days=5))
+        finally:
+            return "done"  # noqa: B012
+
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    assert handle.status() == "released"
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert handle.result() == "done"

@@ -13,7 +13,7 @@ from idempotency import IdempotentTask, OperationFailed, PermanentError, publish
 from idempotency.application import runtime_of
 from idempotency.errors import CallFailed, InvalidArguments
 from idempotency.sagas import compensation, observe, saga, undo
-from idempotency.store import claims, sagas
+from idempotency.store import claims, saga_reading, sagas
 from idempotency.store.answers import error_text
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
@@ -268,6 +268,8 @@ def test_a_saga_that_is_undone_waits_for_no_event_any_more(stage: Stage) -> None
     assert ("wait", "picked", "not_happened") in stage.steps("r1")
     stage.publish("picked", {"id": "r1"})
     assert (stage.run(), stage.saga("r1").status) == ([], "COMPENSATING")
+    with stage.engine.connect() as connection:
+        assert saga_reading.list_sagas(connection, saga_reading.Filter("bank", waits_for="picked"), limit=1) == []
 
 
 def test_a_revoke_of_a_saga_that_waits_lets_it_go_on_now(stage: Stage) -> None:

@@ -115,6 +115,13 @@ def test_an_event_ends_no_wait_for_another_member_with_its_value(stage: Stage) -
     assert handles[1].result() == second
 
 
+def test_no_publisher_fails_by_a_value_that_matches_no_saga(stage: Stage) -> None:
+    picking(stage)
+    values: list[Any] = [None, True, 1.5, "", " ", [], {}, "Zo\u00eb", "a\x00b", "\ud800", "x" * 300, " r1", 10**400]
+    for value in values:
+        stage.publish("picked", {"id": value})
+
+
 def test_an_event_that_ended_a_wait_is_there_for_the_replay(stage: Stage) -> None:
     """A replay begins anew, and 'what has happened meanwhile is about it': the parcel was collected once."""
     is_open: list[bool] = []

@@ -110,3 +110,28 @@ def test_what_stops_a_called_saga_is_shown_of_its_caller(
     stage.run()
     assert (handle.status(), statuses(stage, "middle")) == ("failed", {"FAILED"})
     assert "has stopped" not in run("saga", "show", "r1").out
+
+
+def test_a_called_saga_is_undone_by_a_saga_once(stage: Stage) -> None:
+    """A gather of which one fails while another is undone at once by a cancel of its parent: everything is undone once."""
+    void, make = entering(stage, "void"), entering(stage, "make")
+
+    @saga("child", key=None, app=stage.app)
+    def child(saga: Any, id: str) -> Any:
+        saga.call(make, thing=id, undo=void)
+        if id == "b":
+            raise PermanentError("no", "no")
+        return id
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.gather(call(child, "a", undo=void_child), call(child, "b", undo=void_child))
+
+    @saga("void_child", key=None, app=stage.app)
+    def void_child(saga: Any, id: str, result: str) -> Any:
+        saga.step("void", enter, f"void child:{id}:{result}")
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert handle.status() == "failed"
+    assert sorted(stage.accounts()) == sorted(["make:a", "make:b", "void:b", "void child:a:a"])

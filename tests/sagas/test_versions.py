@@ -120,3 +120,27 @@ def test_versions_at_one_place_may_be_asked_for_in_another_order(stage: Stage) -
     stage.pass_time(HOUR + 1)
     stage.run()
     assert handle.result() == {"a": True, "b": True, "c": False}
+
+
+@pytest.mark.parametrize("how", ["enqueue", "apply"])
+def test_another_key_template_does_not_begin_a_waiting_saga_anew(stage: Stage, how: str) -> None:
+    def define(key: str) -> Any:
+        stage.app.tasks.pop("keyed", None)
+
+        @saga("keyed", key=key, app=stage.app)
+        def keyed(saga: Any, id: str) -> Any:
+            saga.step("one", enter, f"one:{id}")
+            saga.sleep(60.0)
+
+        return keyed
+
+    task = define("{id}")
+    if how == "enqueue":
+        stage.enqueue(task, "r1")
+        stage.run()
+    else:
+        stage._deliveries.deliver(task, "r1")
+    define("v2-{id}")
+    stage.pass_time(61.0)
+    stage.run()
+    assert stage.accounts() == ["one:r1"]

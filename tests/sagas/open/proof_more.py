@@ -6,7 +6,6 @@ import contextlib
 from datetime import timedelta
 from typing import Any
 
-import pytest
 from celery import Celery
 from sqlalchemy.orm import Session
 
@@ -84,59 +83,3 @@ def test_an_event_of_another_application_is_not_for_this_ones_sagas(stage: Stage
         close_runtime(other)
     stage.run()
     assert handle.status() == "released", "the parcel of the other shop's return r1 has ended this shop's wait"
-
-
-@pytest.mark.parametrize("how", ["enqueue", "apply"])
-def test_another_key_template_does_not_begin_a_waiting_saga_anew(stage: Stage, how: str) -> None:
-    def define(key: str) -> Any:
-        stage.app.tasks.pop("keyed", None)
-
-        @saga("keyed", key=key, app=stage.app)
-        def keyed(saga: Any, id: str) -> Any:
-            saga.step("one", enter, f"one:{id}")
-            saga.sleep(60.0)
-
-        return keyed
-
-    task = define("{id}")
-    if how == "enqueue":
-        stage.enqueue(task, "r1")
-        stage.run()
-    else:
-        stage._deliveries.deliver(task, "r1")
-    define("v2-{id}")
-    stage.pass_time(61.0)
-    stage.run()
-    assert stage.accounts() == ["one:r1"]
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, 1.5, "", " ", [], {}, "Zo\u00eb", "a\x00b", "\ud800", "x" * 300, " r1", 10**400], ids=repr
-)
-def test_no_publisher_fails_by_a_value_that_matches_no_saga(stage: Stage, value: Any) -> None:
-    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
-    def waiting(saga: Any, id: str) -> Any:
-        return saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is not None
-
-    stage.publish("picked", {"id": value})
-
-
-def test_a_steps_function_does_not_commit_by_itself(stage: Stage) -> None:
-    times = list[int]()
-
-    def put(session: Any) -> None:
-        enter(session, "put")
-        session.commit()
-        times.append(1)
-        if len(times) == 1:
-            raise ValueError("after its own commit")
-
-    @saga("storing", key="{id}", app=stage.app)
-    def storing(saga: Any, id: str) -> Any:
-        saga.step("put", put)
-
-    handle = stage.enqueue(storing, "r1")
-    for _ in range(6):
-        stage.run()
-        stage.pass_time(400.0)
-    assert len(stage.accounts()) <= 1, (handle.status(), stage.accounts())

@@ -96,22 +96,6 @@ def test_one_saga_with_much_data_does_not_break_the_view_for_all(stage: Stage) -
     assert [row.key for row in rows] == ["r1", "r2"]
 
 
-def test_swallowing_the_wait_does_no_harm(stage: Stage) -> None:
-    @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
-    def waiting(saga: Any, id: str) -> Any:
-        try:
-            saga.wait_for("picked", match=id, timeout=timedelta(days=5))
-        finally:
-            return "done"  # noqa: B012
-
-    handle = stage.enqueue(waiting, "r1")
-    stage.run()
-    assert handle.status() == "released"
-    stage.publish("picked", {"id": "r1"})
-    stage.run()
-    assert handle.result() == "done"
-
-
 def test_the_purge_does_not_read_all_ended_sagas_in_every_pass(stage: Stage) -> None:
     """`retention_completed` is longer than `retention_failed`: what has ended stays, and is looked at every minute."""
     with stage.engine.begin() as connection:
