@@ -14,7 +14,7 @@ from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
-from ..store import claims, ends, letters, operations
+from ..store import claims, ends, letters, operations, saga_changes
 from ..store.answers import Claimed
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
@@ -39,7 +39,10 @@ def cancel(
         with runtime.engine.begin() as connection:
             if (done := repeated(connection, change, "cancel", shown.id)) is not None:
                 return PermanentError(change.reason, done.details["ended_as"])
-            if is_saga(app, connection, shown.id):
+            sent = operations.accepted(connection, shown.id, runtime.settings.service)
+            if shown.status == "accepted" and sent is not None and sent.status == "failed":
+                saga_changes.end_unpublishable(connection, shown.id)
+            elif is_saga(app, connection, shown.id):
                 raise ChangeRefused(
                     f"{called(shown.id)}: is a saga, which has to be undone first: {framework().command} saga cancel"
                 )

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row
 from ..application import runtime_of
 from ..errors import ChangeRefused
 from ..events import as_data, matched_by, new_attributes
+from ..framework import framework
 from ..store import letters, operations, saga_changes, saga_reading, saga_steps, sagas
 from ..store.answers import error_text
 from ..store.saga_changes import Retried
@@ -82,7 +83,10 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         row = operations.read_locked(connection, id)
         sent = operations.accepted(connection, id, runtime.settings.service) if row is None else None
         if sent is not None and sent.status == "failed":
-            raise ChangeRefused(f"{called(id)}: its message could not be published; replay or discard its dead letter")
+            raise ChangeRefused(
+                f"{called(id)}: its message could not be published; replay its dead letter, or end it: "
+                f"{framework().command} cancel"
+            )
         if row is not None and row.status in ("completed", "failed"):
             raise ChangeRefused(f"{called(id)}: has {row.status}; there is nothing left to cancel")
         was = saga_reading.saga(connection, id)

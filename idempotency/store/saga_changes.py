@@ -114,6 +114,12 @@ RETURNING position
 
 _END_WITH = "UPDATE idempotency.sagas SET error = %(error)s WHERE id = %(saga)s AND status = 'COMPENSATING'"
 
+# Before it has begun there is nothing to undo.
+_END_UNPUBLISHABLE = f"""
+UPDATE idempotency.sagas g SET status = 'FAILED', updated_at = clock_timestamp()
+WHERE {ROW} AND NOT EXISTS (SELECT FROM idempotency.saga_steps s WHERE s.saga_id = g.id)
+"""
+
 _OPEN_EFFECTS = """
 SELECT s.name FROM idempotency.sagas g JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
 WHERE g.id = %(saga)s AND s.kind = 'effect' AND s.state = 'begun' ORDER BY s.position
@@ -210,6 +216,11 @@ def undone(connection: Connection, id: OperationId, step: Row[Any]) -> bool:
 def end_with(connection: Connection, saga: Any, error: str) -> None:
     """Change why a saga is undone, and so what it ends with."""
     connection.exec_driver_sql(_END_WITH, {"saga": saga, "error": error})
+
+
+def end_unpublishable(connection: Connection, id: OperationId) -> None:
+    """End a saga that was cancelled before it began, and whose message could not be published."""
+    connection.exec_driver_sql(_END_UNPUBLISHABLE, named(id))
 
 
 def open_effects(connection: Connection, saga: Any) -> list[str]:

@@ -173,17 +173,32 @@ def test_an_undo_whose_message_cannot_be_published_is_made_by_hand(stage: Stage)
     assert [letter for letter in stage.letters() if letter[2] == "open"] == [("parent", "no", "open")]
 
 
-def test_a_saga_whose_message_cannot_be_published_is_not_cancelled_but_its_letter_discarded(stage: Stage) -> None:
-    @saga("alone", key="{id}", app=stage.app)
-    def alone(saga: Any, id: str) -> Any:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_called_saga_whose_message_cannot_be_published_is_ended(stage: Stage, is_cancelled: bool) -> None:
+    void = entering(stage, "void")
+
+    @saga("child", key=None, app=stage.app)
+    def child(saga: Any) -> Any:
         saga.sleep(60.0)
 
-    stage.enqueue(alone, "r1")
-    is_unpublishable(stage, alone)
-    with pytest.raises(ChangeRefused, match="could not be published; replay or discard its dead letter"):
-        operate.cancel_saga(stage.app, id_of(alone), ANN)
-    discarded(stage, letter_of(stage, alone))
-    assert stage.letters() == [("alone", "unpublishable", "discarded")]
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.step("one", enter, "one", undo=void)
+        saga.call(child)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.deliver()
+    id = is_unpublishable(stage, child)
+    if is_cancelled:
+        operate.cancel_saga(stage.app, id_of(parent), ANN)
+        stage.run()
+    else:
+        with pytest.raises(ChangeRefused, match="could not be published; replay its dead letter, or end it"):
+            operate.cancel_saga(stage.app, id, ANN)
+    cancel(stage.app, shown(stage, id), ANN)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("failed", ["one", "void:one"])
+    assert stage.saga("r1").status == "FAILED"
 
 
 def test_the_dead_message_of_a_cancelled_saga_is_not_discarded_while_its_caller_waits(stage: Stage) -> None:
