@@ -42,8 +42,8 @@ _COPIES = (
        SELECT r.tenant, r.task, n::text, r.status, nextval('idempotency.fence'), r.available_at, r.fingerprint,
               replace(r.message, :first_key, n::text), r.queue, r.service
        FROM idempotency.records r, copies WHERE r.key = :first_key""",
-    """INSERT INTO idempotency.sagas (id, tenant, task, key, entity_id, waits_for)
-       SELECT copies.id, g.tenant, g.task, n::text, n::text, g.waits_for
+    """INSERT INTO idempotency.sagas (id, tenant, task, key, service, entity_id, waits_for)
+       SELECT copies.id, g.tenant, g.task, n::text, g.service, n::text, g.waits_for
        FROM idempotency.sagas g, copies WHERE g.key = :first_key""",
     """INSERT INTO idempotency.saga_steps
            (saga_id, generation, position, tenant, name, kind, state, args, event_type, match, due_at)

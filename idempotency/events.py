@@ -143,7 +143,9 @@ def publish(
     for match in _matches(application, event_type, data):
         with explained():
             event_text = json.dumps({**attributes, "data": data})
-            saga_steps.keep_event(connection, tenant or settings.tenant, event_type, match, event_id, event_text)
+            saga_steps.keep_event(
+                connection, tenant or settings.tenant, settings.service, event_type, match, event_id, event_text
+            )
     if exchange is not None:
         headers = {f"cloudEvents:{name}": value for name, value in attributes.items() if name != "datacontenttype"}
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}

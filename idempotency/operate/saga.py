@@ -35,6 +35,9 @@ class Signalled:
     is_awaited: bool
 
 
+OBSERVED = "is no saga that runs: an observer has noted it"
+
+
 # ---------------------------------------------------------------- which one
 
 
@@ -91,6 +94,8 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
             raise ChangeRefused(f"{called(id)}: has {row.status}; there is nothing left to cancel")
         was = saga_reading.saga(connection, id)
         assert was is not None
+        if was.observed:
+            raise ChangeRefused(f"{called(id)}: {OBSERVED}")
         if not is_cancelled and was.status == COMPENSATING:
             why = json.loads(was.error)["code"] if was.error else "cancelled"
             raise ChangeRefused(f"{called(id)}: is being undone already, because of {why}")
@@ -132,7 +137,9 @@ def signal_saga(
         assert match is not None
         attributes = new_attributes(event_type, f"/people/{quote(change.actor, safe='')}") | {"person": change.actor}
         text = json.dumps({**attributes, "data": data})
-        saga_steps.keep_event(connection, id.tenant, event_type, match, attributes["id"], text, saga=saga.id)
+        saga_steps.keep_event(
+            connection, id.tenant, saga.service, event_type, match, attributes["id"], text, saga=saga.id
+        )
         # read again: with the event's lock, the saga's attempts decide no wait for it until this is committed
         is_awaited = _awaited(connection, saga, event_type) == match
         if now == match and not is_awaited:
@@ -192,8 +199,8 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
 def _running(connection: Connection, id: OperationId, service: str) -> Row[Any]:
     shown.read(connection, id, service)
     saga = saga_reading.saga(connection, id)
-    if saga is None or saga.status != RUNNING:
-        what = "has not begun" if saga is None else f"is {saga.status}"
+    if saga is None or saga.observed or saga.status != RUNNING:
+        what = "has not begun" if saga is None else OBSERVED if saga.observed else f"is {saga.status}"
         raise ChangeRefused(f"{called(id)}: {what}; it waits for no event")
     return saga
 

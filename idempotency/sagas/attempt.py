@@ -73,7 +73,7 @@ class SagaAttempt(Attempt):
 
     def prepare(self) -> None:
         with self.runtime.autocommit(self.claim.id.tenant) as connection:
-            self.saga = sagas.open_saga(connection, self.claim, self._entity_id)
+            self.saga = sagas.open_saga(connection, self.claim, self._entity_id, service=self.runtime.settings.service)
             rows = [] if self.saga.is_new else saga_steps.steps_of(connection, self.saga, self.claim)
         self.journal = Journal(rows)
         self.claim.effects.update(self.journal.effects())
@@ -243,7 +243,7 @@ class SagaAttempt(Attempt):
             return
         self.has_reached = True
         with self.runtime.autocommit(self.claim.id.tenant) as connection:
-            sagas.note_reached(connection, self.saga, self.journal.last)
+            sagas.note_reached(connection, self.claim, self.saga, self.journal.last)
 
     def new_row(self, kind: str, name: str, state: str, args: str | None, undo: Undo | None = None) -> Recorded:
         """The next thing to record."""

@@ -19,7 +19,7 @@ class Journal:
     """The recorded steps of a saga, and how far its code has come in them."""
 
     def __init__(self, rows: Sequence[Recorded]) -> None:
-        self._rows = [row for row in rows if row.kind != "undo"]
+        self._rows = [row for row in rows if row.kind not in ("undo", "seen")]
         self._cursor = 0
         self._asked: Counter[str] = Counter()
         self._taken: set[str] = set()

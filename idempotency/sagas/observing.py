@@ -13,6 +13,7 @@ from ..store.callers import Caller, in_transaction_of
 from ..store.refused import explained
 from ..store.sagas import COMPENSATING, COMPLETED, FAILED, RUNNING
 from ..wire import keys, results
+from ..wire.keys import OperationId
 
 
 def observe(
@@ -40,12 +41,13 @@ def observe(
         keys.check_key(value, field=field)
     connection = in_transaction_of(session, runtime.home)
     with explained():
-        sagas.observe(
+        is_noted = sagas.observe(
             connection,
-            tenant or runtime.settings.tenant,
-            saga_type,
-            entity_id,
+            OperationId(tenant or runtime.settings.tenant, saga_type, entity_id),
+            service=runtime.settings.service,
             step=step,
             result=results.to_text(data, limit=runtime.settings.result_limit, what="data"),
             status=status,
         )
+    if not is_noted:
+        raise InvalidArguments(f"saga_type: {saga_type!r} is a saga, which keeps its own rows")

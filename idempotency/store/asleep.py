@@ -19,9 +19,10 @@ _ASLEEP = f"""
 SELECT g.id::text AS row_id, g.tenant, g.task, g.key, array_agg(e.id) AS events,
        {NOT_ASIDE.format(name=SWEEP, id="g.id::text")} AS is_due
 FROM (SELECT * FROM idempotency.saga_events WHERE NOT signalled ORDER BY id LIMIT {BATCH}) e
-LEFT JOIN idempotency.saga_steps s ON (s.tenant, s.event_type, s.match) = (e.tenant, e.event_type, e.match)
+LEFT JOIN (
+    idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
+) ON (s.tenant, g.service, s.event_type, s.match) = (e.tenant, e.service, e.event_type, e.match)
     AND s.kind = 'wait' AND s.state = 'begun' AND (e.saga_id IS NULL OR e.saga_id = s.saga_id)
-LEFT JOIN idempotency.sagas g ON g.id = s.saga_id
 GROUP BY g.id, g.tenant, g.task, g.key ORDER BY g.id
 """
 

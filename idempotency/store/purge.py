@@ -167,7 +167,7 @@ DELETE FROM idempotency.saga_events WHERE id IN (
 _FORGET_OBSERVED = """
 DELETE FROM idempotency.sagas WHERE id IN (
     SELECT g.id FROM idempotency.sagas g
-    WHERE g.status <> 'RUNNING' AND g.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+    WHERE (g.observed AND g.status <> 'RUNNING' OR g.status = 'COMPENSATING') AND g.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
       AND (SELECT true FROM idempotency.records r
            WHERE r.tenant = g.tenant AND r.task = g.task AND r.key = g.key LIMIT 1) IS NULL
       AND (SELECT true FROM idempotency.outbox o

@@ -16,17 +16,16 @@ from .sagas import COMPENSATING, RUNNING
 
 OPEN = (RUNNING, COMPENSATING)
 
-# A saga belongs to the application of its operation. What an observer has noted has no operation, and is shown to all.
+# A saga belongs to one application. What an observer has noted is shown to all.
 _FIND = """
-SELECT g.tenant, g.task, g.key, r.service
-FROM idempotency.sagas g LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key)
-WHERE g.key = %(key)s AND (r.service = %(service)s) IS NOT FALSE AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s)
+SELECT g.tenant, g.task, g.key FROM idempotency.sagas g
+WHERE g.key = %(key)s AND (g.service = %(service)s OR g.observed) AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s)
   AND (%(type)s::text IS NULL OR right('.' || g.task, length(%(type)s::text) + 1) = '.' || %(type)s::text)
 ORDER BY g.task <> coalesce(%(type)s::text, ''), g.tenant, g.task LIMIT 20
 """
 
 _SAGA = f"""
-SELECT id, tenant, task AS type, key, generation, entity_id, status, error, stopped, stops, waits_for, created_at, updated_at
+SELECT id, tenant, task AS type, key, service, observed, generation, entity_id, status, error, stopped, stops, waits_for, created_at, updated_at
 FROM idempotency.sagas WHERE {ROW}
 """
 
@@ -36,8 +35,7 @@ SELECT g.tenant, g.task AS type, g.key, g.entity_id, g.status, g.stopped, letter
        g.created_at, g.updated_at
 FROM (
     SELECT g.* FROM idempotency.sagas g
-    LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key)
-    WHERE (r.service = %(service)s) IS NOT FALSE
+    WHERE (g.service = %(service)s OR g.observed)
       AND (%(status)s::text IS NULL OR g.status = %(status)s) AND (%(type)s::text IS NULL OR g.task = %(type)s)
       AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s) {stopped}
       AND (%(older_than)s::float8 IS NULL OR g.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
@@ -86,7 +84,8 @@ LEFT JOIN LATERAL (
     SELECT s.name FROM idempotency.saga_steps s
     WHERE s.saga_id = %(saga)s AND s.generation = %(generation)s AND s.event_id = e.id LIMIT 1
 ) used ON true
-WHERE e.tenant = %(tenant)s AND (e.saga_id IS NULL OR e.saga_id = %(saga)s) AND (e.event_type, e.match) IN (
+WHERE e.tenant = %(tenant)s AND e.service = %(service)s AND (e.saga_id IS NULL OR e.saga_id = %(saga)s)
+  AND (e.event_type, e.match) IN (
     SELECT s.event_type, s.match FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.event_type IS NOT NULL
     UNION SELECT a.details ->> 'event_type', a.details ->> 'match' FROM idempotency.audit a
     WHERE a.tenant = %(tenant)s AND a.task = %(task)s AND a.key = %(key)s AND a.action = 'saga_signal')
@@ -135,9 +134,8 @@ FROM idempotency.saga_steps WHERE kind = 'wait' AND state = 'begun' ORDER BY 1, 
 _WAITING_FOR = """
 SELECT g.task FROM idempotency.saga_steps s
 JOIN idempotency.sagas g ON g.id = s.saga_id AND g.generation = s.generation AND g.status = 'RUNNING'
-JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key)
 WHERE s.kind = 'wait' AND s.state = 'begun' AND s.event_type = %(event_type)s AND starts_with(s.match, %(match)s)
-  AND (r.service = %(service)s) IS NOT FALSE
+  AND g.service = %(service)s
 LIMIT 1
 """
 
@@ -198,7 +196,7 @@ def show(connection: Connection, id: OperationId, *, with_payload: bool = False)
     row = saga(connection, id)
     if row is None:
         return shown | {"saga": None, "steps": [], "events": []}
-    of_saga = named(id) | {"saga": row.id, "generation": row.generation}
+    of_saga = named(id) | {"saga": row.id, "service": row.service, "generation": row.generation}
     letters = [_with_error(each) for each in connection.exec_driver_sql(_LETTERS, of_saga)]
     audit = [each._asdict() for each in connection.exec_driver_sql(_AUDIT, of_saga)]
     stopped = [each._asdict() for each in connection.exec_driver_sql(_STOPPED_BELOW, of_saga)]

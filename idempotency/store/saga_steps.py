@@ -111,13 +111,15 @@ SELECT 1 / count(*) FROM changed, settings
 
 # Publishers queue behind who waits for this lock, so that it gives up soon; the saga's attempt comes again.
 _PATIENCE = f"{GUARD.rstrip()}, set_config('lock_timeout', '500ms', true) AS patience"
-_LOCK_EVENTS = "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, %(event_type)s, %(match)s))"
+_LOCK_EVENTS = (
+    "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, %(service)s, %(event_type)s, %(match)s))"
+)
 
 # The earliest that this saga has not used yet. What came before it was accepted is of an earlier process. Those that it has
 # used are older than all others: an event gets its number under the lock that a saga looking for one takes alone.
 _FIND_EVENT = """
 SELECT e.id, e.event FROM idempotency.saga_events e
-WHERE e.tenant = %(tenant)s AND e.event_type = %(event_type)s AND e.match = %(match)s
+WHERE e.tenant = %(tenant)s AND e.service = %(service)s AND e.event_type = %(event_type)s AND e.match = %(match)s
   AND e.received_at >= (SELECT g.accepted_at FROM idempotency.sagas g WHERE g.id = %(saga)s)
   AND (e.saga_id IS NULL OR e.saga_id = %(saga)s)
   AND e.id > coalesce((SELECT max(s.event_id) FROM idempotency.saga_steps s
@@ -141,7 +143,7 @@ SELECT 1 / count(*) FROM decided
 _SIGNAL = "SELECT idempotency.signal_from(0) WHERE EXISTS (SELECT FROM idempotency.saga_events WHERE NOT signalled)"
 
 _KEEP_EVENT = """
-SELECT idempotency.keep_event(%(tenant)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s, %(saga)s::uuid)
+SELECT idempotency.keep_event(%(tenant)s, %(service)s, %(event_type)s, %(match)s, %(event_id)s, %(event)s, %(saga)s::uuid)
 """
 
 
@@ -187,6 +189,7 @@ def find_event(
     """The earliest event that the saga has not used. Publishers of such events wait until this transaction ends."""
     fields = {
         "tenant": claim.id.tenant,
+        "service": saga.service,
         "event_type": event_type,
         "match": match,
         "saga": saga.id,
@@ -221,14 +224,23 @@ def signal(connection: Connection) -> None:
 
 
 def keep_event(
-    connection: Executes, tenant: str, event_type: str, match: str, event_id: str, event: str, *, saga: Any = None
+    connection: Executes,
+    tenant: str,
+    service: str,
+    event_type: str,
+    match: str,
+    event_id: str,
+    event: str,
+    *,
+    saga: Any = None,
 ) -> None:
-    """Keep an event for the sagas that wait for it, now or later, and let those go on that wait. In the caller's commit.
+    """Keep an event for the sagas of an application that wait for it, now or later, and let those go on that wait.
 
+    In the caller's commit.
     `saga`: the id of the only one that gets it.
     """
-    fields = {"tenant": tenant, "event_type": event_type, "match": match, "event_id": event_id, "event": event}
-    connection.exec_driver_sql(_KEEP_EVENT, fields | {"saga": saga})
+    fields = {"tenant": tenant, "service": service, "event_type": event_type, "match": match}
+    connection.exec_driver_sql(_KEEP_EVENT, fields | {"event_id": event_id, "event": event, "saga": saga})
 
 
 def _at(claim: Claimed, saga: SagaRow, position: int) -> dict[str, Any]:

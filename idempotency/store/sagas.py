@@ -31,6 +31,7 @@ class SagaRow:
     """A saga as an attempt has found it."""
 
     id: Any
+    service: str
     status: str
     error: str | None
     stopped: str | None
@@ -41,20 +42,24 @@ class SagaRow:
 
 
 _OPEN = """
-INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id, accepted_at)
-VALUES (%(tenant)s, %(task)s, %(key)s, %(generation)s, %(entity)s,
+INSERT INTO idempotency.sagas AS g (tenant, task, key, service, generation, entity_id, accepted_at)
+VALUES (%(tenant)s, %(task)s, %(key)s, %(service)s, %(generation)s, %(entity)s,
         idempotency.accepted_at(%(tenant)s, %(task)s, %(key)s))
 -- Not fenced, so it changes nothing that the next attempt depends on: this one may have been overtaken since its claim.
 ON CONFLICT (tenant, task, key) DO UPDATE SET
     generation = greatest(g.generation, excluded.generation),
     -- one that was cancelled before it began has its key here
     entity_id = excluded.entity_id,
+    -- what an observer has noted is no saga yet
+    observed = false,
+    service = excluded.service,
+    accepted_at = CASE WHEN g.observed THEN excluded.accepted_at ELSE g.accepted_at END,
     -- a replay begins anew
-    status = CASE WHEN g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
+    status = CASE WHEN g.observed OR g.generation < excluded.generation THEN 'RUNNING' ELSE g.status END,
     error = CASE WHEN g.generation < excluded.generation THEN NULL ELSE g.error END,
     reached = CASE WHEN g.generation < excluded.generation THEN 0 ELSE g.reached END
 -- xmax is 0 for an inserted row, which does not wait for the disk, like a first claim: what is recorded of the saga does
-RETURNING id, status, error, stopped, stops, signals, reached, xmax = 0,
+RETURNING id, service, status, error, stopped, stops, signals, reached, xmax = 0,
     CASE WHEN xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
 """
 
@@ -101,12 +106,15 @@ SELECT 1 / count(*) FROM saga
 """
 
 # As deep in what is recorded as the code has come in these attempts.
-_NOTE_REACHED = "UPDATE idempotency.sagas SET reached = %(position)s WHERE id = %(saga)s AND reached < %(position)s"
+_NOTE_REACHED = """
+UPDATE idempotency.sagas SET reached = %(position)s
+WHERE id = %(saga)s AND generation = %(generation)s AND reached < %(position)s
+"""
 
 _OPEN_STATUS = f"""
 SELECT status, stopped, reached >= coalesce((SELECT max(s.position) FROM idempotency.saga_steps s
                                     WHERE s.saga_id = g.id AND s.generation = g.generation), 0) AS has_reached
-FROM idempotency.sagas g WHERE {ROW} AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE
+FROM idempotency.sagas g WHERE {ROW} AND NOT observed AND status IN ('RUNNING', 'COMPENSATING') FOR UPDATE
 """
 
 # Of a saga whose processes died in every attempt: its code has killed them, so it is undone; or it stops.
@@ -153,24 +161,26 @@ WHERE g.id = %(saga)s AND s.kind = 'call' AND s.state = 'failed' AND d.status = 
 
 _CANCEL = f"""
 WITH cancelled AS (
-    INSERT INTO idempotency.sagas AS g (tenant, task, key, generation, entity_id, status, error, accepted_at)
+    INSERT INTO idempotency.sagas AS g (tenant, task, key, service, generation, entity_id, status, error, accepted_at)
     VALUES (%(tenant)s, %(task)s, %(key)s,
+            coalesce((SELECT service FROM idempotency.records WHERE {ROW}),
+                     (SELECT max(service) FROM idempotency.outbox WHERE {ROW}), ''),
             coalesce((SELECT generation FROM idempotency.records WHERE {ROW}), 1), %(key)s, 'COMPENSATING', %(error)s,
             idempotency.accepted_at(%(tenant)s, %(task)s, %(key)s))
     -- one that has not begun, or not begun anew, finds this, and ends
     ON CONFLICT (tenant, task, key) DO UPDATE
     SET status = 'COMPENSATING', error = excluded.error, generation = excluded.generation, waits_for = NULL,
         updated_at = clock_timestamp()
-    WHERE g.status = 'RUNNING' OR g.generation < excluded.generation
+    WHERE NOT g.observed AND (g.status = 'RUNNING' OR g.generation < excluded.generation)
     RETURNING *
 )
 SELECT idempotency.resume_saga(cancelled) FROM cancelled
 """
 
 _OBSERVE = """
-INSERT INTO idempotency.sagas AS g (tenant, task, key, entity_id, status, accepted_at)
-VALUES (idempotency.about(%(tenant)s), %(task)s, %(key)s, %(key)s, %(status)s, 'infinity')
-ON CONFLICT (tenant, task, key) DO UPDATE SET status = excluded.status, updated_at = clock_timestamp()
+INSERT INTO idempotency.sagas AS g (tenant, task, key, service, observed, entity_id, status, accepted_at)
+VALUES (idempotency.about(%(tenant)s), %(task)s, %(key)s, %(service)s, true, %(key)s, %(status)s, 'infinity')
+ON CONFLICT (tenant, task, key) DO UPDATE SET status = excluded.status, updated_at = clock_timestamp() WHERE g.observed
 RETURNING id
 """
 _SEEN = """
@@ -181,9 +191,9 @@ HAVING NOT coalesce(bool_or(name = %(name)s), false)
 """
 
 
-def open_saga(connection: Connection, claim: Claimed, entity_id: str) -> SagaRow:
+def open_saga(connection: Connection, claim: Claimed, entity_id: str, *, service: str) -> SagaRow:
     """Find the saga of a claim, or make it. A replay begins it anew; its earlier rows stay, under their generation."""
-    fields = named(claim.id) | {"generation": claim.generation, "entity": entity_id}
+    fields = named(claim.id) | {"service": service, "generation": claim.generation, "entity": entity_id}
     return SagaRow(*execute(connection, _OPEN, fields).fetchone()[:-1])
 
 
@@ -223,9 +233,9 @@ def compensate(connection: Connection, saga: SagaRow, error: str, *, lease: floa
     execute(connection, _COMPENSATE, {"saga": saga.id, "error": error, "idle_ms": idle_ms(lease)})
 
 
-def note_reached(connection: Connection, saga: SagaRow, position: int) -> None:
+def note_reached(connection: Connection, claim: Claimed, saga: SagaRow, position: int) -> None:
     """Note that an attempt's code has come to all that is recorded, as far as `position`."""
-    execute(connection, _NOTE_REACHED, {"saga": saga.id, "position": position})
+    execute(connection, _NOTE_REACHED, {"saga": saga.id, "generation": claim.generation, "position": position})
 
 
 def locked(connection: Connection, id: OperationId) -> Row[Any] | None:
@@ -261,8 +271,13 @@ def cancel(connection: Connection, id: OperationId, error: str) -> bool:
     return execute(connection, _CANCEL, named(id) | {"error": error}).fetchone() is not None
 
 
-def observe(connection: Executes, tenant: str, task: str, key: str, *, step: str, result: str, status: str) -> None:
-    """Note what an observer has seen of a process that no saga conducts. A step that was seen before changes nothing."""
-    found = connection.exec_driver_sql(_OBSERVE, {"tenant": tenant, "task": task, "key": key, "status": status})
-    saga = found.scalar_one()
-    connection.exec_driver_sql(_SEEN, {"saga": saga, "tenant": tenant, "name": step, "result": result})
+def observe(connection: Executes, id: OperationId, *, service: str, step: str, result: str, status: str) -> bool:
+    """Note what an observer has seen of a process that no saga conducts. A step that was seen before changes nothing.
+
+    False: a saga has this name and key.
+    """
+    found = connection.exec_driver_sql(_OBSERVE, named(id) | {"service": service, "status": status})
+    if (saga := found.scalar_one_or_none()) is None:
+        return False
+    connection.exec_driver_sql(_SEEN, {"saga": saga, "tenant": id.tenant, "name": step, "result": result})
+    return True

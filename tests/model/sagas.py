@@ -112,7 +112,7 @@ class Sagas(RuleBasedStateMachine):
             saga = self.sagas[id] = Saga(generation=held.generation, since=len(self.events))
         if saga.generation < held.generation:  # replayed
             saga.generation, saga.status, saga.code = held.generation, RUNNING, None
-        row = sagas.open_saga(self.connection, held, id.key)
+        row = sagas.open_saga(self.connection, held, id.key, service=SERVICE)
         assert (row.status, row.signals, row.stopped, row.is_new) == (saga.status, saga.signals, saga.stopped, is_new)
         read = saga_steps.steps_of(self.connection, row, held)
         assert [(step.position, step.kind, step.state) for step in read] == [
@@ -424,7 +424,7 @@ class Sagas(RuleBasedStateMachine):
             saga_id = self.connection.execute(query, {"key": only.key}).scalar_one()
         event = json.dumps({"data": None})
         with self.runtime.engine.begin() as connection:
-            saga_steps.keep_event(connection, TENANT, EVENT, MATCH, f"e{self._number()}", event, saga=saga_id)
+            saga_steps.keep_event(connection, TENANT, SERVICE, EVENT, MATCH, f"e{self._number()}", event, saga=saga_id)
         query = text("SELECT max(id) FROM idempotency.saga_events")
         self.events[self.connection.execute(query).scalar_one()] = only
         for id, saga in self.sagas.items():

@@ -72,10 +72,10 @@ def test_another_member_of_the_same_event_is_not_what_it_waits_for(stage: Stage,
 def test_nothing_is_said_of_what_no_saga_of_this_application_waits_for_any_more(stage: Stage, waiting: Any) -> None:
     forget(stage)
     with stage.engine.begin() as connection:
-        connection.execute(text("UPDATE idempotency.records SET service = 'another'"))
+        connection.execute(text("UPDATE idempotency.sagas SET service = 'another'"))
     assert found(stage) == []
     with stage.engine.begin() as connection:
-        connection.execute(text("UPDATE idempotency.records SET service = NULL"))
+        connection.execute(text("UPDATE idempotency.sagas SET service = 'bank'"))
         assert len(found(stage)) == 1
         connection.execute(text("UPDATE idempotency.sagas SET status = 'COMPENSATING'"))
     assert found(stage) == []

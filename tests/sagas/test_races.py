@@ -431,7 +431,13 @@ RACES: tuple[tuple[Any, Sequence[tuple[Any, str, str]]], ...] = (
     (cancel_or_failure, [(sagas, " AND status = 'RUNNING' RETURNING id", " RETURNING id")]),
     (
         cancel_and_undo,
-        [(sagas, "WHERE g.status = 'RUNNING' OR g.generation < excluded.generation\n    RETURNING", "RETURNING")],
+        [
+            (
+                sagas,
+                " AND (g.status = 'RUNNING' OR g.generation < excluded.generation)\n    RETURNING",
+                "\n    RETURNING",
+            )
+        ],
     ),
     (late_call_and_undo, [(sagas, "CASE WHEN signals = %(signals)s THEN %(waits_for)s END", "%(waits_for)s")]),
     (two_calls, [("signal_saga", "FOR NO KEY UPDATE", "")]),

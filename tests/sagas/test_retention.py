@@ -16,8 +16,8 @@ DAY = 86400.0
 # As many waits of the only saga that have ended, each with its event; and as many events again.
 USED = text("""
 WITH events AS (
-    INSERT INTO idempotency.saga_events (tenant, event_type, match, event_id, event, signalled)
-    SELECT 'default', 'picked', 'id=r1', gen_random_uuid()::text, '{}', true
+    INSERT INTO idempotency.saga_events (tenant, service, event_type, match, event_id, event, signalled)
+    SELECT 'default', 'bank', 'picked', 'id=r1', gen_random_uuid()::text, '{}', true
     FROM generate_series(1, :used * 2) RETURNING id
 ), used AS (
     SELECT id, row_number() OVER (ORDER BY id) AS number FROM events
@@ -111,7 +111,10 @@ def test_the_thousandth_wait_for_one_kind_of_event_reads_as_little_as_the_tenth(
 
     stage.enqueue(many, "r1")
     stage.run()
-    read, fields = [], {"tenant": "default", "event_type": "picked", "match": "id=r1", "generation": 1}
+    read, fields = (
+        [],
+        {"tenant": "default", "service": "bank", "event_type": "picked", "match": "id=r1", "generation": 1},
+    )
     with stage.engine.connect() as connection:
         fields["saga"] = connection.execute(text("SELECT id FROM idempotency.sagas")).scalar_one()
         for used in (10, 1000):

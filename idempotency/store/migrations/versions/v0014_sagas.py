@@ -16,6 +16,9 @@ CREATE TABLE idempotency.sagas (
     tenant     text        NOT NULL,
     task       text        NOT NULL,
     key        text        NOT NULL,
+    service    text        NOT NULL,  -- whose events it waits for
+    -- noted by an observer, for people to read: an operation of its name and key goes its own way
+    observed   boolean     NOT NULL DEFAULT false,
     generation int         NOT NULL DEFAULT 1,
     entity_id  text        NOT NULL CHECK (char_length(entity_id) BETWEEN 1 AND 255),
     status     text        NOT NULL DEFAULT 'RUNNING'
@@ -40,8 +43,8 @@ CREATE TABLE idempotency.sagas (
 -- Lists for people begin with the newest. No column that a wait changes, so that it updates no index.
 CREATE INDEX sagas_newest ON idempotency.sagas (created_at);
 CREATE INDEX sagas_stopped ON idempotency.sagas (created_at) WHERE stopped IS NOT NULL;
--- for the purge, which must not read those that wait
-CREATE INDEX sagas_over ON idempotency.sagas (updated_at) WHERE status <> 'RUNNING';
+-- for the purge, which must read none that waits, nor what goes with its record
+CREATE INDEX sagas_over ON idempotency.sagas (updated_at) WHERE observed AND status <> 'RUNNING' OR status = 'COMPENSATING';
 CREATE INDEX sagas_running ON idempotency.sagas (accepted_at) WHERE status = 'RUNNING';
 
 CREATE TABLE idempotency.saga_steps (
@@ -84,6 +87,7 @@ CREATE INDEX saga_steps_events ON idempotency.saga_steps (saga_id, event_id) WHE
 CREATE TABLE idempotency.saga_events (
     id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     tenant      text        NOT NULL,
+    service     text        NOT NULL,  -- only its sagas wait for it
     event_type  text        NOT NULL,
     match       text        NOT NULL,
     event_id    text        NOT NULL,
@@ -94,9 +98,9 @@ CREATE TABLE idempotency.saga_events (
     signalled   boolean     NOT NULL DEFAULT false,
     repeats     int         NOT NULL DEFAULT 0,
     received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    UNIQUE (tenant, event_type, match, event_id)
+    UNIQUE (tenant, service, event_type, match, event_id)
 );
-CREATE INDEX saga_events_in_order ON idempotency.saga_events (tenant, event_type, match, id);
+CREATE INDEX saga_events_in_order ON idempotency.saga_events (tenant, service, event_type, match, id);
 CREATE INDEX saga_events_received ON idempotency.saga_events (received_at);
 -- The ended saga that has gone on from the failure of a letter's operation, so that nobody may replay it; also after it is purged.
 ALTER TABLE idempotency.dead_letters ADD COLUMN used_by text;
@@ -170,23 +174,25 @@ BEGIN
     END IF;
 END $$;
 
--- A 64-bit lock for the events that match alike.
-CREATE FUNCTION idempotency.event_lock(tenant text, event_type text, match text) RETURNS bigint
+-- One of 1,024 locks for the events that match alike. One each, and a transaction that publishes many would need more locks than
+-- Postgres has room for (`max_locks_per_transaction`). So one in 1,024 waits begins behind a publisher of something else.
+CREATE FUNCTION idempotency.event_lock(tenant text, service text, event_type text, match text) RETURNS bigint
 LANGUAGE sql IMMUTABLE AS $$
-    SELECT hashtextextended(concat_ws(E'\\n', 'idempotency.event', tenant, event_type, match), 0)
+    SELECT hashtextextended('idempotency.event', 0)
+        # (hashtextextended(concat_ws(E'\\n', tenant, service, event_type, match), 0) & 1023)
 $$;
 
 -- An event, in its publisher's transaction. Publishers share the lock; who begins to wait takes it alone, and so finds the
 -- event or is found by it. `of_saga`: only this one gets it.
 CREATE FUNCTION idempotency.keep_event(
-    of_tenant text, of_type text, of_match text, of_id text, event text, of_saga uuid DEFAULT NULL
+    of_tenant text, of_service text, of_type text, of_match text, of_id text, event text, of_saga uuid DEFAULT NULL
 )
 RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
-    PERFORM pg_advisory_xact_lock_shared(idempotency.event_lock(of_tenant, of_type, of_match));
-    INSERT INTO idempotency.saga_events AS e (tenant, event_type, match, event_id, event, saga_id)
-    VALUES (idempotency.about(of_tenant), of_type, of_match, of_id, event, of_saga)
-    ON CONFLICT (tenant, event_type, match, event_id) DO UPDATE SET repeats = e.repeats + 1;
+    PERFORM pg_advisory_xact_lock_shared(idempotency.event_lock(of_tenant, of_service, of_type, of_match));
+    INSERT INTO idempotency.saga_events AS e (tenant, service, event_type, match, event_id, event, saga_id)
+    VALUES (idempotency.about(of_tenant), of_service, of_type, of_match, of_id, event, of_saga)
+    ON CONFLICT (tenant, service, event_type, match, event_id) DO UPDATE SET repeats = e.repeats + 1;
 END $$;
 
 -- Sagas that wait for events which have not signalled yet. Two publishers of several events lock the sagas in one order,
@@ -201,6 +207,7 @@ BEGIN
     FOR waiting IN
         SELECT DISTINCT s.saga_id
         FROM idempotency.saga_events e JOIN idempotency.saga_steps s USING (tenant, event_type, match)
+        JOIN idempotency.sagas g ON g.id = s.saga_id AND g.service = e.service
         WHERE e.id = ANY(events) AND s.kind = 'wait' AND s.state = 'begun' AND (e.saga_id IS NULL OR s.saga_id = e.saga_id)
         ORDER BY s.saga_id
     LOOP
@@ -248,7 +255,7 @@ DECLARE
 BEGIN
     IF EXISTS (
         SELECT FROM idempotency.sagas g
-        WHERE g.tenant = NEW.tenant AND g.task = NEW.task AND g.key = NEW.key
+        WHERE g.tenant = NEW.tenant AND g.task = NEW.task AND g.key = NEW.key AND NOT g.observed
           AND g.status <> CASE NEW.status WHEN 'completed' THEN 'COMPLETED' ELSE 'FAILED' END
     ) THEN
         RAISE EXCEPTION 'a saga that has not ended' USING ERRCODE = 'check_violation', CONSTRAINT = 'saga_has_ended';
@@ -256,8 +263,7 @@ BEGIN
     FOR found IN
         SELECT s.saga_id, s.generation, s.position FROM idempotency.saga_steps s
         WHERE s.tenant = NEW.tenant AND s.call_task = NEW.task AND s.call_key = NEW.key
-          AND (s.state = 'begun'
-            OR s.kind = 'undo' AND s.state = 'failed' AND NEW.status = 'completed'
+          AND (s.state = 'begun' OR s.kind = 'undo' AND s.state = 'failed' AND NEW.status = 'completed'
             -- a person has said what became of it
             OR s.kind = 'call' AND s.state = 'failed' AND NEW.status = 'failed')
         ORDER BY s.saga_id, s.generation, s.position
@@ -277,9 +283,9 @@ CREATE TRIGGER end_of_operation AFTER INSERT OR UPDATE OF status ON idempotency.
 CREATE FUNCTION idempotency.forget_saga() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF EXISTS (
-        SELECT FROM idempotency.sagas g WHERE g.tenant = OLD.tenant AND g.task = OLD.task AND g.key = OLD.key
+        SELECT FROM idempotency.sagas g WHERE (g.tenant, g.task, g.key, g.observed) = (OLD.tenant, OLD.task, OLD.key, false)
     ) THEN  -- whoever deletes no saga needs no right to
-        DELETE FROM idempotency.sagas g WHERE g.tenant = OLD.tenant AND g.task = OLD.task AND g.key = OLD.key;
+        DELETE FROM idempotency.sagas g WHERE (g.tenant, g.task, g.key, g.observed) = (OLD.tenant, OLD.task, OLD.key, false);
     END IF;
     RETURN NULL;
 END $$;
@@ -296,7 +302,8 @@ END $$;
 """
 
 # Computed from the rows rather than stored, so that the thousandth step costs what the tenth does, and the two cannot
-# disagree. With the reader's own rights where Postgres can do that (15); before, only for roles that see all tenants.
+# disagree. `context` holds the first 16 MiB of a saga's results: Postgres makes no larger one, and refuses the whole list rather
+# than the one saga. With the reader's own rights where Postgres can do that (15); before, only for roles that see all tenants.
 VIEW = """
 CREATE VIEW idempotency.saga_instances {options} AS
 SELECT g.tenant, g.id AS saga_id, g.task AS saga_type, g.key, g.entity_id, last.name AS current_step, g.status,
@@ -308,9 +315,13 @@ LEFT JOIN LATERAL (
     WHERE s.saga_id = g.id AND s.generation = g.generation ORDER BY s.position DESC LIMIT 1
 ) last ON true
 LEFT JOIN LATERAL (
-    SELECT jsonb_object_agg(s.name, idempotency.as_jsonb(coalesce(s.result, s.entry ->> 'result'))) AS context
-    FROM idempotency.saga_steps s
-    WHERE s.saga_id = g.id AND s.generation = g.generation AND coalesce(s.result, s.entry ->> 'result') IS NOT NULL
+    SELECT jsonb_object_agg(r.name, idempotency.as_jsonb(r.result)) AS context
+    FROM (
+        SELECT s.name, results.result, sum(octet_length(results.result)) OVER (ORDER BY s.position) AS size
+        FROM idempotency.saga_steps s, coalesce(s.result, s.entry ->> 'result') AS results(result)
+        WHERE s.saga_id = g.id AND s.generation = g.generation AND results.result IS NOT NULL
+    ) r
+    WHERE r.size <= 16 * 1024 * 1024
 ) data ON true
 """
 
@@ -327,13 +338,13 @@ def downgrade() -> None:
     op.execute("DROP FUNCTION idempotency.accepted_at(text, text, text)")
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN used_by")
     op.execute("DROP VIEW idempotency.saga_instances")
-    op.execute("DROP TRIGGER forget_saga ON idempotency.records")
-    op.execute("DROP TRIGGER end_of_operation ON idempotency.records")
+    for trigger in ("forget_saga", "end_of_operation"):
+        op.execute(f"DROP TRIGGER {trigger} ON idempotency.records")
     op.execute("DROP FUNCTION idempotency.forget_saga(), idempotency.end_of_operation(), idempotency.as_jsonb(text)")
     op.execute("DROP TRIGGER signal_waiting ON idempotency.saga_events")
     op.execute("DROP FUNCTION idempotency.signal_waiting(), idempotency.signal_from(bigint)")
-    op.execute("DROP FUNCTION idempotency.keep_event(text, text, text, text, text, uuid)")
-    op.execute("DROP FUNCTION idempotency.event_lock(text, text, text), idempotency.signal_saga(uuid)")
+    op.execute("DROP FUNCTION idempotency.keep_event(text, text, text, text, text, text, uuid)")
+    op.execute("DROP FUNCTION idempotency.event_lock(text, text, text, text), idempotency.signal_saga(uuid)")
     op.execute("DROP FUNCTION idempotency.resume_saga(idempotency.sagas)")
     op.execute("DROP TABLE idempotency.saga_events, idempotency.saga_steps, idempotency.sagas")
     op.execute("DROP FUNCTION idempotency.close_waits()")
