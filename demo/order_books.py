@@ -20,6 +20,7 @@ from demo.input import Line
 from demo.order_rules import SCARCE, Rules, pieces, return_of
 from sandbox import ledger
 from tasks.branches import BRANCHES, Branch
+from tasks.tenants import DEFAULT, domain
 
 SAGA, LABEL = "returns.process_return", "shipping.create_label"
 PROCESSING, CANCELLED = "PROCESSING", "CANCELLED"
@@ -272,6 +273,9 @@ class _Check:
             name, due = "cancelled by a person", self._overruled(id, found, due)
         self.verdict.returns[COMPENSATED if due.undone else found.status] += 1
         wanted = (order_id, due.status, due.problem, "FAILED" if due.undone else "COMPLETED")
+        refund = self.books.refunds.get(found.refund_id or "")
+        if due.refunded and line.amount and (refund is None or refund.payment_id != order_id):
+            self.verdict.add("wrong", id, f"return: its refund is {found.refund_id}, {refund}: {name}")
         if (found.order_id, found.status, found.problem, found.saga) != wanted:
             has_ended = found.saga in ("FAILED", "COMPLETED")
             self.verdict.add("wrong" if has_ended else "lost", id, f"return: {found}, must be {name}: {wanted}")
@@ -296,8 +300,8 @@ class _Check:
             self.verdict.add("wrong", id, f"cases: {cases}, must be {sorted(due.cases)}: {name}")
         # of one that was cancelled, the label may not have been sent yet
         is_told = due.label is not None and (not is_overruled or f"return.labelled:{id}" in self.mails)
-        self._mail(f"return.labelled:{id}", wanted=is_told, status=name)
-        self._mail(f"return.{due.status.lower()}:{id}", wanted=True, status=name)
+        self._mail(line, f"return.labelled:{id}", wanted=is_told, status=name)
+        self._mail(line, f"return.{due.status.lower()}:{id}", wanted=True, status=name)
         return due
 
     def _overruled(self, id: str, found: Return, planned: Branch) -> Branch:
@@ -337,10 +341,9 @@ class _Check:
         is_charged = bool(charges) if was_on_its_way else paid > 0
         self.verdict.exactly_one(id, "charge", charges, wanted=is_charged, status=says)
         for charge in charges:
-            if (charge.amount, charge.currency.upper()) != (line.amount, line.currency):
-                self.verdict.add(
-                    "wrong", id, f"charge {charge.id}: {charge.amount} {charge.currency}, not {line.amount}"
-                )
+            found = (charge.amount, charge.currency.upper(), charge.metadata.get("customer_id"))
+            if found != (line.amount, line.currency, line.customer_id):
+                self.verdict.add("wrong", id, f"charge {charge.id}: {found}, not {line.amount} of {line.customer_id}")
         self.verdict.kept_cents += left
         self.verdict.refunds += len(returned)
         self.verdict.given_back_cents += charged - left
@@ -368,25 +371,27 @@ class _Check:
         if charges and payment.charge_id not in {charge.id for charge in charges}:
             self.verdict.add("wrong", id, f"payment: has charge {payment.charge_id}, which the provider does not have")
         self._posting("capture", id, line.amount, wanted=bool(charges), status=says)
-        self._mail(f"payment.captured:{id}", wanted=payment.status in ("captured", "free"), status=payment.status)
+        self._mail(line, f"payment.captured:{id}", wanted=payment.status in ("captured", "free"), status=payment.status)
         failed = payment.status == "failed"
         if self.books.cases.get(id) != (DECLINED if failed else None):
             self.verdict.add("wrong", id, f"support case: {self.books.cases.get(id)}, the payment is {payment.status}")
         if failed:
             self.known["failure"].add(id)
-        self._refunds(id, returned, wanted=bool(charges) and due == 0, status=says)
+            if self.books.unfinished.get((CAPTURE, id)) != "failed":
+                self.verdict.add("wrong", id, f"{CAPTURE}: has not failed, its payment has")
+        self._refunds(line, id, returned, wanted=bool(charges) and due == 0, status=says)
 
-    def _refunds(self, id: str, returned: Sequence[ledger.Refund], *, wanted: bool, status: str) -> None:
+    def _refunds(self, line: Line, id: str, returned: Sequence[ledger.Refund], *, wanted: bool, status: str) -> None:
         rows = self.refunds.get(id, [])
         self.verdict.exactly_one(id, "refund of the provider", returned, wanted=wanted, status=status)
         self.verdict.exactly_one(id, "refund", rows, wanted=wanted, status=status)
-        made = {refund.id: refund.amount for refund in returned}
+        made = {refund.id: (refund.metadata.get("refund_id"), refund.amount) for refund in returned}
         for refund_id, refund in rows:
             self.known["refund"].add(refund_id)
-            if refund.status != "refunded" or made.get(refund.provider_refund_id or "") != refund.amount:
+            if refund.status != "refunded" or made.get(refund.provider_refund_id or "") != (refund_id, refund.amount):
                 self.verdict.add("wrong", id, f"refund {refund_id}: {refund}, the provider has {made}")
             self._posting("refund", refund_id, refund.amount, wanted=True, status=status)
-            self._mail(f"payment.refunded:{refund_id}", wanted=True, status=status)
+            self._mail(line, f"payment.refunded:{refund_id}", wanted=True, status=status)
 
     def _pieces(self, id: str, order: Order, article: str | None, quantity: int, back: Branch | None) -> None:
         """Pieces belong to an order that is PROCESSING; of one that is cancelled they are back, or were never taken."""
@@ -416,7 +421,7 @@ class _Check:
         wanted = ("STOCK_RETURNED" if goods else "STOCK_RESERVED", held)
         if order.status == CANCELLED:
             wanted = ("STOCK_RELEASED", held if moved else 0)
-        if reservation is None or (reservation[2], reservation[1]) != wanted:
+        if reservation is None or reservation != (article, *reversed(wanted)):
             self.verdict.add("wrong", id, f"reservation: {reservation}, must be {wanted}: {says}")
 
     def _stock(self) -> None:
@@ -449,8 +454,11 @@ class _Check:
             self.verdict.add("wrong", reference, f"{kind} posting: {postings[0].amount}, not {amount}")
         self.known["posting"].add(f"{kind}:{reference}")
 
-    def _mail(self, about: str, *, wanted: bool, status: str) -> None:
-        messages = [mail.message_id for mail in self.mails.get(about, [])]
+    def _mail(self, line: Line, about: str, *, wanted: bool, status: str) -> None:
+        mails = self.mails.get(about, [])
+        messages = [mail.message_id for mail in mails]
+        if others := {mail.recipient for mail in mails} - {f"customer-{line.customer_id}@{domain(DEFAULT)}"}:
+            self.verdict.add("wrong", about, f"e-mail: to {', '.join(sorted(others))}, not to {line.customer_id}")
         self.verdict.exactly_one(about, "e-mail", sorted(set(messages)), wanted=wanted, status=status)
         self.verdict.repeated += len(messages) - len(set(messages))
         noted = self.books.notifications.get(about)

@@ -4,7 +4,8 @@
 any other 4xx                   PermanentError  nothing was done by this call
 unreachable, timed out,         Defer           later, under the same key, without using up an attempt
 502/503/504, 429, 409 for a
-key in progress
+key in progress, 401/403,
+404 but for a label that is not
 a 5xx replayed for this key     StoredFailure   calling again under this key is pointless
 any other 5xx, or nonsense      CarrierError    uses up an attempt; the outcome is unknown
 """
@@ -35,7 +36,6 @@ from .circuit import Circuit, Unavailable
 from .tenants import DEFAULT, named
 
 IN_PROGRESS_SECONDS = 2.0
-# A person has to renew what lets us in.
 REFUSED_KEY_SECONDS = 60.0
 TRY_LATER_SECONDS = 5.0
 MAX_RETRY_AFTER = 3600.0
@@ -119,14 +119,15 @@ def _meaning(status: int, headers: Mapping[str, str], data: bytes) -> dict[str, 
         return document
     if status in (408, 425, 502, 503, 504):
         raise Unavailable(_retry_after(headers), f"the carrier is unavailable: {status}")
-    if status in (401, 403):
-        raise Defer(REFUSED_KEY_SECONDS, "the carrier does not let us in")
     if status == 429:
         raise Defer(_retry_after(headers), "the carrier's rate limit was reached")
     if status == 409:
         raise Defer(IN_PROGRESS_SECONDS, "a call under this idempotency key is in progress")
     error = document.get("error") if isinstance(document, dict) else None
     kind, code = (error.get("type"), error.get("code")) if isinstance(error, dict) else (None, None)
+    if status in (401, 403) or (status == 404 and code != "not_found"):
+        # our key has expired, or its address has changed: a person has to see to it
+        raise Defer(REFUSED_KEY_SECONDS, f"the carrier does not let us in: {status}")
     if kind == "idempotency_error":
         # not permanent: the key's first request may have made a label
         raise CarrierError("the idempotency key was used for another label")

@@ -82,11 +82,20 @@ def of(order: str) -> str:
 
 def charged(line: Line, id: str = "", amount: int = AMOUNT) -> tuple[object, ...]:
     about = order_id(line)
-    return (id or f"pi-{about}", amount, "eur", "pm", f"key-{id}{about}", f'{{"purchase_id": "{about}"}}', 0.0)
+    return (
+        id or f"pi-{about}",
+        amount,
+        "eur",
+        "pm",
+        f"key-{id}{about}",
+        f'{{"purchase_id": "{about}", "customer_id": "c"}}',
+        0.0,
+    )
 
 
 def given_back(id: str = "re-1", order: str = "") -> tuple[object, ...]:
-    return (id, f"pi-{order or C}", AMOUNT, "eur", f"key-{id}", "{}", 0.0)
+    refund = id.replace("re-", "", 1) if order else "r-1"
+    return (id, f"pi-{order or C}", AMOUNT, "eur", f"key-{id}", f'{{"refund_id": "{refund}"}}', 0.0)
 
 
 def label(order: str, kind: str = "return", id: str = "") -> tuple[object, ...]:
@@ -111,7 +120,7 @@ TOLD = (
     f"return.escalated {of(N)}",
     f"return.escalated {of(X)}",
 )
-MAILS = tuple((f"<{about}>", "c@customers.example", about, 0.0) for about in TOLD)
+MAILS = tuple((f"<{about}>", "customer-c@customers.example", about, 0.0) for about in TOLD)
 
 
 def outside(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from demo.checking import Posting
+from demo.checking import CAPTURE, Posting
 from demo.order_books import LABEL, SAGA, Movement, OrderBooks, OrderVerdict, check_orders
 from demo.order_rules import SCARCE
 from tests.pipeline.agreeing_orders import (
@@ -79,7 +79,50 @@ def moved(books: OrderBooks, *, add: tuple[Movement, ...] = (), remove: str = ""
     return {"movements": [*left, *add]}
 
 
+def of_provider(books: OrderBooks, what: str, **metadata: str) -> dict[str, Any]:
+    """The first charge or refund of the provider with other metadata."""
+    first, *others = getattr(books.provider, what)
+    first = dataclasses.replace(first, metadata={**first.metadata, **metadata})
+    return {"provider": books.provider._replace(**{what: [first, *others]})}
+
+
 CORRUPTIONS: dict[str, tuple[Corrupt, str, str, str]] = {
+    "a return that names no refund": (
+        lambda b: changed(b, "returns", of(A), refund_id=None),
+        "wrong",
+        of(A),
+        "its refund is None",
+    ),
+    "two returns that name one refund": (
+        lambda b: changed(b, "returns", of(A), refund_id="r-q"),
+        "wrong",
+        of(A),
+        "its refund is r-q",
+    ),
+    "a reservation of another article": (
+        lambda b: {"reservations": {**b.reservations, K: ("x", PIECES, "STOCK_RESERVED")}},
+        "wrong",
+        K,
+        "reservation: ('x'",
+    ),
+    "a declined payment whose operation has not failed": (
+        lambda b: without(b, "unfinished", (CAPTURE, D)),
+        "wrong",
+        D,
+        "has not failed, its payment has",
+    ),
+    "a charge of another customer": (
+        lambda b: of_provider(b, "charges", customer_id="x"),
+        "wrong",
+        K,
+        "'EUR', 'x'), not 500 of c",
+    ),
+    "a refund of the provider under another's name": (
+        lambda b: of_provider(b, "refunds", refund_id="x"),
+        "wrong",
+        C,
+        "('x', 500)",
+    ),
     "an order that is gone": (lambda b: without(b, "orders", K), "lost", KEPT.id, "missing"),
     "an order that has not ended": (lambda b: changed(b, "orders", K, status="PAID"), "lost", K, "still PAID"),
     "an order of another amount": (lambda b: changed(b, "orders", K, amount=1), "wrong", K, "the file has"),
@@ -385,6 +428,12 @@ OUTSIDE: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "label of the carrier: nothing that was ordered",
     ),
     "a second parcel to the buyer": ({"labels": (*LABELS, label(A, "reship"))}, "doubled", of(A), "must have"),
+    "a mail to another buyer": (
+        {"mails": ((MAILS[0][0], "customer-x@customers.example", *MAILS[0][2:]), *MAILS[1:])},
+        "wrong",
+        f"payment.captured:{K}",
+        "to customer-x@customers.example, not to c",
+    ),
     "a mail that is missing": ({"mails": MAILS[1:]}, "lost", f"payment.captured:{K}", "e-mail: missing"),
     "a second mail": (
         {"mails": (*MAILS, ("<other>", *MAILS[0][1:]))},

@@ -224,22 +224,6 @@ def test_a_return_that_cannot_go_on_has_a_case(shop: Returns, monkeypatch: pytes
     assert shop.cases(return_id) != set(), (row.status, row.problem, shop.told_of(return_id))
 
 
-@pytest.mark.parametrize("status", [404])
-def test_a_carrier_that_refuses_us_aborts_no_return(shop: Returns, recording_server: Any, status: int) -> None:
-    """Our key has expired, or the address has changed: the payment provider's client defers."""
-    from tasks.carrier import Carrier
-
-    recording_server.answer = lambda call: (status, {"error": {"type": "auth", "code": "bad_key"}})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.shipping, "carrier", Carrier(recording_server.url, timeout=5))
-        return_id = shop.send_back(shop.bought())
-        for _ in range(8):
-            if waiting := shop.waiting():
-                shop.deliver(waiting[0])
-    row = shop.row(return_id)
-    assert row.status == "REQUESTED" or shop.cases(return_id), (row.status, row.problem, shop.told_of(return_id))
-
-
 # ---- orders from before there were reservations
 
 
