@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from uuid import uuid4
 
 from sqlalchemy.orm import Session
 
@@ -13,7 +12,7 @@ from . import app
 from .models import Checkout
 from .once import insert_once, wait_at_most
 from .tenants import DEFAULT
-from .validation import check_id, check_purchase, check_quantity
+from .validation import check_id, check_purchase, check_quantity, new_order_id
 
 # Seconds, for the commit of another caller: those who wait hold a thread and a connection of a server that all share.
 LONGEST_WAIT = 0.5
@@ -45,7 +44,7 @@ def submit_order(
     key = {"tenant": tenant, "checkout_session_id": check_id("checkout_session_id", checkout_session_id)}
     taken = "checkout_session_id: has an order already, for another customer, amount or article"
     wait_at_most(session, LONGEST_WAIT)
-    generated = {"order_id": f"order-{uuid4().hex}"}
+    generated = {"order_id": new_order_id()}
     is_new = insert_once(session, Checkout, key, wanted, generated=generated, taken=taken)
     checkout = session.get_one(Checkout, key)
     if is_new:

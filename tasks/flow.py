@@ -51,6 +51,7 @@ PLACEMENT: dict[str, Event] = {
     # payments in doubt
     "payment.unknown": Event(("payments",), ("support.open_case", WATCH)),
     "payment.recovered": Event(("payments",), ("support.open_case", WATCH)),
+    "payment.refund_failed": Event(("refunds",), ("support.open_case", WATCH)),
 }
 
 SAGA = "returns.process_return"

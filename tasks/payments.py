@@ -30,9 +30,9 @@ from .gateway import Result
 from .models import Payment
 from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
-from .refunds import submit_refund
+from .refunds import refund_payment, request_rest
 from .tenants import DEFAULT, named, owned
-from .validation import check_id, check_purchase
+from .validation import check_purchase, check_purchase_id
 
 INITIATED, CANCELLED = "PAYMENT_INITIATED", "cancelled"
 # What a statement returns replaces what the session has read before.
@@ -45,10 +45,10 @@ def submit_payment(
     """Accept a purchase: write its pending row and its message in the caller's transaction.
 
     `amount` is in the minor unit; 0 is a free purchase. The same purchase again changes nothing. Raises `ValueError`,
-    which names the field and the limit, and `Taken` if another purchase has the id.
+    which names the field and the limit, and `Taken` if another purchase or an order has the id.
     """
     purchase = check_purchase(customer_id, amount, currency)
-    id = {"tenant": tenant, "id": check_id("purchase_id", payment_id)}
+    id = {"tenant": tenant, "id": check_purchase_id(payment_id)}
     operation = OperationId(tenant, capture_payment.name, payment_id)
     if not insert_once(session, Payment, id, purchase, taken="purchase_id: was used before, for another purchase"):
         return Handle(app, operation)  # its message was part of the commit that accepted it
@@ -173,7 +173,10 @@ def _of_order(session: Session, data: dict[str, Any], *, tenant: str) -> Payment
     wanted = {name: data[name] for name in ("customer_id", "amount", "currency")}
     state = {"status": INITIATED, "refunded": 0, "order_id": data["order_id"], "order_status": "placed"}
     insert_unless_there(session, Payment, {**id, **wanted, **state})
-    return session.get_one(Payment, id, with_for_update=True)
+    payment = session.get_one(Payment, id, with_for_update=True)
+    if payment.order_status is None:
+        raise PermanentError(f"payment {payment.id}: is not the order's, which has the same id", "payment_taken")
+    return payment
 
 
 def _enqueue(session: Session, payment: Payment) -> None:
@@ -183,13 +186,7 @@ def _enqueue(session: Session, payment: Payment) -> None:
 
 def _refund_cancelled(session: Session, payment: Payment) -> None:
     """Give back what is left of a captured payment whose order is cancelled; once, in the commit that finds out."""
-    if (left := payment.amount - payment.refunded) > 0:
-        submit_refund(
-            session,
-            # one that nobody can have used before: this must not fail
-            refund_id=f"cancelled-{uuid4().hex}",
-            payment_id=payment.id,
-            amount=left,
-            reason="order cancelled",
-            tenant=payment.tenant,
-        )
+    # an id that nobody can have used before: this must not fail
+    refund_id, tenant = f"cancelled-{uuid4().hex}", payment.tenant
+    if request_rest(session, payment, refund_id=refund_id, reason="order cancelled") > 0:
+        refund_payment.enqueue(session, refund_id=refund_id, is_reserved=True, tenant=tenant, **owned(tenant))

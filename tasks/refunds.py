@@ -54,25 +54,63 @@ def submit_refund(
     return handle
 
 
-def request_rest(session: Session, *, refund_id: str, order_id: str, reason: str, tenant: str = DEFAULT) -> int | None:
-    """Write the row of a refund of all that is left of an order's payment; the caller calls `refund_payment`.
+def request_rest(session: Session, payment: Payment, *, refund_id: str, reason: str) -> int:
+    """Reserve all that is left of a locked payment for a refund, and write its row; the caller calls `refund_payment`.
 
-    None: nothing is left to give back.
+    Returns the amount. 0: nothing is left, and there is no such refund. Reserved at once, because another refund that was
+    requested before would otherwise take a part, and this one be refused.
     """
-    payment = session.scalars(select(Payment).filter_by(tenant=tenant, order_id=order_id).with_for_update()).one()
     left = payment.amount - payment.refunded if payment.status == "captured" else 0
-    if left == 0:
-        return None
-    session.add(Refund(tenant=tenant, id=refund_id, payment_id=payment.id, amount=left, reason=reason))
+    if left > 0:
+        about = {"tenant": payment.tenant, "id": refund_id, "payment_id": payment.id}
+        session.add(Refund(**about, amount=left, reason=reason, status="reserved"))
+        payment.refunded += left
     return left
 
 
+def withdraw(session: Session, refund_id: str, code: str, *, tenant: str = DEFAULT) -> None:
+    """Free what `request_rest` has reserved, if nobody has called `refund_payment` and nobody will."""
+    refund = session.get_one(Refund, (tenant, refund_id), with_for_update=True)
+    if refund.status == "reserved":
+        _refuse(session, refund, code)
+
+
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """Record the failure. If refused, nothing is reserved; if unknown, it stays reserved, since it may have been paid out."""
+    """Record the failure. If refused, nothing is reserved; if unknown, it stays reserved, since it may have been paid out.
+
+    If the order is cancelled, and money is left that nobody is giving back, support is told.
+    """
     refund = session.get(Refund, (operation.tenant, operation.arguments["refund_id"]), with_for_update=True)
-    if refund is not None and refund.status != "refunded":
-        refund.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "refused"
-        refund.failure = error.code
+    if refund is None or refund.status == "refunded":
+        return
+    if isinstance(error, EffectUnknown | Unfinished):
+        refund.status, refund.failure = "unknown", error.code
+    else:
+        _refuse(session, refund, error.code)
+    payment = session.get(Payment, (operation.tenant, refund.payment_id), with_for_update=True)
+    if payment is not None and payment.order_status == "cancelled" and is_owed(session, payment):
+        told = {"refund_id": refund.id, "payment_id": payment.id, "code": error.code, **payment.of_order}
+        publish(session, "payment.refund_failed", told, tenant=operation.tenant, app=app)
+
+
+def is_owed(session: Session, payment: Payment) -> bool:
+    """Whether there is money of a payment that was not given back, and for which no refund is under way."""
+    return payment.status == "captured" and (
+        payment.refunded < payment.amount or has_refund(session, payment, "unknown")
+    )
+
+
+def has_refund(session: Session, payment: Payment, status: str) -> bool:
+    """Whether the payment has a refund of this status."""
+    of_payment = select(Refund.id).filter_by(tenant=payment.tenant, payment_id=payment.id, status=status)
+    return session.scalars(of_payment.limit(1)).first() is not None
+
+
+def _refuse(session: Session, refund: Refund, code: str) -> None:
+    if refund.status == "reserved":  # by `request_rest`, and its task has not come to it
+        payment = session.get_one(Payment, (refund.tenant, refund.payment_id), with_for_update=True)
+        payment.refunded -= refund.amount
+    refund.status, refund.failure = "refused", code
 
 
 def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[str, Any]:
@@ -92,11 +130,12 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         check_minor_unit("amount", refund.amount, payment.currency)  # the request does not name it
     except ValueError as error:
         raise PermanentError(str(error), "minor_unit") from None
-    left = payment.amount - payment.refunded
-    if refund.amount > left:
-        raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
-    payment.refunded += refund.amount
-    refund.status = "reserved"
+    if refund.status != "reserved":  # by `request_rest`
+        left = payment.amount - payment.refunded
+        if refund.amount > left:
+            raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
+        payment.refunded += refund.amount
+        refund.status = "reserved"
     return {
         "refund_id": refund.id,
         "payment_id": payment.id,
@@ -122,8 +161,13 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
     provider=STRIPE,
     effect_types={"refund": Result},
 )
-def refund_payment(self: IdempotentTask, refund_id: str, owner: str = DEFAULT) -> dict[str, Any]:
-    """Refund the customer once. `owner`: see `owned`; the operation's own tenant decides."""
+def refund_payment(
+    self: IdempotentTask, refund_id: str, owner: str = DEFAULT, is_reserved: bool = False
+) -> dict[str, Any]:
+    """Refund the customer once. `owner`: see `owned`; the operation's own tenant decides.
+
+    `is_reserved`: by `request_rest`. Code to which that is unknown would refuse it, and leaves the message to this one.
+    """
     request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)

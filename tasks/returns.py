@@ -12,15 +12,15 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 import celeryconfig
-from idempotency import Handle, IdempotentTask, Operation, OperationId, PermanentError, publish, subscribe
+from idempotency import Defer, Handle, IdempotentTask, Operation, OperationId, PermanentError, publish, subscribe
 from idempotency.errors import CallFailed, EffectUnknown, Unfinished
 from idempotency.sagas import SagaTask, saga
 
 from . import app
-from .models import Order, Return
+from .models import Order, Payment, Return
 from .once import check_not_carried_out, insert_once, wait_at_most
-from .refunds import refund_payment, request_rest
-from .shipping import RESHIP, RETURN, create_label, void_label
+from .refunds import PENDING_PAUSE, has_refund, refund_payment, request_rest, withdraw
+from .shipping import RESHIP, RETURN, create_label, is_collected, void_label
 from .tenants import DEFAULT, named, owned
 from .validation import NotReturnable, check_flag, check_id, check_text, check_verdict
 from .warehouse import quarantine, restock
@@ -79,7 +79,11 @@ def return_failed(session: Session, operation: Operation, error: PermanentError)
     row = session.get(Return, (operation.tenant, operation.arguments["return_id"]), with_for_update=True)
     if row is None or row.status not in OPEN:
         return
-    if row.status in (REQUESTED, LABELLED) and not row.is_collected:
+    if row.refund_id is not None:  # no call is under way any more: if there was none, there will be none
+        withdraw(session, row.refund_id, error.code, tenant=row.tenant)
+    # by the label, because what `note` hears of a pick-up comes later
+    was_collected = row.is_collected or is_collected(session, row.id, tenant=row.tenant)
+    if row.status in (REQUESTED, LABELLED) and not was_collected:
         row.status, row.problem = CANCELLED, error.code
         publish(session, "return.cancelled", {**_told(row), "problem": error.code}, tenant=row.tenant, app=app)
         _tell_late(session, row, [LATE_INSPECTION] * row.is_inspected)
@@ -132,12 +136,13 @@ def process_return(saga: SagaTask, return_id: str) -> Any:
     book = restock if verdict == "APPROVED" else quarantine
     problems = _failing(GOODS_NOT_BOOKED, saga, book, return_id, wanted["order_id"])
     refund_id = f"return-{saga.uuid().hex}"
-    amount = saga.step("request refund", request_refund, return_id, refund_id, **mine)
-    if amount is not None:
-        problems += _failing(REFUND_FAILED, saga, refund_payment, refund_id, **owned(saga.tenant))
-    if problems:
+    rest = saga.step("request refund", request_refund, return_id, refund_id, **mine)
+    failing = []
+    if rest["amount"] > 0:
+        failing = _failing(REFUND_FAILED, saga, refund_payment, refund_id, is_reserved=True, **owned(saga.tenant))
+    if problems := [*problems, *(failing or [REFUND_FAILED] * rest["is_in_doubt"])]:
         return saga.step("escalate", escalate, return_id, problems, **mine)
-    return saga.step("refunded", refunded, return_id, amount or 0, **mine)
+    return saga.step("refunded", refunded, return_id, rest["amount"], **mine)
 
 
 def _failing(problem: str, saga: SagaTask, task: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -190,12 +195,19 @@ def inspected(session: Session, return_id: str, said: Any, *, tenant: str = DEFA
     return verdict
 
 
-def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> int | None:
-    """Request all that is left of the payment: what was refunded by hand is not refunded again."""
+def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> dict[str, Any]:
+    """Request all that is left of the payment: what was refunded by hand is not refunded again.
+
+    A refund that is under way may still come to nothing, so it is waited for. In doubt: nobody knows whether one was made.
+    """
     row = _locked(session, return_id, tenant)
-    amount = request_rest(session, refund_id=refund_id, order_id=row.order_id, reason="returned", tenant=tenant)
-    row.refund_id = None if amount is None else refund_id
-    return amount
+    of_order = select(Payment).filter_by(tenant=tenant, order_id=row.order_id)
+    payment = session.scalars(of_order.with_for_update()).one()
+    if has_refund(session, payment, "reserved"):
+        raise Defer(PENDING_PAUSE, f"payment {payment.id}: another refund is under way")
+    amount = request_rest(session, payment, refund_id=refund_id, reason="returned")
+    row.refund_id = refund_id if amount > 0 else None
+    return {"amount": amount, "is_in_doubt": has_refund(session, payment, "unknown")}
 
 
 def refunded(session: Session, return_id: str, amount: int, *, tenant: str = DEFAULT) -> dict[str, Any]:

@@ -35,6 +35,12 @@ def confirm_pickup(session: Session, *, return_id: str, tenant: str = DEFAULT) -
     return _collected(session, label)
 
 
+def is_collected(session: Session, return_id: str, *, tenant: str = DEFAULT) -> bool:
+    """Whether the carrier has the parcel of a return."""
+    query = select(Label.id).filter_by(tenant=tenant, return_id=return_id, kind=RETURN, status=COLLECTED)
+    return session.scalars(query.limit(1)).first() is not None
+
+
 @app.task(
     base=IdempotentTask, bind=True, name="shipping.create_label", provider=CARRIER, effect_types={"label": CarrierLabel}
 )

@@ -1,4 +1,5 @@
-"""Support: a case for every payment that failed or whose outcome is unknown, and for what people have to see to in a return."""
+"""Support: a case for every payment that failed or whose outcome is unknown, for what is not given back of a cancelled order,
+and for what people have to see to in a return."""
 
 from __future__ import annotations
 
@@ -9,14 +10,19 @@ from idempotency import IdempotentTask, subscribe
 from . import app
 from .models import Payment, ReturnCase, SupportCase
 from .once import insert_unless_there
+from .refunds import is_owed
 
 
-@subscribe("payment.failed", "payment.unknown", "payment.recovered", consumer="support", app=app)
+@subscribe(
+    "payment.failed", "payment.unknown", "payment.recovered", "payment.refund_failed", consumer="support", app=app
+)
 def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Open or update the support case of a payment."""
-    # from the payment's row, because events of one payment may be handled in either order
-    payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]))
-    self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=payment.failure or "recovered"))
+    # from the rows, because events of one payment may be handled in either order
+    payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]), with_for_update=True)
+    is_kept = payment.order_status == "cancelled" and is_owed(self.session, payment)
+    code = payment.failure or ("refund_failed" if is_kept else "recovered")
+    self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=code))
 
 
 @subscribe("return.escalated", "return.late", consumer="support", app=app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from uuid import uuid4
 
 from iso4217 import Currency
 
@@ -23,6 +24,7 @@ VERDICTS = ("APPROVED", "DAMAGED", "REJECTED")
 # RFC 5321 allows 64 characters before the @; "customer-" takes nine.
 MAX_LOCAL_PART = 55
 LOCAL_PART = re.compile(r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*")
+ORDER_ID = re.compile(r"order-[0-9a-f]{32}")
 
 
 class Taken(ValueError):
@@ -39,6 +41,19 @@ def check_id(field: str, value: object) -> str:
         return check_key(value, field=field)
     except CallRefused as error:
         raise ValueError(str(error)) from None
+
+
+def new_order_id() -> str:
+    """An id for an order, of a form that nothing else has."""
+    return f"order-{uuid4().hex}"
+
+
+def check_purchase_id(value: object) -> str:
+    """Check the id of a purchase. Raises `ValueError`, and `Taken` for an order's, whose payment has the same id."""
+    id = check_id("purchase_id", value)
+    if ORDER_ID.fullmatch(id):
+        raise Taken("purchase_id: is the id of an order, which is paid by itself")
+    return id
 
 
 def check_local_part(field: str, value: object) -> str:

@@ -203,9 +203,36 @@ def test_orders_from_before_they_were_placed_by_events_keep_their_checkouts_and_
         connection.exec_driver_sql(PAYMENT_OF_0002)
         payments = connection.exec_driver_sql("SELECT id, order_id, order_status FROM payments ORDER BY id").all()
         assert payments == [
-            *((order.id, order.id, "placed") for order in orders),
+            *((order.id, order.id, "cancelled" if order.status == "CANCELLED" else "placed") for order in orders),
             ("p-1", "p-1", None),
             ("p-2", "p-2", None),
+        ]
+
+
+def test_orders_from_before_there_were_events_are_as_if_events_had_placed_them(engine: Engine) -> None:
+    """A payment that has failed gives back what a replay captures; what it has captured since 0003 has a case."""
+    move(engine, command.upgrade, "0002")
+    with engine.begin() as connection:
+        for id, status in (("paid", "captured"), ("declined", "failed"), ("replayed", "failed")):
+            connection.execute(text("INSERT INTO orders VALUES ('default', :id, :id, 'c', 1000, 'EUR')"), {"id": id})
+            payment = "INSERT INTO payments (id, customer_id, amount, currency, status, refunded, charge_id) VALUES"
+            charge = {"id": id, "status": status, "charge": "ch_1" if status == "captured" else None}
+            connection.execute(text(f"{payment} (:id, 'c', 1000, 'EUR', :status, 0, :charge)"), charge)
+    move(engine, command.upgrade, "0003")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE payments SET status = 'captured', charge_id = 'ch_2' WHERE id = 'replayed'"))
+        connection.execute(text("INSERT INTO support_cases (payment_id, code) VALUES ('replayed', 'recovered')"))
+    move(engine, command.upgrade, "0004")
+    query = text("""
+        SELECT o.id, o.status, p.order_status, r.status, r.quantity, c.code FROM orders o
+        JOIN payments p ON p.order_id = o.id
+        LEFT JOIN reservations r ON r.order_id = o.id LEFT JOIN support_cases c ON c.payment_id = p.id ORDER BY 1
+    """)
+    with engine.connect() as connection:
+        assert connection.execute(query).all() == [
+            ("declined", "CANCELLED", "cancelled", None, None, None),
+            ("paid", "PROCESSING", "placed", "STOCK_RESERVED", 0, None),
+            ("replayed", "CANCELLED", "cancelled", None, None, "refund_failed"),
         ]
 
 

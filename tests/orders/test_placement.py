@@ -8,9 +8,10 @@ from uuid import uuid4
 
 import pytest
 
+from idempotency import Defer
 from tasks.validation import Taken
 from tests.orders.books import check_order, check_stock
-from tests.orders.shop import ORDER, Shop
+from tests.orders.shop import ORDER, Sent, Shop
 from tests.support.operations import at_once
 
 
@@ -326,3 +327,76 @@ def test_a_bad_order_is_refused_by_field_and_nothing_is_written(
     with shop.transaction() as session, pytest.raises(ValueError, match=says):
         shop.checkout.submit_order(session, **wanted)
     assert shop.waiting() == []
+
+
+def case_of(shop: Shop, order: str) -> str:
+    return str(shop.one("SELECT code FROM support_cases WHERE payment_id = :id", id=order)[0])
+
+
+def test_a_cancelled_order_whose_refund_fails_for_good_has_a_case(shop: Shop) -> None:
+    order = shop.order(None)
+    shop.run("order.paid > warehouse")
+    shop.provider.keeps.add(order)
+    shop.cancel(order)
+    shop.run()
+    assert (shop.status(order)[0], shop.provider.net(order), case_of(shop, order)) == (
+        "CANCELLED",
+        1000,
+        "refund_failed",
+    )
+
+
+def requested_by_hand(shop: Shop, order: str, amount: int) -> Sent:
+    refund = {"refund_id": f"h-{order}", "payment_id": order, "amount": amount, "reason": "by hand"}
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, **refund)
+    (message,) = [sent for sent in shop.waiting() if sent.row.key == refund["refund_id"]]
+    return message
+
+
+def test_a_cancelled_order_keeps_no_money_though_a_refund_by_hand_was_requested_before(shop: Shop) -> None:
+    order = shop.order(None)
+    shop.run("order.paid > warehouse")
+    by_hand = requested_by_hand(shop, order, 400)
+    shop.cancel(order)
+    shop.run("refunds.refund_payment")
+    shop.deliver(by_hand)
+    shop.run()
+    assert (shop.status(order)[0], shop.provider.net(order)) == ("CANCELLED", 0)
+    assert shop.one("SELECT count(*) FROM support_cases WHERE payment_id = :id", id=order)[0] == 0
+
+
+def test_a_cancelled_order_of_which_a_refund_by_hand_comes_to_nothing_has_a_case(shop: Shop) -> None:
+    order = shop.order(None)
+    shop.run("order.paid > warehouse")
+    by_hand = requested_by_hand(shop, order, 400)
+
+    def unreachable(**_: Any) -> None:
+        raise Defer(1, "unreachable")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", unreachable, raising=False)
+        shop.deliver(by_hand)  # reserved
+    shop.cancel(order)
+    shop.run("refunds.refund_payment")
+    shop.deliver(next(sent for sent in shop.waiting() if sent.row.key.startswith("cancelled-")))
+    assert shop.provider.net(order) == 400
+    shop.provider.keeps.add(order)
+    shop.run()
+    assert (shop.status(order)[0], shop.provider.net(order), case_of(shop, order)) == (
+        "CANCELLED",
+        400,
+        "refund_failed",
+    )
+
+
+def test_a_payment_under_the_id_of_an_order_is_refused(shop: Shop) -> None:
+    """Before payments has heard of the order, and after."""
+    from tasks.payments import submit_payment
+
+    order = shop.order(None)
+    for _ in range(2):
+        with pytest.raises(Taken), shop.transaction() as session:
+            submit_payment(session, payment_id=order, **ORDER)
+        shop.run()
+    check_order(shop, order, "PROCESSING")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
+from idempotency import Defer, EffectUnknown, OperationId
 from idempotency.errors import ReplayRefused
+from idempotency.store import sagas
+from idempotency.store.answers import error_text
 from tests.orders.books import check_stock
+from tests.orders.shop import Sent
 from tests.returns.books import check_money, check_return
 from tests.returns.shop import Returns
 from tests.support.sandbox import faults
@@ -48,6 +53,96 @@ def test_an_order_that_is_refunded_already_is_only_taken_back(shop: Returns) -> 
     return_id = given_back(shop, order, "DAMAGED")
     assert shop.row(return_id).refund_id is None
     check_return(shop, return_id, "damaged")
+
+
+def in_transit(shop: Returns, order: str) -> str:
+    return_id = shop.send_back(order)
+    shop.run()
+    shop.collect(return_id)
+    shop.run()
+    return return_id
+
+
+def requested_by_hand(shop: Returns, order: str, amount: int) -> Sent:
+    refund = {"refund_id": f"r-{order}", "payment_id": order, "amount": amount, "reason": "by hand"}
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, **refund)
+    (message,) = [sent for sent in shop.waiting() if sent.row.key == refund["refund_id"]]
+    return message
+
+
+def unreachable(**_: Any) -> None:
+    raise Defer(1, "unreachable")
+
+
+def silent(**_: Any) -> None:
+    raise EffectUnknown("the provider cannot say")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_refund_by_hand_that_is_under_way_is_waited_for(shop: Returns, keeps: bool) -> None:
+    """It may come to nothing, and then the return gives all of it back; or tries to."""
+    order = shop.bought()
+    return_id = in_transit(shop, order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", unreachable, raising=False)
+        shop.deliver(requested_by_hand(shop, order, 1000))
+        shop.inspect(return_id, "APPROVED")
+        for _ in range(8):
+            shop.deliver(next(sent for sent in shop.waiting() if sent.row.task != "refunds.refund_payment"))
+        assert shop.row(return_id).status == "INSPECTED"
+    if keeps:
+        shop.provider.keeps.add(order)
+    shop.run()
+    if keeps:
+        check_return(shop, return_id, "refund fails")
+    else:
+        assert shop.row(return_id).refund_id is None
+        check_return(shop, return_id, "approved")
+
+
+def test_a_refund_by_hand_in_doubt_leaves_the_return_to_a_person(shop: Returns) -> None:
+    order = shop.bought()
+    return_id = in_transit(shop, order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", silent, raising=False)
+        shop.deliver(requested_by_hand(shop, order, 400))
+    shop.inspect(return_id, "APPROVED")
+    shop.run()
+    assert (shop.row(return_id).problem, shop.provider.net(order)) == ("refund_failed", 400)
+
+
+def test_a_return_gives_all_of_it_back_though_a_refund_by_hand_was_requested_before(shop: Returns) -> None:
+    order = shop.bought()
+    return_id = in_transit(shop, order)
+    by_hand = requested_by_hand(shop, order, 400)
+    shop.inspect(return_id, "APPROVED")
+    shop.run("refunds.refund_payment")
+    shop.deliver(by_hand)
+    shop.run()
+    check_return(shop, return_id, "approved")
+    assert shop.one("SELECT failure FROM refunds WHERE id = :id", id=f"r-{order}")[0] == "exceeds_captured"
+
+
+def test_a_cancel_between_the_row_of_a_refund_and_its_call_frees_the_amount(shop: Returns) -> None:
+    return_id = in_transit(shop, shop.bought())
+    failing = shop.returns._failing
+
+    def cancelled_first(problem: str, *args: Any, **kwargs: Any) -> Any:
+        if problem == "refund_failed":
+            id = OperationId("default", shop.returns.process_return.name, return_id)
+            with shop.books.connect() as connection, connection.begin():
+                sagas.cancel(connection, id, error_text("cancelled", "by a person"))
+        return failing(problem, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.returns, "_failing", cancelled_first)
+        shop.inspect(return_id, "APPROVED")
+        shop.run()
+    row = shop.row(return_id)
+    refund = shop.one("SELECT status, failure FROM refunds WHERE id = :id", id=row.refund_id)
+    assert (row.status, *refund) == ("ESCALATED", "refused", "cancelled")
+    check_money(shop, row.order_id, refunded=False)
 
 
 def test_an_order_that_cost_nothing_is_taken_back_without_a_refund(shop: Returns) -> None:

@@ -1,5 +1,7 @@
 """Returns: what is sent back, its labels and inspections, its support cases, and stock that was returned.
 
+Orders from before there was a warehouse can be returned, too. Payments of those that 0003 has cancelled are told so.
+
 Code of 0003 works on it: it neither returns nor quarantines anything.
 """
 
@@ -78,6 +80,22 @@ ALTER TABLE stock_movements DROP CONSTRAINT kind_known, ADD CONSTRAINT kind_know
 );
 """
 
+# 0003 has given the orders from before it no reservation, and their payments the mark `placed`, also those of cancelled ones.
+# What was captured since, when a person replayed it, was not given back.
+OF_BEFORE = """
+INSERT INTO support_cases (tenant, payment_id, code)
+SELECT p.tenant, p.id, 'refund_failed' FROM payments p JOIN orders o ON (o.tenant, o.id) = (p.tenant, p.order_id)
+WHERE o.status = 'CANCELLED' AND p.order_status = 'placed' AND p.status = 'captured' AND p.refunded < p.amount
+  AND NOT EXISTS (SELECT FROM reservations r WHERE (r.tenant, r.order_id) = (o.tenant, o.id))
+ON CONFLICT (tenant, payment_id) DO UPDATE SET code = excluded.code;
+UPDATE payments p SET order_status = 'cancelled' FROM orders o
+WHERE (o.tenant, o.id) = (p.tenant, p.order_id) AND o.status = 'CANCELLED' AND p.order_status = 'placed'
+  AND p.status IN ('failed', 'unknown', 'captured')
+  AND NOT EXISTS (SELECT FROM reservations r WHERE (r.tenant, r.order_id) = (o.tenant, o.id));
+INSERT INTO reservations (tenant, order_id, sku, quantity, status)
+SELECT tenant, id, sku, 0, 'STOCK_RESERVED' FROM orders WHERE status = 'PROCESSING' ON CONFLICT DO NOTHING;
+"""
+
 # Code of 0003 would leave a return where it is, and not count what came back: its tables must be empty.
 WITHOUT_RETURNS = """
 DO $$ BEGIN
@@ -100,6 +118,7 @@ def upgrade() -> None:
     op.execute(RETURNS)
     op.execute(SHIPPING)
     op.execute(WAREHOUSE)
+    op.execute(OF_BEFORE)
 
 
 def downgrade() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import text
 
 from idempotency import Defer, Happened, OperationId
 from idempotency.application import runtime_of
@@ -67,76 +66,6 @@ def unavailable(shop: Returns, patch: pytest.MonkeyPatch, *refunds: str) -> None
     patch.setattr(shop.provider, "refund", refund, raising=False)
 
 
-# ---- 1 money: a refund by hand that is under way counts as given back
-
-
-def test_a_refund_by_hand_that_comes_to_nothing_is_not_the_returns_refund(
-    shop: Returns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order = shop.bought()
-    return_id = in_transit(shop, order)
-    hand = by_hand(shop, order, 1000)
-    with pytest.MonkeyPatch.context() as patch:
-        unavailable(shop, patch, hand)
-        shop.deliver(shop.waiting()[0])  # reserved; the provider does not answer
-        shop.inspect(return_id, "APPROVED")
-        shop.run("refunds.refund_payment")
-    shop.provider.keeps.add(order)  # and then it refuses
-    shop.run()
-    row = shop.row(return_id)
-    told = shop.told_of(return_id)
-    assert shop.provider.net(order) == 0 or shop.cases(return_id), (
-        row.status,
-        row.refund_id,
-        told,
-        shop.all("SELECT id,status,failure FROM refunds WHERE payment_id=:id", id=order),
-    )
-
-
-# ---- cancelled after it was collected, and `note` is late
-
-
-def test_a_return_that_is_cancelled_after_it_was_collected_is_left_to_a_person(shop: Returns) -> None:
-    return_id = shop.send_back(shop.bought())
-    shop.run()
-    shop.collect(return_id)  # labels: COLLECTED, committed
-    shop.cancel_return(return_id)
-    shop.run("returns.note")
-    shop.run()
-    assert [label.status for label in shop.labels(return_id)] == ["collected"]
-    row = shop.row(return_id)
-    assert (row.status, "return.cancelled" in shop.told_of(return_id)) == ("ESCALATED", False)
-
-
-# ---- a refund row that nobody carries out
-
-
-def test_a_cancel_between_the_refunds_row_and_its_message_leaves_no_refund_pending(
-    shop: Returns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    return_id = in_transit(shop)
-    failing = shop.returns._failing
-
-    def cancelled_first(problem: str, saga: Any, task: Any, *args: Any, **kwargs: Any) -> Any:
-        if problem == "refund_failed":
-            with shop.books.connect() as connection, connection.begin():
-                from idempotency.store import sagas
-
-                id = OperationId("default", shop.returns.process_return.name, return_id)
-                sagas.cancel(connection, id, '{"code": "cancelled", "message": "by a person"}')
-        return failing(problem, saga, task, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shop.returns, "_failing", cancelled_first)
-        shop.inspect(return_id, "APPROVED")
-        shop.run()
-    shop.run()
-    row = shop.row(return_id)
-    refunds = shop.all("SELECT id, status FROM refunds WHERE payment_id = :id", id=row.order_id)
-    assert row.status == "ESCALATED"
-    assert [r for r in refunds if r.status == "pending"] == [], refunds
-
-
 # ---- a refund in doubt of a return, that a person resolves
 
 
@@ -193,21 +122,6 @@ def test_a_verdict_other_than_what_a_person_said_is_seen_to(shop: Returns) -> No
     assert shop.cases(return_id) != set()
 
 
-# ---- by hand, requested before and carried out after the return's
-
-
-def test_a_return_gives_back_what_a_refund_by_hand_leaves_though_they_meet(shop: Returns) -> None:
-    return_id = in_transit(shop)
-    order = shop.row(return_id).order_id
-    hand = by_hand(shop, order, 400)
-    (waits,) = [sent for sent in shop.waiting() if sent.row.key == hand]
-    shop.inspect(return_id, "APPROVED")
-    shop.run("refunds.refund_payment")
-    shop.deliver(waits)
-    shop.run()
-    assert (shop.provider.net(order), shop.row(return_id).status) == (0, "REFUNDED")
-
-
 # ---- what fails for good here is not the buyer's cancellation
 
 
@@ -222,21 +136,6 @@ def test_a_return_that_cannot_go_on_has_a_case(shop: Returns, monkeypatch: pytes
         shop.run()
     row = shop.row(return_id)
     assert shop.cases(return_id) != set(), (row.status, row.problem, shop.told_of(return_id))
-
-
-# ---- orders from before there were reservations
-
-
-def test_an_order_of_before_the_warehouse_can_be_returned(shop: Returns) -> None:
-    """As v0003 leaves it: PROCESSING, paid, without an article and without a reservation."""
-    order = shop.bought(sku=None)
-    with shop.books.connect() as connection, connection.begin():
-        connection.execute(text("DELETE FROM reservations WHERE order_id = :id"), {"id": order})
-    return_id = in_transit(shop, order)
-    shop.inspect(return_id, "APPROVED")
-    shop.run()
-    row = shop.row(return_id)
-    assert (row.status, row.problem) == ("REFUNDED", None)
 
 
 # ---- cancelled when all is done
