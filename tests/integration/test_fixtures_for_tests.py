@@ -185,6 +185,7 @@ def django_db_setup():
 @pytest.mark.skipif(
     find_spec("pytest_django") is not None, reason="pytest-django is installed; tests/ecosystem tries the real one"
 )
+@pytest.mark.long
 def test_with_pytest_django_the_fixtures_use_the_test_database_that_it_makes(
     test_database: str, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def test_redis_comes_back_empty_on_the_same_port_after_a_kill(light: services.Se
 
 
 @needs_rabbitmq
+@pytest.mark.long
 def test_rabbitmq_keeps_vhosts_queues_and_messages_across_a_kill() -> None:
     with services.running(needs=["rabbitmq"]) as s:
         assert s.create_vhost("orders/1").endswith("/orders%2F1")

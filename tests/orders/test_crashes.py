@@ -37,7 +37,7 @@ CASES = {
     "payments.cancel_payment": ("order.cancelled", [CAPTURED]),
 }
 
-USUAL = ("warehouse.release_stock", "payments.cancel_payment")
+USUAL = ("payments.cancel_payment",)
 
 
 @pytest.fixture

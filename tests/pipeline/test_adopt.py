@@ -91,6 +91,7 @@ def adopted(
             connection.default_channel.queue_delete(queue)
 
 
+@pytest.mark.long
 def test_before_crashes_and_duplicates_award_points_again_and_again(
     adopted: Callable[[str], tuple[int, int]],
 ) -> None:

@@ -47,6 +47,7 @@ def test_one_trace_goes_from_the_caller_to_every_attempt(
     assert [tuple(row) for row in rows] == [(f"a {trace}", 2), (f"sent-a {trace}", 2)]
 
 
+@pytest.mark.long
 def test_a_message_whose_headers_sentry_has_nested_is_revoked(
     bank: Celery, processes: Processes, environment: dict[str, str], engine: Engine, record: Record
 ) -> None:

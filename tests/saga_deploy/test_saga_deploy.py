@@ -14,6 +14,7 @@ from tests.saga_deploy.books import Book
 from tests.saga_deploy.run import run
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_sagas_go_on_across_a_deploy_and_a_bad_one_stops_them(environment: dict[str, str], database: str) -> None:
     told: list[str] = []
