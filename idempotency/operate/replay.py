@@ -43,14 +43,17 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
 
 
 def _check_unused(connection: Connection, letter: int) -> None:
-    """Raise `ReplayRefused` for an operation that a saga has called and whose end it has used."""
+    """Raise `ReplayRefused` for an operation that a saga has called and whose end it has used.
+
+    Unless a person has found that what was in doubt has happened: then the replay only finishes the task.
+    """
     if left := saga_changes.left_done(connection, letter):
         raise ReplayRefused(
             f"dead letter {letter}: its saga was undone except for {', '.join(left)}, which would be done again; "
             "enqueue the saga under another key"
         )
     used = saga_changes.used_by(connection, letter)
-    if used is not None and used.kind == "call":
+    if used is not None and used.kind == "call" and not saga_changes.has_happened(connection, letter):
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has called this and gone on from its failure")
-    if used is not None:
+    if used is not None and used.kind == "undo":
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has been undone without it")

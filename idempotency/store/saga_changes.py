@@ -63,6 +63,15 @@ SELECT 'call', d.used_by FROM idempotency.dead_letters d WHERE d.id = %(letter)s
 LIMIT 1
 """
 
+# Whether a person has found that the effects in doubt have happened, so that a replay does none of them again.
+_HAS_HAPPENED = """
+SELECT coalesce(bool_or((entry.value ->> 'resolved')::boolean) AND bool_and(entry.value ->> 'state' = 'done'), false)
+FROM idempotency.dead_letters d
+JOIN idempotency.records r USING (tenant, task, key)
+CROSS JOIN jsonb_each(r.effects) entry
+WHERE d.id = %(letter)s AND d.reason IN ('effect_unknown', 'unfinished')
+"""
+
 _NOT_UNDONE = """NOT EXISTS (
     SELECT FROM idempotency.saga_steps u
     WHERE u.saga_id = g.id AND u.generation = s.generation AND u.undoes = s.position AND u.state = 'done')"""
@@ -196,6 +205,12 @@ def waiting_for(connection: Connection, id: OperationId) -> OperationId | None:
 def used_by(connection: Connection, letter: int) -> Row[Any] | None:
     """The saga that has gone on from how the operation of this letter has ended."""
     return connection.exec_driver_sql(_USED_BY, {"letter": letter}).one_or_none()
+
+
+def has_happened(connection: Connection, letter: int) -> bool:
+    """Whether all that an operation in doubt has begun has happened, as a person has found."""
+    happened: bool = connection.exec_driver_sql(_HAS_HAPPENED, {"letter": letter}).scalar_one()
+    return happened
 
 
 def left_done(connection: Connection, letter: int) -> list[str]:

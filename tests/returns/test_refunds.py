@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import Defer, EffectUnknown, OperationId
+from idempotency import Defer, EffectUnknown, Happened, OperationId
+from idempotency.application import runtime_of
 from idempotency.errors import ReplayRefused
+from idempotency.operate.change import read
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from idempotency.store import sagas
 from idempotency.store.answers import error_text
 from tests.orders.books import check_stock
 from tests.orders.shop import Sent
 from tests.returns.books import check_money, check_return
 from tests.returns.shop import Returns
+from tests.support.operators import ANN
 from tests.support.sandbox import faults
 
 
@@ -110,6 +115,38 @@ def test_a_refund_by_hand_in_doubt_leaves_the_return_to_a_person(shop: Returns) 
     shop.inspect(return_id, "APPROVED")
     shop.run()
     assert (shop.row(return_id).problem, shop.provider.net(order)) == ("refund_failed", 400)
+
+
+def test_a_refund_in_doubt_of_a_return_that_a_person_has_found_is_posted_by_a_replay(shop: Returns) -> None:
+    order = shop.bought()
+    return_id = in_transit(shop, order)
+    made = type(shop.provider).refund
+
+    def made_in_silence(**call: Any) -> None:
+        made(shop.provider, **call)
+        silent()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", made_in_silence, raising=False)
+        shop.inspect(return_id, "APPROVED")
+        shop.run()
+    row = shop.row(return_id)
+    assert (row.status, row.problem, shop.provider.net(order)) == ("ESCALATED", "refund_failed", 0)
+    letter = shop.one(
+        "SELECT id, tenant, task, key FROM idempotency.dead_letters WHERE task = 'refunds.refund_payment'"
+        " AND status = 'open' AND key LIKE '%' || :id || '%'",
+        id=return_id,
+    )
+    found = Happened({"id": "re_found", "amount": 1000, "currency": "EUR", "status": "succeeded"})
+    with shop.operating():
+        with runtime_of(shop.app).autocommit() as connection:
+            seen = read(connection, OperationId(*letter[1:]), runtime_of(shop.app).settings.service)
+        resolve_effect(shop.app, seen, "refund", found, ANN)
+        replay(shop.app, letter.id, ANN)
+    shop.run()
+    refund = shop.one("SELECT status, provider_refund_id FROM refunds WHERE id = :id", id=row.refund_id)
+    assert tuple(refund) == ("refunded", "re_found")
+    check_money(shop, order, refunded=True)
 
 
 def test_a_return_gives_all_of_it_back_though_a_refund_by_hand_was_requested_before(shop: Returns) -> None:

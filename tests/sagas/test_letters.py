@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import EffectUnknown, IdempotentTask, OperationId, PermanentError
+from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, OperationId, PermanentError
 from idempotency.errors import CallFailed, ChangeRefused, DiscardRefused, ReplayRefused
 from idempotency.operate import discard
 from idempotency.operate import saga as operate
 from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change
 from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
 from idempotency.sagas import saga
 from idempotency.store import outbox
 from idempotency.store.answers import error_text
@@ -102,6 +104,47 @@ def test_a_failure_that_a_saga_has_used_is_not_replayed_after_the_saga_was_purge
     assert maintenance.purge(stage.app) == 1
     with pytest.raises(ReplayRefused, match="the saga parent r1 has called this and gone on from its failure"):
         replay(stage.app, letter_of(stage, charging), ANN)
+
+
+@pytest.mark.parametrize("outcome", [Happened("ch_1"), DidNotHappen()], ids=["happened", "not happened"])
+def test_a_call_of_which_a_person_has_found_that_it_happened_is_finished_by_a_replay(
+    stage: Stage, outcome: Happened | DidNotHappen
+) -> None:
+    calls = []
+
+    def charge(*, idempotency_key: str) -> str:
+        calls.append(idempotency_key)
+        raise EffectUnknown("no answer")
+
+    @stage.app.task(
+        base=IdempotentTask, bind=True, name="charging", key=None, shared=False, effect_types={"charge": str}
+    )
+    def charging(self: IdempotentTask) -> None:
+        self.effect("charge", charge)
+        enter(self.session, "posted")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        try:
+            saga.call(charging)
+        except CallFailed:
+            saga.step("instead", enter, "instead")
+
+    stage.enqueue(parent, "r1")
+    stage.run()
+    letter = letter_of(stage, charging)
+    with stage.engine.connect() as connection:
+        key = connection.execute(text("SELECT key FROM idempotency.records WHERE task = 'charging'")).scalar_one()
+    with pytest.raises(ReplayRefused, match="gone on from its failure"):
+        replay(stage.app, letter, ANN)
+    resolve_effect(stage.app, shown(stage, id_of(charging, key)), "charge", outcome, ANN)
+    if isinstance(outcome, DidNotHappen):
+        with pytest.raises(ReplayRefused, match="gone on from its failure"):
+            replay(stage.app, letter, ANN)
+    else:
+        replay(stage.app, letter, Change("ann", "found it"))
+        stage.run()
+        assert (len(calls), stage.accounts()) == (1, ["instead", "posted"])
 
 
 @pytest.mark.parametrize("how", ["cancel", "event"])

@@ -9,15 +9,9 @@ from uuid import uuid4
 
 import pytest
 
-from idempotency import Defer, Happened, OperationId
-from idempotency.application import runtime_of
-from idempotency.errors import EffectUnknown
-from idempotency.operate.change import read
-from idempotency.operate.replay import replay
-from idempotency.operate.resolve import resolve_effect
+from idempotency import Defer, OperationId
 from idempotency.operate.saga import signal_saga
 from idempotency.store.rights import OPERATOR
-from tests.orders.books import POSTED
 from tests.returns.books import check_return
 from tests.returns.shop import Returns
 from tests.support.operators import ANN
@@ -64,47 +58,6 @@ def unavailable(shop: Returns, patch: pytest.MonkeyPatch, *refunds: str) -> None
         return plain(shop.provider, refund_id=refund_id, **call)
 
     patch.setattr(shop.provider, "refund", refund, raising=False)
-
-
-# ---- a refund in doubt of a return, that a person resolves
-
-
-def test_a_refund_of_a_return_that_a_person_has_found_is_posted(shop: Returns) -> None:
-    return_id = in_transit(shop)
-    order = shop.row(return_id).order_id
-    act = type(shop.provider)._act
-
-    def silent(*args: Any) -> Any:
-        act(shop.provider, *args)
-        raise EffectUnknown("the provider cannot say")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "_act", silent, raising=False)
-        shop.inspect(return_id, "APPROVED")
-        shop.run()
-    row = shop.row(return_id)
-    assert (row.status, row.problem, shop.provider.net(order)) == ("ESCALATED", "refund_failed", 0)
-    key = shop.one(
-        "SELECT key FROM idempotency.records WHERE task = 'refunds.refund_payment' AND status = 'failed' ORDER BY created_at DESC LIMIT 1"
-    )[0]
-    with a_person(shop):
-        with runtime_of(shop.app).autocommit() as connection:
-            shown = read(
-                connection, OperationId("default", "refunds.refund_payment", key), runtime_of(shop.app).settings.service
-            )
-        result = {"id": "id_found", "amount": 1000, "currency": "EUR", "status": "succeeded"}
-        resolve_effect(shop.app, shown, "refund", Happened(result), ANN)
-        letter = shop.one("SELECT id FROM idempotency.dead_letters WHERE key = :k AND status = 'open'", k=key)[0]
-        try:
-            replay(shop.app, letter, ANN)
-            refused = None
-        except Exception as error:
-            refused = str(error)
-    shop.run()
-    with shop.books.connect() as connection:
-        posted = connection.execute(POSTED, {"id": order}).scalar_one()
-    status = shop.one("SELECT status FROM refunds WHERE id = :id", id=row.refund_id)[0]
-    assert (posted, status) == (0, "refunded"), refused
 
 
 # ---- a verdict that contradicts what a person has said
