@@ -17,12 +17,15 @@ PAGE = 5000
 # How long to wait for a locked row; the command can be repeated.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'"
 
-# For each table: its primary key with the types, and its column. In this order.
+# For each table: its primary key with the types, and its column. In this order; the events of sagas before those that look for
+# them under the new name.
 TABLES = {
+    "saga_events": ({"id": "bigint"}, "service"),
     "records": ({"tenant": "text", "task": "text", "key": "text"}, "service"),
     "dead_letters": ({"id": "bigint"}, "consumer_service"),
     "lanes": ({"task": "text", "ordering_key": "text"}, "service"),
     "outbox": ({"id": "bigint"}, "service"),
+    "sagas": ({"id": "uuid"}, "service"),
 }
 
 # The first page has no `after`.

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from idempotency import publish
 from idempotency.application import close_runtime, runtime_of
 from idempotency.sagas import saga
+from idempotency.store import renaming
 from tests.sagas.application import enter
 from tests.sagas.conftest import Stage
 
@@ -93,3 +94,29 @@ def test_a_saga_with_much_data_does_not_break_the_view_of_all(stage: Stage) -> N
         ).all()
     assert [(row.key, row.current_step) for row in rows] == [("r1", "call#1100"), ("r2", "sleep")]
     assert 60 < rows[0].steps < 70
+
+
+def test_a_saga_and_its_events_go_on_under_another_name_of_their_application(stage: Stage) -> None:
+    @saga("waiting", key="{id}", events={"picked": "{id}", "packed": "{id}"}, app=stage.app)
+    def waiting(saga: Any, id: str) -> Any:
+        saga.wait_for("picked", match=id, timeout=timedelta(days=5))
+        return saga.wait_for("packed", match=id, timeout=timedelta(days=5)) is not None
+
+    handle = stage.enqueue(waiting, "r1")
+    stage.run()
+    stage.publish("packed", {"id": "r1"})  # before its wait
+    with stage.engine.begin() as connection:
+        renamed = {
+            table: renaming.rename(connection, table, "bank", "ledger", after=None)[0] for table in renaming.TABLES
+        }
+    assert (renamed["sagas"], renamed["saga_events"]) == (1, 1)
+    close_runtime(stage.app)
+    stage.app.conf.idempotency_service = "ledger"
+    try:
+        stage.publish("picked", {"id": "r1"})
+        stage.run()
+        assert handle.result() is True
+    finally:
+        close_runtime(stage.app)
+        for settings in (stage.app.conf, stage.app.conf.changes):
+            settings.pop("idempotency_service", None)
