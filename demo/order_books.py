@@ -309,18 +309,21 @@ class _Check:
         labels = {label.kind: label.status for label in self.carried.get(id, [])}
         is_collected = labels.get("return") == "collected"
         charges = self.charges.get(found.order_id, [])
-        moved = {movement.kind for movement in self.movements.get(id, [])}
+        _, _, reserved = self.books.reservations.get(found.order_id, (None, 0, ""))
+        goods = planned.goods if is_collected and reserved == "STOCK_RETURNED" else None
+        refunded = is_collected and planned.refunded and any(self.given_back.get(each.id) for each in charges)
+        problems = ("cancelled", *("already_refunded",) * refunded, *("already_booked",) * (goods is not None))
         known = {code for return_id, code in self.books.return_cases if return_id == id}
         late = tuple(known & ({"late_parcel", "late_inspection"} if is_collected else {"late_inspection"}))
         return Branch(
             "a person cancels it",
             "",
             "ESCALATED" if is_collected else "CANCELLED",
-            "cancelled",
+            ", ".join(problems),
             label="COLLECTED" if is_collected else "VOIDED" if labels else None,
-            goods=planned.goods if is_collected and planned.goods in moved else None,
-            refunded=is_collected and planned.refunded and any(self.given_back.get(each.id) for each in charges),
-            cases=("cancelled", *late) if is_collected else late,
+            goods=goods,
+            refunded=refunded,
+            cases=(*problems, *late) if is_collected else late,
             undone=True,
         )
 

@@ -38,6 +38,15 @@ BRANCHES: dict[str, Branch] = {
         label="VOIDED",
         undone=True,
     ),
+    "saga fails": Branch(
+        "it fails before that, by a defect of ours",
+        "REQUESTED",
+        "ESCALATED",
+        "attempts_exhausted",
+        label="VOIDED",
+        cases=("attempts_exhausted",),
+        undone=True,
+    ),
     "no pick-up": Branch(
         "no pick-up in 5 days", "LABELLED", "ESCALATED", "no_pickup", label="VOIDED", cases=("no_pickup",)
     ),
@@ -94,6 +103,16 @@ BRANCHES: dict[str, Branch] = {
         "ESCALATED",
         "goods_not_booked, refund_failed",
         cases=("goods_not_booked", "refund_failed"),
+    ),
+    "cancelled at last": Branch(
+        "a person cancels it during the refund",
+        "INSPECTED",
+        "ESCALATED",
+        "cancelled, already_refunded, already_booked",
+        goods="returned",
+        refunded=True,
+        cases=("cancelled", "already_refunded", "already_booked"),
+        undone=True,
     ),
     "rejected": Branch("REJECTED", "INSPECTED", "REJECTED"),
     "reshipped": Branch("REJECTED, and the buyer wants it back", "INSPECTED", "REJECTED"),

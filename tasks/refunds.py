@@ -68,11 +68,15 @@ def request_rest(session: Session, payment: Payment, *, refund_id: str, reason: 
     return left
 
 
-def withdraw(session: Session, refund_id: str, code: str, *, tenant: str = DEFAULT) -> None:
-    """Free what `request_rest` has reserved, if nobody has called `refund_payment` and nobody will."""
+def withdraw(session: Session, refund_id: str, code: str, *, tenant: str = DEFAULT) -> str:
+    """Free what `request_rest` has reserved, if nobody has called `refund_payment` and nobody will.
+
+    Returns what has become of the refund.
+    """
     refund = session.get_one(Refund, (tenant, refund_id), with_for_update=True)
     if refund.status == "reserved":
         _refuse(session, refund, code)
+    return refund.status
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:

@@ -20,10 +20,10 @@ from . import app
 from .models import Order, Payment, Return
 from .once import check_not_carried_out, insert_once, wait_at_most
 from .refunds import PENDING_PAUSE, has_refund, refund_payment, request_rest, withdraw
-from .shipping import RESHIP, RETURN, create_label, is_collected, void_label
+from .shipping import RESHIP, RETURN, create_label, is_collected, note_void, void_label
 from .tenants import DEFAULT, named, owned
 from .validation import NotReturnable, check_flag, check_id, check_text, check_verdict
-from .warehouse import quarantine, restock
+from .warehouse import is_taken_back, quarantine, restock, verdict_of
 
 REQUESTED, LABELLED, IN_TRANSIT, INSPECTED = "REQUESTED", "LABELLED", "IN_TRANSIT", "INSPECTED"
 REFUNDED, REJECTED, ESCALATED, ABORTED, CANCELLED = "REFUNDED", "REJECTED", "ESCALATED", "ABORTED", "CANCELLED"
@@ -34,6 +34,10 @@ CAME_TO_NOTHING = (REJECTED, ABORTED, CANCELLED)
 NO_PICKUP, NO_INSPECTION, REFUND_FAILED = "no_pickup", "no_inspection", "refund_failed"
 GOODS_NOT_BOOKED, RESHIP_REFUSED, LABEL_NOT_VOID = "goods_not_booked", "reship_refused", "label_not_void"
 PROBLEMS = (NO_PICKUP, NO_INSPECTION, REFUND_FAILED, GOODS_NOT_BOOKED, RESHIP_REFUSED, LABEL_NOT_VOID)
+# The code of a saga that somebody has cancelled; any other code is a failure of ours.
+BY_A_PERSON = "cancelled"
+# What was done before, and is not undone.
+ALREADY_REFUNDED, ALREADY_BOOKED = "already_refunded", "already_booked"
 # Nobody knows what became of the call.
 IN_DOUBT = (EffectUnknown.default_code, Unfinished.default_code)
 # Seconds, for the commit of another caller: those who wait hold a thread and a connection of a server that all share.
@@ -75,20 +79,32 @@ def submit_return(
 
 
 def return_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """Record that the saga was cancelled or could not go on, in the commit that ends it; its label is void by now."""
+    """Record that the saga was cancelled or could not go on, in the commit that ends it; its label is void by now.
+
+    A failure of ours is not told to the buyer as a cancellation: a person has to see to it.
+    """
     row = session.get(Return, (operation.tenant, operation.arguments["return_id"]), with_for_update=True)
     if row is None or row.status not in OPEN:
         return
-    if row.refund_id is not None:  # no call is under way any more: if there was none, there will be none
-        withdraw(session, row.refund_id, error.code, tenant=row.tenant)
+    done = _done(session, row, error.code)
+    note_void(session, row.id, tenant=row.tenant)
     # by the label, because what `note` hears of a pick-up comes later
     was_collected = row.is_collected or is_collected(session, row.id, tenant=row.tenant)
-    if row.status in (REQUESTED, LABELLED) and not was_collected:
+    if error.code == BY_A_PERSON and row.status in (REQUESTED, LABELLED) and not was_collected:
         row.status, row.problem = CANCELLED, error.code
         publish(session, "return.cancelled", {**_told(row), "problem": error.code}, tenant=row.tenant, app=app)
         _tell_late(session, row, [LATE_INSPECTION] * row.is_inspected)
     else:
-        _escalate(session, row, [error.code])
+        _escalate(session, row, [error.code, *done])
+
+
+def _done(session: Session, row: Return, code: str) -> list[str]:
+    """What a saga that has failed leaves done. No call is under way any more: a refund without one is withdrawn."""
+    done = []
+    if row.refund_id is not None:
+        became = withdraw(session, row.refund_id, code, tenant=row.tenant)
+        done += {"refunded": [ALREADY_REFUNDED], "unknown": [REFUND_FAILED]}.get(became, [])
+    return done + [ALREADY_BOOKED] * is_taken_back(session, row.order_id, tenant=row.tenant)
 
 
 @saga(
@@ -192,6 +208,7 @@ def inspected(session: Session, return_id: str, said: Any, *, tenant: str = DEFA
         raise PermanentError(str(error), "verdict_unknown") from None
     row = _locked(session, return_id, tenant)
     row.status, row.verdict, row.is_inspected = INSPECTED, verdict, True
+    _compare(session, row, verdict_of(session, return_id, tenant=tenant))
     return verdict
 
 
@@ -235,6 +252,8 @@ def escalate(session: Session, return_id: str, problems: list[str], *, tenant: s
 # ---------------------------------------------------------------- what comes when the saga has stopped waiting for it
 
 LATE_PARCEL, LATE_INSPECTION = "late_parcel", "late_inspection"
+# The warehouse has found something else than what the return went on with, which a person had said.
+OTHER_VERDICT = "other_verdict"
 
 
 @subscribe(PICKED_UP, INSPECTION_DONE, consumer="returns", app=app)
@@ -250,6 +269,8 @@ def note(self: IdempotentTask, event: dict[str, Any]) -> None:
         row.is_inspected, late = True, [LATE_INSPECTION]
     if row.status in (ESCALATED, ABORTED, CANCELLED):
         _tell_late(self.session, row, late)
+    if event["type"] == INSPECTION_DONE:
+        _compare(self.session, row, event["data"].get("verdict"))
 
 
 def _escalate(session: Session, row: Return, problems: list[str]) -> None:
@@ -260,6 +281,12 @@ def _escalate(session: Session, row: Return, problems: list[str]) -> None:
     told = {**_told(row), "problem": row.problem, "problems": problems}
     publish(session, "return.escalated", told, tenant=row.tenant, app=app)
     _tell_late(session, row, unused)
+
+
+def _compare(session: Session, row: Return, found: object) -> None:
+    """Under the lock of the row: who comes second, what is used or what was found, sees the other."""
+    if found is not None and row.verdict is not None and found != row.verdict:
+        _tell_late(session, row, [OTHER_VERDICT])
 
 
 def _tell_late(session: Session, row: Return, problems: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, publish
@@ -39,6 +39,12 @@ def is_collected(session: Session, return_id: str, *, tenant: str = DEFAULT) -> 
     """Whether the carrier has the parcel of a return."""
     query = select(Label.id).filter_by(tenant=tenant, return_id=return_id, kind=RETURN, status=COLLECTED)
     return session.scalars(query.limit(1)).first() is not None
+
+
+def note_void(session: Session, return_id: str, *, tenant: str = DEFAULT) -> None:
+    """The labels of a return are void, unless they were used: by their undo, or because a person has seen to it."""
+    left = update(Label).where(Label.tenant == tenant, Label.return_id == return_id, Label.status == CREATED)
+    session.execute(left.values(status=VOIDED))
 
 
 @app.task(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import literal, update
+from sqlalchemy import literal, select, update
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, PermanentError, publish, subscribe
@@ -53,6 +53,18 @@ def record_inspection(session: Session, *, return_id: str, verdict: str, tenant:
     if is_new:
         publish(session, "warehouse.inspected", {"return_id": return_id, "verdict": verdict}, tenant=tenant, app=app)
     return is_new
+
+
+def verdict_of(session: Session, return_id: str, *, tenant: str = DEFAULT) -> str | None:
+    """What was found in the parcel of a return; None: nothing was recorded yet."""
+    query = select(Inspection.verdict).filter_by(tenant=tenant, return_id=return_id)
+    return session.scalars(query).one_or_none()
+
+
+def is_taken_back(session: Session, order_id: str, *, tenant: str = DEFAULT) -> bool:
+    """Whether the pieces of an order were booked as returned."""
+    query = select(Reservation.status).filter_by(tenant=tenant, order_id=order_id)
+    return session.scalars(query).one_or_none() == RETURNED
 
 
 @app.task(base=IdempotentTask, bind=True, name="warehouse.restock")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from demo.order_books import LABEL, SAGA, OrderVerdict, Return, check_orders
+from demo.order_books import LABEL, SAGA, OrderVerdict, check_orders
 from tests.chaos.monitor import Ended, explanation
 from tests.chaos.saga_books import Saga, SagaStep, check_sagas
-from tests.pipeline.agreeing_orders import AMOUNT, RULES, A, N, X, agreeing, of
+from tests.pipeline.agreeing_orders import AMOUNT, REFUND_OF_RETURN, RULES, A, N, X, agreeing, of
 
 OPEN = SagaStep(1, "open", "step", "done")
 LABELLED = SagaStep(2, "create_label", "call", "done", undo="void_label", called="completed")
@@ -88,15 +88,20 @@ def cancelled(directory: Path, order: str, *, collected: bool, **more: Any) -> O
     """The books of agreeing orders, of which a person has cancelled a return; `more`: books in place of these."""
     books, id = agreeing(directory / "agreeing"), of(order)
     status = "ESCALATED" if collected else "CANCELLED"
+    # what was done is kept, and a person is told of it
+    problems = ["cancelled", *["already_refunded", "already_booked"] * (order in REFUND_OF_RETURN)]
     label_id, end = f"lbl-return-{order}", "collected" if collected else "voided"
     mails = [mail for mail in books.mails if not mail.subject.endswith(id) or "labelled" in mail.subject]
     changed: dict[str, Any] = {
         "told": dataclasses.replace(books.told, overruled={id}),
-        "returns": {**books.returns, id: Return(order, status, None, "cancelled", "FAILED")},
+        "returns": {
+            **books.returns,
+            id: books.returns[id]._replace(status=status, problem=", ".join(problems), saga="FAILED"),
+        },
         "labels": {**books.labels, label_id: books.labels[label_id]._replace(status=end)},
         "carrier": [dataclasses.replace(each, status=end) if each.id == label_id else each for each in books.carrier],
         "return_cases": {each for each in books.return_cases if each[0] != id}
-        | ({(id, "cancelled")} if collected else set()),
+        | ({(id, problem) for problem in problems} if collected else set()),
         "mails": [*mails, dataclasses.replace(mails[0], message_id="<end>", subject=f"return.{status.lower()} {id}")],
         "notifications": {
             **{

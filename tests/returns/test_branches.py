@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -35,6 +36,17 @@ def labelled(shop: Returns, *, reship: bool = False) -> str:
 def cancelled(shop: Returns) -> str:
     return_id = labelled(shop)
     shop.cancel_return(return_id)
+    return return_id
+
+
+def saga_fails(shop: Returns) -> str:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a defect")
+
+    return_id = shop.send_back(shop.bought())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.returns, "send_label", broken)
+        shop.run()
     return return_id
 
 
@@ -106,6 +118,13 @@ def refund_fails(shop: Returns) -> str:
     return return_id
 
 
+def cancelled_at_last(shop: Returns) -> str:
+    return_id = inspected(shop, "APPROVED")
+    shop.run("refunds.refund_payment")
+    shop.cancel_return(return_id)
+    return return_id
+
+
 def goods_not_booked(shop: Returns) -> str:
     """Its pieces are not its own any more: by hand, in the books of the warehouse."""
     return_id = in_transit(shop)
@@ -138,6 +157,7 @@ def reship_refused(shop: Returns) -> str:
 TAKEN: dict[str, Callable[[Returns], str]] = {
     "label refused": label_refused,
     "cancelled": cancelled,
+    "saga fails": saga_fails,
     "no pick-up": no_pickup,
     "label not void": label_not_void,
     "late parcel": late_parcel,
@@ -149,6 +169,7 @@ TAKEN: dict[str, Callable[[Returns], str]] = {
     "refund fails": refund_fails,
     "goods not booked": goods_not_booked,
     "both fail": both_fail,
+    "cancelled at last": cancelled_at_last,
     "rejected": lambda shop: inspected(shop, "REJECTED"),
     "reshipped": lambda shop: inspected(shop, "REJECTED", reship=True),
     "reship refused": reship_refused,

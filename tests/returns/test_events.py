@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import requests
 
+from idempotency import OperationId, PermanentError
+from idempotency.operate.saga import mark_undone, signal_saga
 from tests.orders.books import check_stock
 from tests.returns.books import check_goods, check_labels, check_money, check_return, check_told
 from tests.returns.shop import INSPECTED, PICKED_UP, Returns
 from tests.support.operations import at_once
+from tests.support.operators import ANN
 
 # Of each verdict. RETURN_SEEDS=200 draws more.
 SEEDS = int(os.environ.get("RETURN_SEEDS", "4"))
@@ -54,11 +58,11 @@ def test_events_that_come_twice_count_once(shop: Returns) -> None:
         shop.collect(return_id)
         told(shop, PICKED_UP, return_id)
     shop.run()
-    for verdict in ("DAMAGED", "APPROVED"):  # the second one contradicts the first, and comes too late
-        told(shop, INSPECTED, return_id, verdict)
+    for _ in range(2):
+        told(shop, INSPECTED, return_id, "DAMAGED")
     shop.run()
     told(shop, PICKED_UP, return_id)
-    told(shop, INSPECTED, return_id, "REJECTED")
+    told(shop, INSPECTED, return_id, "DAMAGED")
     shop.run()
     check_return(shop, return_id, "damaged")
 
@@ -175,6 +179,42 @@ def test_a_verdict_that_nobody_knows_is_left_to_a_person(shop: Returns) -> None:
     assert shop.saga(return_id).status == "FAILED"
     assert shop.cases(return_id) == {"verdict_unknown", "late_inspection"}  # somebody has inspected it
     check_labels(shop, return_id)
+
+
+@pytest.mark.parametrize("held_back", ["returns.note", "returns.process_return"])
+def test_a_verdict_other_than_what_a_person_said_is_left_to_a_person(shop: Returns, held_back: str) -> None:
+    """The return goes on with what it was told first; the warehouse's word comes later, or is there and not used."""
+    return_id = labelled(shop)
+    shop.collect(return_id)
+    shop.run()
+    id = OperationId("default", shop.returns.process_return.name, return_id)
+    with shop.operating():
+        signal_saga(shop.app, id, INSPECTED, {"return_id": return_id, "verdict": "APPROVED"}, ANN)
+    assert shop.inspect(return_id, "DAMAGED")
+    shop.run(held_back)
+    shop.run()
+    assert (shop.row(return_id).status, shop.row(return_id).verdict) == ("REFUNDED", "APPROVED")
+    assert shop.cases(return_id) == {"other_verdict"}
+    check_told(shop, return_id)
+
+
+def test_a_label_that_a_person_has_voided_is_void(shop: Returns) -> None:
+    return_id = labelled(shop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.shipping.carrier, "void_label", refused, raising=False)
+        shop.cancel_return(return_id)
+        shop.run()
+    (label,) = shop.labels(return_id)
+    shop.shipping.carrier.void_label(label_id=label.id, idempotency_key="by hand")
+    with shop.operating():
+        id = OperationId("default", shop.returns.process_return.name, return_id)
+        mark_undone(shop.app, id, "shipping.create_label", ANN)
+    shop.run()
+    check_return(shop, return_id, "cancelled")
+
+
+def refused(**_: Any) -> None:
+    raise PermanentError("not now", "carrier_refused")
 
 
 # ---------------------------------------------------------------- any order

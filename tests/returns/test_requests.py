@@ -154,6 +154,16 @@ def test_a_return_begun_by_its_saga_alone_is_refused(shop: Returns, order: str) 
     assert shop.one("SELECT count(*) FROM returns WHERE id = :id", id=return_id)[0] == 0
 
 
+@pytest.mark.parametrize("return_id", ["../b%{x}{return_id}%s%(a)s", "x" * 255])
+def test_a_return_has_any_id(shop: Returns, return_id: str) -> None:
+    shop.send_back(shop.bought(), return_id)
+    shop.run()
+    shop.collect(return_id)
+    shop.inspect(return_id, "APPROVED")
+    shop.run()
+    check_return(shop, return_id, "approved")
+
+
 def test_tenants_do_not_see_each_other(shop: Returns) -> None:
     """The same ids for two tenants are two orders and two returns, by rows and by the database's own walls."""
     theirs = shop.bought(tenant="globex", checkout_session_id="cs-walls")
