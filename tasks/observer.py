@@ -17,8 +17,8 @@ from idempotency.sagas import observe
 from . import app
 
 SAGA = "order_placement"
-# A capture of nothing, which is never repaid.
-FREE = "payment.free"
+# What was charged, and what was given back: perhaps in parts, so their amounts are kept.
+MONEY = {"payment.captured": 1, "payment.refunded": -1}
 # Locks the row, so that of two events handled at once, one sees the other.
 _SEE = text("""
 INSERT INTO placements (tenant, order_id, seen) VALUES (:tenant, :order_id, ARRAY[:event])
@@ -39,8 +39,8 @@ def watch(self: IdempotentTask, event: dict[str, Any]) -> None:
 def _see(session: Session, event: dict[str, Any], *, tenant: str) -> list[str]:
     """Add the event to those that were seen of this order, and return them all."""
     data, seen_as = event["data"], event["type"]
-    if seen_as == "payment.captured" and data["amount"] == 0:
-        seen_as = FREE
+    if seen_as in MONEY:
+        seen_as = f"{seen_as} {data['amount']} {data.get('refund_id', '')}"
     about = {"tenant": tenant, "order_id": data["order_id"], "event": seen_as}
     seen: list[str] = session.execute(_SEE, about).scalar_one()
     return seen
@@ -50,5 +50,13 @@ def status(seen: Collection[str]) -> str:
     """What the events that were seen amount to, in whatever order they have come."""
     if "order.cancelled" not in seen:
         return "COMPLETED" if "stock.reserved" in seen else "RUNNING"
-    is_repaid = "payment.captured" not in seen or "payment.refunded" in seen
-    return "FAILED" if "stock.released" in seen and is_repaid else "COMPENSATING"
+    return "FAILED" if "stock.released" in seen and _kept(seen) <= 0 else "COMPENSATING"
+
+
+def _kept(seen: Collection[str]) -> int:
+    """How much was charged and not given back. Of what was seen before amounts were kept, a refund is one of all."""
+    kept = 0
+    for each in seen:
+        event, _, rest = each.partition(" ")
+        kept += MONEY.get(event, 0) * int(rest.partition(" ")[0] or 1)
+    return kept

@@ -246,6 +246,23 @@ def test_what_was_refunded_by_hand_is_not_refunded_again(shop: Shop, sku: str) -
     check_order(shop, order, "CANCELLED", refunds=2)
 
 
+def test_an_order_is_not_undone_while_a_part_of_its_money_is_kept(shop: Shop) -> None:
+    order = shop.order(None)
+    shop.run("order.paid > warehouse")
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, refund_id=f"r-{order}", payment_id=order, amount=400, reason="by hand")
+    shop.run("order.paid > warehouse")
+    shop.provider.keeps.add(order)
+    shop.cancel(order)
+    shop.run()
+    assert (shop.provider.net(order), shop.observed(order).status) == (600, "COMPENSATING")
+    shop.provider.keeps.remove(order)
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, refund_id=f"s-{order}", payment_id=order, amount=600, reason="by hand")
+    shop.run()
+    assert (shop.provider.net(order), shop.observed(order).status) == (0, "FAILED")
+
+
 # ---------------------------------------------------------------- people
 
 
