@@ -59,6 +59,13 @@ class Posting(NamedTuple):
     currency: str
 
 
+# One between other accounts, or the other way round, is none.
+POSTINGS = """
+SELECT kind, reference, amount, currency FROM ledger
+WHERE (kind, debit, credit) IN (('capture', 'provider', 'revenue'), ('refund', 'revenue', 'provider'))
+"""
+
+
 class Notification(NamedTuple):
     event_id: str
     status: str
@@ -175,7 +182,7 @@ def read_books(engine: Engine, intake: Intake, provider: Path, mail: Path) -> Bo
                     "SELECT id, payment_id, amount, status, provider_refund_id, failure FROM refunds"
                 )
             },
-            postings=[Posting(*row) for row in rows("SELECT kind, reference, amount, currency FROM ledger")],
+            postings=[Posting(*row) for row in rows(POSTINGS)],
             balances={
                 currency: int(total)
                 for currency, total in rows("SELECT currency, sum(amount) FROM ledger_entries GROUP BY currency")

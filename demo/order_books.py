@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Engine, text
 
-from demo.checking import CAPTURE, Findings, Kind, Payment, Posting, Refund, grouped
+from demo.checking import CAPTURE, POSTINGS, Findings, Kind, Payment, Posting, Refund, grouped
 from demo.input import Line
-from demo.order_rules import SCARCE, Rules, pieces, return_of
+from demo.order_rules import SCARCE, VERDICTS, Rules, pieces, return_of
 from sandbox import ledger
 from tasks.branches import BRANCHES, Branch
 from tasks.tenants import DEFAULT, domain
 
-SAGA, LABEL = "returns.process_return", "shipping.create_label"
+SAGA, LABEL, OBSERVED = "returns.process_return", "shipping.create_label", "order_placement"
 PROCESSING, CANCELLED = "PROCESSING", "CANCELLED"
 # Which call of the saga the carrier refuses, by branch: the key of its operation ends with the return's id and this.
 REFUSED_LABELS = {"label refused": LABEL, "reship refused": f"{LABEL}#2"}
@@ -31,7 +31,18 @@ COMPENSATED = "COMPENSATED"
 OUT_OF_STOCK, ON_REQUEST, DECLINED = "out_of_stock", "on_request", "card_declined"
 
 
+class Checkout(NamedTuple):
+    order_id: str
+    customer_id: str
+    amount: int
+    currency: str
+    article: str | None
+    quantity: int
+
+
 class Order(NamedTuple):
+    """`known_as`: what payments knows of it. `shown`: what the observer shows."""
+
     session: str
     customer_id: str
     amount: int
@@ -40,6 +51,8 @@ class Order(NamedTuple):
     quantity: int
     status: str
     reason: str | None
+    known_as: str | None
+    shown: str | None
 
 
 class Movement(NamedTuple):
@@ -56,7 +69,14 @@ class Stock(NamedTuple):
 
 
 class Return(NamedTuple):
+    """`inspection`: the verdict as the warehouse has it."""
+
     order_id: str
+    customer_id: str
+    is_collected: bool
+    is_inspected: bool
+    inspection: str | None
+    verdict: str | None
     status: str
     refund_id: str | None
     problem: str | None
@@ -88,7 +108,7 @@ class OrderBooks:
     """Everything that is compared."""
 
     told: Told
-    checkouts: Mapping[str, str]
+    checkouts: Mapping[str, Checkout]
     orders: Mapping[str, Order]
     payments: Mapping[str, Payment]
     refunds: Mapping[str, Refund]
@@ -143,9 +163,14 @@ def read_order_books(engine: Engine, told: Told, outside: Mapping[str, Path]) ->
 
         return OrderBooks(
             told=told,
-            checkouts=dict(tuple(row) for row in rows("SELECT checkout_session_id, order_id FROM checkouts")),
+            checkouts=by_first(
+                "SELECT checkout_session_id, order_id, customer_id, amount, currency, sku, quantity FROM checkouts",
+                Checkout,
+            ),
             orders=by_first(
-                "SELECT id, checkout_session_id, customer_id, amount, currency, sku, quantity, status, reason FROM orders",
+                "SELECT o.id, checkout_session_id, o.customer_id, o.amount, o.currency, sku, quantity, o.status, reason,"
+                " p.order_status, g.status FROM orders o LEFT JOIN payments p ON p.order_id = o.id"
+                f" LEFT JOIN idempotency.sagas g ON (g.task, g.key) = ('{OBSERVED}', o.id)",
                 Order,
             ),
             payments=by_first(
@@ -157,13 +182,14 @@ def read_order_books(engine: Engine, told: Told, outside: Mapping[str, Path]) ->
             movements=[Movement(*row) for row in rows("SELECT kind, reference, sku, quantity FROM stock_movements")],
             stock=by_first("SELECT sku, available, reserved, quarantined FROM stock", Stock),
             returns=by_first(
-                "SELECT r.id, r.order_id, r.status, r.refund_id, r.problem, g.status FROM returns r"
+                "SELECT r.id, order_id, customer_id, is_collected, is_inspected, i.verdict, r.verdict, r.status, refund_id,"
+                " problem, g.status FROM returns r LEFT JOIN inspections i ON i.return_id = r.id"
                 f" LEFT JOIN idempotency.sagas g ON (g.task, g.key) = ('{SAGA}', r.id)",
                 Return,
             ),
             labels=by_first("SELECT id, return_id, kind, lower(status) FROM labels", Label),
             return_cases={tuple(row) for row in rows("SELECT return_id, code FROM return_cases")},
-            postings=[Posting(*row) for row in rows("SELECT kind, reference, amount, currency FROM ledger")],
+            postings=[Posting(*row) for row in rows(POSTINGS)],
             balances={
                 currency: int(total)
                 for currency, total in rows("SELECT currency, sum(amount) FROM ledger_entries GROUP BY currency")
@@ -217,17 +243,17 @@ class _Check:
         if others:
             self.verdict.doubled += len(others)
             self.verdict.add("doubled", line.id, f"orders: its buyer was told of {len(others) + 1}")
-        if (noted := self.books.checkouts.get(line.id)) != id:
-            self.verdict.add("wrong", line.id, f"checkout: has order {noted}, its buyer was told of {id or 'none'}")
+        article, quantity = self.rules.article(line), pieces(line)
+        wanted = (line.customer_id, line.amount, line.currency, article, quantity)
+        if (noted := self.books.checkouts.get(line.id)) != (id, *wanted):
+            self.verdict.add("wrong", line.id, f"checkout: {noted}, its buyer was told of {id or 'none'}: {wanted}")
         order = self.books.orders.get(id)
         if order is None:
             self.verdict.add("lost", line.id, f"order {id or '(none)'}: missing")
             return
         self.known["order"].add(id)
-        article, quantity = self.rules.article(line), pieces(line)
-        wanted = (line.id, line.customer_id, line.amount, line.currency, article, quantity)
-        if order[:6] != wanted:
-            self.verdict.add("wrong", id, f"order: {order[:6]}, the file has {wanted}")
+        if order[:6] != (line.id, *wanted):
+            self.verdict.add("wrong", id, f"order: {order[:6]}, the file has {(line.id, *wanted)}")
         self.verdict.processing += order.status == PROCESSING
         if order.status == CANCELLED:
             self.verdict.reasons[order.reason or "none"] += 1
@@ -237,6 +263,9 @@ class _Check:
             return
         if (order.status, order.reason) not in possible:
             self.verdict.add("wrong", id, f"order: {order.status} {order.reason or ''}, by the input {possible}")
+        seen = ("placed", "COMPLETED") if order.status == PROCESSING else ("cancelled", "FAILED")
+        if (order.known_as, order.shown) != seen:
+            self.verdict.add("wrong", id, f"order: {order}, for payments and the observer it must be {seen}")
         if order.reason == OUT_OF_STOCK and article is not None:
             self.turned_away.append((article, quantity))
         returned = self._return(line, id) if order.status == PROCESSING else None
@@ -269,8 +298,14 @@ class _Check:
             self.known["refusal"].add(refusal := f"{id}/{REFUSED_LABELS[name]}")
             if is_overruled:
                 self.known["overruled"].add(refusal)
+        inspection = VERDICTS.get(name)
         if is_overruled:
             name, due = "cancelled by a person", self._overruled(id, found, due)
+            inspection = found.inspection and inspection
+        verdict = None if "late_inspection" in due.cases or (is_overruled and found.verdict is None) else inspection
+        heard = (line.customer_id, due.label == "COLLECTED", inspection is not None, inspection, verdict)
+        if found[1:6] != heard:
+            self.verdict.add("wrong", id, f"return: {found[1:6]}, must be {heard}: {name}")
         self.verdict.returns[COMPENSATED if due.undone else found.status] += 1
         wanted = (order_id, due.status, due.problem, "FAILED" if due.undone else "COMPLETED")
         refund = self.books.refunds.get(found.refund_id or "")

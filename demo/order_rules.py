@@ -37,6 +37,15 @@ RETURNED = {
     "late inspection": 0.02,
 }
 LABEL_REFUSED = "label refused"
+# What the warehouse finds, if it ever has the parcel; one that comes too late is not used.
+VERDICTS = {
+    "late inspection": "DAMAGED",
+    "approved": "APPROVED",
+    "damaged": "DAMAGED",
+    "rejected": "REJECTED",
+    "reshipped": "REJECTED",
+    "reship refused": "REJECTED",
+}
 # Seconds after the order: some requests come too late.
 LONGEST_HESITATION = 20.0
 _PIECES = re.compile(r"[0-9]{1,18}")

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from demo.input import Line
-from demo.order_rules import Rules, return_of
+from demo.order_rules import VERDICTS, Rules, return_of
 from demo.processes import ProcessError
 from idempotency import publish
 from tasks import app
@@ -232,11 +232,11 @@ SCRIPTS: dict[str, Sequence[Step]] = {
     "late inspection": (
         _PICKED_UP,
         Step(INSPECTION_DONE, "let_time_pass"),
-        Step("ESCALATED", "inspect", "DAMAGED"),
+        Step("ESCALATED", "inspect", VERDICTS["late inspection"]),
     ),
-    "approved": (_PICKED_UP, Step(None, "inspect", "APPROVED")),
-    "damaged": (_PICKED_UP, Step(INSPECTION_DONE, "inspect", "DAMAGED")),
-    "rejected": (_PICKED_UP, Step(None, "inspect", "REJECTED")),
-    "reshipped": (_PICKED_UP, Step(INSPECTION_DONE, "inspect", "REJECTED")),
-    "reship refused": (_PICKED_UP, Step(None, "inspect", "REJECTED")),
+    "approved": (_PICKED_UP, Step(None, "inspect", VERDICTS["approved"])),
+    "damaged": (_PICKED_UP, Step(INSPECTION_DONE, "inspect", VERDICTS["damaged"])),
+    "rejected": (_PICKED_UP, Step(None, "inspect", VERDICTS["rejected"])),
+    "reshipped": (_PICKED_UP, Step(INSPECTION_DONE, "inspect", VERDICTS["reshipped"])),
+    "reship refused": (_PICKED_UP, Step(None, "inspect", VERDICTS["reship refused"])),
 }

@@ -96,7 +96,9 @@ def cancelled(directory: Path, order: str, *, collected: bool, **more: Any) -> O
         "told": dataclasses.replace(books.told, overruled={id}),
         "returns": {
             **books.returns,
-            id: books.returns[id]._replace(status=status, problem=", ".join(problems), saga="FAILED"),
+            id: books.returns[id]._replace(
+                is_collected=collected, status=status, problem=", ".join(problems), saga="FAILED"
+            ),
         },
         "labels": {**books.labels, label_id: books.labels[label_id]._replace(status=end)},
         "carrier": [dataclasses.replace(each, status=end) if each.id == label_id else each for each in books.carrier],

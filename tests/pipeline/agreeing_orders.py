@@ -12,6 +12,7 @@ from demo.input import Line
 from demo.order_books import (
     LABEL,
     SAGA,
+    Checkout,
     Label,
     Movement,
     Order,
@@ -74,6 +75,8 @@ K, S, C, D = map(order_id, LINES)
 A, Q, R, U, N, X = map(order_id, RETURNED)
 PROCESSED = (KEPT, *RETURNED)
 REFUND_OF_RETURN = {A: "r-a", Q: "r-q"}
+INSPECTED = ("c", True, True)
+NOTHING_HEARD = ("c", False, False, None, None)
 
 
 def of(order: str) -> str:
@@ -140,8 +143,11 @@ def outside(
     }
 
 
+SEEN = {"PROCESSING": ("placed", "COMPLETED"), "CANCELLED": ("cancelled", "FAILED")}
+
+
 def an_order(line: Line, status: str, reason: str | None) -> Order:
-    return Order(line.id, "c", AMOUNT, "EUR", RULES.article(line), PIECES, status, reason)
+    return Order(line.id, "c", AMOUNT, "EUR", RULES.article(line), PIECES, status, reason, *SEEN[status])
 
 
 def agreeing(directory: Path) -> OrderBooks:
@@ -162,7 +168,10 @@ def agreeing(directory: Path) -> OrderBooks:
     back = dict.fromkeys(REFUND_OF_RETURN, AMOUNT)
     return OrderBooks(
         told=Told((*LINES, *RETURNED), {line.id: {order_id(line)} for line in (*LINES, *RETURNED)}, deliveries),
-        checkouts={line.id: order_id(line) for line in (*LINES, *RETURNED)},
+        checkouts={
+            line.id: Checkout(order_id(line), "c", AMOUNT, "EUR", RULES.article(line), PIECES)
+            for line in (*LINES, *RETURNED)
+        },
         orders={
             **{order_id(line): an_order(line, "PROCESSING", None) for line in PROCESSED},
             S: an_order(SCARCE_LINE, "CANCELLED", "out_of_stock"),
@@ -191,12 +200,12 @@ def agreeing(directory: Path) -> OrderBooks:
             for article, number in deliveries.items()
         },
         returns={
-            of(A): Return(A, "REFUNDED", "r-a", None, "COMPLETED"),
-            of(Q): Return(Q, "REFUNDED", "r-q", None, "COMPLETED"),
-            of(R): Return(R, "REJECTED", None, None, "COMPLETED"),
-            of(U): Return(U, "CANCELLED", None, "cancelled", "FAILED"),
-            of(N): Return(N, "ESCALATED", None, "no_pickup", "COMPLETED"),
-            of(X): Return(X, "ESCALATED", None, "reship_refused", "COMPLETED"),
+            of(A): Return(A, *INSPECTED, "APPROVED", "APPROVED", "REFUNDED", "r-a", None, "COMPLETED"),
+            of(Q): Return(Q, *INSPECTED, "DAMAGED", "DAMAGED", "REFUNDED", "r-q", None, "COMPLETED"),
+            of(R): Return(R, *INSPECTED, "REJECTED", "REJECTED", "REJECTED", None, None, "COMPLETED"),
+            of(U): Return(U, *NOTHING_HEARD, "CANCELLED", None, "cancelled", "FAILED"),
+            of(N): Return(N, *NOTHING_HEARD, "ESCALATED", None, "no_pickup", "COMPLETED"),
+            of(X): Return(X, *INSPECTED, "REJECTED", "REJECTED", "ESCALATED", None, "reship_refused", "COMPLETED"),
         },
         labels={
             **{id: Label(of(id.removeprefix("lbl-return-")), "return", end) for id, end, _ in LABEL_ENDS},

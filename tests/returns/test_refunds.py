@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Engine, create_engine, make_url, text
 
+import services
+from demo.order_books import OrderBooks, Told, read_order_books
 from idempotency import Defer, EffectUnknown, Happened, OperationId
 from idempotency.application import runtime_of
 from idempotency.errors import ReplayRefused
@@ -16,6 +21,7 @@ from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
 from idempotency.store import sagas
 from idempotency.store.answers import error_text
+from sandbox import ledger
 from tests.orders.books import check_stock
 from tests.orders.shop import Sent
 from tests.returns.books import check_money, check_return
@@ -264,3 +270,44 @@ def test_a_return_that_is_cancelled_before_its_saga_begins_is_cancelled(shop: Re
             text("SELECT about FROM notifications WHERE about LIKE '%' || :id"), {"id": return_id}
         ).scalars()
         assert list(mails) == [f"return.cancelled:{return_id}"]
+
+
+# ---------------------------------------------------------------- what the check of the demo reads
+
+CORRUPTIONS = (
+    "UPDATE inspections SET verdict = 'REJECTED'",
+    "DELETE FROM inspections",
+    "UPDATE returns SET verdict = 'REJECTED'",
+    "UPDATE returns SET customer_id = 'x'",
+    "UPDATE returns SET is_collected = false",
+    "UPDATE returns SET is_inspected = false",
+    "UPDATE payments SET customer_id = 'x'",
+    "UPDATE payments SET order_status = 'cancelled'",
+    "UPDATE checkouts SET quantity = 99",
+    "UPDATE ledger SET debit = credit, credit = debit",
+    "UPDATE idempotency.sagas SET status = 'COMPENSATING' WHERE task = 'order_placement'",
+    "UPDATE refunds SET failure = 'x'",
+)
+
+
+def test_the_check_of_the_demo_reads_every_book_of_a_return(
+    servers: services.Services, shop: Returns, tmp_path: Path
+) -> None:
+    given_back(shop, shop.bought())
+    for make in (ledger.open_provider, ledger.open_mail):
+        make(tmp_path).close()
+    outside = {"provider": tmp_path, "mail": tmp_path, "carrier": Path(shop.sandbox.data)}
+    owner = create_engine(make_url(servers.database_url).set(database=shop.books.url.database))
+    with owner.connect() as connection:
+
+        def read() -> OrderBooks:
+            engine = SimpleNamespace(connect=lambda: nullcontext(connection))
+            return read_order_books(cast(Engine, engine), Told((), {}, {}), outside)
+
+        before = read()
+        for corruption in CORRUPTIONS:
+            assert connection.execute(text(corruption)).rowcount > 0
+            assert read() != before, corruption
+            connection.rollback()
+        assert read() == before
+    owner.dispose()
