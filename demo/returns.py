@@ -103,7 +103,7 @@ class Returns:
         return len(self._ordered) + len(self._scripts) + len(self._commands)
 
     def close(self) -> None:
-        """Wait for the commands that still run."""
+        """Kill the commands that still run, and close the carrier's connections."""
         for command in self._commands:
             command.kill()
             command.communicate()

@@ -1,4 +1,6 @@
-"""Every way in which a return can end. `python -m tasks.branches` draws it.
+"""The ways in which a return ends if each thing happens at most once, and no event crosses a cancel. `python -m tasks.branches` draws them.
+
+tests/returns/test_events.py has what else may come together.
 
 Tests take each branch and compare what they find with this list, and docs/returns.md with the list.
 """
@@ -39,7 +41,7 @@ BRANCHES: dict[str, Branch] = {
         undone=True,
     ),
     "saga fails": Branch(
-        "it fails before that, by a defect of ours",
+        "its saga fails before the pick-up, by a defect of ours",
         "REQUESTED",
         "ESCALATED",
         "attempts_exhausted",
@@ -59,7 +61,11 @@ BRANCHES: dict[str, Branch] = {
         cases=("no_pickup", "label_not_void"),
     ),
     "late parcel": Branch(
-        "it is collected after that", "LABELLED", "ESCALATED", "no_pickup", cases=("no_pickup", "late_parcel")
+        "it is collected after the 5 days, before its label is voided",
+        "LABELLED",
+        "ESCALATED",
+        "no_pickup",
+        cases=("no_pickup", "late_parcel"),
     ),
     "cancelled late": Branch(
         "a person cancels it, and it was collected",
@@ -73,7 +79,7 @@ BRANCHES: dict[str, Branch] = {
         "no verdict in 14 days", "IN_TRANSIT", "ESCALATED", "no_inspection", cases=("no_inspection",)
     ),
     "late inspection": Branch(
-        "a verdict comes after that",
+        "no verdict in 14 days, and it comes later",
         "IN_TRANSIT",
         "ESCALATED",
         "no_inspection",
@@ -82,7 +88,7 @@ BRANCHES: dict[str, Branch] = {
     "approved": Branch("APPROVED", "INSPECTED", "REFUNDED", goods="returned", refunded=True),
     "damaged": Branch("DAMAGED", "INSPECTED", "REFUNDED", goods="quarantined", refunded=True),
     "refund fails": Branch(
-        "APPROVED or DAMAGED, and the refund fails for good",
+        "APPROVED, and the refund fails for good",
         "INSPECTED",
         "ESCALATED",
         "refund_failed",
@@ -90,7 +96,7 @@ BRANCHES: dict[str, Branch] = {
         cases=("refund_failed",),
     ),
     "goods not booked": Branch(
-        "APPROVED or DAMAGED, and the stock cannot be booked",
+        "APPROVED, and the stock cannot be booked",
         "INSPECTED",
         "ESCALATED",
         "goods_not_booked",
@@ -98,14 +104,14 @@ BRANCHES: dict[str, Branch] = {
         cases=("goods_not_booked",),
     ),
     "both fail": Branch(
-        "both of these",
+        "APPROVED, and both the refund and the booking fail for good",
         "INSPECTED",
         "ESCALATED",
         "goods_not_booked, refund_failed",
         cases=("goods_not_booked", "refund_failed"),
     ),
     "cancelled at last": Branch(
-        "a person cancels it during the refund",
+        "a person cancels it during the refund of an APPROVED one",
         "INSPECTED",
         "ESCALATED",
         "cancelled, already_refunded, already_booked",

@@ -1,4 +1,4 @@
-"""Returns: a saga takes one order back, from the buyer's request to the last row. docs/returns.md has every branch.
+"""Returns: a saga takes one order back, from the buyer's request to the last row. docs/returns.md has its branches.
 
 What has happened outside is not undone: a parcel that was collected, goods that are here, money that was paid out. So a
 return whose parcel is on its way can only end, or be left to a person (ESCALATED). Before that it can be cancelled.
@@ -79,7 +79,7 @@ def submit_return(
 
 
 def return_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """Record that the saga was cancelled or could not go on, in the commit that ends it; its label is void by now.
+    """Record that the saga was cancelled or failed, in the commit that ends it. Its undo has run: an uncollected label is void.
 
     A failure of ours is not told to the buyer as a cancellation: a person has to see to it.
     """

@@ -64,7 +64,7 @@ def list_sagas(
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """The newest sagas, what each waits for, and why one has stopped. Those that have not begun: `list`."""
+    """The newest sagas, what each waits for, and why one has stopped. Sagas that have not begun: `idempotency list`."""
     celery = application(app)
     type, settings = task_named(celery, type), settings_of(celery)
     only = saga_reading.Filter(

@@ -83,7 +83,7 @@ class SagaTask(IdempotentTask[..., Any]):
     def gather(self, *calls: Call) -> list[Any]:
         """Run several tasks at once, and wait for all: `saga.gather(call(a, 1), call(b, 2))`. Returns their results.
 
-        If some fail, the first failure is raised once all have ended.
+        If some fail, the failure of the one named first is raised, once all have ended.
         """
         with self._saga.used() as attempt:
             return run_all(attempt, calls)
@@ -124,9 +124,9 @@ class SagaTask(IdempotentTask[..., Any]):
             return UUID(attempt.value("uuid", lambda: str(uuid4())))
 
     def version(self, name: str) -> bool:
-        """Whether this saga goes by code that is newer than some sagas: `if saga.version("refund-first"): ...`.
+        """Whether this saga takes the new path: `if saga.version("refund-first"): ...`.
 
-        False for a saga that had come past this point before the deploy. The answer stays the same for each saga.
+        False if it had passed this point before the code that asks was deployed. Each saga gets the same answer for good.
         """
         with self._saga.used() as attempt:
             return attempt.version(name)

@@ -25,10 +25,10 @@ def checked(undo: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Undo |
         return None
     if not hasattr(undo, "_enqueue"):
         raise Misuse(f"undo: must be an idempotent task, an operation of its own; got {undo!r:.100}")
-    given = {**kwargs, RESULT: None} if _wants_result(undo) else dict(kwargs)
-    if RESULT in kwargs and RESULT in given and _wants_result(undo):
+    wants_result = _wants_result(undo)
+    if wants_result and RESULT in kwargs:
         raise Misuse(f"undo: {undo.name} gets the result of what it undoes as {RESULT!r}, which is an argument here")
-    keys.bind(undo.signature_of_run, args, given)
+    keys.bind(undo.signature_of_run, args, {**kwargs, RESULT: None} if wants_result else dict(kwargs))
     limit = runtime_of(undo.app).settings.arguments_limit
     if (size := len(keys.canonical_json({"args": args, "kwargs": kwargs}))) > limit:
         raise Misuse(f"undo: {undo.name}: arguments of at most {limit} bytes as JSON, got {size}")

@@ -44,7 +44,7 @@ def sleep(attempt: SagaAttempt, seconds: float) -> None:
 
 
 def seconds_of(what: str, given: timedelta | float) -> float:
-    """A duration in seconds; until a time that is over, none. Raises `Misuse`, which names the limit."""
+    """A duration in seconds; 0 if it is negative. Raises `Misuse`, which names the limit."""
     try:
         duration = given if isinstance(given, timedelta) else timedelta(seconds=given)
     except (TypeError, ValueError, OverflowError) as error:

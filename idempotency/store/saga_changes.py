@@ -107,7 +107,7 @@ WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND (
     s.undo IS NOT NULL AND s.state = 'done'
     -- which may have left something outside
     OR s.kind = 'call' AND s.state = 'failed'
-        AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"')))
+        AND s.error::jsonb ->> 'code' IN ('effect_unknown', 'unfinished'))
 ORDER BY s.position
 """
 

@@ -12,9 +12,6 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import OperationId
 from . import operations
 from .record import ROW, named
-from .sagas import COMPENSATING, RUNNING
-
-OPEN = (RUNNING, COMPENSATING)
 
 # A saga belongs to one application. What an observer has noted is shown to all.
 _FIND = """

@@ -1,8 +1,9 @@
 """What a saga has recorded, a row each; and the events that are kept for its waits.
 
-Every write has two conditions: the attempt's claim on the record, and the status in which it has found the saga. The saga
-is locked before the record, by everybody, so that a person's cancel and a forward step have one order. Nothing forward
-commits once the saga is being undone.
+Every forward write has two conditions: the attempt's claim on the record, and the status in which it has found the saga. The
+saga is locked before the record, by everybody, so that a person's cancel and a forward step have one order. Nothing forward
+commits once the saga is being undone. The outcome of an effect has only the first condition: what has happened is recorded
+while the saga is undone, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Sagas: how one begins, waits, is undone and ends. What it has recorded is in `saga_steps`.
 
-The saga's row is locked before its record, by everybody.
+The saga's row is locked before its record, by everybody. Triggers of migration 0014 do the rest: `signal_waiting` wakes those
+that wait for an event, `end_of_operation` whoever has called an operation, and it lets nobody but a saga's own code end it;
+`close_waits` closes the waits of one that is undone, `forget_saga` deletes its rows with its record.
 """
 
 from __future__ import annotations

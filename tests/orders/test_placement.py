@@ -168,6 +168,7 @@ def test_an_article_that_nobody_has_heard_of_is_out_of_stock(shop: Shop) -> None
     order = shop.order("no-such-article")
     shop.run()
     check_order(shop, order, "CANCELLED")
+    assert shop.one("SELECT reason FROM orders WHERE id = :id", id=order)[0] == "out_of_stock"
 
 
 def test_out_of_stock_after_it_was_paid_is_refunded(shop: Shop, sku: str) -> None:
