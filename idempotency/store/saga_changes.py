@@ -105,9 +105,9 @@ JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generatio
 LEFT JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = g.generation AND u.undoes = s.position
 WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND (
     s.undo IS NOT NULL AND s.state = 'done'
-    -- which may have left something outside
+    -- which may have left something outside; as `error_text` writes it, because jsonb refuses some of what a message may hold
     OR s.kind = 'call' AND s.state = 'failed'
-        AND s.error::jsonb ->> 'code' IN ('effect_unknown', 'unfinished'))
+        AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"')))
 ORDER BY s.position
 """
 
