@@ -146,10 +146,10 @@ class Shop:
         self.told.clear()
 
     def outbox(self) -> list[Sent]:
-        query = text("SELECT * FROM idempotency.outbox WHERE id > :since ORDER BY id")
+        query = text("SELECT * FROM idempotency.outbox WHERE id > :since AND message_id <> ALL(:seen)")
         with self.books.connect() as connection, self._lock:
-            for row in connection.execute(query, {"since": self._since}):
-                self._seen.setdefault(row.message_id, Sent(row, _event_in(row.message)))
+            for row in connection.execute(query, {"since": self._since, "seen": list(self._seen)}):
+                self._seen[row.message_id] = Sent(row, _event_in(row.message))
             return sorted(self._seen.values(), key=lambda sent: sent.row.id)
 
     def waiting(self) -> list[Sent]:

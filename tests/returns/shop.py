@@ -54,7 +54,7 @@ class Returns(Shop):
         if sku is not None:
             self.receive(sku, 5, tenant=changes.get("tenant", TENANT))
         order = self.order(sku, quantity, **changes)
-        self.run()
+        self.run("observer", "notifications")
         assert self.one("SELECT status FROM orders WHERE id = :id", id=order)[0] == "PROCESSING"
         self.forget()
         return order
@@ -65,6 +65,21 @@ class Returns(Shop):
         wanted = {"reason": "too small", "tenant": tenant, **changes}
         with self.transaction(tenant) as session:
             self.returns.submit_return(session, return_id=return_id, order_id=order, **wanted)
+        return return_id
+
+    def labelled(self, order: str | None = None, **changes: Any) -> str:
+        """A return whose label was sent."""
+        return_id = self.send_back(order or self.bought(), **changes)
+        self.run()
+        assert self.row(return_id).status == "LABELLED"
+        return return_id
+
+    def in_transit(self, order: str | None = None, **changes: Any) -> str:
+        """A return whose parcel is on its way."""
+        return_id = self.labelled(order, **changes)
+        self.collect(return_id)
+        self.run()
+        assert self.row(return_id).status == "IN_TRANSIT"
         return return_id
 
     def collect(self, return_id: str, *, tenant: str = TENANT) -> None:

@@ -27,14 +27,8 @@ def label_refused(shop: Returns) -> str:
     return shop.send_back(order, return_id)
 
 
-def labelled(shop: Returns, *, reship: bool = False) -> str:
-    return_id = shop.send_back(shop.bought(), reship=reship)
-    shop.run()
-    return return_id
-
-
 def cancelled(shop: Returns) -> str:
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     shop.cancel_return(return_id)
     return return_id
 
@@ -51,7 +45,7 @@ def saga_fails(shop: Returns) -> str:
 
 
 def no_pickup(shop: Returns) -> str:
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     shop.pass_days(5)
     shop.run()
     return return_id
@@ -59,7 +53,7 @@ def no_pickup(shop: Returns) -> str:
 
 def label_not_void(shop: Returns) -> str:
     """The shop does not find it in its own books; afterwards it is there again, and as valid as before."""
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     rename = "UPDATE labels SET id = :new WHERE id = :old"
     (label,) = shop.labels(return_id)
     shop.write(rename, old=label.id, new="mislaid")
@@ -71,7 +65,7 @@ def label_not_void(shop: Returns) -> str:
 
 def late_parcel(shop: Returns) -> str:
     """The driver was there as the time ran out: the carrier says so when the label is to be voided."""
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     shop.pass_days(5)
     shop.run("shipping.void_label")
     shop.collect(return_id)
@@ -79,21 +73,14 @@ def late_parcel(shop: Returns) -> str:
     return return_id
 
 
-def in_transit(shop: Returns, *, reship: bool = False) -> str:
-    return_id = labelled(shop, reship=reship)
-    shop.collect(return_id)
-    shop.run()
-    return return_id
-
-
 def cancelled_late(shop: Returns) -> str:
-    return_id = in_transit(shop)
+    return_id = shop.in_transit()
     shop.cancel_return(return_id)
     return return_id
 
 
 def no_inspection(shop: Returns) -> str:
-    return_id = in_transit(shop)
+    return_id = shop.in_transit()
     shop.pass_days(14)
     shop.run()
     return return_id
@@ -106,13 +93,13 @@ def late_inspection(shop: Returns) -> str:
 
 
 def inspected(shop: Returns, verdict: str, *, reship: bool = False) -> str:
-    return_id = in_transit(shop, reship=reship)
+    return_id = shop.in_transit(reship=reship)
     shop.inspect(return_id, verdict)
     return return_id
 
 
 def refund_fails(shop: Returns) -> str:
-    return_id = in_transit(shop)
+    return_id = shop.in_transit()
     shop.provider.keeps.add(shop.row(return_id).order_id)
     shop.inspect(return_id, "APPROVED")
     return return_id
@@ -127,7 +114,7 @@ def cancelled_at_last(shop: Returns) -> str:
 
 def goods_not_booked(shop: Returns) -> str:
     """Its pieces are not its own any more: by hand, in the books of the warehouse."""
-    return_id = in_transit(shop)
+    return_id = shop.in_transit()
     order = shop.row(return_id).order_id
     for statement in (
         "INSERT INTO stock_movements (kind, reference, sku, quantity) "
@@ -148,7 +135,7 @@ def both_fail(shop: Returns) -> str:
 
 
 def reship_refused(shop: Returns) -> str:
-    return_id = in_transit(shop, reship=True)
+    return_id = shop.in_transit(reship=True)
     shop.refuses_label(return_id, "reship")
     shop.inspect(return_id, "REJECTED")
     return return_id

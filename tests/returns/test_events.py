@@ -29,13 +29,6 @@ def _fresh(shop: Returns) -> Iterator[None]:
     check_stock(shop)
 
 
-def labelled(shop: Returns, *, reship: bool = False) -> str:
-    return_id = shop.send_back(shop.bought(), reship=reship)
-    shop.run()
-    assert shop.row(return_id).status == "LABELLED"
-    return return_id
-
-
 def told(shop: Returns, event_type: str, return_id: str, verdict: str = "APPROVED") -> None:
     """An event, past the function that publishes it once."""
     data = {"return_id": return_id} | ({"verdict": verdict} if event_type == INSPECTED else {})
@@ -53,7 +46,7 @@ def test_events_that_come_before_their_waits_count(shop: Returns) -> None:
 
 
 def test_events_that_come_twice_count_once(shop: Returns) -> None:
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     for _ in range(2):
         shop.collect(return_id)
         told(shop, PICKED_UP, return_id)
@@ -69,7 +62,7 @@ def test_events_that_come_twice_count_once(shop: Returns) -> None:
 
 def test_a_verdict_without_a_pick_up_is_late_once_the_time_is_over(shop: Returns) -> None:
     """The goods are here, and the carrier has never said so: nothing is lost, a person is told of both."""
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     shop.inspect(return_id, "APPROVED")
     shop.run()
     shop.pass_days(5)
@@ -87,7 +80,7 @@ def test_a_verdict_without_a_pick_up_is_late_once_the_time_is_over(shop: Returns
 def test_a_parcel_between_the_time_out_and_its_escalation_is_not_lost(shop: Returns) -> None:
     """The wait is decided, its label not void yet: whoever notes the pick-up first, support hears of it once."""
     for held_back in ("returns.note", "returns.process_return"):
-        return_id = labelled(shop)
+        return_id = shop.labelled()
         shop.pass_days(5)
         shop.run("shipping.void_label")
         told(shop, PICKED_UP, return_id)
@@ -102,7 +95,7 @@ def test_a_parcel_between_the_time_out_and_its_escalation_is_not_lost(shop: Retu
 
 def test_the_last_moment_of_a_wait_belongs_to_its_event(shop: Returns) -> None:
     """Both are there when the saga goes on: the event ends the wait, and nobody is told that something is late."""
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     shop.pass_days(5)
     shop.collect(return_id)
     shop.run()
@@ -115,7 +108,7 @@ def test_the_last_moment_of_a_wait_belongs_to_its_event(shop: Returns) -> None:
 
 @pytest.mark.parametrize(("days", "event"), [(5, PICKED_UP), (14, INSPECTED)])
 def test_time_out_and_event_at_the_same_moment_end_one_way(shop: Returns, days: int, event: str) -> None:
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     if event == INSPECTED:
         shop.collect(return_id)
         shop.run()
@@ -143,7 +136,7 @@ def test_an_event_about_nothing_that_is_known_changes_nothing(shop: Returns) -> 
 @pytest.mark.parametrize("held_back", ["nothing", "returns.note"])
 def test_a_parcel_that_is_collected_while_it_is_cancelled_is_left_to_a_person(shop: Returns, held_back: str) -> None:
     """Its saga is cancelled before it has seen the pick-up, which returns has noted already, or has not."""
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     shop.collect(return_id)
     shop.run("returns.process_return", held_back)
     shop.cancel_return(return_id)
@@ -157,7 +150,7 @@ def test_a_parcel_that_is_collected_while_it_is_cancelled_is_left_to_a_person(sh
 
 def test_a_label_that_the_driver_has_taken_is_not_voided_and_says_so(shop: Returns) -> None:
     """The carrier's own message never comes: its answer to the undo tells of the pick-up."""
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     (label,) = shop.labels(return_id)
     requests.post(f"{shop.sandbox.url}/v1/labels/{label.id}/collect", timeout=20).raise_for_status()
     shop.cancel_return(return_id)
@@ -171,7 +164,7 @@ def test_a_label_that_the_driver_has_taken_is_not_voided_and_says_so(shop: Retur
 
 def test_a_verdict_that_nobody_knows_is_left_to_a_person(shop: Returns) -> None:
     """It did not pass the warehouse's function: a person has signalled it."""
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     shop.collect(return_id)
     told(shop, INSPECTED, return_id, "FINE")
     shop.run()
@@ -184,9 +177,7 @@ def test_a_verdict_that_nobody_knows_is_left_to_a_person(shop: Returns) -> None:
 @pytest.mark.parametrize("held_back", ["returns.note", "returns.process_return"])
 def test_a_verdict_other_than_what_a_person_said_is_left_to_a_person(shop: Returns, held_back: str) -> None:
     """The return goes on with what it was told first; the warehouse's word comes later, or is there and not used."""
-    return_id = labelled(shop)
-    shop.collect(return_id)
-    shop.run()
+    return_id = shop.in_transit()
     id = OperationId("default", shop.returns.process_return.name, return_id)
     with shop.operating():
         signal_saga(shop.app, id, INSPECTED, {"return_id": return_id, "verdict": "APPROVED"}, ANN)
@@ -199,7 +190,7 @@ def test_a_verdict_other_than_what_a_person_said_is_left_to_a_person(shop: Retur
 
 
 def test_a_label_that_a_person_has_voided_is_void(shop: Returns) -> None:
-    return_id = labelled(shop)
+    return_id = shop.labelled()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shop.shipping.carrier, "void_label", refused, raising=False)
         shop.cancel_return(return_id)

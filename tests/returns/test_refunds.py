@@ -66,14 +66,6 @@ def test_an_order_that_is_refunded_already_is_only_taken_back(shop: Returns) -> 
     check_return(shop, return_id, "damaged")
 
 
-def in_transit(shop: Returns, order: str) -> str:
-    return_id = shop.send_back(order)
-    shop.run()
-    shop.collect(return_id)
-    shop.run()
-    return return_id
-
-
 def requested_by_hand(shop: Returns, order: str, amount: int) -> Sent:
     refund = {"refund_id": f"r-{order}", "payment_id": order, "amount": amount, "reason": "by hand"}
     with shop.transaction() as session:
@@ -94,7 +86,7 @@ def silent(**_: Any) -> None:
 def test_a_refund_by_hand_that_is_under_way_is_waited_for(shop: Returns, keeps: bool) -> None:
     """It may come to nothing, and then the return gives all of it back; or tries to."""
     order = shop.bought()
-    return_id = in_transit(shop, order)
+    return_id = shop.in_transit(order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shop.provider, "refund", unreachable, raising=False)
         shop.deliver(requested_by_hand(shop, order, 1000))
@@ -114,7 +106,7 @@ def test_a_refund_by_hand_that_is_under_way_is_waited_for(shop: Returns, keeps: 
 
 def test_a_refund_by_hand_in_doubt_leaves_the_return_to_a_person(shop: Returns) -> None:
     order = shop.bought()
-    return_id = in_transit(shop, order)
+    return_id = shop.in_transit(order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shop.provider, "refund", silent, raising=False)
         shop.deliver(requested_by_hand(shop, order, 400))
@@ -125,7 +117,7 @@ def test_a_refund_by_hand_in_doubt_leaves_the_return_to_a_person(shop: Returns) 
 
 def test_a_refund_in_doubt_of_a_return_that_a_person_has_found_is_posted_by_a_replay(shop: Returns) -> None:
     order = shop.bought()
-    return_id = in_transit(shop, order)
+    return_id = shop.in_transit(order)
     made = type(shop.provider).refund
 
     def made_in_silence(**call: Any) -> None:
@@ -157,7 +149,7 @@ def test_a_refund_in_doubt_of_a_return_that_a_person_has_found_is_posted_by_a_re
 
 def test_a_return_gives_all_of_it_back_though_a_refund_by_hand_was_requested_before(shop: Returns) -> None:
     order = shop.bought()
-    return_id = in_transit(shop, order)
+    return_id = shop.in_transit(order)
     by_hand = requested_by_hand(shop, order, 400)
     shop.inspect(return_id, "APPROVED")
     shop.run("refunds.refund_payment")
@@ -168,7 +160,7 @@ def test_a_return_gives_all_of_it_back_though_a_refund_by_hand_was_requested_bef
 
 
 def test_a_cancel_between_the_row_of_a_refund_and_its_call_frees_the_amount(shop: Returns) -> None:
-    return_id = in_transit(shop, shop.bought())
+    return_id = shop.in_transit()
     failing = shop.returns._failing
 
     def cancelled_first(problem: str, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +285,9 @@ CORRUPTIONS = (
 def test_the_check_of_the_demo_reads_every_book_of_a_return(
     servers: services.Services, shop: Returns, tmp_path: Path
 ) -> None:
-    given_back(shop, shop.bought())
+    order = shop.order(None)
+    shop.run()
+    given_back(shop, order)
     for make in (ledger.open_provider, ledger.open_mail):
         make(tmp_path).close()
     outside = {"provider": tmp_path, "mail": tmp_path, "carrier": Path(shop.sandbox.data)}
