@@ -113,6 +113,7 @@ class Attempt:
         self,
         name: str,
         fn: Callable[..., Any],
+        /,
         *args: Any,
         reconcile: effects.Reconcile | None = None,
         **kwargs: Any,
@@ -120,7 +121,7 @@ class Attempt:
         """Call the outside world, as `IdempotentTask.effect` does."""
         return effects.effect(self, effects.Call(name, fn, args, kwargs, reconcile))
 
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:
         """Commit a database phase before the body goes on, as `IdempotentTask.step` does."""
         return steps.step(self, name, fn, args, kwargs, undo)
 

@@ -71,7 +71,7 @@ class RequestAttempt:
         self._attempt.check_lease()
 
     def effect(
-        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Reconcile | None = None, **kwargs: Any
+        self, name: str, fn: Callable[..., Any], /, *args: Any, reconcile: Reconcile | None = None, **kwargs: Any
     ) -> Any:
         """Call the outside world, as `IdempotentTask.effect` does."""
         self._check_open()
@@ -86,7 +86,7 @@ class RequestAttempt:
                 self.verdict = mismatch
             raise
 
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Commit a database phase before the handler goes on: `fn(session, *args, **kwargs)`.
 
         It stays committed whatever the handler answers: unlike a task's, it takes no `undo`.

@@ -129,7 +129,7 @@ class SagaAttempt(Attempt):
         if passing is not None and error is None:
             raise passing
 
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Any = None, **kwargs: Any) -> Any:
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         name = self.journal.name(name)
         given = arguments.recorded(args, kwargs, arguments.named(partial(fn, None), args, kwargs))
         if (row := self.recalled("step", name, given)) is not None:
@@ -168,7 +168,7 @@ class SagaAttempt(Attempt):
         row.entry = {"state": "not_happened"} | refusals.recorded(refusal, self.claim.generation)
         self._record(row)
 
-    def effect(self, name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def effect(self, name: str, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
         reconcile, undo = options.pop("reconcile", None), options.pop("undo", None)
         name = self.journal.name(name)
         given = arguments.recorded(args, options, arguments.named(fn, args, options, idempotency_key=""))

@@ -55,7 +55,7 @@ class SagaTask(IdempotentTask[..., Any]):
 
     # ------------------------------------------------------------ what the code uses
 
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Any = None, **kwargs: Any) -> Any:
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         """Commit a database phase, once: `fn(session, *args, **kwargs)`. Returns its result, which is JSON.
 
         `undo`, an idempotent task, is called with the same arguments if the saga fails later, and with `result=` if it
@@ -66,7 +66,7 @@ class SagaTask(IdempotentTask[..., Any]):
             return attempt.step(name, fn, *args, undo=undo, **kwargs)
 
     def effect(
-        self, name: str, fn: Callable[..., Any], *args: Any, reconcile: Any = None, undo: Any = None, **kwargs: Any
+        self, name: str, fn: Callable[..., Any], /, *args: Any, reconcile: Any = None, undo: Any = None, **kwargs: Any
     ) -> Any:
         """Call the outside world under a stable key, as `IdempotentTask.effect` does; `undo` as in `step`."""
         with self._saga.used() as attempt:

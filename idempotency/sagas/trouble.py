@@ -17,7 +17,7 @@ from ..store.statements import describe
 TRANSIENT = (LeaseLost, OutcomeInDoubt, OperationalError, PoolTimeout, SoftTimeLimitExceeded)
 
 
-def final_as_refusal(policy: Policy, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def final_as_refusal(policy: Policy, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function; an error that fails the task for good is raised as a `PermanentError`, which can be recorded."""
     try:
         return fn(*args, **kwargs)

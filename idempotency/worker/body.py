@@ -39,7 +39,7 @@ class RunningTask(KeyedTask[P, R_co], Generic[P, R_co]):
         return self._attempt.claim.id.tenant
 
     def effect(
-        self, name: str, fn: Callable[..., T], *args: Any, reconcile: effects.Reconcile | None = None, **kwargs: Any
+        self, name: str, fn: Callable[..., T], /, *args: Any, reconcile: effects.Reconcile | None = None, **kwargs: Any
     ) -> T:
         """Call the outside world: `fn(*args, idempotency_key=..., **kwargs)`. Returns its result, once that is recorded.
 
@@ -51,16 +51,16 @@ class RunningTask(KeyedTask[P, R_co], Generic[P, R_co]):
 
     # one signature cannot have a function's parameters and an option (PEP 612)
     @overload
-    def step(self, name: str, fn: Callable[[AttemptSession], T], *, undo: Undo | None = None) -> T: ...
+    def step(self, name: str, fn: Callable[[AttemptSession], T], /, *, undo: Undo | None = None) -> T: ...
     @overload
     def step(
-        self, name: str, fn: Callable[Concatenate[AttemptSession, ...], T], *args: Any, undo: Undo, **kwargs: Any
+        self, name: str, fn: Callable[Concatenate[AttemptSession, ...], T], /, *args: Any, undo: Undo, **kwargs: Any
     ) -> T: ...
     @overload
     def step(
-        self, name: str, fn: Callable[Concatenate[AttemptSession, Q], T], *args: Q.args, **kwargs: Q.kwargs
+        self, name: str, fn: Callable[Concatenate[AttemptSession, Q], T], /, *args: Q.args, **kwargs: Q.kwargs
     ) -> T: ...
-    def step(self, name: str, fn: Callable[..., Any], *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:  # type: ignore[misc]
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, undo: Undo | None = None, **kwargs: Any) -> Any:  # type: ignore[misc]
         """Commit a database phase before the body goes on: `fn(session, *args, **kwargs)` and its result, once.
 
         If the operation ends without success, `undo(session, result)` takes the step back in the failing transaction,

@@ -349,6 +349,16 @@ def test_a_step_is_committed_with_its_result_and_not_repeated(
     assert entries("row") == 1
 
 
+def test_a_function_may_have_parameters_that_are_called_as_those_of_step_and_effect(
+    bank: Celery, deliveries: Deliveries
+) -> None:
+    def body(self: Any) -> Any:
+        put = self.step("put", lambda session, name, fn: f"{name} {fn}", name="n", fn="f")
+        return self.effect("call", lambda name, fn, idempotency_key: f"{put} {name} {fn}", name="n", fn="f")
+
+    assert deliveries.deliver(make_task(bank, body), key="k").value == "n f n f"
+
+
 def test_a_step_that_raises_leaves_nothing(
     bank: Celery, deliveries: Deliveries, entries: Entries, record: Record
 ) -> None:

@@ -262,6 +262,23 @@ def test_a_steps_function_does_not_commit_by_itself(stage: Stage) -> None:
     assert (handle.status(), stage.accounts()) == ("failed", [])
 
 
+def test_a_function_may_have_parameters_that_are_called_as_those_of_step_and_effect(stage: Stage) -> None:
+    def put(session: Any, *, self: str, name: str, fn: str, policy: str) -> str:
+        return enter(session, f"{self}:{name}:{fn}:{policy}")
+
+    def charge(*, self: str, name: str, fn: str, idempotency_key: str) -> str:
+        return f"{self}:{name}:{fn}"
+
+    @saga("naming", key="{id}", app=stage.app, max_attempts=1)
+    def naming(saga: Any, id: str) -> Any:
+        saga.step("put", put, self="s", name=id, fn="f", policy="p")
+        return saga.effect("charge", charge, self="s", name=id, fn="f")
+
+    handle = stage.enqueue(naming, "r1")
+    stage.run()
+    assert (handle.result(), stage.accounts()) == ("s:r1:f", ["s:r1:f:p"])
+
+
 def test_swallowing_the_wait_does_no_harm(stage: Stage) -> None:
     @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
     def waiting(saga: Any, id: str) -> Any:
