@@ -279,6 +279,27 @@ def test_a_function_may_have_parameters_that_are_called_as_those_of_step_and_eff
     assert (handle.result(), stage.accounts()) == ("s:r1:f", ["s:r1:f:p"])
 
 
+def test_what_a_former_holder_has_reached_says_nothing_of_a_replay(stage: Stage) -> None:
+    attempts: list[Any] = []
+
+    @saga("failing", key="{id}", app=stage.app)
+    def failing(saga: Any, id: str) -> Any:
+        attempts.append(saga._saga)
+        if len(attempts) == 1:
+            raise PermanentError("no", "no")
+        saga.sleep(60.0)
+
+    stage.enqueue(failing, "r1")
+    stage.run()
+    stage.replay("failing")
+    stage.run()
+    former, now = attempts[0], attempts[-1]
+    with stage.engine.connect() as connection:
+        for attempt, reached in ((former, 0), (now, 7)):
+            sagas.note_reached(connection, attempt.claim, attempt.saga, 7)
+            assert connection.execute(text("SELECT reached FROM idempotency.sagas")).scalar_one() == reached
+
+
 def test_swallowing_the_wait_does_no_harm(stage: Stage) -> None:
     @saga("waiting", key="{id}", events={"picked": "{id}"}, app=stage.app)
     def waiting(saga: Any, id: str) -> Any:
