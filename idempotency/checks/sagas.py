@@ -13,7 +13,7 @@ from .findings import Finding, warning
 
 
 def check_sagas(app: Celery, given: Settings) -> list[Finding]:
-    """Events that a saga waits for and that no saga of this application declares: published here, they would be dropped."""
+    """Events that a saga waits for and that no module imported here declares: published here, they would be dropped."""
     with monitoring_connection(given) as connection:
         wall = row_security(connection)
         if wall is not None and not (wall.passes or wall.of_all):
@@ -26,7 +26,7 @@ def check_sagas(app: Celery, given: Settings) -> list[Finding]:
     return [
         warning(
             f"event {each.event_type}",
-            f"{type} waits for it by {each.match}, which no saga of this application does",
+            f"{type} waits for it by {each.match}, and no module that is imported here declares that",
             advice,
         )
         for each, type in waiting

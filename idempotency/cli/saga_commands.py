@@ -126,7 +126,7 @@ def show_saga(
     print_line(", ".join(timeline.summary(shown)))
     if shown["dropped"]:
         print_line(
-            f"no saga of this application waits for {', '.join(shown['dropped'])}: published here, it is dropped"
+            f"no module that is imported here waits for {', '.join(shown['dropped'])}: published here, it is dropped"
         )
     columns = ("time", "what", "state", "took", "details", *(["result"] if with_payload else []))
     print_table(

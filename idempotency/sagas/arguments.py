@@ -8,10 +8,10 @@ from typing import Any
 
 from ..errors import InvalidArguments
 from ..wire import keys
-from .misuse import is_misuse
+from .misuse import raised_as_misuse
 
 
-@is_misuse()
+@raised_as_misuse()
 def recorded(args: Sequence[Any], kwargs: Mapping[str, Any], named: Mapping[str, Any] | None) -> str:
     """Fingerprints of arguments as they are given and, if it is known, by name: `f(1)` is `f(order=1)`.
 

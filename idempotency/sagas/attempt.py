@@ -37,7 +37,7 @@ from ..wire import results
 from ..wire.delivery import Delivery
 from . import arguments, compensation, stopping
 from .journal import Journal, Mismatch
-from .misuse import is_misuse
+from .misuse import raised_as_misuse
 from .trouble import TRANSIENT, final_as_refusal
 from .undo import Undo, checked
 
@@ -66,10 +66,10 @@ class SagaAttempt(Attempt):
         # whether a step or effect runs, or something else that the saga does
         self._is_used = False
         # what the next attempt may not meet
-        self._passing: Exception | None = None
+        self._unrecorded: Exception | None = None
         # whether it is noted that the code has come to all that is recorded
         self.has_reached = False
-        self._ends_as = COMPLETED
+        self._status_at_end = COMPLETED
 
     def prepare(self) -> None:
         with self.runtime.autocommit(self.claim.id.tenant) as connection:
@@ -96,38 +96,38 @@ class SagaAttempt(Attempt):
         The next attempt may not meet that error, and would come elsewhere; and an effect may be open.
         """
         if self._is_used:
-            self._passing = Misuse(
+            self._unrecorded = Misuse(
                 "used inside a step or effect, whose function is not run again: use the saga after it"
             )
-        self.check_nothing_passes()
+        self.raise_unrecorded()
         self._is_used = True
         try:
             yield self
         except Misuse as error:
-            self._passing = error
+            self._unrecorded = error
             raise
         except CallRefused:  # the same each time
             raise
         except Exception as error:
             reached = {name: entry for name, entry in self.claim.effects.items() if name in self.calls}
             if not isinstance(error, PermanentError) or conclusions.is_open(reached):
-                self._passing = error
+                self._unrecorded = error
             raise
         finally:
             self._is_used = False
 
-    def check_nothing_passes(self, error: BaseException | None = None) -> None:
-        """Raise what the code has caught, and is not recorded; unless `error` was raised in its place.
+    def raise_unrecorded(self, error: BaseException | None = None) -> None:
+        """Raise an error that the code has caught although it is not recorded: the next attempt may not meet it.
 
-        Nothing takes the place of what says nothing about the saga.
+        Not if `error` was raised because of it. A `Misuse`, or what says nothing about the saga, is raised in any case.
         """
-        passing = self._passing
-        if isinstance(passing, (Misuse, *TRANSIENT)):
-            raise passing
-        while error is not None and error is not passing:
+        unrecorded = self._unrecorded
+        if isinstance(unrecorded, (Misuse, *TRANSIENT)):
+            raise unrecorded
+        while error is not None and error is not unrecorded:
             error = error.__cause__ or error.__context__
-        if passing is not None and error is None:
-            raise passing
+        if unrecorded is not None and error is None:
+            raise unrecorded
 
     def step(self, name: str, fn: Callable[..., Any], /, *args: Any, undo: Any = None, **kwargs: Any) -> Any:
         name = self.journal.name(name)
@@ -137,14 +137,14 @@ class SagaAttempt(Attempt):
                 raise refusal
             assert row.result is not None
             return results.from_text(row.result)
-        with is_misuse():
+        with raised_as_misuse():
             entries.refuse_coroutine(f"step {name!r}", fn)
         row = self.new_row("step", name, "done", given, checked(undo, args, kwargs))
         self.check_may_begin()
         session = self.session
         try:
             result = final_as_refusal(self.policy, fn, session, *args, **kwargs)
-            self.check_nothing_passes()
+            self.raise_unrecorded()
             row.result = entries.as_text(self, name, result)
             session.flush()
             self.record_with(row)
@@ -292,13 +292,13 @@ class SagaAttempt(Attempt):
     # ------------------------------------------------------------ how it ends
 
     def complete(self, result: Any) -> None:
-        self.check_nothing_passes()
+        self.raise_unrecorded()
         stopping.check_read(self)
-        self._ends_as = COMPLETED
+        self._status_at_end = COMPLETED
         super().complete(result)
 
     def before_end(self) -> None:
-        self.writes.in_session(lambda c: sagas.end(c, self.saga, self._ends_as, lease=self.lease))
+        self.writes.in_session(lambda c: sagas.end(c, self.saga, self._status_at_end, lease=self.lease))
         stopping.close_letter(self)
 
     def fail(self, error: PermanentError, *, cause: BaseException | None = None) -> PermanentError:
@@ -320,7 +320,7 @@ class SagaAttempt(Attempt):
         return super().fail(error, cause=cause)
 
     def _fail(self, error: PermanentError, described: str, *, skip: str | None) -> Concluded:
-        self._ends_as = FAILED
+        self._status_at_end = FAILED
         # what is left of its effects has no undo, and is left as it is
         entries_left, self.claim = self.claim.effects, replace(self.claim, effects={})
         try:

@@ -12,7 +12,7 @@ from ..store.saga_steps import Recorded
 from ..wire import keys, results
 from ..worker.control import is_replacement
 from . import arguments
-from .misuse import is_misuse
+from .misuse import raised_as_misuse
 from .undo import Undo, checked
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Call:
         return arguments.recorded(self.args, self.kwargs, self.task._bound(self.args, self.kwargs))
 
 
-@is_misuse()
+@raised_as_misuse()
 def call(task: Any, /, *args: Any, undo: Any = None, **kwargs: Any) -> Call:
     """A call for `saga.gather`: `call(ship, order_id=1, undo=unship)`. Raises `Misuse`."""
     if not hasattr(task, "_enqueue"):

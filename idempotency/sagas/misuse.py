@@ -9,7 +9,7 @@ from ..errors import CallRefused, Misuse
 
 
 @contextmanager
-def is_misuse() -> Iterator[None]:
+def raised_as_misuse() -> Iterator[None]:
     """What is refused in here is refused because of the code, not because of the data: raised as `Misuse`."""
     try:
         yield

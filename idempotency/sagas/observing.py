@@ -11,7 +11,7 @@ from ..errors import InvalidArguments
 from ..store import sagas
 from ..store.callers import Caller, in_transaction_of
 from ..store.refused import explained
-from ..store.sagas import COMPENSATING, COMPLETED, FAILED, RUNNING
+from ..store.sagas import RUNNING, STATUSES
 from ..wire import keys, results
 from ..wire.keys import OperationId
 
@@ -33,8 +33,8 @@ def observe(
     """
     application = app or current_app._get_current_object()
     runtime = runtime_of(application)
-    if status not in (RUNNING, COMPLETED, FAILED, COMPENSATING):
-        raise InvalidArguments(f"status: must be RUNNING, COMPLETED, FAILED or COMPENSATING, got {status!r}")
+    if status not in STATUSES:
+        raise InvalidArguments(f"status: must be one of {', '.join(STATUSES)}, got {status!r}")
     if hasattr(application.tasks.get(saga_type), "saga_entity"):
         raise InvalidArguments(f"saga_type: {saga_type!r} is a saga, which keeps its own rows")
     for field, value in (("saga_type", saga_type), ("entity_id", entity_id), ("step", step)):

@@ -21,7 +21,7 @@ def stop(attempt: SagaAttempt, reason: str, why: str, *, tries_again: bool = Fal
     attempt.writes.roll_back()
     attempt.check_lease()
     session, saga = attempt.session, attempt.saga
-    sagas.guard(session.connection(), lease=attempt.lease)
+    sagas.limit_idle(session.connection(), lease=attempt.lease)
     if saga.stopped != reason:
         close_letter(attempt)  # a person has seen to what had stopped it before
     error = error_text(reason, why)

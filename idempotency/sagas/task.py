@@ -41,7 +41,7 @@ from ..worker.task import IdempotentTask
 from . import compensation, waits
 from .attempt import SagaAttempt
 from .calls import Call, call, run_all
-from .misuse import is_misuse
+from .misuse import raised_as_misuse
 from .trouble import TRANSIENT
 from .waits import seconds_of
 
@@ -98,7 +98,7 @@ class SagaTask(IdempotentTask[..., Any]):
             if event_type not in self.saga_events:
                 known = ", ".join(sorted(self.saga_events)) or "none"
                 raise Misuse(f"wait_for: the saga does not name the event {event_type!r} in events=; named: {known}")
-            with is_misuse():
+            with raised_as_misuse():
                 value = keys.check_key(str(match) if type(match) is int else match, field="match")
             wanted = matched_by(self.saga_events[event_type], value)
             return waits.wait_for(attempt, event_type, wanted, seconds_of("timeout", timeout))
@@ -172,7 +172,7 @@ class SagaTask(IdempotentTask[..., Any]):
         try:
             return super()._body(attempt)
         except Exception as error:
-            attempt.check_nothing_passes(error)
+            attempt.raise_unrecorded(error)
             raise
 
     def _settle(self, attempt: SagaAttempt) -> None:

@@ -10,7 +10,7 @@ from ..application import runtime_of
 from ..errors import Misuse
 from ..store.saga_steps import Recorded
 from ..wire import encoding, keys, results
-from .misuse import is_misuse
+from .misuse import raised_as_misuse
 
 # The task's name, and the arguments of what it undoes, as JSON.
 Undo = tuple[str, str]
@@ -18,7 +18,7 @@ Undo = tuple[str, str]
 RESULT = "result"
 
 
-@is_misuse()
+@raised_as_misuse()
 def checked(undo: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Undo | None:
     """What is recorded of `undo`. Raises `Misuse` for anything but an idempotent task that takes the arguments."""
     if undo is None:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from .answers import Claimed
 from .callers import Executes
-from .record import GUARD, MINE, SETTINGS, idle_ms, mine
+from .record import IDLE_LIMIT, MINE, SETTINGS, idle_ms, mine
 from .sagas import SagaRow
 from .statements import execute
 
@@ -111,7 +111,7 @@ SELECT 1 / count(*) FROM changed, settings
 """
 
 # Publishers queue behind who waits for this lock, so that it gives up soon; the saga's attempt comes again.
-_PATIENCE = f"{GUARD.rstrip()}, set_config('lock_timeout', '500ms', true) AS patience"
+_PATIENCE = f"{IDLE_LIMIT.rstrip()}, set_config('lock_timeout', '500ms', true) AS patience"
 _LOCK_EVENTS = (
     "SELECT pg_advisory_xact_lock(idempotency.event_lock(%(tenant)s, %(service)s, %(event_type)s, %(match)s))"
 )

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import OperationId
 from .answers import Claimed
 from .callers import Executes
-from .record import GUARD, MINE, ROW, SETTINGS, idle_ms, mine, named
+from .record import IDLE_LIMIT, MINE, ROW, SETTINGS, idle_ms, mine, named
 from .statements import execute
 
 # Without a time of its own. Not infinity, which Python's clock does not have.
@@ -25,7 +25,7 @@ MISMATCH, NOT_UNDONE = "saga_mismatch", "compensation_failed"
 NOT_REACHED = "its processes died in every attempt before its code had come to all that is recorded"
 # Seconds until a saga whose code does not fit is tried again: a deploy may be half done. Doubled each time, up to the last.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
-RUNNING, COMPLETED, FAILED, COMPENSATING = "RUNNING", "COMPLETED", "FAILED", "COMPENSATING"
+STATUSES = RUNNING, COMPLETED, FAILED, COMPENSATING = "RUNNING", "COMPLETED", "FAILED", "COMPENSATING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +225,9 @@ def wait(
     execute(connection, _WAIT, fields)
 
 
-def guard(connection: Connection, *, lease: float) -> None:
+def limit_idle(connection: Connection, *, lease: float) -> None:
     """If the process freezes in this transaction, the server ends it before the lease is over."""
-    execute(connection, GUARD, {"idle_ms": idle_ms(lease)})
+    execute(connection, IDLE_LIMIT, {"idle_ms": idle_ms(lease)})
 
 
 def compensate(connection: Connection, saga: SagaRow, error: str, *, lease: float) -> None:
