@@ -20,7 +20,7 @@ CONTROL = CONTROLS[0]
 ITS_OWN = Violation(CONTROL.invariant, "a", "a write under an old fence")
 ANOTHERS = Violation("I99", "a", "something else")
 # The others take minutes together: `make controls` runs them all.
-QUICK = {"fence", "confirm", "hint_compare"}
+QUICK = {"confirm"}
 
 
 @pytest.mark.controls

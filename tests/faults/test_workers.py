@@ -14,7 +14,7 @@ from tests.support.processes import Worker, eventually
 from tests.support.proxy import Proxy
 
 # these run with plain pytest, too
-QUICK = {("F1", "P3"), ("F3", "P4")}
+QUICK = {("F1", "P3")}
 
 
 def each(fault: str, *phases: str) -> list[Any]:

@@ -152,6 +152,7 @@ def test_a_signature_brings_its_key_and_one_attempt_is_enough(
     assert_idempotent(signature, ignore=["entries"])
 
 
+@pytest.mark.long
 def test_a_task_that_needs_two_attempts_is_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
@@ -163,12 +164,14 @@ def test_a_task_that_needs_two_attempts_is_idempotent(
     assert_idempotent(define(stubborn), "a", tables=["entries"])
 
 
+@pytest.mark.long
 def test_a_task_that_is_meant_to_fail_is_compared_too(bank: Celery, assert_idempotent: Any) -> None:
     with pytest.raises(ValueError, match="the plain run failed, so there is nothing to compare with: no_account"):
         assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"])
     assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"], may_fail=True)
 
 
+@pytest.mark.long
 def test_setup_brings_the_rows_back_before_each_scenario(
     define: Callable[..., Any], assert_idempotent: Any, own_engine: Engine
 ) -> None:
@@ -201,6 +204,7 @@ def test_a_separate_session_is_found_by_the_row_it_leaves_twice(
     assert "Not compared, because two plain runs differ in it: entries.id, failures.id" in said
 
 
+@pytest.mark.long
 def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -378,6 +382,7 @@ def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
+@pytest.mark.long
 def test_what_a_process_remembers_is_found_after_a_lost_commit(
     define: Callable[..., Any], report: Callable[..., Any]
 ) -> None:
@@ -488,6 +493,7 @@ def test_without_the_fence_a_right_task_is_found_wrong(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
+@pytest.mark.long
 def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
     bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +507,7 @@ def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
 # ---------------------------------------------------------------- what it refuses, and what it leaves
 
 
+@pytest.mark.long
 def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(
     define: Callable[..., Any], assert_idempotent: Any
 ) -> None:

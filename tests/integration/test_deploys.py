@@ -477,6 +477,7 @@ def test_a_late_answer_says_nothing_about_a_row_that_was_replayed_since(
 # ---------------------------------------------------------------- real workers
 
 
+@pytest.mark.long
 def test_workers_of_two_releases_share_a_queue_and_all_operations_complete(
     bank: Celery,
     processes: Processes,

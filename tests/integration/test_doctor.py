@@ -272,8 +272,8 @@ PASSWORD = "hunter2-9f3c"
     ("fault", "found"),
     [
         ("password", "unreachable: wrong password"),
-        ("host", "unreachable: no such host"),
-        ("port", "unreachable: connection refused"),
+        pytest.param("host", "unreachable: no such host", marks=pytest.mark.long),
+        pytest.param("port", "unreachable: connection refused", marks=pytest.mark.long),
         ("address", "not an address"),
     ],
 )

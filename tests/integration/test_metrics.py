@@ -200,6 +200,7 @@ def nothing_waits(queue: str) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.long
 def test_a_scrape_does_not_fail_or_hang_with_the_database(
     engine: Engine, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -278,6 +279,7 @@ def test_without_a_shared_directory_one_line_says_so() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -424,6 +424,7 @@ def many(bank: Celery, connection: Connection) -> Celery:
     return bank
 
 
+@pytest.mark.long
 def test_the_purge_deletes_the_right_rows_among_many_that_stay(many: Celery, connection: Connection) -> None:
     rows, letters = len(op.outbox(connection)), len(op.dead_letters(connection))
     assert purge_once(many, limit=100_000) == Purged(operations=GO, rows=GO + STAY, letters=GO, more=False)
@@ -457,6 +458,7 @@ def test_what_is_forgotten_is_found_by_index(bank: Celery, statement: str, index
         assert index in explain(planning, statement)
 
 
+@pytest.mark.long
 def test_what_stays_costs_the_next_purge_nothing(many: Celery, connection: Connection) -> None:
     purge_once(many, limit=100_000)
     connection.exec_driver_sql(OTHERS)

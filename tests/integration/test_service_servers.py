@@ -90,6 +90,7 @@ def test_the_three_servers_answer_and_nothing_is_left_afterwards() -> None:
     assert not s.directory.exists()
 
 
+@pytest.mark.long
 def test_everything_listens_on_the_loopback_interface_only() -> None:
     with services.running() as s:
         listening = [
@@ -177,7 +178,9 @@ def test_rabbitmq_keeps_vhosts_queues_and_messages_across_a_kill() -> None:
     assert not epmd.is_running() or epmd.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("name", ["postgres", "redis", pytest.param("rabbitmq", marks=needs_rabbitmq)])
+@pytest.mark.parametrize(
+    "name", ["postgres", "redis", pytest.param("rabbitmq", marks=[needs_rabbitmq, pytest.mark.long])]
+)
 def test_a_paused_server_is_silent_until_it_is_resumed(name: str) -> None:
     with services.running(needs=[name]) as s:
         server = s.servers[name]

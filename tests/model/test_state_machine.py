@@ -16,7 +16,7 @@ from sqlalchemy import Engine
 from tests.model.choices import ACME
 from tests.model.people import People
 
-EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "30"))
 SEEDS = Path(__file__).parents[1] / "seeds"
 
 

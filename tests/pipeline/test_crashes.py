@@ -41,7 +41,7 @@ PROVEN = 20.0
 @pytest.mark.parametrize(
     ("action", "points"),
     [
-        pytest.param(crashing.KILL_CHILD, POINTS[::2], id="child-even"),
+        pytest.param(crashing.KILL_CHILD, POINTS[::2], id="child-even", marks=pytest.mark.long),
         pytest.param(crashing.KILL_WORKER, POINTS[1::2], id="worker-odd"),
         pytest.param(crashing.KILL_CHILD, POINTS[1::2], id="child-odd", marks=pytest.mark.long),
         pytest.param(crashing.KILL_WORKER, POINTS[::2], id="worker-even", marks=pytest.mark.long),
@@ -156,6 +156,7 @@ def test_a_poison_message_ends_as_one_dead_letter_and_the_worker_lives(
     assert entries("p") == 0
 
 
+@pytest.mark.long
 def test_a_warm_shutdown_loses_nothing_and_doubles_nothing(
     bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
 ) -> None:

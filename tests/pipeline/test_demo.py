@@ -59,6 +59,7 @@ def declined(purchase_id: str) -> bool:
     return fires(SEED, "declined", purchase_id, PROVIDER_FAULTS["declined"])
 
 
+@pytest.mark.long
 def test_over_http_every_line_is_accounted_for_under_duplicates_and_faults(tmp_path: Path) -> None:
     amounts = {f"p-{n:03d}": 0 if n % 13 == 0 else 100 * n for n in range(1, 41)}
     purchases = [(id, f"c-{n % 7}", "2026-03-02", 1, amount, "EUR") for n, (id, amount) in enumerate(amounts.items())]
@@ -184,6 +185,7 @@ def test_an_unusable_file_or_option_is_one_line_and_nothing_is_started(options: 
     assert message in errors
 
 
+@pytest.mark.long
 def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     started = time.time()
     environment = {"TMPDIR": str(tmp_path)}

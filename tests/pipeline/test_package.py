@@ -187,6 +187,7 @@ def test_the_metadata_say_what_it_is_and_which_extras_there_are(wheel: Path) -> 
     assert "Project-URL" not in said  # the project has no address of its own yet
 
 
+@pytest.mark.long
 def test_without_an_extra_a_task_is_defined_and_called(light: Installed) -> None:
     done = light.run("python", "-W", "error", "-c", SHOP)
     assert (done.returncode, done.stderr) == (0, "")

@@ -20,7 +20,7 @@ POOLS = {
 }
 
 
-@pytest.fixture(params=[pytest.param(pool, marks=[pytest.mark.long] * (pool in ("solo", "threads"))) for pool in POOLS])
+@pytest.fixture(params=[pytest.param(pool, marks=[pytest.mark.long] * (pool != "prefork")) for pool in POOLS])
 def pool(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return POOLS[request.param]
 

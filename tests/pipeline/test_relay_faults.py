@@ -110,6 +110,7 @@ def memory_alarm(servers: services.Services) -> Iterator[Callable[..., Any]]:
     watermark("0.4")  # RabbitMQ's default
 
 
+@pytest.mark.long
 def test_under_a_memory_alarm_work_is_accepted_and_flows_later(
     memory_alarm: Callable[..., Any], bank: Celery, engine: Engine, enqueue: Callable[..., Any]
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_busy_relay_is_not_notified(bank: Celery, engine: Engine, enqueue: Cal
         assert list(driver.notifies(timeout=0.2)) == []
 
 
+@pytest.mark.long
 def test_deleting_queues_and_hints_under_load_loses_and_doubles_nothing(
     bank: Celery,
     worker: Worker,

@@ -90,6 +90,7 @@ def test_a_terminated_task_is_not_brought_back_by_any_worker(
     assert (entries("a"), failures(engine)) == (0, [("a", "revoked")])
 
 
+@pytest.mark.long
 def test_a_task_terminated_before_its_claim_ends_as_a_dead_letter(
     bank: Celery, worker: Worker, relay: Any, environment: dict[str, str], entries: Any, record: Any, letters: Any
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_task_terminated_before_its_claim_ends_as_a_dead_letter(
     assert entries("a") == 0
 
 
+@pytest.mark.long
 def test_a_terminated_task_that_could_not_be_marked_is_not_acknowledged(
     bank: Celery, worker: Worker, relay: Any, engine: Engine, entries: Any, record: Any, letters: Any
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_task_is_revoked_in_pools_without_processes_too(
     assert ([letter.reason for letter in letters()], entries("a")) == (["revoked"], 0)
 
 
+@pytest.mark.long
 def test_an_operation_that_has_ended_stays_as_it_is(
     bank: Celery, worker: Worker, entries: Any, record: Any, letters: Any
 ) -> None:

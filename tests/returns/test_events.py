@@ -238,7 +238,10 @@ def one_return(shop: Returns, verdict: str, seed: int) -> None:
     assert shop.saga(return_id).status == "COMPLETED"
 
 
-@pytest.mark.parametrize("verdict", ["APPROVED", "DAMAGED", "REJECTED"])
+@pytest.mark.parametrize(
+    "verdict",
+    ["APPROVED", pytest.param("DAMAGED", marks=pytest.mark.long), pytest.param("REJECTED", marks=pytest.mark.long)],
+)
 def test_a_return_ends_right_in_any_order_of_its_events(shop: Returns, verdict: str) -> None:
     for seed in range(SEEDS):
         try:

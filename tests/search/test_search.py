@@ -80,6 +80,7 @@ def test_every_schedule_is_explored_once_those_with_fewer_choices_first(world: W
     assert [len(schedule) for schedule in runs] == sorted(len(schedule) for schedule in runs)
 
 
+@pytest.mark.long
 def test_what_is_left_out_leads_to_nothing_that_is_not_explored(world: World) -> None:
     case = parse_case("open/relay+cancel")
     every, reduced = (
