@@ -20,7 +20,7 @@ from . import app
 from .models import Order, Payment, Return
 from .once import check_not_carried_out, insert_once, wait_at_most
 from .refunds import PENDING_PAUSE, has_refund, refund_payment, request_rest, withdraw
-from .shipping import RESHIP, RETURN, create_label, is_collected, note_void, void_label
+from .shipping import RESHIP, RETURN, create_label, is_collected, is_void, note_void, void_label
 from .tenants import DEFAULT, named, owned
 from .validation import NotReturnable, check_flag, check_id, check_text, check_verdict
 from .warehouse import is_taken_back, quarantine, restock, verdict_of
@@ -84,7 +84,12 @@ def return_failed(session: Session, operation: Operation, error: PermanentError)
     A failure of ours is not told to the buyer as a cancellation: a person has to see to it.
     """
     row = session.get(Return, (operation.tenant, operation.arguments["return_id"]), with_for_update=True)
-    if row is None or row.status not in OPEN:
+    if row is None:
+        return
+    if row.status not in OPEN:
+        # the buyer was told that the goods come back, and then it was cancelled
+        is_kept = row.status == REJECTED and is_void(session, row.id, RESHIP, tenant=row.tenant)
+        _tell_late(session, row, [RESHIP_VOID] * is_kept)
         return
     done = _done(session, row, error.code)
     note_void(session, row.id, tenant=row.tenant)
@@ -251,7 +256,7 @@ def escalate(session: Session, return_id: str, problems: list[str], *, tenant: s
 
 # ---------------------------------------------------------------- what comes when the saga has stopped waiting for it
 
-LATE_PARCEL, LATE_INSPECTION = "late_parcel", "late_inspection"
+LATE_PARCEL, LATE_INSPECTION, RESHIP_VOID = "late_parcel", "late_inspection", "reship_void"
 # The warehouse has found something else than what the return went on with, which a person had said.
 OTHER_VERDICT = "other_verdict"
 

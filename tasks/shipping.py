@@ -41,6 +41,12 @@ def is_collected(session: Session, return_id: str, *, tenant: str = DEFAULT) -> 
     return session.scalars(query.limit(1)).first() is not None
 
 
+def is_void(session: Session, return_id: str, kind: str, *, tenant: str = DEFAULT) -> bool:
+    """Whether a label of this kind was made and cannot be used any more."""
+    query = select(Label.id).filter_by(tenant=tenant, return_id=return_id, kind=kind, status=VOIDED)
+    return session.scalars(query.limit(1)).first() is not None
+
+
 def note_void(session: Session, return_id: str, *, tenant: str = DEFAULT) -> None:
     """The labels of a return are void, unless they were used: by their undo, or because a person has seen to it."""
     left = update(Label).where(Label.tenant == tenant, Label.return_id == return_id, Label.status == CREATED)

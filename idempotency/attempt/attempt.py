@@ -65,6 +65,11 @@ class Attempt:
         self.writes = FencedWrites(runtime, claim, self._holding)
         runtime.heartbeat.hold(self._holding)
 
+    @property
+    def released_as(self) -> tuple[Any, str] | None:
+        """Of a saga's attempt: the saga's id and the status in which it was read."""
+        return None
+
     # ------------------------------------------------------------ while the body runs
 
     @property
@@ -266,6 +271,7 @@ class Attempt:
                     after_due=max(delay, self.runtime.settings.lease) if is_eager else 0.0,
                     error=described,
                     give_back=give_back,
+                    saga=self.released_as,
                 )
             ),
             then="released",

@@ -148,7 +148,8 @@ def show_operation(
     with runtime.autocommit() as connection:
         id = find(connection, key, service or runtime.settings.service, task=task, tenant=tenant)
         shown = operations.operation(connection, id, with_payload=with_payload)
-        shown["is_saga"] = saga_reading.saga(connection, id) is not None
+        row = saga_reading.saga(connection, id)
+        shown["is_saga"] = row is not None and not row.observed
     if as_json:
         print_json(shown)
         return

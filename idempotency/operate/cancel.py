@@ -14,7 +14,7 @@ from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
-from ..store import claims, ends, letters, operations, saga_changes
+from ..store import claims, dead_letters, discards, ends, letters, operations, saga_changes
 from ..store.answers import Claimed
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
@@ -39,10 +39,11 @@ def cancel(
         with runtime.engine.begin() as connection:
             if (done := repeated(connection, change, "cancel", shown.id)) is not None:
                 return PermanentError(change.reason, done.details["ended_as"])
-            sent = operations.accepted(connection, shown.id, runtime.settings.service)
-            if shown.status == "accepted" and sent is not None and sent.status == "failed":
-                saga_changes.end_unpublishable(connection, shown.id)
-            elif is_saga(app, connection, shown.id):
+            is_unpublishable = operations.is_unpublishable(connection, shown.id)
+            if is_saga(app, connection, shown.id) and not (
+                (is_unpublishable or _has_died(connection, shown))
+                and saga_changes.end_with_nothing_to_undo(connection, shown.id)
+            ):
                 raise ChangeRefused(
                     f"{called(shown.id)}: is a saga, which has to be undone first: {framework().command} saga cancel"
                 )
@@ -51,6 +52,7 @@ def cancel(
             policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)
             error = PermanentError(change.reason, "cancelled")
             concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
+            discards.supersede(connection, shown.id, None if shown.status == "accepted" else "unpublishable")
             letters.store_failure(
                 connection,
                 _delivery(shown.id, row, arguments),
@@ -75,6 +77,11 @@ def _locked(connection: Connection, runtime: Runtime, shown: Shown) -> Any:
         return locked(connection, shown, "cancel", "released", status=shown.status, fence=shown.fence)
     _open_record(connection, runtime, shown.id)
     return locked(connection, shown, "cancel", "released", status="released")
+
+
+def _has_died(connection: Connection, shown: Shown) -> bool:
+    """Whether the message of an operation that has not begun is a dead letter."""
+    return shown.status == "accepted" and dead_letters.open_letter(connection, shown.id) is not None
 
 
 def _open_record(connection: Connection, runtime: Runtime, id: OperationId) -> None:

@@ -35,17 +35,19 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
                 )
             id, details = stopped, details | {"dead_letters": list(retried.letters), "waits_for": retried.waits_for}
         else:
-            _check_unused(connection, letter)
+            is_used = _check_unused(connection, letter)
             id = dead_letters.replay(connection, letter, service=service, app=app)
+            if is_used:
+                saga_changes.only_finish(connection, id)
         row = operations.read_locked(connection, id)
         audit(connection, change, "replay", id, row, details=details)
     return id
 
 
-def _check_unused(connection: Connection, letter: int) -> None:
+def _check_unused(connection: Connection, letter: int) -> bool:
     """Raise `ReplayRefused` for an operation that a saga has called and whose end it has used.
 
-    Unless a person has found that what was in doubt has happened: then the replay only finishes the task.
+    Unless a person has found that what was in doubt has happened: then it returns True, and the replay may only finish the task.
     """
     if left := saga_changes.left_done(connection, letter):
         raise ReplayRefused(
@@ -57,3 +59,4 @@ def _check_unused(connection: Connection, letter: int) -> None:
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has called this and gone on from its failure")
     if used is not None and used.kind == "undo":
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has been undone without it")
+    return used is not None

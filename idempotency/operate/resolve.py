@@ -20,7 +20,7 @@ from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError
 from ..store import ends, letters, operations, saga_changes
 from ..store.answers import error_fields, error_text
 from ..store.ends import FailedEnd
-from ..store.sagas import COMPENSATING
+from ..store.sagas import COMPENSATING, RESOLVED
 from ..wire import results
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, locked, repeated
@@ -100,7 +100,7 @@ def resolve_effect_of_saga(
         if repeated(connection, change, "resolve", id, said=said) is not None:
             return
         # once it has stopped: before, the call may still be on its way, and its outcome be recorded
-        saga = saga_changes.locked_stopped(connection, id)
+        saga = saga_changes.locked_stopped(connection, id, at_rest=True)
         if saga.status != COMPENSATING:
             raise ChangeRefused(
                 f"{called(id)}: is {saga.status}; can only resolve an effect of a saga that is being undone"
@@ -113,7 +113,7 @@ def resolve_effect_of_saga(
             known = ", ".join(saga_changes.open_effects(connection, saga.id)) or "none"
             raise ChangeRefused(f"{called(id)}: has no effect {name!r} of unknown outcome; it has: {known}")
         if error_fields(saga.error)["code"] == EffectUnknown.default_code:
-            saga_changes.end_with(connection, saga.id, error_text("cancelled", change.reason))
+            saga_changes.end_with(connection, saga.id, error_text(RESOLVED, change.reason))
         saga_changes.go_on(connection, saga.id)
         row = operations.read_locked(connection, id)
         audit(connection, change, "resolve", id, row, details=said | {"state": word["state"]})

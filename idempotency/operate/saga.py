@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -12,7 +13,7 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
-from ..errors import ChangeRefused
+from ..errors import ChangeRefused, OperationNotFound
 from ..events import as_data, matched_by, new_attributes
 from ..framework import framework
 from ..store import letters, operations, saga_changes, saga_reading, saga_steps, sagas
@@ -50,12 +51,19 @@ def find(
     """
     service = runtime_of(app).settings.service
     found = saga_reading.find(connection, key, service, type=type, tenant=tenant)
-    found = [id for id in found if id.task == type] or found  # an exact name wins over the end of a longer one
-    if len(found) > 1:
-        choices = "; ".join(f"--type {id.task} --tenant {id.tenant}" for id in found)
-        raise ChangeRefused(f"key {key!r}: {len(found)} sagas have it, choose one: {choices}")
-    if found:
-        return found[0]
+    if all(is_observed for _, is_observed in found):  # an operation of its key goes first, also one that has not begun
+        with suppress(ChangeRefused, OperationNotFound):
+            accepted = shown.find(connection, key, service, task=type, tenant=tenant)
+            found = [(accepted, False)] if is_saga(app, connection, accepted) else found
+    sagas_found = [id for id, is_observed in found if not is_observed] or [id for id, _ in found]
+    sagas_found = [
+        id for id in sagas_found if id.task == type
+    ] or sagas_found  # an exact name wins over the end of a longer one
+    if len(sagas_found) > 1:
+        choices = "; ".join(f"--type {id.task} --tenant {id.tenant}" for id in sagas_found)
+        raise ChangeRefused(f"key {key!r}: {len(sagas_found)} sagas have it, choose one: {choices}")
+    if sagas_found:
+        return sagas_found[0]
     id = shown.find(connection, key, service, task=type, tenant=tenant)
     if not is_saga(app, connection, id):
         raise ChangeRefused(f"{called(id)}: is not a saga")
@@ -65,7 +73,9 @@ def find(
 def is_saga(app: Celery, connection: Connection, id: OperationId) -> bool:
     """Whether an operation is a saga: by its rows, or by its task if it has not begun."""
     app.loader.import_default_modules()
-    return hasattr(app.tasks.get(id.task), "saga_entity") or saga_reading.saga(connection, id) is not None
+    return hasattr(app.tasks.get(id.task), "saga_entity") or (
+        (row := saga_reading.saga(connection, id)) is not None and not row.observed
+    )
 
 
 # ---------------------------------------------------------------- changes
@@ -82,6 +92,8 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         if repeated(connection, change, "saga_cancel", id) is not None:
             return
         shown.read(connection, id, runtime.settings.service)  # what an observer notes is no operation
+        if not is_saga(app, connection, id):
+            raise ChangeRefused(f"{called(id)}: {OBSERVED}")
         is_cancelled = sagas.cancel(connection, id, error_text("cancelled", change.reason))
         row = operations.read_locked(connection, id)
         sent = operations.accepted(connection, id, runtime.settings.service) if row is None else None
@@ -94,8 +106,6 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
             raise ChangeRefused(f"{called(id)}: has {row.status}; there is nothing left to cancel")
         was = saga_reading.saga(connection, id)
         assert was is not None
-        if was.observed:
-            raise ChangeRefused(f"{called(id)}: {OBSERVED}")
         if not is_cancelled and was.status == COMPENSATING:
             why = json.loads(was.error)["code"] if was.error else "cancelled"
             raise ChangeRefused(f"{called(id)}: is being undone already, because of {why}")
@@ -119,7 +129,7 @@ def signal_saga(
     with runtime.engine.begin() as connection:
         if (done := repeated(connection, change, "saga_signal", id, said=said)) is not None:
             details = done.details
-            return Signalled(event_type, details["match"], details["event_id"], details["is_awaited"])
+            return Signalled(event_type, details["compared_with"], details["event_id"], details["is_awaited"])
         saga = _running(connection, id, runtime.settings.service)
         _check_named(app, id, event_type)
         now = _awaited(connection, saga, event_type)
@@ -144,7 +154,7 @@ def signal_saga(
         is_awaited = _awaited(connection, saga, event_type) == match
         if now == match and not is_awaited:
             raise ChangeRefused(f"{called(id)}: its wait for {event_type} has ended at this moment; look again")
-        details = said | {"match": match, "event_id": attributes["id"], "is_awaited": is_awaited}
+        details = said | {"compared_with": match, "event_id": attributes["id"], "is_awaited": is_awaited}
         audit(connection, change, "saga_signal", id, None, details=details)
     return Signalled(event_type, match, attributes["id"], is_awaited)
 
@@ -185,7 +195,9 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
             record = operations.read_locked(connection, undo)
             if record is not None and record.status != "failed":
                 raise ChangeRefused(f"{called(id)}: the undo of {name!r} is {record.status}; wait for its end")
-        saga = saga_changes.locked_stopped(connection, id)
+        if step.kind == "call" and step.of_key is not None:  # it is seen to; nor may a replay finish it now
+            letters.close(connection, OperationId(id.tenant, step.of_task, step.of_key), None)
+        saga = saga_changes.locked_stopped(connection, id, at_rest=True)
         if saga.status != COMPENSATING or not saga_changes.undone(connection, id, step):
             raise ChangeRefused(f"{called(id)}: the undo of {name!r} has not failed; look again")
         saga_changes.go_on(connection, saga.id)

@@ -53,7 +53,9 @@ class SagaAttempt(Attempt):
     # after a doubt, too: whether its code fits what is recorded is known only where it has run
     fails_by_running = True
 
-    def __init__(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, *, entity_id: str) -> None:
+    def __init__(
+        self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, *, entity_id: str | None
+    ) -> None:
         super().__init__(runtime, claim, delivery, policy)
         self.first_number = 1 + NUMBERS * (claim.generation - 1)
         self._entity_id = entity_id
@@ -82,6 +84,10 @@ class SagaAttempt(Attempt):
             # what ended it is decided: this run only undoes
             self.claim = replace(self.claim, revoked=False)
             self.delivery = replace(self.delivery, is_revoked=False)
+
+    @property
+    def released_as(self) -> tuple[Any, str]:
+        return self.saga.id, self.saga.status
 
     @property
     def is_compensating(self) -> bool:

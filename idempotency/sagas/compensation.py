@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .attempt import SagaAttempt
     from .journal import Journal
 
+# The codes of an operation that may have left something outside.
+IN_DOUBT = (EffectUnknown.default_code, Unfinished.default_code)
+
 
 def is_needed(journal: Journal) -> bool:
     """Whether something has to be undone, or its end to be waited for, before the saga may fail."""
@@ -67,7 +70,7 @@ def reason(saga: sagas.SagaRow) -> PermanentError:
 
 def _known(error: PermanentError) -> PermanentError:
     """What a saga ends with once nothing is open: what was unknown has been found out and undone."""
-    return permanent_error(str(error), "cancelled") if error.code == EffectUnknown.default_code else error
+    return permanent_error(str(error), sagas.RESOLVED) if error.code in IN_DOUBT else error
 
 
 def _left(journal: Journal, row: Recorded) -> str | None:
@@ -75,7 +78,7 @@ def _left(journal: Journal, row: Recorded) -> str | None:
     if row.kind != "call" or row.state != "failed" or row.position in journal.undos:
         return None
     code = error_fields(row.error or "")["code"]
-    return code if code in (EffectUnknown.default_code, Unfinished.default_code) else None
+    return code if code in IN_DOUBT else None
 
 
 def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:

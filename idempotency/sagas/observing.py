@@ -8,6 +8,7 @@ from celery import Celery, current_app
 
 from ..application import runtime_of
 from ..errors import InvalidArguments
+from ..observe.logs import log
 from ..store import sagas
 from ..store.callers import Caller, in_transaction_of
 from ..store.refused import explained
@@ -29,7 +30,8 @@ def observe(
 ) -> None:
     """Note a step of a process in `saga_instances`, when the caller commits.
 
-    A step that was noted before changes nothing but the status. Raises `InvalidArguments` and `InvalidKey`.
+    A step that was noted before changes nothing but the status. Where an operation has that name and key, nothing is noted. Raises
+    `InvalidArguments`, also for the name of a saga of this application, and `InvalidKey`.
     """
     application = app or current_app._get_current_object()
     runtime = runtime_of(application)
@@ -49,5 +51,5 @@ def observe(
             result=results.to_text(data, limit=runtime.settings.result_limit, what="data"),
             status=status,
         )
-    if not is_noted:
-        raise InvalidArguments(f"saga_type: {saga_type!r} is a saga, which keeps its own rows")
+    if not is_noted:  # another application's, perhaps; the observer's event is no worse for it
+        log.warning("not_observed", saga_type=saga_type, entity_id=entity_id, why="is a saga, which keeps its own rows")

@@ -26,19 +26,21 @@ from ..attempt.runtime import Runtime
 from ..errors import (
     CallRefused,
     Defer,
+    InvalidArguments,
     Misuse,
     SettingsError,
 )
 from ..events import expect, matched_by
 from ..observe.logs import log
-from ..store import clock
+from ..store import clock, sagas
 from ..store.answers import Claimed
 from ..text import storable
 from ..wire import keys
-from ..wire.delivery import Delivery
+from ..wire.delivery import Delivery, Named
+from ..wire.message import KEY_HEADER, TENANT_HEADER
 from ..worker.decorator import MakesTask
 from ..worker.task import IdempotentTask
-from . import compensation, waits
+from . import compensation, stopping, waits
 from .attempt import SagaAttempt
 from .calls import Call, call, run_all
 from .misuse import raised_as_misuse
@@ -159,8 +161,20 @@ class SagaTask(IdempotentTask[..., Any]):
         return attempt
 
     def _new_attempt(self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy) -> SagaAttempt:
-        entity = storable(str(delivery.arguments.get(self.saga_entity or "", claim.id.key)))[:255]
-        return SagaAttempt(runtime, claim, delivery, policy, entity_id=entity or claim.id.key)
+        about = claim.id.key if self.saga_entity is None else delivery.arguments.get(self.saga_entity)
+        entity = None if about is None else storable(str(about))[:255] or claim.id.key
+        return SagaAttempt(runtime, claim, delivery, policy, entity_id=entity)
+
+    def named_by(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
+        """As for any task. Arguments that do not fit are no reason to refuse a saga: a deploy has changed them, and it may be
+        undone without them."""
+        try:
+            return super().named_by(args, kwargs, headers)
+        except InvalidArguments:
+            if (key := headers.get(KEY_HEADER)) is None:
+                raise
+            by_name = {**dict(zip(self.signature_of_run.parameters, args, strict=False)), **kwargs}
+            return Named(self._operation(by_name, key, headers.get(TENANT_HEADER)), by_name)
 
     def _body(self, attempt: Attempt) -> Any:
         assert isinstance(attempt, SagaAttempt)
@@ -169,6 +183,12 @@ class SagaTask(IdempotentTask[..., Any]):
             if compensation.is_open(attempt):
                 self._settle(attempt)
             compensation.run(attempt, self.app.tasks)
+        try:
+            self._bound(self.request.args or (), self.request.kwargs or {})
+        except InvalidArguments as error:
+            stopping.stop(
+                attempt, sagas.MISMATCH, f"it was called before a deploy changed it: {error}", tries_again=True
+            )
         try:
             return super()._body(attempt)
         except Exception as error:

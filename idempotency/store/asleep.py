@@ -14,16 +14,22 @@ SWEEP = "signal"
 # Events per pass, about as many as one statement should mark.
 BATCH = 10_000
 
-# The events by who waits for them; those that nobody waits for come with the saga NULL.
+_WAITING = """idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
+    WHERE (s.tenant, g.service, s.event_type, s.match) = (e.tenant, e.service, e.event_type, e.match)
+      AND s.kind = 'wait' AND s.state = 'begun' AND (e.saga_id IS NULL OR e.saga_id = s.saga_id)"""
+_IS_DUE = NOT_ASIDE.format(name=SWEEP, id="g.id::text")
+
+# The events by who waits for them; those that nobody waits for come with the saga NULL. Without those for which only sagas wait
+# that are set aside: there may be more of them than a pass takes.
 _ASLEEP = f"""
-SELECT g.id::text AS row_id, g.tenant, g.task, g.key, array_agg(e.id) AS events,
-       {NOT_ASIDE.format(name=SWEEP, id="g.id::text")} AS is_due
-FROM (SELECT * FROM idempotency.saga_events WHERE NOT signalled ORDER BY id LIMIT {BATCH}) e
-LEFT JOIN (
-    idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
-) ON (s.tenant, g.service, s.event_type, s.match) = (e.tenant, e.service, e.event_type, e.match)
-    AND s.kind = 'wait' AND s.state = 'begun' AND (e.saga_id IS NULL OR e.saga_id = s.saga_id)
-GROUP BY g.id, g.tenant, g.task, g.key ORDER BY g.id
+SELECT w.id::text AS row_id, w.tenant, w.task, w.key, array_agg(e.id) AS events, w.is_due
+FROM (
+    SELECT e.* FROM idempotency.saga_events e
+    LEFT JOIN LATERAL (SELECT bool_or({_IS_DUE}) AS any_is FROM {_WAITING}) due ON true
+    WHERE NOT e.signalled AND due.any_is IS NOT FALSE ORDER BY e.id LIMIT {BATCH}
+) e
+LEFT JOIN LATERAL (SELECT g.id, g.tenant, g.task, g.key, {_IS_DUE} AS is_due FROM {_WAITING}) w ON true
+GROUP BY w.id, w.tenant, w.task, w.key, w.is_due ORDER BY w.id
 """
 
 # One that is locked is left to the next pass.

@@ -135,7 +135,9 @@ RETURNING 1
 """
 
 # A saga that waits goes on now.
-_RESUME = f"SELECT idempotency.resume_saga(g) FROM idempotency.sagas g WHERE {ROW} AND status = 'RUNNING'"
+_RESUME = (
+    f"SELECT idempotency.resume_saga(g) FROM idempotency.sagas g WHERE {ROW} AND status = 'RUNNING' AND NOT observed"
+)
 
 _STANDING = f"""
 (SELECT true AS has_begun, message FROM idempotency.records

@@ -119,10 +119,16 @@ SELECT task, ordering_key FROM again WHERE ordering_key IS NOT NULL
 
 # A row that is `taken` is not resent (see `lost.py`).
 _WILL_BE_DELIVERED = """
-SELECT EXISTS (SELECT FROM idempotency.outbox
+SELECT EXISTS (SELECT FROM idempotency.outbox o
                WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
                  AND (service = %(service)s) IS NOT FALSE AND fingerprint = %(fingerprint)s AND settled_at IS NULL
-                 AND (status = 'pending' OR status = 'published' AND NOT taken))
+                 AND (status = 'pending' OR status = 'published' AND NOT taken
+                     -- an older message has been delivered, or is a copy; and this one has died
+                     AND NOT EXISTS (SELECT FROM idempotency.outbox n
+                                     WHERE (n.tenant, n.task, n.key, n.fingerprint) = (o.tenant, o.task, o.key, o.fingerprint)
+                                       AND n.settled_at IS NULL AND n.status <> 'failed' AND n.id > o.id)
+                     AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
+                                     WHERE d.outbox_id = o.id AND (d.status = 'open' OR d.id = %(letter)s))))
 """
 
 _STATUS = """
@@ -246,7 +252,10 @@ def replay(
         newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
-    fields, payload = row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL}, row.payload
+    fields, payload = (
+        row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL, "letter": letter},
+        row.payload,
+    )
     if row.fingerprint is None:
         id, fingerprint = _operation_of(app, letter, row)
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}

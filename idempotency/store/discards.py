@@ -7,7 +7,9 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
+from . import letters
 from .outbox import refresh_lanes
+from .record import ROW, named
 
 _REQUEST = """
 INSERT INTO idempotency.discards (letter, requested_by, reason)
@@ -62,6 +64,11 @@ WITH discarded AS (
 SELECT unblocked.task, unblocked.ordering_key FROM discarded LEFT JOIN unblocked ON true
 """
 
+_UNBLOCK = f"""
+UPDATE idempotency.outbox SET place = NULL WHERE {ROW} AND status = 'failed' AND place IS NOT NULL
+RETURNING task, ordering_key
+"""
+
 
 def request(connection: Connection, letter: int, *, by: str, reason: str) -> bool:
     """Record a request to discard an open letter. False: it is not open, or there is a request already."""
@@ -96,3 +103,9 @@ def discard(connection: Connection, letter: int) -> None:
     lane = connection.exec_driver_sql(_DISCARD, {"letter": letter}).one()
     if lane.ordering_key is not None:
         refresh_lanes(connection, [(lane.task, lane.ordering_key)])
+
+
+def supersede(connection: Connection, id: OperationId, reason: str | None) -> None:
+    """Close what an operation's message has died of (None: whatever it is) and free its lane: it ends without that message."""
+    letters.close(connection, id, reason)
+    refresh_lanes(connection, [(task, lane) for task, lane in connection.exec_driver_sql(_UNBLOCK, named(id))])

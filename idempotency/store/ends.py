@@ -35,17 +35,19 @@ _FAIL = FINISH.format(
     condition=MINE,
 )
 
+
 # The next delivery is written by the release itself, so the operation does not depend on a message in the broker. An
 # operation that no message has asked for has none: its caller asks again.
-_RELEASE = f"""
-WITH released AS (
+def _releasing(saga: str = "", of: str = "", delay: str = "%(delay)s") -> str:
+    return f"""
+WITH {saga}released AS (
     UPDATE idempotency.records
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
-        available_at = clock_timestamp() + make_interval(secs => %(delay)s),
+        available_at = clock_timestamp() + make_interval(secs => {delay}),
         attempts = greatest(attempts - %(given_back)s, 0),  -- a cancel of a saga has set it to 0
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
         updated_at = clock_timestamp()
-    WHERE {MINE}
+    {of}WHERE {MINE}
     RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation, service
 ), next_delivery AS (
     INSERT INTO idempotency.outbox
@@ -62,6 +64,16 @@ WITH released AS (
 )
 SELECT count(*) FROM released
 """
+
+
+_RELEASE = _releasing()
+# An attempt of a saga that a person has cancelled since it was read: what it waits for counts no more. `FOR SHARE` waits for
+# a cancel that is not committed.
+_RELEASE_SAGA = _releasing(
+    "saga AS MATERIALIZED (SELECT status AS saga_status FROM idempotency.sagas WHERE id = %(saga)s FOR SHARE), ",
+    "FROM saga ",
+    "CASE WHEN saga_status = %(saga_status)s THEN %(delay)s ELSE 0 END",
+)
 
 # The claim itself is taken back. What is recorded binds the key: an effect or a step, a message, an end before a replay.
 _FORGET = f"""
@@ -136,11 +148,13 @@ def release(
     give_back: bool = False,
     deliver: bool = True,
     after_due: float = 0.0,
+    saga: tuple[Any, str] | None = None,
 ) -> bool:
     """Release the operation, due after `delay` seconds, and write its next delivery. False: not the holder.
 
     `give_back` does not count the attempt, for a deferral or a shutdown. `after_due`: seconds from then until the delivery
-    is sent. Without `deliver` there is none, for a caller that ends the operation now.
+    is sent. Without `deliver` there is none, for a caller that ends the operation now. `saga`: the id and status of the saga
+    whose attempt this is; if it has another status by now, it is due at once.
     """
     parameters = {
         "delay": delay,
@@ -149,7 +163,10 @@ def release(
         "deliver": deliver,
         "after_due": after_due,
     }
-    return bool(execute(connection, _RELEASE, mine(claim) | parameters).fetchone()[0])
+    if saga is not None:
+        parameters |= {"saga": saga[0], "saga_status": saga[1]}
+    statement = _RELEASE if saga is None else _RELEASE_SAGA
+    return bool(execute(connection, statement, mine(claim) | parameters).fetchone()[0])
 
 
 def forget(connection: Connection, claim: Claimed) -> bool:

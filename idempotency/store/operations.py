@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
+from .outbox import EXTERNAL
 from .record import OWN, ROW, named
 from .statements import execute
 
@@ -33,10 +34,15 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
 
 _ACCEPTED = """
 SELECT o.fingerprint, o.message, o.queue, o.status FROM idempotency.outbox o
-WHERE o.tenant = %(tenant)s AND o.task = %(task)s AND o.key = %(key)s
+WHERE o.tenant = %(tenant)s AND o.task = %(task)s AND o.key = %(key)s AND NOT starts_with(o.task, %(external)s)
   AND (o.service = %(service)s) IS NOT FALSE AND (o.settled_at IS NULL OR o.status = 'failed' AND EXISTS (
       SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id AND d.status = 'open'))
 ORDER BY o.status = 'failed', o.id LIMIT 1
+"""
+
+# By the row that would deliver it next.
+_IS_UNPUBLISHABLE = f"""
+SELECT status = 'failed' FROM idempotency.outbox WHERE {ROW} ORDER BY generation DESC, id DESC LIMIT 1
 """
 
 _LOOKUP = f"""
@@ -79,7 +85,12 @@ def status_and_fence(connection: Connection, id: OperationId) -> Row[Any] | None
 
 def accepted(connection: Connection, id: OperationId, service: str) -> Row[Any] | None:
     """The oldest outbox row of `service` that is still to deliver the operation, or would be after a replay."""
-    return connection.exec_driver_sql(_ACCEPTED, named(id) | {"service": service}).one_or_none()
+    return connection.exec_driver_sql(_ACCEPTED, named(id) | {"service": service, "external": EXTERNAL}).one_or_none()
+
+
+def is_unpublishable(connection: Connection, id: OperationId) -> bool:
+    """Whether the broker has refused the operation's next delivery for good."""
+    return bool(connection.exec_driver_sql(_IS_UNPUBLISHABLE, named(id)).scalar_one_or_none())
 
 
 def lookup(connection: Connection, id: OperationId, service: str) -> Any | None:

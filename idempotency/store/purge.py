@@ -18,6 +18,8 @@ from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
 # A record that must stay is looked at again after an hour, so that it does not cost every pass something. Seconds.
 KEEP = 3600.0
+# Events, or rows of sagas, that one statement deletes.
+FORGOTTEN = 10_000
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
 REMEMBER = 86400.0
 
@@ -158,21 +160,23 @@ _FORGET_SET_ASIDE = (
 _FORGET_EVENTS = """
 DELETE FROM idempotency.saga_events WHERE id IN (
     SELECT e.id FROM idempotency.saga_events e
-    WHERE e.received_at < (SELECT least(clock_timestamp() - make_interval(secs => %(retention)s), min(g.accepted_at))
+    WHERE e.service = %(service)s
+      AND e.received_at < (SELECT least(clock_timestamp() - make_interval(secs => %(retention)s), min(g.accepted_at))
                            FROM idempotency.sagas g WHERE g.status = 'RUNNING')
-    ORDER BY e.received_at LIMIT 10000)
+    ORDER BY e.received_at LIMIT %(limit)s)
 """
 
 # What an observer has noted of a process that is over; and sagas that were cancelled before they were enqueued.
 _FORGET_OBSERVED = """
 DELETE FROM idempotency.sagas WHERE id IN (
     SELECT g.id FROM idempotency.sagas g
-    WHERE (g.observed AND g.status <> 'RUNNING' OR g.status = 'COMPENSATING') AND g.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+    WHERE (g.observed AND g.status <> 'RUNNING' OR g.status = 'COMPENSATING') AND g.service = %(service)s
+      AND g.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
       AND (SELECT true FROM idempotency.records r
            WHERE r.tenant = g.tenant AND r.task = g.task AND r.key = g.key LIMIT 1) IS NULL
       AND (SELECT true FROM idempotency.outbox o
            WHERE o.tenant = g.tenant AND o.task = g.task AND o.key = g.key LIMIT 1) IS NULL
-    ORDER BY g.updated_at LIMIT 1000)
+    ORDER BY g.updated_at LIMIT %(limit)s)
 """
 
 
@@ -250,11 +254,27 @@ def forget_set_aside(connection: Connection) -> None:
     connection.exec_driver_sql(_FORGET_SET_ASIDE, {"remember": REMEMBER})
 
 
-def forget_events(connection: Connection, *, retention: float) -> None:
-    """Delete events that were kept for sagas for more than `retention` seconds, and are older than all that run."""
-    connection.exec_driver_sql(_FORGET_EVENTS, {"retention": retention})
+def forget_events(connection: Connection, service: str, *, retention: float, limit: int) -> bool:
+    """Delete events that were kept for sagas of `service` for more than `retention` seconds, and are older than all that run.
+
+    Returns whether more may be due.
+    """
+    return _forget(connection, _FORGET_EVENTS, service, retention, limit)
 
 
-def forget_observed(connection: Connection, *, retention: float) -> None:
-    """Delete rows of sagas without an operation that have not changed for `retention` seconds."""
-    connection.exec_driver_sql(_FORGET_OBSERVED, {"retention": retention})
+def forget_observed(connection: Connection, service: str, *, retention: float, limit: int) -> bool:
+    """Delete rows of sagas of `service` without an operation that have not changed for `retention` seconds.
+
+    Returns whether more may be due.
+    """
+    return _forget(connection, _FORGET_OBSERVED, service, retention, limit)
+
+
+def _forget(connection: Connection, statement: str, service: str, retention: float, limit: int) -> bool:
+    fields, left = {"service": service, "retention": retention}, limit
+    while left > 0:
+        most = min(left, FORGOTTEN)
+        if (deleted := connection.exec_driver_sql(statement, fields | {"limit": most}).rowcount) < most:
+            return False
+        left -= deleted
+    return True

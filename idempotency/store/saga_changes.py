@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _LOCKED = f"SELECT id, generation, status, stopped, error FROM idempotency.sagas WHERE {ROW} FOR NO KEY UPDATE"
 
+_IS_TRIED_AGAIN = f"SELECT status = 'started' FROM idempotency.records WHERE {ROW} FOR UPDATE"
+
 _FAILED_UNDOS = """
 SELECT s.name, s.tenant, s.call_task AS task, s.call_key AS key, r.status, (
     SELECT max(d.id) FROM idempotency.dead_letters d
@@ -59,8 +61,15 @@ JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant
 JOIN idempotency.sagas g ON g.id = s.saga_id
 WHERE d.id = %(letter)s AND (s.kind = 'call' AND s.state = 'failed' OR s.kind = 'undo' AND s.state = 'done')
 UNION ALL
+SELECT 'undo', g.task || ' ' || g.key
+FROM idempotency.dead_letters d
+JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant, d.task, d.key)
+JOIN idempotency.sagas g ON g.id = s.saga_id
+JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = s.generation AND u.undoes = s.position AND u.state = 'done'
+WHERE d.id = %(letter)s AND s.kind = 'call'
+UNION ALL
 SELECT 'call', d.used_by FROM idempotency.dead_letters d WHERE d.id = %(letter)s AND d.used_by IS NOT NULL
-LIMIT 1
+ORDER BY 1 DESC LIMIT 1
 """
 
 # Whether a person has found that the effects in doubt have happened, so that a replay does none of them again.
@@ -69,8 +78,11 @@ SELECT coalesce(bool_or((entry.value ->> 'resolved')::boolean) AND bool_and(entr
 FROM idempotency.dead_letters d
 JOIN idempotency.records r USING (tenant, task, key)
 CROSS JOIN jsonb_each(r.effects) entry
-WHERE d.id = %(letter)s AND d.reason IN ('effect_unknown', 'unfinished')
+WHERE d.id = %(letter)s AND r.error_code IN ('effect_unknown', 'unfinished')
 """
+
+# The replay of what a saga has gone on from: its first attempt is the last look, which begins nothing.
+_ONLY_FINISH = f"UPDATE idempotency.records SET spent_at = 1 WHERE {ROW} AND status = 'released'"
 
 _NOT_UNDONE = """NOT EXISTS (
     SELECT FROM idempotency.saga_steps u
@@ -99,7 +111,7 @@ ORDER BY 1
 # What an undo is of, by its name or by that of the undo, and how far the undo has come.
 _TO_UNDO = """
 SELECT g.id AS saga, g.generation, s.position, s.name, u.position AS undo_position, u.state AS undo_state,
-       u.call_task, u.call_key
+       u.call_task, u.call_key, s.kind, s.call_task AS of_task, s.call_key AS of_key
 FROM idempotency.sagas g
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
 LEFT JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = g.generation AND u.undoes = s.position
@@ -123,10 +135,18 @@ RETURNING position
 
 _END_WITH = "UPDATE idempotency.sagas SET error = %(error)s WHERE id = %(saga)s AND status = 'COMPENSATING'"
 
-# Before it has begun there is nothing to undo.
-_END_UNPUBLISHABLE = f"""
-UPDATE idempotency.sagas g SET status = 'FAILED', updated_at = clock_timestamp()
-WHERE {ROW} AND NOT EXISTS (SELECT FROM idempotency.saga_steps s WHERE s.saga_id = g.id)
+# Of the generation that would run, nothing is open and nothing has to be undone.
+_END_WITH_NOTHING_TO_UNDO = f"""
+UPDATE idempotency.sagas g SET status = 'FAILED', stopped = NULL, waits_for = NULL, updated_at = clock_timestamp()
+WHERE {ROW} AND NOT observed AND status IN ('RUNNING', 'COMPENSATING') AND NOT EXISTS (
+    SELECT FROM idempotency.saga_steps s
+    WHERE s.saga_id = g.id AND s.generation = coalesce((SELECT generation FROM idempotency.records WHERE {ROW}), g.generation)
+      AND (s.state = 'begun' AND s.kind NOT IN ('wait', 'timer')
+        OR (s.undo IS NOT NULL AND s.state = 'done' OR s.kind = 'call' AND s.state = 'failed') AND {_NOT_UNDONE}))
+"""
+_HAS_ENDED = f"""
+SELECT NOT EXISTS (
+    SELECT FROM idempotency.sagas WHERE {ROW} AND NOT observed AND status IN ('RUNNING', 'COMPENSATING'))
 """
 
 _OPEN_EFFECTS = """
@@ -149,15 +169,17 @@ class Retried:
     waits_for: list[str]
 
 
-def locked_stopped(connection: Connection, id: OperationId) -> Row[Any]:
+def locked_stopped(connection: Connection, id: OperationId, *, at_rest: bool = False) -> Row[Any]:
     """The saga of an operation, locked: neither its code nor another person changes it until the transaction ends.
 
-    Raises `ChangeRefused` unless it has stopped.
+    Raises `ChangeRefused` unless it has stopped; with `at_rest`, also while it is tried again.
     """
     row = connection.exec_driver_sql(_LOCKED, named(id)).one_or_none()
     if row is None or row.stopped is None:
         what = "has not begun" if row is None else f"is {row.status}"
         raise ChangeRefused(f"{id.task} {id.key}: {what} and has not stopped")
+    if at_rest and connection.exec_driver_sql(_IS_TRIED_AGAIN, named(id)).scalar_one_or_none():
+        raise ChangeRefused(f"{id.task} {id.key}: is being tried again at this moment; look again")
     return row
 
 
@@ -233,9 +255,16 @@ def end_with(connection: Connection, saga: Any, error: str) -> None:
     connection.exec_driver_sql(_END_WITH, {"saga": saga, "error": error})
 
 
-def end_unpublishable(connection: Connection, id: OperationId) -> None:
-    """End a saga that was cancelled before it began, and whose message could not be published."""
-    connection.exec_driver_sql(_END_UNPUBLISHABLE, named(id))
+def only_finish(connection: Connection, id: OperationId) -> None:
+    """Let a replay finish what has happened, and begin nothing."""
+    connection.exec_driver_sql(_ONLY_FINISH, named(id))
+
+
+def end_with_nothing_to_undo(connection: Connection, id: OperationId) -> bool:
+    """End a saga that has not begun, or whose message cannot be published. False: it has something to undo."""
+    connection.exec_driver_sql(_END_WITH_NOTHING_TO_UNDO, named(id))
+    has_ended: bool = connection.exec_driver_sql(_HAS_ENDED, named(id)).scalar_one()
+    return has_ended
 
 
 def open_effects(connection: Connection, saga: Any) -> list[str]:

@@ -15,7 +15,7 @@ from .record import ROW, named
 
 # A saga belongs to one application. What an observer has noted is shown to all.
 _FIND = """
-SELECT g.tenant, g.task, g.key FROM idempotency.sagas g
+SELECT g.tenant, g.task, g.key, g.observed FROM idempotency.sagas g
 WHERE g.key = %(key)s AND (g.service = %(service)s OR g.observed) AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s)
   AND (%(type)s::text IS NULL OR right('.' || g.task, length(%(type)s::text) + 1) = '.' || %(type)s::text)
 ORDER BY g.task <> coalesce(%(type)s::text, ''), g.tenant, g.task LIMIT 20
@@ -84,7 +84,7 @@ LEFT JOIN LATERAL (
 WHERE e.tenant = %(tenant)s AND e.service = %(service)s AND (e.saga_id IS NULL OR e.saga_id = %(saga)s)
   AND (e.event_type, e.match) IN (
     SELECT s.event_type, s.match FROM idempotency.saga_steps s WHERE s.saga_id = %(saga)s AND s.event_type IS NOT NULL
-    UNION SELECT a.details ->> 'event_type', a.details ->> 'match' FROM idempotency.audit a
+    UNION SELECT a.details ->> 'event_type', a.details ->> 'compared_with' FROM idempotency.audit a
     WHERE a.tenant = %(tenant)s AND a.task = %(task)s AND a.key = %(key)s AND a.action = 'saga_signal')
 ORDER BY e.id
 """
@@ -150,10 +150,12 @@ class Filter:
     stopped: bool = False
 
 
-def find(connection: Connection, key: str, service: str, *, type: str | None, tenant: str | None) -> list[OperationId]:
-    """The sagas that have this key, at most 20. `type` is the whole name, or the part of it after a dot."""
+def find(
+    connection: Connection, key: str, service: str, *, type: str | None, tenant: str | None
+) -> list[tuple[OperationId, bool]]:
+    """The sagas that have this key, at most 20, each with whether an observer has noted it. `type` is the whole name, or the part of it after a dot."""
     rows = connection.exec_driver_sql(_FIND, {"key": key, "service": service, "type": type, "tenant": tenant})
-    return [OperationId(row.tenant, row.task, row.key) for row in rows]
+    return [(OperationId(row.tenant, row.task, row.key), row.observed) for row in rows]
 
 
 def saga(connection: Connection, id: OperationId) -> Row[Any] | None:

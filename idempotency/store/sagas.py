@@ -22,6 +22,8 @@ from .statements import execute
 LONGEST_WAIT = "10 years"
 # Why a saga stops: its code does not fit what it has recorded, or it cannot be undone.
 MISMATCH, NOT_UNDONE = "saga_mismatch", "compensation_failed"
+# What a saga ends with that was undone for a doubt which is none any more.
+RESOLVED = "resolved"
 NOT_REACHED = "its processes died in every attempt before its code had come to all that is recorded"
 # Seconds until a saga whose code does not fit is tried again: a deploy may be half done. Doubled each time, up to the last.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
@@ -45,13 +47,13 @@ class SagaRow:
 
 _OPEN = """
 INSERT INTO idempotency.sagas AS g (tenant, task, key, service, generation, entity_id, accepted_at)
-VALUES (%(tenant)s, %(task)s, %(key)s, %(service)s, %(generation)s, %(entity)s,
+VALUES (%(tenant)s, %(task)s, %(key)s, %(service)s, %(generation)s, coalesce(%(entity)s, left(%(key)s, 255)),
         idempotency.accepted_at(%(tenant)s, %(task)s, %(key)s))
 -- Not fenced, so it changes nothing that the next attempt depends on: this one may have been overtaken since its claim.
 ON CONFLICT (tenant, task, key) DO UPDATE SET
     generation = greatest(g.generation, excluded.generation),
     -- one that was cancelled before it began has its key here
-    entity_id = excluded.entity_id,
+    entity_id = coalesce(%(entity)s, g.entity_id),
     -- what an observer has noted is no saga yet
     observed = false,
     service = excluded.service,
@@ -150,7 +152,9 @@ SELECT 1 / count(*) FROM ended
 """
 
 # The saga has gone on from these failures, so that nobody may replay them. What may have left something outside stays open.
-_STAYS = "d.reason IN ('effect_unknown', 'unfinished')"
+# By its record: the letter gives another reason if `on_failed` has failed, too.
+_STAYS = """EXISTS (SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
+    AND r.error_code IN ('effect_unknown', 'unfinished'))"""
 _CLOSE_LETTERS = f"""
 UPDATE idempotency.dead_letters d
 SET status = CASE WHEN {_STAYS} THEN 'open' ELSE 'discarded' END,
@@ -171,12 +175,20 @@ WITH cancelled AS (
             idempotency.accepted_at(%(tenant)s, %(task)s, %(key)s))
     -- one that has not begun, or not begun anew, finds this, and ends
     ON CONFLICT (tenant, task, key) DO UPDATE
-    SET status = 'COMPENSATING', error = excluded.error, generation = excluded.generation, waits_for = NULL,
-        updated_at = clock_timestamp()
-    WHERE NOT g.observed AND (g.status = 'RUNNING' OR g.generation < excluded.generation)
+    SET status = 'COMPENSATING', error = excluded.error, generation = excluded.generation, waits_for = NULL, stopped = NULL,
+        updated_at = clock_timestamp(), observed = false, service = excluded.service,
+        accepted_at = CASE WHEN g.observed THEN excluded.accepted_at ELSE g.accepted_at END
+    WHERE g.observed OR g.status = 'RUNNING' OR g.generation < excluded.generation
     RETURNING *
 )
 SELECT idempotency.resume_saga(cancelled) FROM cancelled
+"""
+
+# Nobody has to see to what had stopped it.
+_CLOSE_STOPPED = f"""
+UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
+FROM (SELECT * FROM idempotency.sagas WHERE {ROW} AND status = 'RUNNING') g
+WHERE (d.tenant, d.task, d.key, d.reason) = (g.tenant, g.task, g.key, g.stopped) AND d.status = 'open'
 """
 
 _OBSERVE = """
@@ -193,8 +205,11 @@ HAVING NOT coalesce(bool_or(name = %(name)s), false)
 """
 
 
-def open_saga(connection: Connection, claim: Claimed, entity_id: str, *, service: str) -> SagaRow:
-    """Find the saga of a claim, or make it. A replay begins it anew; its earlier rows stay, under their generation."""
+def open_saga(connection: Connection, claim: Claimed, entity_id: str | None, *, service: str) -> SagaRow:
+    """Find the saga of a claim, or make it. A replay begins it anew; its earlier rows stay, under their generation.
+
+    `entity_id`: None if it is not known any more.
+    """
     fields = named(claim.id) | {"service": service, "generation": claim.generation, "entity": entity_id}
     return SagaRow(*execute(connection, _OPEN, fields).fetchone()[:-1])
 
@@ -270,6 +285,7 @@ def end(connection: Connection, saga: SagaRow, status: str, *, lease: float) -> 
 
 def cancel(connection: Connection, id: OperationId, error: str) -> bool:
     """From now on a saga is undone, by a person or by the saga that has called it. False: it has ended, or is undone already."""
+    execute(connection, _CLOSE_STOPPED, named(id))
     return execute(connection, _CANCEL, named(id) | {"error": error}).fetchone() is not None
 
 

@@ -212,8 +212,10 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
-        past.forget_events(connection, retention=settings.retention_events)
-        past.forget_observed(connection, retention=settings.retention_failed)
+        events_kept, observed_kept = settings.retention_events, settings.retention_failed
+        more_events = past.forget_events(connection, service, retention=events_kept, limit=limit)
+        more_observed = past.forget_observed(connection, service, retention=observed_kept, limit=limit)
+        more = more or more_events or more_observed
         waiters.forget(connection)
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)

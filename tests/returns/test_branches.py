@@ -8,10 +8,19 @@ from uuid import uuid4
 
 import pytest
 
+from idempotency import DidNotHappen, EffectUnknown, Happened, OperationId, StillUnknown
+from idempotency.application import runtime_of
+from idempotency.operate.change import read
+from idempotency.operate.replay import replay
+from idempotency.operate.resolve import resolve_effect
+from idempotency.sagas.attempt import SagaAttempt
+from idempotency.store import sagas
+from idempotency.store.answers import error_text
 from tasks.branches import BRANCHES
 from tests.orders.books import check_stock
 from tests.returns.books import check_return
 from tests.returns.shop import Returns
+from tests.support.operators import ANN
 
 
 @pytest.fixture(autouse=True)
@@ -174,3 +183,81 @@ def test_a_return_ends_as_the_table_of_branches_says(shop: Returns, branch: str)
     check_return(shop, return_id, branch)
     kinds = [label.kind for label in shop.labels(return_id)]
     assert kinds == {"label refused": [], "reshipped": ["return", "reship"]}.get(branch, ["return"])
+
+
+def test_a_label_that_a_person_has_found_is_void_at_the_carrier_if_it_is_void_here(shop: Returns) -> None:
+    made = type(shop.shipping.carrier).create_label
+    carrier = shop.shipping.carrier
+
+    def made_in_silence(**call: Any) -> None:
+        made(carrier, **call)
+        raise EffectUnknown("no answer")
+
+    return_id = shop.send_back(shop.bought())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrier, "create_label", made_in_silence, raising=False)
+        patch.setattr(carrier, "find_label", lambda **_: StillUnknown(), raising=False)
+        shop.run()
+    assert shop.saga(return_id).status == "COMPENSATING"
+    (label,) = shop.labels(return_id)
+    letter = shop.one(
+        "SELECT id, tenant, task, key FROM idempotency.dead_letters WHERE task = 'shipping.create_label'"
+        " AND status = 'open' AND key LIKE '%' || :id || '%'",
+        id=return_id,
+    )
+    with shop.operating():
+        with runtime_of(shop.app).autocommit() as connection:
+            seen = read(connection, OperationId(*letter[1:]), runtime_of(shop.app).settings.service)
+        resolve_effect(shop.app, seen, "label", Happened({"id": label.id, "status": "created"}), ANN)
+        replay(shop.app, letter.id, ANN)
+    shop.run()
+    assert shop.saga(return_id).status == "FAILED"
+    here = shop.one("SELECT status FROM labels WHERE return_id = :id", id=return_id)[0]
+    (label,) = shop.labels(return_id)
+    assert (here.lower(), label.status) == ("voided", "voided")
+
+
+def test_a_return_that_a_defect_has_ended_is_not_told_as_cancelled(shop: Returns) -> None:
+    """docs/returns.md: CANCELLED if a person has cancelled it; or ESCALATED: a failure of ours is left to a person."""
+
+    def silent(**_: Any) -> None:
+        raise EffectUnknown("no answer")
+
+    carrier = shop.shipping.carrier
+    return_id = shop.send_back(shop.bought())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrier, "create_label", silent, raising=False)
+        patch.setattr(carrier, "find_label", lambda **_: StillUnknown(), raising=False)
+        shop.run()
+    letter = shop.one(
+        "SELECT id, tenant, task, key FROM idempotency.dead_letters WHERE task = 'shipping.create_label'"
+        " AND status = 'open' AND key LIKE '%' || :id || '%'",
+        id=return_id,
+    )
+    with shop.operating():
+        with runtime_of(shop.app).autocommit() as connection:
+            seen = read(connection, OperationId(*letter[1:]), runtime_of(shop.app).settings.service)
+        resolve_effect(shop.app, seen, "label", DidNotHappen(), ANN, end=True)
+    shop.run()
+    assert shop.saga(return_id).status == "FAILED"
+    assert (shop.row(return_id).status, "return.cancelled" in shop.told_of(return_id)) == ("ESCALATED", False)
+
+
+def test_a_rejected_return_whose_second_label_was_voided_is_seen_by_somebody(shop: Returns) -> None:
+    """Cancelled after its last step and before its end: the goods were to go back, and nobody is told that they do not."""
+    return_id = shop.in_transit(reship=True)
+    completes = SagaAttempt.complete
+
+    def cancelled_first(self: SagaAttempt, result: Any) -> None:
+        with shop.books.connect() as connection, connection.begin():
+            id = OperationId("default", shop.returns.process_return.name, return_id)
+            assert sagas.cancel(connection, id, error_text("cancelled", "a person"))
+        completes(self, result)
+
+    shop.inspect(return_id, "REJECTED")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SagaAttempt, "complete", cancelled_first)
+        shop.run()
+    (label,) = [label for label in shop.labels(return_id) if label.kind == "reship"]
+    assert shop.row(return_id).status == "REJECTED"
+    assert label.status == "created" or shop.cases(return_id)

@@ -88,7 +88,7 @@ def test_an_effect_that_was_found_out_and_undone_does_not_end_as_unknown(stage: 
     stage.run()
     assert (handle.status(), stage.accounts()) == ("failed", ["refund:r1"])
     # the provider has said what became of it, and it was undone: nobody has to look it up
-    assert stage.letters() == [("charging", "cancelled", "open")]
+    assert stage.letters() == [("charging", "resolved", "open")]
 
 
 def test_a_call_whose_effect_was_found_out_does_not_stop_its_saga(stage: Stage) -> None:

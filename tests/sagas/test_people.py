@@ -452,7 +452,7 @@ def test_a_person_says_what_became_of_an_effect_and_the_saga_goes_on(
     stage.run()
     assert (handle.status(), stage.accounts()) == ("failed", ["open:r1", *undone])
     # as for other operations: nothing but the unknown effect had ended it
-    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "cancelled", "open")]
+    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "resolved", "open")]
     assert audited(stage) == [("ann", "resolve", "charging")]
 
 

@@ -434,13 +434,13 @@ RACES: tuple[tuple[Any, Sequence[tuple[Any, str, str]]], ...] = (
         [
             (
                 sagas,
-                " AND (g.status = 'RUNNING' OR g.generation < excluded.generation)\n    RETURNING",
+                "\n    WHERE g.observed OR g.status = 'RUNNING' OR g.generation < excluded.generation\n    RETURNING",
                 "\n    RETURNING",
             )
         ],
     ),
     (late_call_and_undo, [(sagas, "CASE WHEN signals = %(signals)s THEN %(waits_for)s END", "%(waits_for)s")]),
-    (two_calls, [("signal_saga", "FOR NO KEY UPDATE", "")]),
+    (two_calls, [("signal_saga", "FOR NO KEY UPDATE", ""), ("end_of_operation", "FOR NO KEY UPDATE", "")]),
     (
         two_retries,
         [
