@@ -127,6 +127,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             "STRIPE_API_BASE": provider.url,
             "SMTP_URL": mail.url,
             "CARRIER_URL": carrier.url,
+            "IDEMPOTENCY_MESSAGE_SECRETS": secrets.token_hex(32),
             "PROMETHEUS_MULTIPROC_DIR": str(counters),
         }
         processes = Processes(directory, environment, urls[RELAY])

@@ -7,6 +7,7 @@ from typing import Any
 
 from celery.signals import (
     beat_init,
+    before_task_publish,
     celeryd_after_setup,
     celeryd_init,
     worker_init,
@@ -18,13 +19,14 @@ from .checks import startup
 from .letters import guard
 from .observe import metrics
 from .upkeep import presence
-from .worker import eager, waiting
+from .worker import eager, signed_calls, waiting
 
 # Celery calls them in this order: a configuration that is refused never registers a sign of life.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (celeryd_init, startup.check_broker_address),
     (celeryd_after_setup, startup.warn_about_pool_size),
     (worker_process_init, startup.freeze_imported_objects),
+    (before_task_publish, signed_calls.sign_message),
     (worker_init, startup.check_worker_start),
     (worker_init, guard.add_guard),
     (worker_init, presence.sign_as_worker),

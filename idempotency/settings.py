@@ -11,7 +11,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
+    AwareDatetime,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ImportString,
@@ -32,6 +34,8 @@ DAY = 24 * HOUR
 NOT_AN_ADDRESS = "not an address"
 # Bytes. It is part of a queue's name, of at most 255.
 SERVICE_LIMIT = 200
+# Characters of a secret that signs messages: as many as the hash has bytes (RFC 2104, section 3).
+SECRET_LENGTH = 32
 
 
 def _web_address(value: SecretStr) -> SecretStr:
@@ -47,6 +51,16 @@ def _database_address(value: SecretStr) -> SecretStr:
         raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
     if driver != "psycopg":
         raise ValueError("must be a Postgres address with the driver psycopg: postgresql+psycopg://")
+    return value
+
+
+def _separated(value: Any) -> Any:
+    return [part for each in value.split(",") if (part := each.strip())] if isinstance(value, str) else value
+
+
+def _long_enough(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    if any(len(each.get_secret_value()) < SECRET_LENGTH for each in value):
+        raise ValueError(f"each must have at least {SECRET_LENGTH} characters")
     return value
 
 
@@ -162,6 +176,12 @@ class Settings(BaseModel):
     # Connections kept per process for bodies, and as many for claims; either pool may grow to twice its size. The
     # heartbeat has its own connection.
     pool_size: int = Field(10, ge=1)
+
+    # What messages are signed with: the first signs, each of them is accepted, so that a new one can be added everywhere
+    # before it signs. From the environment, separated by commas. Without one, nothing is signed and nothing is checked.
+    message_secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_separated), AfterValidator(_long_enough)] = ()
+    # Until then, messages without a signature are run, too: those that were in flight when signing began.
+    unsigned_until: AwareDatetime | None = None
 
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other
     # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.

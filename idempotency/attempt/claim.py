@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store import claims
-from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch
+from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import Unanswered
 from ..wire.delivery import Delivery
 from .hints import Hint
@@ -42,7 +42,7 @@ def at_once(ask: Callable[[], T], /) -> T:
 
 def claim(
     runtime: Runtime, delivery: Delivery, token: str, patiently: Patience = at_once, *, again: bool = False
-) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:
+) -> Claimed | Completed | Failed | Mismatch | Foreign | Stale | Busy:
     """Claim the operation, or learn from its record why not. Raises what `patiently` does.
 
     `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
@@ -81,7 +81,7 @@ def peek(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch 
 
 def _answer(
     runtime: Runtime, delivery: Delivery, token: str, *, duplicate_first: bool
-) -> Claimed | Completed | Failed | Mismatch | Foreign | Busy:
+) -> Claimed | Completed | Failed | Mismatch | Foreign | Stale | Busy:
     with runtime.autocommit(delivery.id.tenant) as connection:
         if duplicate_first and _counted(runtime, connection, delivery):
             return Busy()
@@ -110,6 +110,8 @@ def ask(
         queue=delivery.queue,
         synchronous=synchronous,
         also=delivery.also,
+        signed_at=delivery.signed_at,
+        horizon=runtime.settings.redelivery_horizon,
     )
 
 

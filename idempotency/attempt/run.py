@@ -21,7 +21,7 @@ from ..errors import IdempotencyError, LeaseLost, OutcomeInDoubt
 from ..framework import framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
-from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch
+from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch, Stale
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .claim import Patience, at_once, claim
@@ -36,7 +36,7 @@ DOUBT_ROUNDS = 5
 IN_DOUBT = (LeaseLost, OutcomeInDoubt, DBAPIError, PoolTimeout, SoftTimeLimitExceeded)
 
 Body = Callable[[Attempt], Any]
-Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | Foreign | Busy
+Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | Foreign | Stale | Busy
 
 
 def run(

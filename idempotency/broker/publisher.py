@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from amqp.exceptions import ChannelError, NotFound, PreconditionFailed
 from amqp.serialization import dumps as amqp_dumps
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
+from pydantic import SecretStr
 
 from ..observe.crash_points import crash_point
-from ..wire.message import MARKER_HEADER, OUTBOX_HEADER, Message
+from ..wire.message import MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, Message
+from ..wire.signing import sign
 from .batch import ERROR_LIMIT, Published, Refusal
 from .channel import BROKER_ERRORS, BrokerChannel
 
@@ -29,10 +33,14 @@ _NOT_ENCODED = (LookupError, ValueError, TypeError, ArithmeticError, RecursionEr
 
 
 class Publisher(BrokerChannel):
-    """Publishes with confirms over a separate channel. `confirm_timeout`: seconds to wait for those of a batch."""
+    """Publishes with confirms over a separate channel. `confirm_timeout`: seconds to wait for those of a batch.
 
-    def __init__(self, app: Celery, *, confirm_timeout: float) -> None:
+    Every message is signed with the first of the `secrets`, if there are any.
+    """
+
+    def __init__(self, app: Celery, *, confirm_timeout: float, secrets: Sequence[SecretStr] = ()) -> None:
         super().__init__(app, timeout=confirm_timeout)
+        self._secrets = secrets
         # of the batch under way: the tags whose confirms are awaited, and what was sent back or nacked
         self._tag = 0
         self._awaited: dict[int, str] = {}
@@ -121,6 +129,9 @@ class Publisher(BrokerChannel):
     def _put_together(self, channel: Any, message: Message) -> tuple[Any, dict[str, Any]]:
         """What `basic_publish` is given for a message. Anything that this raises concerns this message alone."""
         exchange, routing_key = message.destination(self._app)
+        if self._secrets:
+            signature = sign(message.headers, message.body, self._secrets[0], at=time.time())
+            message = replace(message, headers=message.headers | {SIGNATURE_HEADER: signature})
         properties = {name: value for name, value in message.properties.items() if name != "priority"}
         prepared = channel.prepare_message(
             message.body,

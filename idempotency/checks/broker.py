@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
+from ipaddress import ip_address
 
 from celery import Celery
 
 from .. import settings
 from ..errors import SettingsError
+from ..settings import Settings
 from .findings import Finding, ok, refusal, warning
 from .queues import check_real_queues
 from .unreachable import TIMEOUT
@@ -37,6 +40,34 @@ def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
         return True, []
     advice = "a message that the broker does not accept would be lost silently"
     return True, [refusal("broker_transport_options", "confirm_publish off, need True", advice)]
+
+
+def check_signatures(app: Celery, given: Settings) -> list[Finding]:
+    """Whether messages are signed, so that nobody else who may publish can make a worker run something."""
+    number, until = len(given.message_secrets), given.unsigned_until
+    if not number:
+        found = "are not signed"
+        if _is_on_loopback(app):
+            return [ok("messages", f"{found}; the broker listens on loopback")]
+        advice = "whoever may publish to the broker can call any task under any key; set idempotency_message_secrets"
+        return [warning("messages", found, advice)]
+    found = f"are signed, and {number} secret{'s are' if number > 1 else ' is'} accepted"
+    if until is None:
+        return [ok("messages", found)]
+    if datetime.now(UTC) < until:
+        return [
+            warning("messages", f"{found}; those without a signature, too, until {until.isoformat()}", "not for long")
+        ]
+    return [ok("messages", f"{found}; idempotency_unsigned_until is over and can be removed")]
+
+
+def _is_on_loopback(app: Celery) -> bool:
+    """Whether only this machine reaches the broker, by its address. A name that is not `localhost` is not looked up."""
+    try:
+        host = app.connection_for_write().hostname or "localhost"
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _speaks_amqp(app: Celery) -> bool:

@@ -10,7 +10,7 @@ from celery import Celery
 
 from ..settings import Settings
 from ..worker.task import idempotent_tasks
-from .broker import check_broker, check_broker_settings
+from .broker import check_broker, check_broker_settings, check_signatures
 from .findings import Finding, Level, warning
 from .postgres import check_database
 from .processes import check_processes
@@ -61,7 +61,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
         *check_celery_settings(app),
     ]
     if given is not None:
-        findings += [*check_retentions(tasks, given), *check_providers(tasks, given)]
+        findings += [*check_retentions(tasks, given), *check_providers(tasks, given), *check_signatures(app, given)]
         findings += check_longest_runs(app, tasks, given)
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
     is_rabbitmq, found = check_broker_settings(app)

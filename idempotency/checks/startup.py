@@ -100,7 +100,11 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | No
     if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:
         # Celery logs and ignores other exceptions of signal receivers.
         raise SystemExit("\n".join(f"idempotency: refused to start: {finding}" for finding in refusals))
-    _warn(each for each in findings if each.subject.startswith(("database", "event")) and each.level is Level.WARNING)
+    _warn(
+        each
+        for each in findings
+        if each.subject.startswith(("database", "event", "messages")) and each.level is Level.WARNING
+    )
     return unanswered
 
 

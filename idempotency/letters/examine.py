@@ -14,8 +14,12 @@ from kombu import Message
 from ..application import runtime_of
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..wire.keys import OperationId
-from ..wire.message import MESSAGE_VERSION, OUTBOX_HEADER, SERVICE_HEADER, VERSION_HEADER
+from ..wire.message import MESSAGE_VERSION, OUTBOX_HEADER, SERVICE_HEADER, SIGNATURE_HEADER, VERSION_HEADER
+from ..wire.signing import signed_at
 from ..worker.task import IdempotentTask
+
+# Why a message belongs to no operation, whatever it says.
+UNSIGNED, ALTERED = "unsigned", "altered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
     headers = message.headers
     name = headers.get("task")
+    if (forged := _forged(app, message)) is not None:
+        return Examined(forged)  # nothing that it says is believed
     version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
     if type(version) is int and version > MESSAGE_VERSION:
         return Examined("unknown_version")  # nothing else is known about it, not even its encoding
@@ -76,6 +82,20 @@ def examine(app: Celery, message: Message) -> Examined:
         # Celery would acknowledge it; an accepted operation is never just dropped
         return replace(examined, reason="expired")
     return examined
+
+
+def _forged(app: Celery, message: Message) -> str | None:
+    """Why a message is not believed to be this application's: UNSIGNED or ALTERED. A plain task's is not looked at."""
+    task = app.tasks.get(name) if isinstance(name := message.headers.get("task"), str) else None
+    settings = runtime_of(app).settings
+    if not settings.message_secrets or (task is not None and not isinstance(task, IdempotentTask)):
+        return None
+    if signed_at(message.headers, message.body, settings.message_secrets) is not None:
+        return None
+    if message.headers.get(SIGNATURE_HEADER) is not None:
+        return ALTERED
+    until = settings.unsigned_until
+    return None if until is not None and datetime.now(UTC) < until else UNSIGNED
 
 
 def _is_row_of_another(app: Celery, headers: Mapping[str, Any]) -> bool:

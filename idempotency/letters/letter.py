@@ -34,7 +34,7 @@ from ..wire.message import (
 )
 from ..worker.task import IdempotentTask
 from .death import Death, death_of
-from .examine import Examined
+from .examine import ALTERED, UNSIGNED, Examined
 
 # Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
@@ -59,6 +59,9 @@ EXPLANATIONS = {
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
     "maxlen": "the queue was full",
     "rejected": "rejected by the worker",
+    "unsigned": "it has no signature, and this application requires one",
+    "altered": "its signature is of no secret of this application, or it was altered",
+    "stale": "published longer ago than redelivery_horizon, and nothing is known of its operation: it may have ended",
     "unhandled": "the relay could not handle it; its operation was not touched",
     "fingerprint_mismatch": "this idempotency key was used with other arguments",
     "service_mismatch": "this idempotency key is used by another application in this database",
@@ -114,6 +117,7 @@ def letter_of(
     queue = death.queue or delivery.get("routing_key")
     own = {name: value for name, value in headers.items() if not is_brokers(name) and name not in _NOT_REPLAYED}
     body, is_text = body_of(message.body)
+    said = {} if reason in (UNSIGNED, ALTERED) else headers  # what it says of an operation, unless that is not believed
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
     payload = Message(json.loads(letters.headers_text(own)), body, _route(app, death, delivery), properties)
     if id is not None:
@@ -122,10 +126,10 @@ def letter_of(
     if not is_text:
         stored[BODY_HEADER] = "base64"
     return BrokerLetter(
-        message_id=shown(headers.get(OUTBOX_HEADER)),
-        tenant=id.tenant if id else shown(headers.get(TENANT_HEADER)),
+        message_id=shown(said.get(OUTBOX_HEADER)),
+        tenant=id.tenant if id else shown(said.get(TENANT_HEADER)),
         task=id.task if id else None,
-        key=id.key if id else shown(headers.get(KEY_HEADER)),
+        key=id.key if id else shown(said.get(KEY_HEADER)),
         generation=None,
         fingerprint=None,
         queue=shown(queue),
@@ -153,8 +157,8 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
-    if examined.reason == "other_service":
-        return examined.reason  # however it died, this application must not end it
+    if examined.reason in ("other_service", "stale", UNSIGNED, ALTERED):
+        return examined.reason  # however it died, this application must not end what it names
     if death in ("delivery_limit", "maxlen"):
         return str(death)
     # the broker says "expired" of a message's time to live, `examine` of Celery's `expires`

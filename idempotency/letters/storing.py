@@ -23,6 +23,7 @@ from ..wire.message import (
     MARKER_HEADER,
     SERVICE_HEADER,
 )
+from ..wire.signing import claimed_at
 from .ending import Ending, wait_at_most
 from .examine import Examined, examine
 from .letter import (
@@ -61,6 +62,8 @@ def store(
         log.info("expired", task=shown(message.headers.get("task")))
         return None
     examined = examine(app, message)
+    if examined.id is not None and _is_stale(app, message, examined.id):
+        examined = Examined("stale", examined.task)
     fingerprints: list[str] = []
     if examined.id is not None:
         try:
@@ -98,6 +101,15 @@ def store(
         queue=letter.queue,
     )
     return stored
+
+
+def _is_stale(app: Celery, message: BrokerMessage, id: OperationId) -> bool:
+    """Whether a signed message is so old that its operation may have ended and been purged. Its letter then ends nothing."""
+    runtime = runtime_of(app)
+    if not runtime.settings.message_secrets or (signed := claimed_at(message.headers)) is None:
+        return False
+    with runtime.autocommit() as connection:
+        return claims.is_stale(connection, id, signed_at=signed, horizon=runtime.settings.redelivery_horizon)
 
 
 def store_unhandled(app: Celery, message: BrokerMessage) -> None:

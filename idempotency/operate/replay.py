@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,20 @@ from sqlalchemy import Connection
 
 from ..application import runtime_of
 from ..errors import ReplayRefused
+from ..letters.examine import ALTERED, UNSIGNED
+from ..settings import Settings
 from ..store import dead_letters, operations, saga_changes
 from ..wire.keys import OperationId
+from ..wire.message import Message
+from ..wire.signing import signed_at
 from .change import Change, audit, repeated
 
 
 def replay(app: Celery, letter: int, change: Change) -> OperationId:
     """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 
-    Raises `OperationNotFound`, `ChangeRefused` and `ReplayRefused`, the last also for an operation whose end a saga has used.
+    Raises `OperationNotFound`, `ChangeRefused` and `ReplayRefused`, the last also for an operation whose end a saga has used, and for
+    a message without a valid signature where one is required.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
     runtime = runtime_of(app)
@@ -26,6 +32,7 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
         if (done := repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.task, done.key)
         service = runtime.settings.service
+        _check_signature(connection, letter, runtime.settings)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
             retried = saga_changes.retry(connection, stopped, service=service, app=app)
@@ -60,3 +67,13 @@ def _check_unused(connection: Connection, letter: int) -> bool:
     if used is not None and used.kind == "undo":
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has been undone without it")
     return used is not None
+
+
+def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:
+    """Raise `ReplayRefused` for a message that this application does not believe, unless it does by now: a replay is signed."""
+    row = dead_letters.show(connection, letter)
+    if row.reason not in (UNSIGNED, ALTERED) or not settings.message_secrets:
+        return
+    message = Message.from_text(row.payload)
+    if signed_at(json.loads(row.headers), message.body, settings.message_secrets) is None:
+        raise ReplayRefused(f"dead letter {letter}: {row.reason}; only what this application has signed is sent again")

@@ -68,7 +68,8 @@ class Relay:
     def __init__(self, app: Celery, *, batch: int = BATCH, confirm_timeout: float = CONFIRM_TIMEOUT) -> None:
         self._app = app
         self._batch = batch
-        self.publisher = Publisher(app, confirm_timeout=confirm_timeout)
+        secrets = runtime_of(app).settings.message_secrets
+        self.publisher = Publisher(app, confirm_timeout=confirm_timeout, secrets=secrets)
         self._listener: psycopg.Connection[Any] | None = None
         self._is_deaf = False  # behind a pooler there are no NOTIFYs
 

@@ -59,7 +59,7 @@ def resend_lost(
         settled = lost.settle(connection)
         if depth is not None:
             return _resend_by_count(app, runtime, connection, depth, settled)
-        own = publisher or Publisher(app, confirm_timeout=10.0)
+        own = publisher or Publisher(app, confirm_timeout=10.0, secrets=runtime_of(app).settings.message_secrets)
         try:
             if own.is_fifo():
                 found, resent = _resend_fifo(app, runtime, connection, own)

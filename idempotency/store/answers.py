@@ -87,7 +87,12 @@ class Changed:
     """The row changed while the statement ran: ask again."""
 
 
-Answer = Claimed | Completed | Failed | Mismatch | Foreign | Busy | Changed
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The message is too old to be believed: its operation may have ended, and been purged since."""
+
+
+Answer = Claimed | Completed | Failed | Mismatch | Foreign | Busy | Stale | Changed
 
 
 class Renewal(StrEnum):

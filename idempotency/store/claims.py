@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, why_not
+from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, Stale, why_not
 from .record import MINE, OWN, ROW, mine, named
 from .statements import execute
 
@@ -26,13 +26,23 @@ _WHY_NOT = """CASE
        END"""
 _DUE_IN = "CASE WHEN status = 'released' THEN extract(epoch FROM available_at - clock_timestamp())::float8 END"
 
-_CLAIM = f"""
+# A signed message that is older than `redelivery_horizon` may have been carried out by an operation that is purged. It runs only
+# if that is known to be wrong.
+_IS_STALE = f"""(
+    to_timestamp(%(signed_at)s) < clock_timestamp() - make_interval(secs => %(horizon)s)
+    AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW})
+    AND NOT EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND settled_at IS NULL))"""
+_STALE = f"SELECT {_IS_STALE}"
+
+
+def _claiming(condition: str = "", stale: str = "") -> str:
+    return f"""
 WITH claimed AS (
     INSERT INTO idempotency.records AS r
         (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
-    VALUES (%(tenant)s, %(task)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
+    SELECT %(tenant)s, %(task)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
             clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s,
-            %(queue)s, %(service)s)
+            %(queue)s, %(service)s {condition}
     ON CONFLICT (tenant, task, key) DO UPDATE SET
         status = 'started',
         fence = nextval('idempotency.fence'),
@@ -63,8 +73,18 @@ FROM claimed
 UNION ALL
 SELECT {_WHY_NOT}, NULL, NULL, generation, NULL, {_DUE_IN}, result, error, NULL, fingerprint, NULL, NULL, service
 FROM idempotency.records
-WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
+WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed){stale}
 """
+
+
+_CLAIM = _claiming()
+_CLAIM_SIGNED = _claiming(
+    f"WHERE NOT {_IS_STALE}",
+    f"""
+UNION ALL
+SELECT 'stale', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+WHERE {_IS_STALE} AND NOT EXISTS (SELECT FROM claimed)""",
+)
 
 # Unlike a claim, it never waits for a lock.
 _PEEK = f"""
@@ -161,12 +181,15 @@ def claim(
     queue: str = "",
     synchronous: bool = True,
     also: Sequence[str] = (),
+    signed_at: float | None = None,
+    horizon: float = 0.0,
 ) -> Answer:
     """Claim an operation, or return why not. Raises `UnknownVersion` for a record with a fingerprint by an unknown rule.
 
     One statement claims a new record, one that is due again, one whose lease has run out, or, with the same token, the
     attempt's own one. A record without a name becomes that of `service`. `also`: the fingerprints of the same arguments by
-    other rules.
+    other rules. `signed_at`: when the message was published, in seconds since 1970; one that is older than `horizon` seconds
+    claims nothing unless its operation is known.
 
     Without `synchronous`, the commit of a *new* record does not wait for the disk; only for callers that do not
     acknowledge anything because of it. Every later write to the record is flushed, and with it the claim, which is
@@ -176,7 +199,7 @@ def claim(
     asked_at = time.monotonic()
     row = execute(
         connection,
-        _CLAIM,
+        _CLAIM if signed_at is None else _CLAIM_SIGNED,
         named(id)
         | {
             "service": service,
@@ -188,10 +211,13 @@ def claim(
             "holder": holder,
             "lease": lease,
             "synchronous": synchronous,
-        },
+        }
+        | ({} if signed_at is None else {"signed_at": signed_at, "horizon": horizon}),
     ).fetchone()
     if row is None:
         return Changed()
+    if row.answer == "stale":
+        return Stale()
     if row.answer == "claimed":
         return Claimed(
             id,
@@ -209,6 +235,12 @@ def claim(
             asked_at=asked_at,
         )
     return why_not(row)
+
+
+def is_stale(connection: Connection, id: OperationId, *, signed_at: float, horizon: float) -> bool:
+    """Whether a message of this age may be a copy of one whose operation is purged."""
+    fields = named(id) | {"signed_at": signed_at, "horizon": horizon}
+    return bool(execute(connection, _STALE, fields).fetchone()[0])
 
 
 def peek(

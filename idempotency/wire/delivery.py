@@ -31,6 +31,7 @@ class Delivery:
     also: Sequence[str] = ()  # fingerprints of the same arguments by other rules
     is_revoked: bool = False  # the worker remembers that this task id was revoked
     eta: datetime | None = None  # not before this time, by the database's clock
+    signed_at: float | None = None  # when its message was published, in seconds since 1970, if its signature says so
     # No message can come for this operation, so nothing is acknowledged because of it: it leaves no hint in Redis, and
     # its duplicates are not counted.
     only_asked: bool = False

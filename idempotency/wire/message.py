@@ -43,6 +43,8 @@ MESSAGE_VERSION = 1
 ETA_HEADER = "idempotency-eta"
 # The same, kept over every later delivery for the body to see. It delays nothing: an outbox row knows when it is due.
 DUE_HEADER = "idempotency-due"
+# Who has published a message, and when: see `signing`. Made for each delivery; not part of the stored message.
+SIGNATURE_HEADER = "idempotency-signature"
 # Set on the way into the pool by a worker in which this task id is revoked; never stored or sent.
 REVOKED_HEADER = "idempotency-revoked"
 
@@ -71,9 +73,9 @@ CELERYS_FIELDS = frozenset(
     ("task", "id", "eta", "expires", "retries", "timelimit", "group", "group_index", "root_id", "parent_id",
      "replaced_task_nesting")
 )  # fmt: skip
-_OURS = "idempotency-"
+OUR_PREFIX = "idempotency-"
 # Added by the relay to each delivery; not part of the stored message.
-MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER, SERVICE_HEADER)
+MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER, SERVICE_HEADER, SIGNATURE_HEADER)
 # Headers that the broker adds on a message's way; all others are its sender's.
 _BROKERS_HEADERS = (
     "x-acquired-count", "x-death", "x-delivery-count", "x-first-death-", "x-last-death-", "x-opt-", "x-received-from",
@@ -121,7 +123,7 @@ class Message:
         properties: dict[str, Any] = {"correlation_id": task_id}
         if priority is not None:
             properties["priority"] = priority
-        return cls({**_without_times(wire.headers), **headers}, encoding.dumps(wire.body), route, properties)
+        return cls({**_stored(wire.headers), **headers}, encoding.dumps(wire.body), route, properties)
 
     @classmethod
     def published(
@@ -143,7 +145,7 @@ class Message:
             properties["priority"] = priority
         if declare and (exchange, routing_key) in (("", declare[0].name), _place(declare[0])):
             route = {"queue": declare[0].name}
-        return cls(_without_times(headers), encoding.dumps(body), route, properties)
+        return cls(_stored(headers), encoding.dumps(body), route, properties)
 
     @classmethod
     def delivered(cls, request: Any) -> Message:
@@ -283,7 +285,9 @@ def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
     kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
     return {
-        name: value for name, value in given.items() if name in kept or not (name.startswith(_OURS) or is_brokers(name))
+        name: value
+        for name, value in given.items()
+        if name in kept or not (name.startswith(OUR_PREFIX) or is_brokers(name))
     }
 
 
@@ -293,12 +297,12 @@ def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     Celery's `request.headers` would be that header alone. Ours are only read outside it.
     """
     nested = given.get("headers") or {}
-    return {**{name: value for name, value in nested.items() if not name.startswith(_OURS)}, **given}
+    return {**{name: value for name, value in nested.items() if not name.startswith(OUR_PREFIX)}, **given}
 
 
-def _without_times(headers: Mapping[str, Any]) -> dict[str, Any]:
-    # available_at decides when, never the broker
-    return {name: value for name, value in headers.items() if name not in ("eta", "expires")}
+def _stored(headers: Mapping[str, Any]) -> dict[str, Any]:
+    # available_at decides when, never the broker; and each delivery is signed anew
+    return {name: value for name, value in headers.items() if name not in ("eta", "expires", SIGNATURE_HEADER)}
 
 
 def _route(app: Celery, name: str, args: Any, kwargs: Any, queue: str | None = None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from ..wire.message import (
     Message,
     senders_headers,
 )
-from . import eager, following, publishing
+from . import eager, following, publishing, signed_calls
 from .following import FOLLOWS
 from .options import check_spelling
 from .using import NEVER_DROPPED, CallOptions, P, Using, check_options, checked_delay
@@ -59,8 +59,6 @@ TaskT = TypeVar("TaskT", bound="KeyedTask")
 ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 # The options of the decorator that every enqueued message gets.
 TASK_OPTIONS = ("queue", "exchange", "routing_key", "priority", "time_limit", "soft_time_limit")
-
-
 # What stands in the session's place is an argument of the task if it is one of these.
 _NO_SESSION = (type(None), str, int, float, list, tuple, dict, UUID)
 
@@ -234,7 +232,8 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
-        return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
+        with signed_calls.signing(self.app):
+            return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
         self,

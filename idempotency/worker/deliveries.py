@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..errors import FingerprintMismatch, PermanentError, ServiceMismatch
 from ..store import claims, letters
@@ -14,6 +15,7 @@ from ..store.answers import error_text
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.message import ETA_HEADER, FINGERPRINT_HEADER, ORIGIN_HEADER, REVOKED_HEADER, Message
+from ..wire.signing import claimed_at
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
@@ -43,6 +45,8 @@ def delivery_of(task: KeyedTask, request: Any) -> Delivery:
         resent=ORIGIN_HEADER in headers or bool((request.delivery_info or {}).get("redelivered")),
         is_eager=bool(request.is_eager),
         is_revoked=REVOKED_HEADER in headers,
+        # its worker has checked the signature; without secrets anybody can have written it
+        signed_at=claimed_at(headers) if runtime_of(task.app).settings.message_secrets else None,
         eta=maybe_make_aware(maybe_iso8601(headers[ETA_HEADER])) if headers.get(ETA_HEADER) else None,
     )
 
@@ -74,7 +78,10 @@ def is_anothers(runtime: Runtime, delivery: Delivery) -> bool:
 
 
 def store_refusal(
-    runtime: Runtime, delivery: Delivery, generation: int, error: FingerprintMismatch | ServiceMismatch | PermanentError
+    runtime: Runtime,
+    delivery: Delivery,
+    generation: int,
+    error: FingerprintMismatch | ServiceMismatch | PermanentError,
 ) -> None:
     """Keep a request under a key that another one has used, or what cannot be sent after its end, as a dead letter."""
     with runtime.autocommit(delivery.id.tenant) as connection:

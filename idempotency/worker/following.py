@@ -17,6 +17,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from ..errors import InvalidArguments, MissingKey
 from ..wire.delivery import NamesItsOperation
 from ..wire.message import KEY_HEADER, TENANT_HEADER
+from . import signed_calls
 from .using import NEVER_DROPPED
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
     headers = options.pop("headers", None) or {}
     options["headers"] = {**headers, **{name: f"{value}" for name, value in keyed.items() if value is not None}}
     options |= {"serializer": "json", "argsrepr": "()", "kwargsrepr": "{}"}
-    return task.app.send_task(task.name, args, kwargs, task_type=task, result_cls=task.AsyncResult, **options)
+    with signed_calls.signing(task.app):
+        return task.app.send_task(task.name, args, kwargs, task_type=task, result_cls=task.AsyncResult, **options)
 
 
 def note(task: KeyedTask, error: BaseException | None) -> None:

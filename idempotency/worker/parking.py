@@ -118,7 +118,8 @@ def _copied(app: Celery, delivery: Delivery, message: Message) -> bool:
     )
     if delivery.eta is not None:
         message.headers["eta"] = delivery.eta.isoformat()
-    publisher, published = Publisher(app, confirm_timeout=CONFIRM_TIMEOUT), Published()
+    secrets = runtime_of(app).settings.message_secrets
+    publisher, published = Publisher(app, confirm_timeout=CONFIRM_TIMEOUT, secrets=secrets), Published()
     try:
         publisher.publish([(id, message)], published)
     except Exception:

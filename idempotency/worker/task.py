@@ -52,7 +52,7 @@ from ..handle import R_co
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
-from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
+from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
@@ -69,7 +69,7 @@ T = TypeVar("T")
 INSTALL = "idempotency.installation:install"
 # Another request has used the key.
 Refusal = FingerprintMismatch | ServiceMismatch
-KeptT = TypeVar("KeptT", Refusal, UnsupportedControl)
+KeptT = TypeVar("KeptT", Refusal, PermanentError)
 OnBusy = Literal["ack", "wait", "raise"]
 
 
@@ -248,6 +248,11 @@ class IdempotentTask(ControlledTask[P, R_co]):
             case Foreign(generation, service):
                 used = ServiceMismatch(f"{self.name}: this idempotency key is used by the application {service!r}")
                 return Raised(self._refuse(delivery, generation, used))
+            case Stale():
+                stale = PermanentError(
+                    "published too long ago: its operation may have ended, and is not known any more", "stale"
+                )
+                return Raised(self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), stale))
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
 

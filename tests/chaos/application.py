@@ -107,6 +107,7 @@ def configure(environment: Mapping[str, str]) -> None:
         idempotency_database_url=environment["DATABASE_URL"],
         idempotency_redis_url=environment["REDIS_URL"],
         idempotency_tenant=TENANT,
+        idempotency_message_secrets=environment["IDEMPOTENCY_MESSAGE_SECRETS"],
         idempotency_lease=LEASE,
         idempotency_heartbeat=LEASE / 4,
         idempotency_sweep=1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import shutil
 import tempfile
 import threading
@@ -165,6 +166,7 @@ class _Stage:
             "REDIS_URL": _through(servers.redis_url, proxies["redis"]),
             "BROKER_URL": _through(servers.broker_url, proxies["broker"]),
             "CHAOS_QUEUE": "chaos",
+            "IDEMPOTENCY_MESSAGE_SECRETS": secrets.token_hex(32),
         }
         shop_name = f"chaos_shop_{os.getpid()}"
         shop_url = servers.create_database(shop_name)

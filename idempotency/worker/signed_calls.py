@@ -1,0 +1,39 @@
+"""Signing what a task's `delay` and `apply_async` send: the body is known once Celery has put the message together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from celery import Celery
+from kombu.serialization import dumps
+from pydantic import SecretStr
+
+from ..application import runtime_of
+from ..wire.message import SIGNATURE_HEADER
+from ..wire.signing import sign
+
+# The secret of the application whose task is being sent, in this thread; Celery's signal does not say whose message it is.
+_secret: ContextVar[SecretStr | None] = ContextVar("idempotency_secret", default=None)
+
+
+@contextmanager
+def signing(app: Celery) -> Iterator[None]:
+    """Sign what is sent inside, with the first of the application's secrets; without any, send it as it is."""
+    secrets = runtime_of(app).settings.message_secrets
+    token = _secret.set(secrets[0] if secrets else None)
+    try:
+        yield
+    finally:
+        _secret.reset(token)
+
+
+def sign_message(headers: dict[str, Any] | None = None, body: Any = None, **_: Any) -> None:
+    """Celery's signal `before_task_publish`: what the headers hold now is published, with the body encoded as here."""
+    secret = _secret.get()
+    if secret is not None and isinstance(headers, Mapping):
+        _, _, payload = dumps(body, serializer="json")
+        headers[SIGNATURE_HEADER] = sign(headers, payload, secret, at=time.time())
