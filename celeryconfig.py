@@ -31,7 +31,8 @@ class Environment(BaseSettings):
     stripe_search_lag: float = 60.0
     # Seconds without an answer after which a call's outcome counts as unknown.
     stripe_timeout: float = 10.0
-    smtp_url: str = "smtp://127.0.0.1:25"
+    # smtps://user:password@host, or smtp://, which means STARTTLS off this machine.
+    smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
     mail_from: str = "payments@shop.example"
     carrier_url: str = "http://127.0.0.1:8430"
     # Seconds, as `stripe_timeout`.

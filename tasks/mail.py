@@ -3,18 +3,24 @@
 SMTP has no idempotency keys: if the connection is lost after the message was sent, it is unknown whether it was
 accepted, and sending it again may deliver it twice. The Message-ID is derived from the idempotency key, so that a mail
 server or a person can recognise the second copy.
+
+Off this machine, mail goes over TLS to a server whose certificate is valid for its name, or not at all.
 """
 
 import hashlib
 import os
 import re
 import smtplib
+import ssl
 import threading
+from dataclasses import dataclass
 from email.header import Header
 from email.mime.text import MIMEText
 from email.policy import compat32
 from email.utils import formatdate
-from typing import Any, Never
+from ipaddress import ip_address
+from typing import Any, Literal, Never, Self
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from idempotency import Defer, PermanentError
 
@@ -29,6 +35,51 @@ MAX_LINE = 998
 _WIRE = compat32.clone(linesep="\r\n", max_line_length=MAX_LINE)
 _ADDRESS = re.compile(r"[!-;=?-~]+@[A-Za-z0-9.-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class MailServer:
+    """Where a mail server is, and how it is spoken to. `tls`: from the first byte (RFC 8314), or after STARTTLS (RFC 3207)."""
+
+    host: str
+    port: int
+    tls: Literal["implicit", "starttls", "none"] = "none"
+    user: str | None = None
+    password: str | None = None
+
+    def __repr__(self) -> str:
+        return f"MailServer({self.host}:{self.port}, tls={self.tls})"
+
+    @classmethod
+    def at(cls, url: str) -> Self:
+        """Read `smtps://user:password@host` or `smtp://…`, which means STARTTLS, except on this machine.
+
+        `smtp://host?starttls=never` is plain text. Raises `ValueError`, which never shows the address.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port, options = parts.hostname, parts.port, parse_qs(parts.query, strict_parsing=bool(parts.query))
+        except ValueError:
+            raise ValueError("SMTP_URL: not an address") from None
+        if parts.scheme not in ("smtp", "smtps") or not host or parts.path.strip("/"):
+            raise ValueError("SMTP_URL: must be smtp://[user:password@]host[:port] or smtps://…")
+        if options not in ({}, {"starttls": ["never"]}) or (options and parts.scheme == "smtps"):
+            raise ValueError("SMTP_URL: the only option is ?starttls=never, of smtp://")
+        is_plain = bool(options) or _is_loopback(host)
+        tls: Literal["implicit", "starttls", "none"] = (
+            "implicit" if parts.scheme == "smtps" else "none" if is_plain else "starttls"
+        )
+        if parts.password is not None and tls == "none" and not _is_loopback(host):
+            raise ValueError("SMTP_URL: a password needs TLS")
+        user, password = (None if part is None else unquote(part) for part in (parts.username, parts.password))
+        return cls(host, port or {"implicit": 465, "starttls": 587, "none": 25}[tls], tls, user, password)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class MailError(Exception):
@@ -46,13 +97,12 @@ class Mailer:
     `sender` is the From address; Message-IDs end in its domain. `timeout` is in seconds. Raises `ValueError` for either.
     """
 
-    def __init__(self, host: str, port: int, *, sender: str, timeout: float = 10.0) -> None:
+    def __init__(self, server: MailServer, *, sender: str, timeout: float = 10.0) -> None:
         if not _ADDRESS.fullmatch(sender):
             raise ValueError("sender must be one e-mail address")
         if not 0 < timeout <= 3600:
             raise ValueError(f"timeout is {timeout}; it must be above 0 and at most 3600 seconds")
-        self._host = host
-        self._port = port
+        self._server = server
         self._sender = sender
         self._domain = sender.rpartition("@")[2]
         self._timeout = timeout
@@ -99,10 +149,13 @@ class Mailer:
             return kept
         self.close()
         try:
-            # By default, smtplib asks DNS for this machine's name at each connection.
-            smtp = smtplib.SMTP(self._host, self._port, local_hostname=self._domain, timeout=self._timeout)
-            self._connection.smtp, self._connection.pid = smtp, os.getpid()
-            smtp.ehlo_or_helo_if_needed()
+            return self._open()
+        except ssl.SSLError as error:
+            self.close()
+            raise Defer(TRY_LATER_SECONDS, f"mail server: no TLS with it ({type(error).__name__})") from None
+        except smtplib.SMTPNotSupportedError:
+            self.close()
+            raise Defer(TRY_LATER_SECONDS, "mail server does not offer what is needed: STARTTLS, or a login") from None
         except smtplib.SMTPResponseException as error:
             self.close()
             # Whatever the code, it is not about this message.
@@ -110,6 +163,23 @@ class Mailer:
         except (OSError, smtplib.SMTPException):
             self.close()
             raise Defer(UNAVAILABLE_SECONDS, "mail server is unreachable") from None
+
+    def _open(self) -> smtplib.SMTP:
+        server, timeout = self._server, self._timeout
+        # By default, smtplib asks DNS for this machine's name at each connection; and its own context takes any certificate.
+        # SSL_CERT_FILE names further authorities.
+        smtp: smtplib.SMTP
+        if server.tls == "implicit":
+            context = ssl.create_default_context()
+            smtp = smtplib.SMTP_SSL(server.host, server.port, self._domain, timeout=timeout, context=context)
+        else:
+            smtp = smtplib.SMTP(server.host, server.port, self._domain, timeout=timeout)
+        self._connection.smtp, self._connection.pid = smtp, os.getpid()
+        smtp.ehlo_or_helo_if_needed()
+        if server.tls == "starttls":
+            smtp.starttls(context=ssl.create_default_context())
+        if server.user is not None:
+            smtp.login(server.user, server.password or "")
         return smtp
 
     def _with_recipient(self, recipient: str) -> smtplib.SMTP:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from urllib.parse import urlsplit
 
 import celeryconfig
 
 from .carrier import Carrier
 from .gateway import Gateway, StripeGateway
-from .mail import Mailer
+from .mail import Mailer, MailServer
 
 # The SDK logs every URL, and those contain charge ids.
 logging.getLogger("stripe").setLevel(logging.WARNING)
@@ -27,8 +26,8 @@ def _gateway() -> Gateway:
 
 
 def _mailer() -> Mailer:
-    url = urlsplit(celeryconfig.environment.smtp_url)
-    return Mailer(url.hostname or "127.0.0.1", url.port or 25, sender=celeryconfig.environment.mail_from)
+    settings = celeryconfig.environment
+    return Mailer(MailServer.at(settings.smtp_url.get_secret_value()), sender=settings.mail_from)
 
 
 # All can be shared: they open connections on first use, per process or per thread.

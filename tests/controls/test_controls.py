@@ -86,6 +86,7 @@ def test_a_missing_safeguard_is_an_error_and_nothing_stays_changed(
     assert before == ends._COMPLETE
 
 
+@pytest.mark.long
 def test_an_unknown_control_is_refused_by_name() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.controls", "--only", "nonsense"], capture_output=True, text=True, timeout=60

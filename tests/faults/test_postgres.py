@@ -214,7 +214,7 @@ def test_a_mark_whose_reply_is_lost_was_made_and_nothing_is_sent_again(
 @pytest.mark.parametrize(
     "phase",
     [
-        pytest.param("P0", marks=[pytest.mark.cell("F14", "P0"), pytest.mark.quick], id="P0"),
+        pytest.param("P0", marks=[pytest.mark.cell("F14", "P0")], id="P0"),
         *each("F14", "P1", "P2", "P3"),
     ],
 )

@@ -26,7 +26,6 @@ def flush(url: str) -> None:
         client.flushall()
 
 
-@pytest.mark.quick
 @pytest.mark.cell("F3@P2+F9")
 def test_a_worker_frozen_while_redis_loses_everything_writes_nothing(scene: Scene, cell: SeenCell) -> None:
     scene.worker()

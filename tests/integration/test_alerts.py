@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from idempotency.errors import MailRefused
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import alerts, maintenance, reports
 from tests.support import operations as op
+from tests.support.certificates import certificate_for
 from tests.support.operations import at_once
 from tests.support.processes import eventually
 
@@ -275,13 +275,7 @@ def test_a_report_that_cannot_be_mailed_is_due_again_and_shows_no_password(alert
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a certificate for 127.0.0.1, signed by itself."""
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "1", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", path, "-out", f"{path}.crt"], check=True, capture_output=True)
-    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
-    return path
+    return certificate_for("127.0.0.1", tmp_path_factory.mktemp("tls"))
 
 
 class Login:

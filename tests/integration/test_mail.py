@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiosmtpd.controller import Controller
+from aiosmtpd.smtp import AuthResult
 
 from idempotency import Defer, PermanentError
 from sandbox import ledger, process
 from sandbox.process import Sandbox
-from tasks.mail import Mailer, MailError
+from tasks.mail import Mailer, MailError, MailServer
+from tests.support.certificates import certificate_for
 
 SENDER = "shop@shop.example"
 
@@ -33,7 +37,7 @@ def mailer(sandbox: Sandbox) -> Iterator[Mailer]:
 
 
 def mailer_for(sandbox: Sandbox) -> Mailer:
-    return Mailer("127.0.0.1", sandbox.port, sender=SENDER, timeout=30)
+    return Mailer(MailServer("127.0.0.1", sandbox.port), sender=SENDER, timeout=30)
 
 
 def test_an_accepted_message_is_in_the_ledger(sandbox: Sandbox, mailer: Mailer) -> None:
@@ -99,12 +103,12 @@ def test_an_unreachable_server_is_deferred() -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     with pytest.raises(Defer, match="unreachable"):
-        Mailer("127.0.0.1", port, sender=SENDER).send("a@shop.example", "s", "b", idempotency_key="k")
+        Mailer(MailServer("127.0.0.1", port), sender=SENDER).send("a@shop.example", "s", "b", idempotency_key="k")
 
 
 def test_a_server_that_never_says_hello_is_deferred() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        mailer = Mailer("127.0.0.1", silent.getsockname()[1], sender=SENDER, timeout=0.2)
+        mailer = Mailer(MailServer("127.0.0.1", silent.getsockname()[1]), sender=SENDER, timeout=0.2)
         with pytest.raises(Defer, match="unreachable"):
             mailer.send("a@shop.example", "s", "b", idempotency_key="k")
 
@@ -121,7 +125,7 @@ def test_a_server_that_takes_no_connections_is_deferred_whatever_its_code(greeti
 
         thread = threading.Thread(target=greet)
         thread.start()
-        mailer = Mailer("127.0.0.1", rude.getsockname()[1], sender=SENDER, timeout=30)
+        mailer = Mailer(MailServer("127.0.0.1", rude.getsockname()[1]), sender=SENDER, timeout=30)
         with pytest.raises(Defer, match=greeting[:3].decode()):
             mailer.send("a@shop.example", "s", "b", idempotency_key="k")
         thread.join()
@@ -210,4 +214,103 @@ def test_sigterm_stops_it_cleanly_while_a_client_is_connected(sandbox: Sandbox, 
 @pytest.mark.parametrize(("sender", "timeout", "name"), [("nobody", 1, "sender"), (SENDER, 0, "timeout")])
 def test_a_setting_out_of_range_is_refused_by_name(sender: str, timeout: float, name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        Mailer("127.0.0.1", 25, sender=sender, timeout=timeout)
+        Mailer(MailServer("127.0.0.1", 25), sender=sender, timeout=timeout)
+
+
+# ---------------------------------------------------------------- TLS and login
+
+
+class Guarded:
+    """A mail server with a certificate for 127.0.0.1 that lets `shop` in; what it was told, and what it has accepted."""
+
+    def __init__(self, certificate: Path, tls: str) -> None:
+        self.mails: list[bytes] = []
+        self.logins: list[tuple[bytes, bytes]] = []
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate)
+        # aiosmtpd does not count implicit TLS as such
+        guard: dict[str, Any] = {
+            "authenticator": self.check,
+            "auth_required": True,
+            "auth_require_tls": tls == "starttls",
+        }
+        encrypted = {"implicit": {"ssl_context": context}, "starttls": {"tls_context": context}, "none": {}}[tls]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.controller = Controller(self, hostname="127.0.0.1", port=self.port, **guard, **encrypted)
+
+    def check(self, server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
+        self.logins.append((data.login, data.password))
+        return AuthResult(success=self.logins[-1] == (b"shop", b"geheim/1"), handled=False)
+
+    async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:  # noqa: N802
+        self.mails.append(envelope.content)
+        return "250 OK"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return certificate_for("127.0.0.1", tmp_path_factory.mktemp("tls"))
+
+
+@pytest.mark.filterwarnings("ignore:Requiring AUTH while not requiring TLS")
+@pytest.mark.parametrize("tls", ["implicit", "starttls"])
+@pytest.mark.parametrize("trouble", [None, "unknown certificate", "another name", "wrong password", "no TLS"])
+def test_mail_goes_over_tls_to_a_known_server_or_not_at_all(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch, tls: Any, trouble: str | None
+) -> None:
+    guarded = Guarded(certificate, "none" if trouble == "no TLS" else tls)
+    if trouble != "unknown certificate":
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+    host = "localhost" if trouble == "another name" else "127.0.0.1"
+    password = "falsch" if trouble == "wrong password" else "geheim/1"
+    guarded.controller.start()
+    try:
+        with closing(Mailer(MailServer(host, guarded.port, tls, "shop", password), sender=SENDER)) as mailer:
+            if trouble is None:
+                for key in ("k-1", "k-2"):  # by one connection
+                    mailer.send("a@shop.example", "s", "b", idempotency_key=key)
+                assert (len(guarded.mails), guarded.logins) == (2, [(b"shop", b"geheim/1")])
+                return
+            with pytest.raises(Defer) as deferred:
+                mailer.send("a@shop.example", "s", "b", idempotency_key="k")
+    finally:
+        guarded.controller.stop()
+    assert guarded.mails == []
+    assert "geheim" not in str(deferred.value)
+    assert set(guarded.logins) == ({(b"shop", b"falsch")} if trouble == "wrong password" else set())
+
+
+@pytest.mark.parametrize(
+    ("url", "server"),
+    [
+        ("smtp://127.0.0.1:8425", MailServer("127.0.0.1", 8425)),
+        ("smtp://localhost", MailServer("localhost", 25)),
+        ("smtp://mail.example", MailServer("mail.example", 587, "starttls")),
+        ("smtps://shop:geheim%2F1@mail.example", MailServer("mail.example", 465, "implicit", "shop", "geheim/1")),
+        ("smtp://mail.example?starttls=never", MailServer("mail.example", 25)),
+        ("smtps://127.0.0.1:8465", MailServer("127.0.0.1", 8465, "implicit")),
+    ],
+)
+def test_the_address_says_how_the_server_is_spoken_to(url: str, server: MailServer) -> None:
+    assert MailServer.at(url) == server
+    assert "geheim" not in repr(server)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("mail.example", "must be smtp://"),
+        ("http://mail.example", "must be smtp://"),
+        ("smtp://", "must be smtp://"),
+        ("smtp://mail.example/inbox", "must be smtp://"),
+        ("smtp://geheim:x@mail.example:port", "not an address"),
+        ("smtp://mail.example?starttls=maybe", "the only option"),
+        ("smtps://mail.example?starttls=never", "the only option"),
+        ("smtp://shop:geheim@mail.example?starttls=never", "a password needs TLS"),
+    ],
+)
+def test_an_unusable_address_is_refused_without_being_shown(url: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"SMTP_URL: {why}") as refused:
+        MailServer.at(url)
+    assert "geheim" not in str(refused.value)

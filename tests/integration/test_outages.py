@@ -49,6 +49,7 @@ def published(connection: Connection) -> int:
     return int(connection.execute(query).scalar_one())
 
 
+@pytest.mark.long
 def test_a_relay_logs_one_line_for_an_outage(
     proxy: Proxy, environment: dict[str, str], connection: Connection, tmp_path: Path
 ) -> None:

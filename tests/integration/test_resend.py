@@ -261,6 +261,7 @@ def all_taken(engine: Engine) -> Any:
     return lambda: all(marker.taken_at is not None for marker in markers(engine))
 
 
+@pytest.mark.long
 def test_operations_wiped_under_foreign_traffic_are_back_within_two_sweeps(
     bank: Celery, sent: Sent, processes: Processes, engine: Engine, entries: Entries
 ) -> None:

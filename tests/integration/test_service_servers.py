@@ -330,6 +330,7 @@ def test_a_pid_that_belongs_to_another_process_by_now_is_left_alone(tmp_path: Pa
     server.kill()
 
 
+@pytest.mark.long
 def test_the_command_line_starts_once_shows_and_stops(tmp_path: Path) -> None:
     # The broker is given, so that this takes a second; the state lies in a copy of the package's place.
     (tmp_path / "services").symlink_to(ROOT / "services")

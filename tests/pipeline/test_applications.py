@@ -65,6 +65,7 @@ def refused(connection: Connection, key: str) -> int:
     return int(connection.execute(query, {"key": key}).scalar_one())
 
 
+@pytest.mark.long
 def test_each_application_goes_on_beside_the_other_and_through_a_deploy_that_adds_a_queue(
     bank: Celery,
     processes: Processes,

@@ -51,7 +51,7 @@ class Shop:
         import tasks
         from tasks import migrate, notifications, payments, refunds
         from tasks.gateway import StripeGateway
-        from tasks.mail import Mailer
+        from tasks.mail import Mailer, MailServer
 
         tasks.app.conf.update(
             broker_url=broker,
@@ -69,7 +69,7 @@ class Shop:
         patch.setattr(payments, "gateway", gateway)
         patch.setattr(refunds, "gateway", gateway)
         host, port = mail.url.rpartition("//")[2].split(":")
-        self.mailer = Mailer(host, int(port), sender="payments@shop.example")
+        self.mailer = Mailer(MailServer(host, int(port)), sender="payments@shop.example")
         patch.setattr(notifications, "mailer", self.mailer)
         self.deliveries = Deliveries(tasks.app)
 

@@ -196,6 +196,7 @@ def test_without_an_extra_a_task_is_defined_and_called(light: Installed) -> None
     assert "No module named 'prometheus_client'" in missing.stderr
 
 
+@pytest.mark.long
 def test_without_an_extra_each_part_says_which_one_it_needs(light: Installed) -> None:
     command = light.run("idempotency", "--version")
     hint = "install the extra: pip install 'celery-idempotency[{}]'\n"

@@ -8,6 +8,7 @@ import services
 from tests.support.benchmarks import bench
 
 
+@pytest.mark.long
 def test_the_benchmark_of_long_sagas_runs(servers: services.Services, database: str) -> None:
     fields = bench(servers, database, "saga_length", "--steps", "30")
     assert float(fields["saga_length"]) > 0
