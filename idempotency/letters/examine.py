@@ -14,7 +14,14 @@ from kombu import Message
 from ..application import runtime_of
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..wire.keys import OperationId
-from ..wire.message import MESSAGE_VERSION, OUTBOX_HEADER, SERVICE_HEADER, SIGNATURE_HEADER, VERSION_HEADER
+from ..wire.message import (
+    MESSAGE_VERSION,
+    OUTBOX_HEADER,
+    SERVICE_HEADER,
+    SIGNATURE_HEADER,
+    VERSION_HEADER,
+    is_our_header,
+)
 from ..wire.signing import signed_at
 from ..worker.task import IdempotentTask
 
@@ -85,10 +92,14 @@ def examine(app: Celery, message: Message) -> Examined:
 
 
 def _forged(app: Celery, message: Message) -> str | None:
-    """Why a message is not believed to be this application's: UNSIGNED or ALTERED. A plain task's is not looked at."""
-    task = app.tasks.get(name) if isinstance(name := message.headers.get("task"), str) else None
-    settings = runtime_of(app).settings
-    if not settings.message_secrets or (task is not None and not isinstance(task, IdempotentTask)):
+    """Why a message is not believed to be this application's: UNSIGNED or ALTERED.
+
+    Not looked at: a plain task's, and what names neither a task that is known here nor an operation.
+    """
+    headers, settings = message.headers, runtime_of(app).settings
+    task = app.tasks.get(name) if isinstance(name := headers.get("task"), str) else None
+    is_ours = isinstance(task, IdempotentTask) or (task is None and any(map(is_our_header, headers)))
+    if not (settings.message_secrets and is_ours):
         return None
     if signed_at(message.headers, message.body, settings.message_secrets) is not None:
         return None

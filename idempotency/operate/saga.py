@@ -195,11 +195,11 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
             record = operations.read_locked(connection, undo)
             if record is not None and record.status != "failed":
                 raise ChangeRefused(f"{called(id)}: the undo of {name!r} is {record.status}; wait for its end")
-        if step.kind == "call" and step.of_key is not None:  # it is seen to; nor may a replay finish it now
-            letters.close(connection, OperationId(id.tenant, step.of_task, step.of_key), None)
         saga = saga_changes.locked_stopped(connection, id, at_rest=True)
         if saga.status != COMPENSATING or not saga_changes.undone(connection, id, step):
             raise ChangeRefused(f"{called(id)}: the undo of {name!r} has not failed; look again")
+        if step.kind == "call" and step.of_key is not None:  # it is seen to; nor may a replay finish it now
+            letters.close(connection, OperationId(id.tenant, step.of_task, step.of_key), None)
         saga_changes.go_on(connection, saga.id)
         row = operations.read_locked(connection, id)
         audit(connection, change, "saga_undone", id, row, details={"undone": name})

@@ -73,7 +73,7 @@ CELERYS_FIELDS = frozenset(
     ("task", "id", "eta", "expires", "retries", "timelimit", "group", "group_index", "root_id", "parent_id",
      "replaced_task_nesting")
 )  # fmt: skip
-OUR_PREFIX = "idempotency-"
+_OURS = "idempotency-"
 # Added by the relay to each delivery; not part of the stored message.
 MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER, SERVICE_HEADER, SIGNATURE_HEADER)
 # Headers that the broker adds on a message's way; all others are its sender's.
@@ -275,6 +275,11 @@ def is_brokers(header: str) -> bool:
     return header.startswith(_BROKERS_HEADERS)
 
 
+def is_our_header(name: str) -> bool:
+    """Whether a header of this name is one of ours."""
+    return name.startswith(_OURS)
+
+
 def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the headers that a caller gives, those that are its own; the key and the tenant, too, unless they came along.
 
@@ -285,9 +290,7 @@ def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
     kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
     return {
-        name: value
-        for name, value in given.items()
-        if name in kept or not (name.startswith(OUR_PREFIX) or is_brokers(name))
+        name: value for name, value in given.items() if name in kept or not (is_our_header(name) or is_brokers(name))
     }
 
 
@@ -297,7 +300,7 @@ def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     Celery's `request.headers` would be that header alone. Ours are only read outside it.
     """
     nested = given.get("headers") or {}
-    return {**{name: value for name, value in nested.items() if not name.startswith(OUR_PREFIX)}, **given}
+    return {**{name: value for name, value in nested.items() if not is_our_header(name)}, **given}
 
 
 def _stored(headers: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from .message import CELERYS_FIELDS, OUR_PREFIX, SIGNATURE_HEADER
+from .message import CELERYS_FIELDS, SIGNATURE_HEADER, is_our_header
 
 _RULE = "v1"
 
@@ -58,7 +58,7 @@ def _digest(headers: Mapping[str, Any], body: bytes | str, secret: SecretStr, ti
         name: value
         for name, value in headers.items()
         # what is not there and what is None are the same to Celery, and to some brokers
-        if value is not None and (name in CELERYS_FIELDS or name.startswith(OUR_PREFIX)) and name != SIGNATURE_HEADER
+        if value is not None and (name in CELERYS_FIELDS or is_our_header(name)) and name != SIGNATURE_HEADER
     }
     head = json.dumps([time, covered], sort_keys=True, separators=(",", ":"), default=str)
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")

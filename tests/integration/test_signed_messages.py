@@ -94,9 +94,11 @@ def test_what_the_application_sends_runs_and_what_others_send_does_not(
     }
     for sent in forged.values():
         publish(bank, body_of("attacked"), headers=sent)
-    stored = letters(len(forged))
+    publish(bank, body_of("attacked"), headers=headers(task="another.plain_task"))
+    stored = letters(len(forged) + 1)
 
-    assert sorted(letter.reason for letter in stored) == ["altered"] * (len(forged) - 1) + ["unsigned"]
+    reasons = ["altered"] * (len(forged) - 1) + ["unknown_task", "unsigned"]
+    assert sorted(letter.reason for letter in stored) == reasons
     assert {(letter.tenant, letter.task, letter.key, letter.outbox_id) for letter in stored} == {
         (None, None, None, None)
     }
