@@ -100,14 +100,21 @@ def audit_refusal(connection: Connection, who: str, why: str, *, action: str, le
     audit(connection, Change(who, why), "refused", None, None, details=details)
 
 
-def authenticate_admin(runtime: Runtime, token: str | None, *, action: str, first: str) -> str:
-    """Who adds or removes operators: an admin or, while there is none, `first`: the user who sets up the database.
+def authenticate_admin(runtime: Runtime, token: str | None, *, action: str, user: str, as_owner: bool = False) -> str:
+    """Who adds or removes operators: an admin or, until there has been one, `user`, who sets up the database.
 
-    Raises `NotAllowed`, as `authenticate` does.
+    `as_owner`: the owner of the tables, who needs no token: after the last admin's has expired, say. Raises `NotAllowed`,
+    as `authenticate` does.
     """
     with runtime.autocommit() as connection:
-        if not people.has_admin(connection):
-            return first
+        if as_owner:
+            if people.owns_tables(connection):
+                return f"{user}, as the owner of the tables"
+            why = f"{action}: this login does not own the library's tables"
+            audit_refusal(connection, user, why, action=action)
+            raise NotAllowed(why)
+        if not people.had_admin(connection):
+            return user
     return authenticate(runtime, token, role="admin", action=action).name
 
 

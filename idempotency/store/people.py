@@ -25,9 +25,15 @@ SELECT name, role, expires_at < clock_timestamp() AS expired
 FROM idempotency.operators WHERE token_hash = %(hash)s
 """
 
-_HAS_ADMIN = """
-SELECT EXISTS (SELECT FROM idempotency.operators WHERE role = 'admin' AND expires_at > clock_timestamp())
+# Also one whose token has expired, or who was removed: the audit table keeps that.
+_HAD_ADMIN = """
+SELECT EXISTS (SELECT FROM idempotency.operators WHERE role = 'admin')
+    OR EXISTS (SELECT FROM idempotency.audit WHERE action = 'operator_added' AND details ->> 'role' = 'admin')
 """
+
+_OWNS = (
+    "SELECT pg_has_role(current_user, relowner, 'USAGE') FROM pg_class WHERE oid = 'idempotency.operators'::regclass"
+)
 
 
 def add(connection: Connection, name: str, role: str, *, token_hash: str, days: int) -> bool:
@@ -51,6 +57,11 @@ def who(connection: Connection, token_hash: str) -> Row[Any] | None:
     return connection.exec_driver_sql(_WHO, {"hash": token_hash}).one_or_none()
 
 
-def has_admin(connection: Connection) -> bool:
-    """Whether there is an admin with a valid token."""
-    return bool(connection.exec_driver_sql(_HAS_ADMIN).scalar_one())
+def had_admin(connection: Connection) -> bool:
+    """Whether there has ever been an admin."""
+    return bool(connection.exec_driver_sql(_HAD_ADMIN).scalar_one())
+
+
+def owns_tables(connection: Connection) -> bool:
+    """Whether this login owns the library's tables, and so could write an operator into them."""
+    return bool(connection.exec_driver_sql(_OWNS).scalar_one())

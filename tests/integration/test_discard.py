@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import IntegrityError
 from typer.testing import CliRunner, Result
 
@@ -221,6 +221,28 @@ def test_the_first_admin_needs_no_admin_and_the_others_do(run: Callable[..., Res
     run("operators", "remove", "eve", token=ann)
     run("operators", "remove", "eve", token=ann, status=1)
     assert [actor for actor, action, *_ in audits(connection) if action == "operator_added"][1:] == ["ann"]
+
+
+@pytest.mark.parametrize(
+    "how", ["UPDATE idempotency.operators SET expires_at = now()", "DELETE FROM idempotency.operators"]
+)
+def test_nobody_becomes_the_first_admin_twice(
+    run: Callable[..., Result], connection: Connection, superuser: Engine, how: str
+) -> None:
+    """When the only admin's token has expired, the owner of the tables adds another, and nobody else."""
+    ann = json.loads(run("operators", "add", "ann", "--role", "admin", "--json").stdout)["token"]
+    connection.execute(text(how))
+    for token in (None, ann):
+        run("operators", "add", "eve", "--role", "admin", token=token, status=1)
+    with superuser.connect() as owner:
+        login = connection.execute(text("SELECT current_user")).scalar_one()
+        owner.execute(text("ALTER TABLE idempotency.operators OWNER TO CURRENT_USER"))
+        owner.execute(text(f'GRANT ALL ON idempotency.operators TO "{login}"'))
+        run("operators", "add", "eve", "--role", "admin", "--as-owner", status=1)
+        owner.execute(text(f'ALTER TABLE idempotency.operators OWNER TO "{login}"'))
+    run("operators", "add", "ben", "--role", "admin", "--as-owner")
+    noted = [(actor.partition(", ")[2], action) for actor, action, *_ in audits(connection)]
+    assert [each for each in noted if each[0]] == [("as the owner of the tables", "operator_added")]
 
 
 # ---------------------------------------------------------------- from the command line
