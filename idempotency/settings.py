@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -26,6 +27,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import Session, sessionmaker
 
 from .errors import CallRefused, SettingsError
+from .hosts import is_loopback
 from .wire.keys import check_key
 
 PREFIX = "idempotency_"
@@ -39,8 +41,14 @@ SECRET_LENGTH = 32
 
 
 def _web_address(value: SecretStr) -> SecretStr:
-    if not value.get_secret_value().startswith(("https://", "http://")):
-        raise ValueError("must begin with https:// or http://")
+    try:
+        address = urlsplit(value.get_secret_value())
+        host = address.hostname
+    except ValueError:
+        raise ValueError(NOT_AN_ADDRESS) from None
+    # the address is the only proof that the receiver asks for: in plain text, others could read it
+    if address.scheme != "https" and not (address.scheme == "http" and is_loopback(host or "")):
+        raise ValueError("must begin with https://, or with http:// on this machine")
     return value
 
 

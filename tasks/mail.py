@@ -18,11 +18,11 @@ from email.header import Header
 from email.mime.text import MIMEText
 from email.policy import compat32
 from email.utils import formatdate
-from ipaddress import ip_address
 from typing import Any, Literal, Never, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from idempotency import Defer, PermanentError
+from idempotency.hosts import is_loopback
 
 UNAVAILABLE_SECONDS = 5.0
 TRY_LATER_SECONDS = 30.0
@@ -65,21 +65,14 @@ class MailServer:
             raise ValueError("SMTP_URL: must be smtp://[user:password@]host[:port] or smtps://…")
         if options not in ({}, {"starttls": ["never"]}) or (options and parts.scheme == "smtps"):
             raise ValueError("SMTP_URL: the only option is ?starttls=never, of smtp://")
-        is_plain = bool(options) or _is_loopback(host)
+        is_plain = bool(options) or is_loopback(host)
         tls: Literal["implicit", "starttls", "none"] = (
             "implicit" if parts.scheme == "smtps" else "none" if is_plain else "starttls"
         )
-        if parts.password is not None and tls == "none" and not _is_loopback(host):
+        if parts.password is not None and tls == "none" and not is_loopback(host):
             raise ValueError("SMTP_URL: a password needs TLS")
         user, password = (None if part is None else unquote(part) for part in (parts.username, parts.password))
         return cls(host, port or {"implicit": 465, "starttls": 587, "none": 25}[tls], tls, user, password)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class MailError(Exception):

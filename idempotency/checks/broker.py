@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
-from ipaddress import ip_address
 
 from celery import Celery
 
 from .. import settings
 from ..errors import SettingsError
+from ..hosts import is_loopback
 from ..settings import Settings
 from .findings import Finding, ok, refusal, warning
 from .queues import check_real_queues
@@ -62,10 +62,9 @@ def check_signatures(app: Celery, given: Settings) -> list[Finding]:
 
 
 def _is_on_loopback(app: Celery) -> bool:
-    """Whether only this machine reaches the broker, by its address. A name that is not `localhost` is not looked up."""
+    """Whether only this machine reaches the broker, by its address."""
     try:
-        host = app.connection_for_write().hostname or "localhost"
-        return host == "localhost" or ip_address(host).is_loopback
+        return is_loopback(app.connection_for_write().hostname or "localhost")
     except ValueError:
         return False
 

@@ -216,3 +216,25 @@ def test_the_settings_themselves_show_no_address() -> None:
 def test_settings_do_not_change_once_read() -> None:
     with pytest.raises(ValueError, match="frozen"):
         settings().lease = 1
+
+
+@pytest.mark.parametrize(
+    ("url", "is_accepted"),
+    [
+        ("https://hooks.example/services/x", True),
+        ("http://127.0.0.1:8080/x", True),
+        ("http://localhost/x", True),
+        ("http://hooks.example/services/x", False),
+        ("http://127.0.0.1.example/x", False),
+        ("ftp://127.0.0.1/x", False),
+        ("http://[::1", False),
+    ],
+)
+def test_alerts_leave_the_machine_over_tls_only(url: str, is_accepted: bool) -> None:
+    given = {"database_url": "postgresql+psycopg://localhost/x", "alert_webhook_url": url}
+    if is_accepted:
+        assert Settings.read(given).alert_webhook_url is not None
+        return
+    with pytest.raises(SettingsError) as refused:
+        Settings.read(given)
+    assert "services" not in str(refused.value)
