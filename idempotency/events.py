@@ -68,11 +68,13 @@ def expect(application: Celery, event_type: str, template: str) -> None:
 
     Raises `SettingsError`.
     """
-    function = keys.template(template)
+    must = f"events: {event_type}: {template!r} must be one member and nothing else, whose value a wait gives: '{{id}}'"
+    try:
+        function = keys.template(template)
+    except SettingsError:
+        raise SettingsError(must) from None
     if template != f"{{{function.fields[0]}}}":  # type: ignore[attr-defined]
-        raise SettingsError(
-            f"events: {event_type}: {template!r} must be one member and nothing else, whose value a wait gives: '{{id}}'"
-        )
+        raise SettingsError(must)
     _expected.setdefault(application, {}).setdefault(event_type, {})[template] = function
 
 
@@ -205,7 +207,9 @@ def _matches(application: Celery, event_type: str, data: Any) -> set[str]:
         try:
             matches.add(matched_by(template, keys.made_by(function, data if isinstance(data, dict) else {})))
         except CallRefused as refused:
-            log.warning("event_matches_no_saga", event_type=event_type, template=template, error=str(refused))
+            log.warning(
+                "event_matches_no_saga", event_type=event_type, template=template, error=f"the event's data: {refused}"
+            )
     return matches
 
 

@@ -14,6 +14,7 @@ import typer
 
 from ..application import runtime_of, settings_of
 from ..events import keeps
+from ..framework import framework
 from ..operate import saga as operate
 from ..operate.change import Change
 from ..store import overview as stored
@@ -21,7 +22,7 @@ from ..store import saga_reading
 from ..wire.keys import OperationId
 from . import timeline
 from .options import ActorOption, AppOption, JsonOption, KeyArgument, ReasonOption, RequestOption, ServiceOption
-from .terminal import application, check_known, print_json, print_line, print_table, task_named
+from .terminal import application, check_known, errors, print_json, print_line, print_table, task_named
 
 commands = typer.Typer()
 sagas = typer.Typer(
@@ -92,6 +93,10 @@ def list_sagas(
             for row in found
         ],
     )  # fmt: skip
+    if not found:
+        errors.print(
+            f"none that has begun; what was accepted and has not: {framework().command} list --status accepted"
+        )
 
 
 @sagas.command("show")

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,11 @@ def application(name: str) -> Celery:
         module, colon, attribute = name.partition(":")
         absent = isinstance(error, ModuleNotFoundError) and error.name == name and module in sys.modules
         why = f"the module {module} has no {attribute!r}" if colon and absent else error
+        # of the application's own code, which was found: where it fails says more than how it is named
+        frames = [] if absent else traceback.extract_tb(error.__traceback__)
+        places = [f"{each.filename}:{each.lineno}" for each in frames if each.name == "<module>"]
+        if places:
+            raise IdempotencyError(f"--app {name}: {why} ({places[-1]})") from None
         raise IdempotencyError(f"--app {name}: {why}; {_NAME_IT}") from None
 
 

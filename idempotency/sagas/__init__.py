@@ -4,8 +4,9 @@ Read `task._body`, then `attempt.SagaAttempt.step` and `wait`, `journal.Journal.
 wakes a saga in the database: `signal_saga` and `end_of_operation` in migration 0014.
 """
 
+from ..errors import CallFailed
 from .calls import Call, call
 from .observing import observe
 from .task import SagaTask, saga
 
-__all__ = ["Call", "SagaTask", "call", "observe", "saga"]
+__all__ = ["Call", "CallFailed", "SagaTask", "call", "observe", "saga"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from psycopg.errors import InsufficientPrivilege, UndefinedFunction, UndefinedTable
@@ -57,3 +58,16 @@ def test_messages_name_the_command_as_it_is_called_here(used: type[Framework], c
 def test_who_may_not_migrate_is_told_to_log_in_as_the_owner() -> None:
     said = remedy(InsufficientPrivilege("must be owner of table records"))
     assert str(said).endswith("log in as its owner or as a member of it")
+
+
+def test_an_application_that_fails_to_import_is_told_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_application.py").write_text(
+        "from celery import Celery\nfrom idempotency import nothing_like_it\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(IdempotencyError, match=r"cannot import name 'nothing_like_it' .*failing_application\.py:2\)$"):
+        application("failing_application")
+    with pytest.raises(IdempotencyError, match="No module named 'no_such_application'; name your Celery application"):
+        application("no_such_application")

@@ -7,11 +7,11 @@ from typing import Any
 from celery import Celery
 
 from ... import sagas
-from ...sagas import Call, call
+from ...sagas import Call, CallFailed, call
 from .integration import celery_app
 from .task import IdempotentTask, MakesTask
 
-__all__ = ["Call", "SagaTask", "call", "saga"]
+__all__ = ["Call", "CallFailed", "SagaTask", "call", "saga"]
 
 
 class SagaTask(sagas.SagaTask, IdempotentTask[..., Any]):
