@@ -218,7 +218,7 @@ def test_a_process_that_falls_silent_is_an_alarm_until_it_signs(
     assert look(bank, connection) == 0
     connection.execute(text(change), {"ago": 65})
     assert look(bank, connection) == 1
-    assert f"bank: {kind} some@host: silent for 65 s" in sent[0]
+    assert re.search(f"bank: {kind} some@host: silent for (6[5-9]|7[0-9]) s", sent[0])  # the look itself takes time
     assert any(f"{kind} some@host" == finding.subject for finding in doctor(bank))
     life.sign()
     assert look(bank, connection) == 1
