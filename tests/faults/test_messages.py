@@ -45,7 +45,6 @@ def handled(scene: Scene, number: int) -> None:
     assert scene.messages() == 0
 
 
-@pytest.mark.quick
 @pytest.mark.cell("F16", "P0")
 def test_of_eight_copies_at_once_one_runs(scene: Scene, eight: None, cell: SeenCell) -> None:
     crashing.plan(scene.directory, POINTS["P0"], crashing.HOLD_EVERYBODY)

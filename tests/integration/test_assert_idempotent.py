@@ -89,6 +89,7 @@ def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_id
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
+@pytest.mark.long
 def test_a_step_an_effect_and_a_session_are_idempotent_together(
     bank: Celery, assert_idempotent: Any, recording_server: Any
 ) -> None:
@@ -142,6 +143,7 @@ def test_two_effects_without_a_session_are_idempotent(
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
+@pytest.mark.long
 def test_a_signature_brings_its_key_and_one_attempt_is_enough(
     define: Callable[..., Any], assert_idempotent: Any
 ) -> None:
@@ -222,6 +224,7 @@ def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     assert "Expected:  2\n    Seen:      3" in said
 
 
+@pytest.mark.long
 def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -247,6 +250,7 @@ def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     assert "made again although its outcome was known" in said
 
 
+@pytest.mark.long
 def test_an_effect_that_does_not_pass_its_key_on_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -365,6 +369,7 @@ def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], repo
     assert "Expected:  0\n    Seen:      1" in said
 
 
+@pytest.mark.long
 def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -481,6 +486,7 @@ def test_a_finish_without_a_session_is_broken_as_well(
     assert (journal.outcome, record("a").status) == ("SUCCESS", "completed")
 
 
+@pytest.mark.long
 def test_without_the_fence_a_right_task_is_found_wrong(
     bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -580,6 +586,7 @@ def test_a_transaction_left_open_in_the_test_is_said(
             assert_idempotent(deposit, "a", tables=["entries"])
 
 
+@pytest.mark.long
 def test_an_error_of_the_body_is_an_outcome_like_any_other(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:

@@ -50,6 +50,7 @@ def engine(empty_database: str) -> Engine:
     return create_engine(empty_database, poolclass=NullPool)
 
 
+@pytest.mark.long
 def test_in_an_empty_database_make_migrate_makes_what_a_payment_needs(
     servers: services.Services, empty_database: str, engine: Engine
 ) -> None:

@@ -434,6 +434,7 @@ def test_a_relay_or_a_beat_that_would_lose_work_does_not_start(
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("process", ["relay", "beat"])
 def test_a_sound_relay_or_beat_starts(
     bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None, process: str

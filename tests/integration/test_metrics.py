@@ -117,6 +117,7 @@ def gauges(url: str) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.long
 def test_the_endpoint_shows_what_waits_in_the_database(
     bank: Celery, engine: Engine, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_worker_signs_with_its_queues_and_leaves_in_order(
     assert seen(connection, "worker") == []
 
 
+@pytest.mark.long
 def test_a_killed_worker_leaves_its_row_until_a_successor_comes(
     bank: Celery, processes: Processes, connection: Connection
 ) -> None:

@@ -308,6 +308,7 @@ def test_a_marker_waits_behind_the_backlog_it_was_sent_behind(
     assert depth(bank) == 5
 
 
+@pytest.mark.long
 def test_what_a_worker_holds_unacknowledged_is_not_lost(
     bank: Celery, sent: Sent, processes: Processes, engine: Engine
 ) -> None:

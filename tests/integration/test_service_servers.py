@@ -70,6 +70,7 @@ def processes_below(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_the_three_servers_answer_and_nothing_is_left_afterwards() -> None:
     with services.running() as s:
         assert query(s.database_url, "SELECT 1") == [(1,)]

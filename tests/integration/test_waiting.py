@@ -226,6 +226,7 @@ def test_a_soft_time_limit_ends_the_wait_after_one_more_question() -> None:
     assert len(asked) == 2
 
 
+@pytest.mark.long
 def test_a_worker_waiting_for_postgres_stops_and_leaves_the_message(
     proxy: Proxy, bank: Celery, processes: Processes, entries: Callable[[str], int]
 ) -> None:

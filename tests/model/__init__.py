@@ -8,6 +8,6 @@ The rules are grouped by who acts: `claims`, `holders`, `relays`, `upkeep`, `peo
 top of the one whose transitions it also makes; `Machine` in `test_state_machine` has them all. Sagas have a machine of their
 own, in `sagas`.
 
-`STATE_MACHINE_EXAMPLES=10000 make test ARGS='-k state_machine'` runs more programs than the 30 of a usual run. What
+`STATE_MACHINE_EXAMPLES=10000 make test ARGS='-k state_machine'` runs more programs than the 20 of a usual run. What
 fails is printed as a program and kept in `tests/seeds`, where the next run finds it: commit it until it is fixed.
 """

@@ -111,6 +111,7 @@ SAFEGUARDS: dict[str, tuple[Program, Any, str, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAFEGUARDS)
 def test_a_program_of_sagas_that_needs_its_safeguard_passes_with_it(machine: Sagas, name: str) -> None:
     run(machine, SAFEGUARDS[name][0])

@@ -16,7 +16,7 @@ from sqlalchemy import Engine
 from tests.model.choices import ACME
 from tests.model.people import People
 
-EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "20"))
 SEEDS = Path(__file__).parents[1] / "seeds"
 
 
@@ -51,6 +51,7 @@ def run(machine: Machine, *steps: Callable[[], None]) -> None:
 # ---------------------------------------------------------------- programs that have failed
 
 
+@pytest.mark.long
 def test_a_replayed_letter_does_not_swallow_the_next_failure_of_its_row(machine: Machine) -> None:
     run(
         machine,

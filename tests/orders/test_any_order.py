@@ -102,7 +102,6 @@ def some_orders(shop: Shop, seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.quick
 def test_orders_of_a_scarce_article_share_it_whatever_happens_at_once(shop: Shop) -> None:
     for seed in range(SEEDS // 4):
         try:

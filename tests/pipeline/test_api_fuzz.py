@@ -26,7 +26,7 @@ from idempotency.store import schema as tables
 from tasks import migrate
 from tests.support.server import api_key, serving
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "5"))
+EXAMPLES = int(os.environ.get("EXAMPLES", "3"))
 ROUTES = [
     ("POST", "/payments"),
     ("POST", "/refunds"),

@@ -42,7 +42,8 @@ PROVEN = 20.0
     ("action", "points"),
     [
         pytest.param(crashing.KILL_CHILD, POINTS[::2], id="child-even", marks=pytest.mark.long),
-        pytest.param(crashing.KILL_WORKER, POINTS[1::2], id="worker-odd"),
+        pytest.param(crashing.KILL_WORKER, POINTS[1::4], id="worker-some"),
+        pytest.param(crashing.KILL_WORKER, POINTS[3::4], id="worker-odd", marks=pytest.mark.long),
         pytest.param(crashing.KILL_CHILD, POINTS[1::2], id="child-odd", marks=pytest.mark.long),
         pytest.param(crashing.KILL_WORKER, POINTS[::2], id="worker-even", marks=pytest.mark.long),
     ],
@@ -82,7 +83,7 @@ def test_sigkill_at_every_crash_point_leaves_one_effect(
     assert len(outside.acts) == len(points)
 
 
-@pytest.mark.parametrize("point", ["body.entered", "finish.written"])
+@pytest.mark.parametrize("point", ["body.entered", pytest.param("finish.written", marks=pytest.mark.long)])
 def test_a_worker_stopped_past_its_lease_writes_nothing_when_it_goes_on(
     point: str,
     bank: Celery,
@@ -115,6 +116,7 @@ def test_a_worker_stopped_past_its_lease_writes_nothing_when_it_goes_on(
     assert replacement.process.poll() is None
 
 
+@pytest.mark.long
 def test_flushing_redis_during_load_doubles_nothing(
     bank: Celery, worker: Worker, relay: Relay, entries: Entries, record: Record, redis_url: str
 ) -> None:

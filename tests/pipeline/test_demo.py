@@ -134,6 +134,7 @@ def test_over_http_every_line_is_accounted_for_under_duplicates_and_faults(tmp_p
     assert "wiped broker and Redis" in output
 
 
+@pytest.mark.long
 def test_as_orders_every_purchase_ends_as_its_line_says(tmp_path: Path) -> None:
     rules = Rules(SEED)
     rows = [(f"p-{n:03d}", f"c-{n % 7}", "2026-03-02", n % 3 + 1, 100 * (n % 11), "EUR") for n in range(1, 31)]

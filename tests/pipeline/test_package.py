@@ -210,6 +210,7 @@ def test_without_an_extra_each_part_says_which_one_it_needs(light: Installed) ->
     )
 
 
+@pytest.mark.long
 def test_with_its_extra_the_command_line_answers(with_cli: Installed, wheel: Path) -> None:
     version = wheel.name.split("-")[1]
     answer = with_cli.run("idempotency", "--version")

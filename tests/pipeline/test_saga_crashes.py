@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from celery import Celery
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
@@ -34,6 +35,7 @@ POINTS = (
 SAGAS = 8
 
 
+@pytest.mark.long
 def test_sagas_whose_workers_are_killed_at_every_point_act_once_and_are_undone_once(
     bank: Celery,
     processes: Processes,

@@ -139,7 +139,7 @@ def test_a_warm_shutdown_finishes_what_it_has_begun(
 @pytest.mark.parametrize(
     ("how", "point"),
     [
-        ("cold", "body.entered"),
+        pytest.param("cold", "body.entered", marks=pytest.mark.long),
         pytest.param("soft", "finish.written", marks=pytest.mark.long),
         pytest.param("cold", "finish.written", marks=pytest.mark.long),
         pytest.param("soft", "body.entered", marks=pytest.mark.long),

@@ -17,7 +17,7 @@ from tests.sagas.programs.program import Call, Effect, Gather, Nested, Raise, Sl
 from tests.sagas.programs.run import Stage, opened, run
 from tests.search.server import databases
 
-PROGRAMS = 30  # `make saga-programs` runs 2,000
+PROGRAMS = 15  # `make saga-programs` runs 2,000
 UNDO = Undo()
 PROGRAM = Nested(
     "d",
