@@ -7,6 +7,8 @@
 
 STARTED := $(shell date +%s)
 VENV := .venv/bin
+# Each test starts processes: what one has compiled, the next one reads.
+export PYTHONDONTWRITEBYTECODE =
 # The sandbox's addresses; set your own to use another provider or mail server.
 export STRIPE_API_BASE ?= http://127.0.0.1:8420
 export SMTP_URL ?= smtp://127.0.0.1:8425
