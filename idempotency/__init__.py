@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SettingsError,
         StoredFailure,
         StoredRefusal,
+        Undecided,
         Unfinished,
         UnsupportedControl,
     )
@@ -78,6 +79,7 @@ _HOME = {
         "SettingsError",
         "StoredFailure",
         "StoredRefusal",
+        "Undecided",
         "Unfinished",
         "UnsupportedControl",
     ),
@@ -139,6 +141,7 @@ __all__ = [
     "StoredFailure",
     "StoredOperation",
     "StoredRefusal",
+    "Undecided",
     "Unfinished",
     "UnsupportedControl",
     "apublish",

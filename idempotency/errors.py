@@ -22,7 +22,8 @@
     │   ├── CallFailed              a task that a saga has called has failed
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
     ├── Defer                       not the operation's fault: try later, without using up an attempt
-    │   └── NotSent                 from an effect: nothing was sent to the provider
+    │   ├── NotSent                 from an effect: nothing was sent to the provider
+    │   └── Undecided               from an effect: the provider has accepted the call and decides later
     ├── Again                       the body asks for another attempt, as Celery's retry() does
     │   └── NothingDone             an HTTP handler's answer says nothing: its key is free if nothing is recorded
     ├── StoredFailure               the provider replays a stored failure under this key
@@ -213,8 +214,15 @@ class Defer(IdempotencyError):
 class NotSent(Defer):
     """Raise this from an effect when nothing was sent to the provider, such as with an open circuit or no connection.
 
-    If this was the first call under its key, the effect is recorded as not having happened. It says nothing about
-    an earlier call under the same key.
+    A first call under its key is then recorded as not having happened. It says nothing about an earlier one.
+    """
+
+
+class Undecided(Defer):
+    """Raise this from an effect, or from its `reconcile`, when the provider has accepted the call and decides later.
+
+    The effect stays open and is not called again: `reconcile` is asked after `seconds`, and at once after `Handle.wake`.
+    That uses up neither attempts nor `defer_budget`, however long the provider takes.
     """
 
 
@@ -338,11 +346,3 @@ class NotConnected(sqlalchemy.exc.OperationalError):
 
 class NotIdempotent(AssertionError):
     """The task left something other than its plain run did; the message says where, and what usually causes it."""
-
-
-def permanent_error(message: str, code: str) -> PermanentError:
-    """Rebuild a stored error, with the library's own class for each of its codes, so that `on_failed` can rely on types."""
-    for kind in PermanentError.__subclasses__():
-        if kind.__module__ == __name__ and kind.default_code == code:
-            return kind(message, code)
-    return PermanentError(message, code)

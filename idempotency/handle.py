@@ -17,8 +17,9 @@ from typing_extensions import TypeVar
 from .application import runtime_of
 from .errors import FingerprintMismatch, OperationBusy, OperationFailed, OperationNotFound
 from .framework import framework
-from .store import operations
+from .store import operations, waking
 from .store.answers import error_fields
+from .store.callers import Caller, in_transaction_of
 from .wire import results
 from .wire.keys import OperationId, fingerprint_version
 
@@ -98,6 +99,15 @@ class Handle(Generic[R_co]):
         """How far it is: "accepted" before the first attempt, then "started", "released", "completed" or "failed"."""
         operation = self.lookup()
         return "accepted" if operation is None else operation.status
+
+    def wake(self, session: Caller) -> None:
+        """Let an operation that waits for a provider (`Undecided`) ask again, once the session commits.
+
+        For whoever hears of the provider's decision, like a webhook. One that runs at this moment asks once more if it
+        finds nothing decided; one that has ended stays as it is. Raises `InvalidArguments` if the session is none.
+        """
+        runtime = runtime_of(self.app)
+        waking.wake(in_transaction_of(session, runtime.home), self.id, runtime.settings.service)
 
     def wait(self, timeout: float) -> StoredOperation[R_co]:
         """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds, also if Postgres is away.

@@ -96,6 +96,11 @@ class Attempt:
         self._holding.renewed_at = asked_at
         return True
 
+    def may_have_happened(self, name: str) -> bool:
+        """Whether an effect has happened, or was begun and its outcome is not known."""
+        entry = self.claim.effects.get(name)
+        return entry is not None and conclusions.has_acted({name: entry})
+
     def check_may_begin(self) -> None:
         """Raise the error that the operation ends with if this is a last look, which may begin nothing new."""
         if self.ends_as is not None:
@@ -250,12 +255,18 @@ class Attempt:
                 log.warning("reconcile_failed", effect=call.name, error=type(unanswered).__name__, **self.writes.names)
 
     def release(
-        self, *, delay: float, error: BaseException | None, give_back: bool = False, forget: bool = False
+        self,
+        *,
+        delay: float,
+        error: BaseException | None,
+        give_back: bool = False,
+        forget: bool = False,
+        is_undecided: bool = False,
     ) -> None:
         """Let go. The next delivery is committed with it and is due after `delay` seconds; `error` is why.
 
         `give_back` does not count this attempt. With `forget`, the record goes too, unless something is recorded in it.
-        Raises `LeaseLost`.
+        `is_undecided`: due at once if it was woken meanwhile. Raises `LeaseLost`.
         """
         self.writes.roll_back()
         described = None if error is None else error_text(type(error).__name__, describe(error))
@@ -272,6 +283,7 @@ class Attempt:
                     error=described,
                     give_back=give_back,
                     saga=self.released_as,
+                    is_undecided=is_undecided,
                 )
             ),
             then="released",

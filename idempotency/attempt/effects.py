@@ -50,7 +50,12 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class DidNotHappen:
-    """`reconcile` answers: it did not happen, and can no longer happen under this key."""
+    """`reconcile` answers: it did not happen, and can no longer happen under this key.
+
+    The call is made again under another key; with a `refusal` it is not, and the operation ends with that.
+    """
+
+    refusal: PermanentError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,8 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
         match ask(attempt, call):
             case Happened(result):
                 return result
+            case DidNotHappen(refusal=PermanentError() as refusal):
+                raise refusal
             case StillUnknown(ask_again):
                 _check_repeatable(attempt, call, ask_again)
                 repeated = True
@@ -182,12 +189,13 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
     match answer:
         case Happened(result):
             return Happened(_record(attempt, call.name, result))
-        case DidNotHappen():
+        case DidNotHappen(refusal):
+            refused = after if refusal is None else refusal
             _change(
                 attempt,
                 call.name,
                 {"state": "not_happened"}
-                | ({} if after is None else refusals.recorded(after, attempt.claim.generation)),
+                | ({} if refused is None else refusals.recorded(refused, attempt.claim.generation)),
             )
         case StillUnknown():
             attempt.writes.roll_back()  # the call may follow, with no transaction open
@@ -242,8 +250,8 @@ def _after_refused_repeat(attempt: Attempt, call: Call, refusal: PermanentError)
     match ask(attempt, call, after=refusal):
         case Happened(result):
             return result
-        case DidNotHappen():
-            raise refusal
+        case DidNotHappen(refusal=found):
+            raise found or refusal
         case StillUnknown(ask_again) if ask_again is not None:
             raise Defer(ask_again, f"effect {call.name!r}: a repeat was refused, and whether it happened is still open")
     raise EffectUnknown(

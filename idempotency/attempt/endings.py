@@ -18,6 +18,7 @@ from ..errors import (
     NothingDone,
     PermanentError,
     RetriesExhausted,
+    Undecided,
 )
 from ..store.answers import Claimed
 from ..store.statements import describe, driver_error
@@ -82,13 +83,20 @@ class Release:
     cause: BaseException | None
     give_back: bool = False
     forget: bool = False  # the record goes, if nothing is recorded in it
+    is_undecided: bool = False  # by the provider: a wake ends the delay, and `defer_budget` begins anew
     is_spent: bool = False  # the next claim has a last look, whatever `max_attempts` says
     ends_process: BaseException | None = None  # raised once the operation is released
 
     def apply(self, attempt: Attempt) -> Release:
         if self.is_spent:
             attempt.note_spent(within=1)
-        attempt.release(delay=self.delay, error=self.cause, give_back=self.give_back, forget=self.forget)
+        attempt.release(
+            delay=self.delay,
+            error=self.cause,
+            give_back=self.give_back,
+            forget=self.forget,
+            is_undecided=self.is_undecided,
+        )
         if self.ends_process is not None:
             raise self.ends_process
         return self
@@ -119,6 +127,8 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         case CallRefused():
             # a call that the body makes is refused the same way every time
             return Fail(claim, PermanentError(describe(error), "call_refused"), error)
+        case Undecided(seconds=seconds):
+            return Release(claim, min(seconds, MAX_DELAY), error, give_back=True, is_undecided=True)
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
             return Release(claim, seconds, error, give_back=True)
     cause = error.cause if isinstance(error, Again) else error

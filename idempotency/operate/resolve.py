@@ -16,9 +16,9 @@ from ..attempt import conclusions
 from ..attempt.conclusions import Entry
 from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.runtime import Runtime
-from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished, permanent_error
+from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished
 from ..store import ends, letters, operations, saga_changes
-from ..store.answers import error_fields, error_text
+from ..store.answers import error_fields, error_text, permanent_error
 from ..store.ends import FailedEnd
 from ..store.sagas import COMPENSATING, RESOLVED
 from ..wire import results

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import EffectUnknown, PermanentError, Unfinished, permanent_error
+from ..errors import EffectUnknown, PermanentError, Unfinished
 from ..store import sagas
-from ..store.answers import error_fields, error_text
+from ..store.answers import error_fields, error_text, permanent_error
 from ..store.saga_steps import Recorded
 from ..wire import results
 from ..wire.keys import OperationId

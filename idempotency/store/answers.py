@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..errors import UnknownVersion
+from ..errors import PermanentError, UnknownVersion
 from ..wire import keys, results
 from ..wire.keys import OperationId
 
@@ -133,3 +133,11 @@ def error_fields(text: str) -> dict[str, str]:
     """Decode a stored error, without its cause."""
     fields = json.loads(text)
     return {"code": fields["code"], "message": fields["message"]}
+
+
+def permanent_error(message: str, code: str) -> PermanentError:
+    """Rebuild a stored error, with the library's own class for each of its codes, so that `on_failed` can rely on types."""
+    for kind in PermanentError.__subclasses__():
+        if kind.__module__ == PermanentError.__module__ and kind.default_code == code:
+            return kind(message, code)
+    return PermanentError(message, code)

@@ -38,7 +38,7 @@ _FAIL = FINISH.format(
 
 # The next delivery is written by the release itself, so the operation does not depend on a message in the broker. An
 # operation that no message has asked for has none: its caller asks again.
-def _releasing(saga: str = "", of: str = "", delay: str = "%(delay)s") -> str:
+def _releasing(saga: str = "", of: str = "", delay: str = "%(delay)s", more: str = "") -> str:
     return f"""
 WITH {saga}released AS (
     UPDATE idempotency.records
@@ -46,7 +46,7 @@ WITH {saga}released AS (
         available_at = clock_timestamp() + make_interval(secs => {delay}),
         attempts = greatest(attempts - %(given_back)s, 0),  -- a cancel of a saga has set it to 0
         error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
-        updated_at = clock_timestamp()
+        updated_at = clock_timestamp(){more}
     {of}WHERE {MINE}
     RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation, service
 ), next_delivery AS (
@@ -66,14 +66,21 @@ SELECT count(*) FROM released
 """
 
 
-_RELEASE = _releasing()
 # An attempt of a saga that a person has cancelled since it was read: what it waits for counts no more. `FOR SHARE` waits for
 # a cancel that is not committed.
-_RELEASE_SAGA = _releasing(
-    "saga AS MATERIALIZED (SELECT status AS saga_status FROM idempotency.sagas WHERE id = %(saga)s FOR SHARE), ",
-    "FROM saga ",
-    "CASE WHEN saga_status = %(saga_status)s THEN %(delay)s ELSE 0 END",
-)
+_OF_SAGA = {
+    "saga": "saga AS MATERIALIZED (SELECT status AS saga_status FROM idempotency.sagas WHERE id = %(saga)s FOR SHARE), ",
+    "of": "FROM saga ",
+}
+_UNLESS_CANCELLED = "CASE WHEN saga_status = %(saga_status)s THEN {} ELSE 0 END"
+# A wake that comes while an attempt runs is noted, because that may have asked the provider before.
+_UNLESS_WOKEN = "CASE WHEN woken THEN 0 ELSE %(delay)s END"
+_ANEW = ", opened_at = clock_timestamp(), woken = false"
+
+_RELEASE = _releasing()
+_RELEASE_UNDECIDED = _releasing(delay=_UNLESS_WOKEN, more=_ANEW)
+_RELEASE_SAGA = _releasing(**_OF_SAGA, delay=_UNLESS_CANCELLED.format("%(delay)s"))
+_RELEASE_SAGA_UNDECIDED = _releasing(**_OF_SAGA, delay=_UNLESS_CANCELLED.format(_UNLESS_WOKEN), more=_ANEW)
 
 # The claim itself is taken back. What is recorded binds the key: an effect or a step, a message, an end before a replay.
 _FORGET = f"""
@@ -149,12 +156,13 @@ def release(
     deliver: bool = True,
     after_due: float = 0.0,
     saga: tuple[Any, str] | None = None,
+    is_undecided: bool = False,
 ) -> bool:
     """Release the operation, due after `delay` seconds, and write its next delivery. False: not the holder.
 
     `give_back` does not count the attempt, for a deferral or a shutdown. `after_due`: seconds from then until the delivery
     is sent. Without `deliver` there is none, for a caller that ends the operation now. `saga`: the id and status of the saga
-    whose attempt this is; if it has another status by now, it is due at once.
+    whose attempt this is; if it has another status by now, it is due at once. `is_undecided`: so it is if it was woken.
     """
     parameters = {
         "delay": delay,
@@ -165,7 +173,9 @@ def release(
     }
     if saga is not None:
         parameters |= {"saga": saga[0], "saga_status": saga[1]}
-    statement = _RELEASE if saga is None else _RELEASE_SAGA
+        statement = _RELEASE_SAGA_UNDECIDED if is_undecided else _RELEASE_SAGA
+    else:
+        statement = _RELEASE_UNDECIDED if is_undecided else _RELEASE
     return bool(execute(connection, statement, mine(claim) | parameters).fetchone()[0])
 
 

@@ -24,7 +24,7 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 # Several services may migrate at once during a deploy; one waits for the other. Any constant not used elsewhere.
 MIGRATION_LOCK = 0x1DE4907E
 # The oldest revision of the schema that this code can run on.
-OLDEST_SCHEMA = "0014"
+OLDEST_SCHEMA = "0015"
 # Seconds. A migration does not wait longer for a lock, since everything else that needs the table queues behind it.
 LOCK_TIMEOUT = 2.0
 # Seconds between two tries, in which the others go on.

@@ -12,11 +12,10 @@ from celery.exceptions import Retry
 from sqlalchemy import Row
 
 from ..application import runtime_of
-from ..errors import permanent_error
 from ..sagas import SagaTask
 from ..store import saga_steps
 from ..store import testing as stored
-from ..store.answers import error_fields
+from ..store.answers import error_fields, permanent_error
 from ..store.outbox import EXTERNAL
 from ..wire import results
 from ..wire.keys import OperationId

@@ -49,6 +49,10 @@ class RunningTask(KeyedTask[P, R_co], Generic[P, R_co]):
         """
         return cast(T, effects.effect(self._attempt, effects.Call(name, fn, args, kwargs, reconcile)))
 
+    def may_have_happened(self, name: str) -> bool:
+        """Whether an earlier attempt has called this effect, and it has happened or may have."""
+        return self._attempt.may_have_happened(name)
+
     # one signature cannot have a function's parameters and an option (PEP 612)
     @overload
     def step(self, name: str, fn: Callable[[AttemptSession], T], /, *, undo: Undo | None = None) -> T: ...

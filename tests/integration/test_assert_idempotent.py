@@ -224,7 +224,6 @@ def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     assert "Expected:  2\n    Seen:      3" in said
 
 
-@pytest.mark.long
 def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -238,7 +237,6 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     assert "a call outside self.effect" in said
 
 
-@pytest.mark.long
 def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -586,7 +584,6 @@ def test_a_transaction_left_open_in_the_test_is_said(
             assert_idempotent(deposit, "a", tables=["entries"])
 
 
-@pytest.mark.long
 def test_an_error_of_the_body_is_an_outcome_like_any_other(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:

@@ -23,6 +23,7 @@ ARGUMENTS: dict[type[Exception], tuple[object, ...]] = {
     errors.NothingDone: (1.5, "rate limited"),
     errors.Defer: (1.5, "rate limited"),
     errors.NotSent: (1.5, "circuit open"),
+    errors.Undecided: (1.5, "processing"),
     errors.OperationFailed: ("card declined", "card_declined"),
 }
 
@@ -51,7 +52,7 @@ def test_an_error_survives_pickling(kind: type[Exception]) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_an_error_reads_as_its_message(kind: type[Exception]) -> None:
-    assert str(example(kind)) in {"what went wrong", "rate limited", "circuit open", "card declined"}
+    assert str(example(kind)) in {"what went wrong", "rate limited", "circuit open", "card declined", "processing"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if issubclass(kind, errors.PermanentError)])
