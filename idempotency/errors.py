@@ -4,8 +4,7 @@
     ├── SettingsError               the configuration is unsafe: nothing starts
     ├── MissingExtra                a part of the library is used whose dependencies are not installed
     ├── CallRefused                 raised by the call itself: nothing was written or published
-    │   ├── MissingKey
-    │   ├── InvalidKey
+    │   ├── MissingKey, InvalidKey
     │   └── InvalidArguments        a TypeError, too
     │       └── Misuse              of a saga by its own code: it stops, and is not undone
     ├── PermanentError              fails the operation without another attempt
@@ -35,11 +34,11 @@
     ├── OperationFailed             a duplicate of a failed operation
     ├── OperationNotFound
     ├── UnknownVersion              written by newer code: left to processes that can read it
+    ├── AddressRefused              a webhook may not be sent there
     │                               from operators' commands, which then changed nothing:
-    ├── ReplayRefused
+    ├── ReplayRefused, DiscardRefused
     ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
-    ├── DiscardRefused
     ├── NotAllowed                  a role that may not do this
     │   └── NotAuthenticated        no token, or none that is valid
     └── MailRefused                 the report could not be mailed
@@ -198,8 +197,7 @@ class UnsupportedControl(PermanentError):
 class Defer(IdempotencyError):
     """Raise this to try again after `seconds` without using up an attempt, when it is not the operation's fault.
 
-    Once `defer_budget` seconds have passed since the first claim (after a replay: the first one since), it counts as
-    an ordinary error.
+    Once `defer_budget` seconds have passed since the first claim (or the first since a replay), it is an ordinary error.
     """
 
     def __init__(self, seconds: float, reason: str) -> None:
@@ -291,6 +289,10 @@ class OperationNotFound(IdempotencyError):
 
 class UnknownVersion(IdempotencyError):
     """A message or record was written by newer code; its message waits for a process that can read it."""
+
+
+class AddressRefused(IdempotencyError):
+    """A webhook may not be sent to this URL or its addresses; the message names the rule, and neither of them."""
 
 
 class ReplayRefused(IdempotencyError):

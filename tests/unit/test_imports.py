@@ -60,7 +60,7 @@ LAYERS = (
     ("handle", "http"),
     ("worker",),
     ("events", "letters"),
-    ("sagas",),
+    ("sagas", "webhooks"),
     ("relay",),
     ("upkeep",),
     ("checks",),

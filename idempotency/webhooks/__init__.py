@@ -1,0 +1,1 @@
+"""Signed webhooks to an application's customers."""

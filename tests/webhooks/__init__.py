@@ -1,0 +1,1 @@
+"""Webhooks to customers: which addresses, which signatures, what is sent when, and what people do."""
