@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from ipaddress import ip_network
+from string import ascii_letters, digits
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
@@ -17,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    FilePath,
     ImportString,
     SecretStr,
     ValidationError,
@@ -69,6 +72,15 @@ def _separated(value: Any) -> Any:
 def _long_enough(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     if any(len(each.get_secret_value()) < SECRET_LENGTH for each in value):
         raise ValueError(f"each must have at least {SECRET_LENGTH} characters")
+    return value
+
+
+def _hosts(value: tuple[str, ...]) -> tuple[str, ...]:
+    for each in value:
+        if "/" in each:
+            ip_network(each)  # a ValueError says what is wrong
+        elif not each.isascii() or not set(each) <= {*ascii_letters, *digits, *"-_.:"}:
+            raise ValueError("each must be the name of a host in ASCII, an address, or a network like 10.1.0.0/16")
     return value
 
 
@@ -216,6 +228,18 @@ class Settings(BaseModel):
     report_mail_to: str | None = None
     report_mail_from: str = "idempotency@localhost"
     report_smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
+    # Hosts and networks that webhooks to customers may be sent to although they are not public: names, addresses, networks.
+    # From the environment, separated by commas.
+    webhook_allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_separated), AfterValidator(_hosts)] = ()
+    # Certificates of authorities that endpoints may have beside those that the system trusts, as PEM.
+    webhook_ca_file: FilePath | None = None
+    # For one POST, from the look-up of the name to the end of the answer.
+    webhook_timeout: float = Field(15.0, gt=0, le=60)
+    # An endpoint is disabled once it has accepted nothing for so long, and so many deliveries to it were given up.
+    webhook_failed_deliveries: int = Field(3, ge=1)
+    webhook_failing_for: float = Field(3 * DAY, ge=0)
+    # How long webhooks that were delivered or given up are kept, with their attempts.
+    retention_webhooks: float = Field(30 * DAY, gt=0)
     # How long a closed dead letter is kept.
     retention_dead_letters: float = Field(30 * DAY, gt=0)
 

@@ -17,7 +17,14 @@ from .processes import check_processes
 from .queues import check_declared_queues
 from .redis import check_redis
 from .sagas import check_sagas
-from .settings import check_celery_settings, check_content, check_pool_size, check_schedule, read_settings
+from .settings import (
+    check_celery_settings,
+    check_content,
+    check_pool_size,
+    check_schedule,
+    check_webhooks,
+    read_settings,
+)
 from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
 from .unreachable import check_server
 
@@ -63,6 +70,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
     if given is not None:
         findings += [*check_retentions(tasks, given), *check_providers(tasks, given), *check_signatures(app, given)]
         findings += check_longest_runs(app, tasks, given)
+        findings += check_webhooks(given)
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
     is_rabbitmq, found = check_broker_settings(app)
     findings += found

@@ -76,6 +76,15 @@ def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
     return findings
 
 
+def check_webhooks(given: Settings) -> list[Finding]:
+    """Exceptions from the rule that webhooks go to public addresses."""
+    if not given.webhook_allowed_hosts:
+        return []
+    found = f"{', '.join(given.webhook_allowed_hosts)}: webhooks may go there"
+    advice = "customers choose the URLs; name only what they may reach from this network"
+    return [warning("idempotency_webhook_allowed_hosts", found, advice)]
+
+
 def check_pool_size(pool: str, concurrency: int | None, given: Settings) -> list[Finding]:
     """Whether each attempt in a process can get a connection. A prefork process runs only one at a time."""
     most = 2 * given.pool_size  # the pool may grow to twice its size

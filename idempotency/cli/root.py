@@ -50,6 +50,7 @@ COMMANDS = {
     "effects": ("change", "Calls outside whose outcome only a person can find out."),
     "saga": ("saga_commands", "Operations that wait for events, call others, and are undone if they fail."),
     "dead-letters": ("dead_letter_commands", "What has ended without success and waits for a person."),
+    "webhooks": ("webhook_commands", "Where customers get events, and what was delivered to them."),
     "api-key": ("api_keys", "Which clients may call, as which tenant, and what they may do."),
     "operators": ("people", "Who may discard dead letters, and who may approve it."),
 }

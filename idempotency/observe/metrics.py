@@ -44,6 +44,7 @@ resent: Counter
 alerts: Counter
 alerts_unsent: Counter
 redis_unavailable: Counter
+webhooks: Counter
 attempt_seconds: Histogram
 phase_seconds: Histogram
 
@@ -132,6 +133,9 @@ class _Metrics:
         self.alerts = counter("idempotency_alerts", "Alerts and alarms raised", ["service", "reason"])
         self.alerts_unsent = counter("idempotency_alerts_unsent", "Alerts and alarms that the webhook did not accept")
         self.redis_unavailable = counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
+        self.webhooks = counter(
+            "idempotency_webhooks", "Attempts to deliver a webhook, by what came of them", ["answer"]
+        )
         self.attempt_seconds = histogram(
             "idempotency_attempt_seconds", "Time from the claim to the end of the attempt", ["task"]
         )

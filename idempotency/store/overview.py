@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from . import processes, sharing
+from . import processes, sharing, webhooks
 from .connections import make_engine
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
@@ -229,6 +229,7 @@ class Snapshot:
     # of other applications on the same tables
     others: Sequence[Row[Any]] = ()
     sharers: Sequence[Row[Any]] = ()
+    disabled_webhooks: Sequence[Row[Any]] = ()
     broker_answered: bool = False
 
     @property
@@ -291,6 +292,7 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
     found.processes = [process for process in seen if process.service == settings.service]
     found.others = [process for process in seen if process.service != settings.service]
     found.sharers = sharing.sharers(connection, settings, bound=BOUND)
+    found.disabled_webhooks = webhooks.disabled_by_itself(connection, settings.service)
     return found
 
 

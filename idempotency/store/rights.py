@@ -35,6 +35,10 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "saga_steps": WRITE,
         "saga_events": WRITE,
         "processes": ALL,
+        "webhook_endpoints": "SELECT, UPDATE",
+        "webhook_secrets": "SELECT",
+        "webhook_deliveries": WRITE,
+        "webhook_attempts": WRITE,
         "markers": "SELECT, UPDATE",
         "relay_sleep": "SELECT",
         "compatibility": "SELECT",
@@ -46,6 +50,7 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "audit": "",
         "operators": "",
         "api_keys": "",
+        "webhook_secrets": "",
         "compatibility": "SELECT",
         "schema_version": "SELECT",
         "saga_instances": "SELECT",
@@ -58,8 +63,8 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "schema_version": "SELECT",
         "saga_instances": "SELECT",
     },
-    # Dashboards: no hashes of tokens and keys.
-    READ_ONLY: {"*": "SELECT", "operators": "", "api_keys": ""},
+    # Dashboards: no hashes of tokens and keys, no secrets.
+    READ_ONLY: {"*": "SELECT", "operators": "", "api_keys": "", "webhook_secrets": ""},
 }
 SEQUENCES = {APPLICATION: ("fence",), RELAY: ("fence", "place"), OPERATOR: ("fence", "place"), READ_ONLY: ()}
 # These may run functions. PUBLIC may not: a role that has USAGE on the schema for another reason could run them.

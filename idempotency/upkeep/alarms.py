@@ -86,6 +86,15 @@ def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
         operations = "1 operation" if found.unknown_effects == 1 else f"{found.unknown_effects} operations"
         waiting = f"{operations} ended as effect_unknown: idempotency dead-letters list --error effect_unknown"
         alarms.append(Alarm("unknown_effects", "effects", waiting, "idempotency effects resolve, then replay"))
+    alarms += [
+        Alarm(
+            f"webhook_disabled/{row.id}",
+            f"webhooks to {row.id}",
+            f"disabled, {row.disabled_because}; tenant {row.tenant}",
+            f"ask the customer; then `{framework().command} webhooks enable`, or `disable` to accept it",
+        )
+        for row in found.disabled_webhooks
+    ]
     return alarms
 
 

@@ -23,7 +23,7 @@ from ..errors import AttemptsExhausted, PermanentError
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import asleep, ends, letters, sagas, waiters
+from ..store import asleep, ends, letters, sagas, waiters, webhooks
 from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed, error_text
@@ -215,7 +215,9 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         events_kept, observed_kept = settings.retention_events, settings.retention_failed
         more_events = past.forget_events(connection, service, retention=events_kept, limit=limit)
         more_observed = past.forget_observed(connection, service, retention=observed_kept, limit=limit)
-        more = more or more_events or more_observed
+        kept = settings.retention_webhooks
+        more_webhooks = webhooks.forget(connection, service, retention=kept, limit=limit)
+        more = more or more_events or more_observed or more_webhooks
         waiters.forget(connection)
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)

@@ -16,7 +16,7 @@ from sqlalchemy.pool import NullPool
 import services
 from idempotency.operate import api_keys
 from idempotency.operate.change import Change
-from idempotency.store import roles, schema
+from idempotency.store import roles, schema, webhooks
 from idempotency.store.rights import APPLICATION, OPERATOR, OWNER, READ_ONLY, RELAY
 from idempotency.store.tenants import authenticate
 from idempotency.wire.keys import OperationId
@@ -105,6 +105,7 @@ OF_THE_APPLICATION = {
 
 
 SAGAS = ("sagas", "saga_steps", "saga_events")
+WEBHOOKS = ("webhook_endpoints", "webhook_secrets", "webhook_deliveries", "webhook_attempts")
 
 
 @pytest.mark.parametrize("table", OF_THE_APPLICATION)
@@ -139,7 +140,7 @@ def test_every_table_with_a_tenant_is_behind_the_wall(walled: str) -> None:
     """
     with owner.connect() as connection:
         found = {row[0]: row[1] for row in connection.execute(text(query))}
-    assert found == dict.fromkeys([*OF_THE_APPLICATION, *SAGAS, "api_keys", "audit", "set_aside"], True)
+    assert found == dict.fromkeys([*OF_THE_APPLICATION, *SAGAS, *WEBHOOKS, "api_keys", "audit", "set_aside"], True)
 
 
 def test_row_security_holds_for_roles_that_no_policy_names(walled: str) -> None:
@@ -186,6 +187,9 @@ TRIED = [
     (READ_ONLY, "UPDATE idempotency.records SET task = 'x'", REFUSED),
     (READ_ONLY, "SELECT token_hash FROM idempotency.operators", REFUSED),
     (READ_ONLY, "SELECT secret_hash FROM idempotency.api_keys", REFUSED),
+    (READ_ONLY, "SELECT secret FROM idempotency.webhook_secrets", REFUSED),
+    (RELAY, "SELECT secret FROM idempotency.webhook_secrets", REFUSED),
+    (APPLICATION, "UPDATE idempotency.webhook_secrets SET expires_at = now()", REFUSED),
     (READ_ONLY, "SELECT * FROM idempotency.authenticate('x', 'y')", REFUSED),
     (APPLICATION, "SELECT secret_hash FROM idempotency.api_keys", REFUSED),
     (APPLICATION, "SELECT * FROM idempotency.audit", REFUSED),
@@ -214,6 +218,31 @@ def test_the_application_can_ask_whose_key_it_is_without_reading_the_keys(walled
         caller = authenticate(connection, key.text)
         assert caller is not None
         assert (caller.tenant, caller.scopes) == ("a", ("orders:write",))
+
+
+def test_the_application_delivers_webhooks_of_its_tenant_alone(walled: str, as_role: As) -> None:
+    for tenant in ("a", "b"):
+        with as_role(OPERATOR).begin() as connection:
+            webhooks.add_endpoint(
+                connection, tenant, tenant=tenant, service="s", url="https://x.example/", events=["*"], secret="whsec_"
+            )
+            webhooks.set_status(connection, "s", tenant, webhooks.ENABLED)
+    with as_role(APPLICATION).connect() as connection:
+        connection.execute(text("SELECT set_config('idempotency.tenant', 'a', true)"))
+        assert [row.id for row in webhooks.open_endpoints(connection, "s", "a")] == ["a"]
+        assert webhooks.open_endpoints(connection, "s", "b") == []
+        assert (webhooks.secrets_of(connection, "a"), webhooks.secrets_of(connection, "b")) == (["whsec_"], [])
+        webhooks.add_delivery(
+            connection, "m", tenant="a", service="s", endpoint="a", task="t", event_type="e", body="{}"
+        )
+        due = webhooks.begin_attempt(connection, "m", 0, most=1, longest=1.0)
+        assert isinstance(due, webhooks.Due)
+        webhooks.end_attempt(connection, due.attempt, status=500, error=None, milliseconds=1, is_accepted=False)
+        webhooks.delivered(connection, "m", 0)
+        webhooks.give_up(connection, "m", 0, webhooks.GONE)
+        found = webhooks.count_given_up(connection, "m", is_gone=True, most=1, failing_for=0.0)
+        assert found is not None
+        assert found.disabled_because == webhooks.GONE
 
 
 def test_making_the_roles_again_changes_no_table_and_takes_no_lock_on_one(walled: str, as_role: As) -> None:

@@ -31,6 +31,7 @@ TABLES |= {"dead_letter_tries", "compatibility", "processes", "alarms"}
 TABLES |= {"lanes", "markers", "settled"}
 TABLES |= {"api_keys", "waiters"}
 TABLES |= {"sagas", "saga_steps", "saga_events"}
+TABLES |= {"webhook_endpoints", "webhook_secrets", "webhook_deliveries", "webhook_attempts"}
 
 
 @pytest.fixture

@@ -22,14 +22,18 @@ WRITES = re.compile(
     r"\b(INSERT INTO|UPDATE|DELETE FROM) idempotency\.|\bidempotency\.(keep_event|signal_saga|resume_saga)\("
 )
 CHANGES = {
+    "add_endpoint",
     "add_operator",
     "approve",
     "cancel",
     "cancel_saga",
     "create_api_key",
+    "disable_endpoint",
+    "enable_endpoint",
     "forget_process",
     "mark_undone",
     "release",
+    "redeliver",
     "remove_operator",
     "rename_service",
     "replay",
@@ -38,6 +42,7 @@ CHANGES = {
     "resolve_effect_of_saga",
     "retry_saga",
     "revoke_api_key",
+    "rotate_secret",
     "signal_saga",
 }
 

@@ -5,11 +5,85 @@ from alembic import op
 revision = "0015"
 down_revision = "0014"
 
+WEBHOOKS = """
+-- Where a customer gets webhooks.
+CREATE TABLE idempotency.webhook_endpoints (
+    id          text        PRIMARY KEY,
+    tenant      text        NOT NULL,
+    service     text        NOT NULL,
+    url         text        NOT NULL,
+    -- patterns of types
+    events      text[]      NOT NULL,
+    status      text        NOT NULL DEFAULT 'unverified' CHECK (status IN ('unverified', 'enabled', 'disabled')),
+    disabled_because text   CHECK (disabled_because IN ('gone', 'failing', 'person')),
+    -- since when it has accepted nothing, and how many deliveries were given up since
+    failing_since timestamptz,
+    given_up    int         NOT NULL DEFAULT 0,
+    created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_at  timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX webhook_endpoints_enabled ON idempotency.webhook_endpoints (tenant, service) WHERE status = 'enabled';
+CREATE INDEX webhook_endpoints_disabled ON idempotency.webhook_endpoints (service, id) WHERE status = 'disabled';
+
+-- Apart from the endpoints, so that roles that read those do not read these.
+CREATE TABLE idempotency.webhook_secrets (
+    id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    endpoint_id text        NOT NULL REFERENCES idempotency.webhook_endpoints ON DELETE CASCADE,
+    tenant      text        NOT NULL,
+    secret      text        NOT NULL,
+    expires_at  timestamptz
+);
+CREATE INDEX webhook_secrets_of_endpoint ON idempotency.webhook_secrets (endpoint_id);
+
+-- One event for one endpoint.
+CREATE TABLE idempotency.webhook_deliveries (
+    id          text        PRIMARY KEY,
+    tenant      text        NOT NULL,
+    service     text        NOT NULL,
+    endpoint_id text        NOT NULL REFERENCES idempotency.webhook_endpoints ON DELETE CASCADE,
+    -- what delivers it
+    task        text        NOT NULL,
+    event_type  text        NOT NULL,
+    body        text        NOT NULL,
+    status      text        NOT NULL DEFAULT 'waiting' CHECK (status IN ('waiting', 'delivered', 'given_up')),
+    given_up_because text,
+    -- how often a person has asked for it again
+    redelivery  int         NOT NULL DEFAULT 0,
+    created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at    timestamptz
+);
+CREATE INDEX webhook_deliveries_newest ON idempotency.webhook_deliveries (endpoint_id, created_at);
+CREATE INDEX webhook_deliveries_ended ON idempotency.webhook_deliveries (service, ended_at) WHERE ended_at IS NOT NULL;
+
+-- Written before the POST: without an end, the process died, or the attempt is under way.
+CREATE TABLE idempotency.webhook_attempts (
+    id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    delivery_id text        NOT NULL REFERENCES idempotency.webhook_deliveries ON DELETE CASCADE,
+    endpoint_id text        NOT NULL,
+    tenant      text        NOT NULL,
+    redelivery  int         NOT NULL,
+    begun_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at    timestamptz,
+    status      int,
+    -- why there is no status
+    error       text,
+    milliseconds int
+);
+CREATE INDEX webhook_attempts_of_delivery ON idempotency.webhook_attempts (delivery_id, redelivery);
+CREATE INDEX webhook_attempts_of_endpoint ON idempotency.webhook_attempts (endpoint_id, id);
+CREATE INDEX webhook_attempts_under_way ON idempotency.webhook_attempts (endpoint_id) WHERE ended_at IS NULL;
+"""
+
 
 def upgrade() -> None:
+    op.execute(WEBHOOKS)
     # somebody has told a running operation that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
 
 
 def downgrade() -> None:
+    op.execute("""
+        DROP TABLE idempotency.webhook_attempts, idempotency.webhook_deliveries, idempotency.webhook_secrets,
+            idempotency.webhook_endpoints
+    """)
     op.execute("ALTER TABLE idempotency.records DROP COLUMN woken")
