@@ -4,7 +4,8 @@
     ├── SettingsError               the configuration is unsafe: nothing starts
     ├── MissingExtra                a part of the library is used whose dependencies are not installed
     ├── CallRefused                 raised by the call itself: nothing was written or published
-    │   ├── MissingKey, InvalidKey
+    │   ├── MissingKey
+    │   ├── InvalidKey
     │   └── InvalidArguments        a TypeError, too
     │       └── Misuse              of a saga by its own code: it stops, and is not undone
     ├── PermanentError              fails the operation without another attempt
@@ -36,7 +37,8 @@
     ├── UnknownVersion              written by newer code: left to processes that can read it
     ├── AddressRefused              a webhook may not be sent there
     │                               from operators' commands, which then changed nothing:
-    ├── ReplayRefused, DiscardRefused
+    ├── ReplayRefused
+    ├── DiscardRefused
     ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
     ├── NotAllowed                  a role that may not do this
@@ -157,8 +159,7 @@ class Unfinished(PermanentError):
 class StoredRefusal(PermanentError):
     """Raise this from an effect for a refusal that the provider stores and replays under the idempotency key.
 
-    Such a refusal applies to every call under that key, including an earlier one whose reply was lost. Any other
-    `PermanentError` from a repeated call (a revoked API key, say) tells nothing about the first call.
+    It applies to an earlier call under that key, too, whose reply was lost. Any other `PermanentError` does not.
     """
 
     default_code = "stored_refusal"
@@ -243,8 +244,7 @@ class NothingDone(Again):
 class StoredFailure(IdempotencyError):
     """Raise this from an effect when the provider replays a stored failure under this idempotency key.
 
-    Another call under the same key can never succeed (Stripe stores the first answer for a key, 500s included), so
-    the effect moves on to its next key once `reconcile` or a person confirms that nothing happened.
+    Stripe stores every first answer, 500s too. The next key is used once `reconcile` or a person says that nothing happened.
     """
 
 
