@@ -13,6 +13,7 @@ from sqlalchemy.pool import NullPool
 
 from ..errors import SettingsError
 from ..framework import framework
+from ..hosts import is_loopback
 from ..settings import Settings
 from ..store import rights, schema
 from ..store.connections import make_attempts_engine
@@ -66,6 +67,7 @@ def _check_database(given: Settings) -> list[Finding]:
     use_checked_connections(engine, patience=None, set_local="")  # with what a pooler refuses left out
     with engine.connect() as connection:
         findings = [*_database(connection), *_tables(connection), *_wall(connection), *_frameworks(connection)]
+        findings += _role(connection)
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
         return findings  # our own connections would be refused
     return [*findings, *_our_connections(given)]
@@ -146,6 +148,18 @@ def _wall(connection: Connection) -> list[Finding]:
         found = f"on, but {role.name!r} is a superuser or has BYPASSRLS"
         return [warning(subject, found, "for it there is no wall between tenants; use a role of `migrate --roles`")]
     return [ok(subject, f"on; {role.name!r} sees {'all tenants' if role.of_all else 'the tenants of a transaction'}")]
+
+
+def _role(connection: Connection) -> list[Finding]:
+    """Whether this role could empty the audit."""
+    if (mighty := rights.too_mighty(connection)) is None:
+        return []
+    driver: Any = connection.connection.driver_connection
+    host = driver.pgconn.host.decode()
+    if host.startswith("/") or is_loopback(host):
+        return [ok("database role", f"{mighty}; the database listens on this machine")]
+    advice = "it can remove what protects the audit; use a role of `idempotency migrate --roles`"
+    return [warning("database role", mighty, advice)]
 
 
 def _our_connections(given: Settings) -> list[Finding]:

@@ -52,6 +52,7 @@ COMMANDS = {
     "dead-letters": ("dead_letter_commands", "What has ended without success and waits for a person."),
     "webhooks": ("webhook_commands", "Where customers get events, and what was delivered to them."),
     "api-key": ("api_keys", "Which clients may call, as which tenant, and what they may do."),
+    "audit": ("audit", "What people have changed, and whether it is still what was recorded."),
     "operators": ("people", "Who may discard dead letters, and who may approve it."),
 }
 

@@ -48,6 +48,8 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
     RELAY: {
         "*": ALL,
         "audit": "",
+        "audit_chain": "",
+        "audit_head": "",
         "operators": "",
         "api_keys": "",
         "webhook_secrets": "",
@@ -59,6 +61,8 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
     OPERATOR: {
         "*": ALL,
         "audit": "SELECT, INSERT",
+        "audit_chain": "SELECT",
+        "audit_head": "SELECT",
         "compatibility": "SELECT",
         "schema_version": "SELECT",
         "saga_instances": "SELECT",
@@ -69,10 +73,17 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
 SEQUENCES = {APPLICATION: ("fence",), RELAY: ("fence", "place"), OPERATOR: ("fence", "place"), READ_ONLY: ()}
 # These may run functions. PUBLIC may not: a role that has USAGE on the schema for another reason could run them.
 RUNNERS = (APPLICATION, RELAY, OPERATOR)
-# Of a role that does everything, as without the roles above. The audit table is append-only.
-ONE_FOR_ALL = {"*": ALL, "audit": "SELECT, INSERT", "schema_version": "SELECT", "saga_instances": "SELECT"}
+# Of a role that does everything, as without the roles above. The audit table is append-only, and chained by a trigger.
+ONE_FOR_ALL = {
+    "*": ALL,
+    "audit": "SELECT, INSERT",
+    "audit_chain": "SELECT",
+    "audit_head": "SELECT",
+    "schema_version": "SELECT",
+    "saga_instances": "SELECT",
+}
 # Used only by operators' commands; a worker's role does not need rights to these.
-FOR_PEOPLE = ("audit", "operators", "discards", "api_keys")
+FOR_PEOPLE = ("audit", "audit_chain", "audit_head", "operators", "discards", "api_keys")
 
 # Which of the roles above this one is a member of, if they are used in this database: then there is row-level security.
 _MINE = text("""
@@ -89,6 +100,12 @@ SELECT r.rolname AS name, r.rolsuper OR r.rolbypassrls AS passes, EXISTS (
 FROM pg_class c, pg_roles r
 WHERE c.relnamespace = to_regnamespace(:schema) AND c.relname = 'records' AND c.relrowsecurity
   AND r.rolname = current_user
+""")
+
+# Whether this login could take away what protects the audit and what has ended.
+_MIGHT = text("""
+SELECT r.rolname AS name, r.rolsuper AS is_superuser, c.relowner = r.oid OR pg_has_role(c.relowner, 'USAGE') AS owns
+FROM pg_roles r, pg_class c WHERE r.rolname = current_user AND c.oid = to_regclass(:table)
 """)
 
 # Identity sequences need no rights.
@@ -145,6 +162,14 @@ def row_security(connection: Connection) -> Row[Any] | None:
     None where it is not used.
     """
     return connection.execute(_WALL, {"schema": SCHEMA}).one_or_none()
+
+
+def too_mighty(connection: Connection) -> str | None:
+    """What lets this role remove the protection of the audit; None: nothing does, or there are no tables."""
+    role = connection.execute(_MIGHT, {"table": f"{SCHEMA}.audit"}).one_or_none()
+    if role is None or not (role.is_superuser or role.owns):
+        return None
+    return f"{role.name!r} {'is a superuser' if role.is_superuser else 'owns the tables'}"
 
 
 def _together(wanted: Sequence[Mapping[str, str]]) -> dict[str, str]:

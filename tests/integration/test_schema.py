@@ -30,6 +30,7 @@ TABLES = {"records", "outbox", "dead_letters", "relay_sleep", "audit", "discards
 TABLES |= {"dead_letter_tries", "compatibility", "processes", "alarms"}
 TABLES |= {"lanes", "markers", "settled"}
 TABLES |= {"api_keys", "waiters"}
+TABLES |= {"audit_chain", "audit_head"}
 TABLES |= {"sagas", "saga_steps", "saga_events"}
 TABLES |= {"webhook_endpoints", "webhook_secrets", "webhook_deliveries", "webhook_attempts"}
 

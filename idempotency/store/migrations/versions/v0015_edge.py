@@ -74,15 +74,76 @@ CREATE INDEX webhook_attempts_of_endpoint ON idempotency.webhook_attempts (endpo
 CREATE INDEX webhook_attempts_under_way ON idempotency.webhook_attempts (endpoint_id) WHERE ended_at IS NULL;
 """
 
+# The hash of an audit row covers the row and the hash before it. At the commit, so that what a transaction locks afterwards
+# cannot wait for another one that waits for the head of the chain; the head's row is what writers wait for. With the rights of
+# the owner: who may add an audit row may not write the chain. Times in UTC, whatever the session's zone is.
+_ENTRY = """jsonb_build_array({0}.id, {0}.at AT TIME ZONE 'UTC', {0}.actor, {0}.action, {0}.tenant, {0}.task, {0}.key,
+        {0}.generation, {0}.fence_before, {0}.fence_after, {0}.reason, {0}.details, {0}.request_id)::text"""
+AUDIT_CHAIN = f"""
+CREATE TABLE idempotency.audit_chain (
+    position bigint PRIMARY KEY,
+    audit_id bigint NOT NULL UNIQUE,
+    hash     bytea  NOT NULL CHECK (octet_length(hash) = 32)
+);
+CREATE TABLE idempotency.audit_head (
+    is_only  boolean PRIMARY KEY DEFAULT true CHECK (is_only),
+    position bigint  NOT NULL,
+    hash     bytea   NOT NULL
+);
+INSERT INTO idempotency.audit_head (position, hash) VALUES (0, '');
+
+CREATE FUNCTION idempotency.chain_audit() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    head idempotency.audit_head;
+BEGIN
+    UPDATE idempotency.audit_head SET position = position + 1,
+        hash = sha256(hash || convert_to({_ENTRY.format("NEW")}, 'UTF8'))
+    RETURNING * INTO STRICT head;
+    INSERT INTO idempotency.audit_chain VALUES (head.position, NEW.id, head.hash);
+    RETURN NULL;
+END $$;
+CREATE CONSTRAINT TRIGGER chain AFTER INSERT ON idempotency.audit DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW EXECUTE FUNCTION idempotency.chain_audit();
+ALTER TABLE idempotency.audit ENABLE ALWAYS TRIGGER chain;
+
+-- the rows of before
+DO $$
+DECLARE
+    entry idempotency.audit;
+    head bytea := '';
+    number bigint := 0;
+BEGIN
+    FOR entry IN SELECT * FROM idempotency.audit ORDER BY id LOOP
+        number := number + 1;
+        head := sha256(head || convert_to({_ENTRY.format("entry")}, 'UTF8'));
+        INSERT INTO idempotency.audit_chain VALUES (number, entry.id, head);
+    END LOOP;
+    UPDATE idempotency.audit_head SET position = number, hash = head;
+END $$;
+
+CREATE OR REPLACE FUNCTION idempotency.refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION 'idempotency.% is append-only', TG_TABLE_NAME USING ERRCODE = 'insufficient_privilege';
+END $$;
+CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON idempotency.audit_chain
+    FOR EACH STATEMENT EXECUTE FUNCTION idempotency.refuse_change();
+ALTER TABLE idempotency.audit_chain ENABLE ALWAYS TRIGGER append_only;
+"""
+
 
 def upgrade() -> None:
     op.execute(WEBHOOKS)
     # somebody has told a running operation that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
+    op.execute(AUDIT_CHAIN)
 
 
 def downgrade() -> None:
     op.execute("""
+        DROP TRIGGER chain ON idempotency.audit;
+        DROP FUNCTION idempotency.chain_audit();
+        DROP TABLE idempotency.audit_chain, idempotency.audit_head;
         DROP TABLE idempotency.webhook_attempts, idempotency.webhook_deliveries, idempotency.webhook_secrets,
             idempotency.webhook_endpoints
     """)
