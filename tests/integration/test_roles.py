@@ -166,6 +166,10 @@ def test_row_security_holds_for_roles_that_no_policy_names(walled: str) -> None:
 # ---------------------------------------------------------------- what each role may and may not do
 
 BOTH = ["a", "b"]
+UNENDED = (
+    "status = 'released', token = NULL, locked_by = NULL, error_code = NULL, completed_at = NULL, expires_at = NULL"
+)
+BEGUN_ANEW = OF_THE_APPLICATION["records"].replace("'b', 't', 'new'", "'a', 't', 'k'")
 REFUSED = errors.InsufficientPrivilege
 TRIED = [
     (OWNER, "SELECT tenant FROM idempotency.records ORDER BY 1", BOTH),
@@ -195,6 +199,15 @@ TRIED = [
     (APPLICATION, "SELECT * FROM idempotency.audit", REFUSED),
     (APPLICATION, "SELECT * FROM idempotency.operators", REFUSED),
     (APPLICATION, "DELETE FROM idempotency.records", 0),  # neither what has ended nor what is recorded
+    (APPLICATION, "UPDATE idempotency.records SET error = 'x'", REFUSED),  # they have ended
+    (APPLICATION, f"UPDATE idempotency.records SET {UNENDED}, available_at = now()", REFUSED),
+    (APPLICATION, "UPDATE idempotency.records SET key = 'another'", REFUSED),
+    (APPLICATION, "UPDATE idempotency.records SET expires_at = now()", REFUSED),
+    (APPLICATION, f"{BEGUN_ANEW} ON CONFLICT (tenant, task, key) DO UPDATE SET updated_at = now()", REFUSED),
+    (APPLICATION, "TRUNCATE idempotency.records", REFUSED),
+    (APPLICATION, "ALTER TABLE idempotency.records DISABLE TRIGGER keep_ended", REFUSED),
+    (RELAY, "UPDATE idempotency.records SET kept_until = now()", 2),
+    (OPERATOR, "UPDATE idempotency.records SET updated_at = now()", 2),
     (APPLICATION, "DELETE FROM idempotency.outbox", 1),  # its own; a retry's row is replaced by the next one
     (APPLICATION, "INSERT INTO idempotency.api_keys VALUES ('x', 'a', 'n', '{*}', sha256(''))", REFUSED),
     (APPLICATION, "ALTER TABLE idempotency.records DISABLE ROW LEVEL SECURITY", REFUSED),

@@ -131,16 +131,38 @@ CREATE TRIGGER append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON idempotency.au
 ALTER TABLE idempotency.audit_chain ENABLE ALWAYS TRIGGER append_only;
 """
 
+# What has ended is changed by people's commands and by relays, each with its own role; the application has no need to. Where no
+# roles were made, one does everything.
+KEEP_ENDED = """
+CREATE FUNCTION idempotency.keep_ended() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'idempotency_application' AND pg_has_role(oid, 'USAGE'))
+        AND NOT EXISTS (
+            SELECT FROM pg_roles WHERE pg_has_role(oid, 'USAGE')
+              AND rolname IN ('idempotency_owner', 'idempotency_relay', 'idempotency_operator'))
+    THEN
+        RAISE EXCEPTION 'idempotency.records: what is % is not changed by the application', OLD.status
+            USING ERRCODE = 'insufficient_privilege';
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.records
+    FOR EACH ROW WHEN (OLD.status IN ('completed', 'failed')) EXECUTE FUNCTION idempotency.keep_ended();
+"""
+
 
 def upgrade() -> None:
     op.execute(WEBHOOKS)
     # somebody has told a running operation that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     op.execute(AUDIT_CHAIN)
+    op.execute(KEEP_ENDED)
 
 
 def downgrade() -> None:
     op.execute("""
+        DROP TRIGGER keep_ended ON idempotency.records;
+        DROP FUNCTION idempotency.keep_ended();
         DROP TRIGGER chain ON idempotency.audit;
         DROP FUNCTION idempotency.chain_audit();
         DROP TABLE idempotency.audit_chain, idempotency.audit_head;
