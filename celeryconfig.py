@@ -31,6 +31,11 @@ class Environment(BaseSettings):
     stripe_search_lag: float = 60.0
     # Seconds without an answer after which a call's outcome counts as unknown.
     stripe_timeout: float = 10.0
+    # Seconds until a charge that is not decided is asked about, if no webhook comes before.
+    stripe_first_poll: float = 5.0
+    # The secrets of the webhooks that providers send, new ones first, separated by commas. Without one, none is accepted.
+    stripe_webhook_secrets: SecretStr = SecretStr("")
+    payment_webhook_secrets: SecretStr = SecretStr("")
     # smtps://user:password@host, or smtp://, which means STARTTLS off this machine.
     smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
     mail_from: str = "payments@shop.example"

@@ -15,7 +15,7 @@ from idempotency.http.asgi import Application, Receive, Scope, Send
 from idempotency.waiting import Ends
 from tasks import app as celery
 
-from . import admin, health, operations, problems, submissions
+from . import admin, health, operations, problems, submissions, webhooks
 from .callers import Authentication, Callers, is_write, tenant_of
 from .operators import Operators, RateLimits
 
@@ -44,6 +44,7 @@ def create_app() -> FastAPI:
     app.include_router(submissions.router, dependencies=tenants)
     app.include_router(operations.router, dependencies=tenants)
     app.include_router(admin.router, dependencies=operators)
+    app.include_router(webhooks.router)
     app.include_router(health.router)
     # from the inside out
     app.add_middleware(KeyedRoutes)

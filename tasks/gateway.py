@@ -9,15 +9,16 @@ Only this module decides what an answer means for the operation:
     unreachable, timed out,         Defer           later, under the same key, without using up an attempt
     502/503/504, 429, key in
     progress, our API key refused
+    accepted, and not decided yet   Undecided       asked about later, or when a webhook says so; not called again
     a 5xx replayed for this key     StoredFailure   calling again under this key is pointless
     any other 5xx, or nonsense      GatewayError    uses up an attempt; the outcome is unknown
 """
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import stripe
 from typing_extensions import TypedDict
@@ -31,6 +32,7 @@ from idempotency import (
     StillUnknown,
     StoredFailure,
     StoredRefusal,
+    Undecided,
 )
 from tasks.circuit import Circuit, Unavailable
 from tasks.stripe_http import StripeConnections
@@ -48,10 +50,19 @@ class Result(TypedDict):
     status: str
 
 
+class Name(NamedTuple):
+    """Which of our payments a charge is for."""
+
+    tenant: str
+    payment_id: str
+
+
 Outcome = Happened | DidNotHappen | StillUnknown
 
 CAPTURED = frozenset({"succeeded"})
 NOT_CAPTURED = frozenset({"requires_payment_method", "canceled"})
+# Accepted, and up to the customer's bank, or to the customer.
+UNDECIDED = frozenset({"processing", "requires_action"})
 # A pending refund has been made; only the customer's bank is pending.
 REFUNDED = frozenset({"succeeded", "pending"})
 NOT_REFUNDED = frozenset({"failed", "canceled"})
@@ -62,6 +73,9 @@ RATE_LIMITED_SECONDS = 5.0
 UNAVAILABLE_SECONDS = 5.0
 # A refused API key needs a person, and is not the operation's fault.
 REFUSED_KEY_SECONDS = 60.0
+# An undecided call is asked about after a quarter of the time that it has taken, within these limits.
+FIRST_POLL_SECONDS = 5.0
+LONGEST_POLL_SECONDS = 3600.0
 # The longest Retry-After that is honoured.
 MAX_RETRY_AFTER = 3600.0
 
@@ -120,6 +134,8 @@ class Gateway(Protocol):
         tenant: str = DEFAULT,
     ) -> Outcome: ...
 
+    def name_of(self, charge_id: str) -> Name | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
@@ -145,6 +161,7 @@ class StripeGateway:
         connect_timeout: float = 10.0,
         read_timeout: float = 10.0,
         search_lag: float = 60.0,
+        first_poll: float = FIRST_POLL_SECONDS,
         circuit_failures: int = 5,
         circuit_pause: float = 30.0,
     ) -> None:
@@ -157,6 +174,7 @@ class StripeGateway:
             ("read_timeout", read_timeout, 0.001),
             ("circuit_pause", circuit_pause, 0.001),
             ("search_lag", search_lag, 0.0),
+            ("first_poll", first_poll, 0.001),
         ):
             if not least <= value <= 3600:
                 raise ValueError(f"{name} is {value}; it must be between {least:g} and 3600 seconds")
@@ -165,6 +183,7 @@ class StripeGateway:
         self._payment_method = payment_method
         self._timeout = (connect_timeout, read_timeout)
         self._search_lag = search_lag
+        self._first_poll = first_poll
         self._circuit_failures = circuit_failures
         self._circuit_pause = circuit_pause
         self._lock = threading.Lock()
@@ -208,7 +227,7 @@ class StripeGateway:
         intent = self._call(
             lambda client: client.v1.payment_intents.create(params, {"idempotency_key": idempotency_key})
         )
-        return _completed(intent.to_dict(), CAPTURED)
+        return _completed(intent.to_dict(), CAPTURED, first_poll=self._first_poll)
 
     def refund(
         self,
@@ -232,7 +251,7 @@ class StripeGateway:
             },
         }
         refund = self._call(lambda client: client.v1.refunds.create(params, {"idempotency_key": idempotency_key}))
-        return _completed(refund.to_dict(), REFUNDED)
+        return _completed(refund.to_dict(), REFUNDED, first_poll=self._first_poll)
 
     def find_capture(
         self,
@@ -250,9 +269,11 @@ class StripeGateway:
         found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
         # Search is case-insensitive, and also finds declined intents.
         return _finish(
-            (intent for intent in found if _is_named(intent, "purchase_id", payment_id, tenant)),
+            [self._as_it_is(intent) for intent in found if _is_named(intent, "purchase_id", payment_id, tenant)],
+            doubt,
             done=CAPTURED,
             nothing=NOT_CAPTURED,
+            poll=self._poll(doubt),
             ended=doubt.ended_for is not None and doubt.ended_for > self._search_lag,
             lag=self._search_lag - (doubt.age if doubt.ended_for is None else doubt.ended_for),
         )
@@ -271,15 +292,36 @@ class StripeGateway:
         found = self._ask(lambda client: _all(client.v1.refunds.list({"payment_intent": charge_id, "limit": 100})))
         # Unlike search, lists are always up to date.
         return _finish(
-            (refund for refund in found if _is_named(refund, "refund_id", refund_id, tenant)),
+            [refund for refund in found if _is_named(refund, "refund_id", refund_id, tenant)],
+            doubt,
             done=REFUNDED,
             nothing=NOT_REFUNDED,
+            poll=self._poll(doubt),
             ended=doubt.ended_for is not None,
         )
+
+    def name_of(self, charge_id: str) -> Name | None:
+        """The payment that a charge was made for, and whose it is; None for a charge that names none, or if there is none."""
+        try:
+            intent = self._call(lambda client: client.v1.payment_intents.retrieve(charge_id)).to_dict()
+        except PermanentError:
+            return None
+        metadata = intent["metadata"] or {}
+        payment_id = metadata.get("purchase_id")
+        return None if payment_id is None else Name(metadata.get("tenant", DEFAULT), payment_id)
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         self._connection().http.close()
+
+    def _as_it_is(self, intent: dict[str, Any]) -> dict[str, Any]:
+        """An intent that search has found, which may show it as it was some time ago."""
+        if intent["status"] in CAPTURED:
+            return intent
+        return self._ask(lambda client: client.v1.payment_intents.retrieve(intent["id"])).to_dict()
+
+    def _poll(self, doubt: EffectInDoubt) -> float:
+        return max(self._first_poll, min(doubt.age / 4, LONGEST_POLL_SECONDS))
 
     def _call(self, request: Callable[[stripe.StripeClient], T]) -> T:
         connection = self._connection()
@@ -380,20 +422,45 @@ def _is_named(found: dict[str, Any], field: str, id: str, tenant: str) -> bool:
 
 
 def _finish(
-    found: Iterable[dict[str, Any]], *, done: frozenset[str], nothing: frozenset[str], ended: bool, lag: float = 0.0
+    found: list[dict[str, Any]],
+    doubt: EffectInDoubt,
+    *,
+    done: frozenset[str],
+    nothing: frozenset[str],
+    poll: float,
+    ended: bool,
+    lag: float = 0.0,
 ) -> Outcome:
-    """The outcome of the effect, judging by what was found. `lag`: seconds until a search will find everything."""
-    undecided = False
+    """The outcome of the effect, judging by what was found. `lag`: seconds until a search will find everything.
+
+    Raises `Undecided` for what is up to the provider; what has failed under the key of the doubt is decided.
+    """
     for thing in found:
         if thing["status"] in done:
             return Happened(_result(thing))
-        undecided = undecided or thing["status"] not in nothing
+    for thing in found:
+        if thing["status"] in UNDECIDED:
+            raise Undecided(poll, f"the payment provider has not decided: {thing['object']} is {thing['status']}")
+    undecided = any(thing["status"] not in nothing for thing in found)
+    for thing in found:
+        if not undecided and thing["metadata"].get("effect_key") == doubt.idempotency_key:
+            return DidNotHappen(_refusal(thing))
     if ended and not undecided:
         return DidNotHappen()
     return StillUnknown(ask_again=lag if lag > 0 else None)
 
 
-def _completed(thing: dict[str, Any], done: frozenset[str]) -> dict[str, Any]:
+def _refusal(thing: dict[str, Any]) -> StoredRefusal:
+    """Why a charge or a refund has failed that was accepted first."""
+    error = thing.get("last_payment_error") or {}
+    code = error.get("code") or thing.get("failure_reason") or thing["status"]
+    reason = error.get("decline_code") or code
+    return StoredRefusal(f"{thing['object']} was refused: {reason}", code)
+
+
+def _completed(thing: dict[str, Any], done: frozenset[str], *, first_poll: float) -> dict[str, Any]:
+    if thing["status"] in UNDECIDED:
+        raise Undecided(first_poll, f"the payment provider has not decided: {thing['object']} is {thing['status']}")
     if thing["status"] not in done:
         raise GatewayError(f"the payment provider has not finished: {thing['object']} is {thing['status']}")
     return _result(thing)

@@ -14,7 +14,7 @@ REVENUE = "revenue"
 
 def post(
     session: Session,
-    kind: Literal["capture", "refund"],
+    kind: Literal["capture", "refund", "reversal"],
     reference: str,
     payment_id: str,
     amount: int,
@@ -22,8 +22,8 @@ def post(
     *,
     tenant: str,
 ) -> None:
-    """Post a capture or a refund of a payment. A reference can be posted only once per kind."""
-    debit, credit = (PROVIDER, REVENUE) if kind == "capture" else (REVENUE, PROVIDER)
+    """Post a capture or a refund of a payment, or the reversal of one. A reference can be posted only once per kind."""
+    debit, credit = (REVENUE, PROVIDER) if kind == "refund" else (PROVIDER, REVENUE)
     posting = {
         "tenant": tenant,
         "kind": kind,

@@ -272,10 +272,12 @@ class Refund(Base):
     __table_args__ = (
         CheckConstraint("amount > 0", name="amount_positive"),
         CheckConstraint(
-            "status IN ('pending', 'reserved', 'refunded', 'refused', 'unknown')",
+            "status IN ('pending', 'reserved', 'refunded', 'refused', 'unknown', 'reversed')",
             name="status_known",
         ),
-        CheckConstraint("(status = 'refunded') = (provider_refund_id IS NOT NULL)", name="refunded_has_an_id"),
+        CheckConstraint(
+            "(status IN ('refunded', 'reversed')) = (provider_refund_id IS NOT NULL)", name="refunded_has_an_id"
+        ),
         Index("ix_refunds_payment_id", "tenant", "payment_id"),
     )
 
@@ -288,6 +290,61 @@ class Refund(Base):
     provider_refund_id: Mapped[str | None]
     failure: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class PaymentEvent(Base):
+    """What a provider has reported about a charge, a refund or a dispute. `charge_id`: the transaction that it is about.
+
+    The same event again, and another one about the same object in the same state, is no second row.
+    """
+
+    __tablename__ = "payment_events"
+    __table_args__ = (
+        UniqueConstraint("tenant", "gateway", "object", "object_id", "state", name="reported_once"),
+        CheckConstraint("object IN ('charge', 'refund', 'dispute')", name="object_known"),
+        Index(
+            "payment_events_waiting",
+            "tenant",
+            "gateway",
+            "charge_id",
+            postgresql_where=text("NOT is_applied"),
+        ),
+    )
+
+    tenant: Mapped[Tenant]
+    gateway: Mapped[str] = mapped_column(primary_key=True)
+    event_id: Mapped[str] = mapped_column(primary_key=True)
+    type: Mapped[str]
+    object: Mapped[str]
+    object_id: Mapped[str]
+    state: Mapped[str]
+    charge_id: Mapped[str]
+    payment_id: Mapped[str | None]
+    refund_id: Mapped[str | None]
+    amount: Mapped[int]
+    currency: Mapped[str]
+    code: Mapped[str | None]
+    occurred_at: Mapped[datetime]
+    # False: it says something of a payment that we do not know, or not yet
+    is_applied: Mapped[bool] = mapped_column(server_default=false())
+    received_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Dispute(Base):
+    """A charge that the customer disputes, as the provider has reported it last."""
+
+    __tablename__ = "disputes"
+    __table_args__ = (ForeignKeyConstraint(["tenant", "payment_id"], ["payments.tenant", "payments.id"]),)
+
+    tenant: Mapped[Tenant]
+    # the provider's
+    id: Mapped[str] = mapped_column(primary_key=True)
+    payment_id: Mapped[str]
+    amount: Mapped[int]
+    currency: Mapped[str]
+    status: Mapped[str]
+    reason: Mapped[str | None]
+    reported_at: Mapped[datetime]
 
 
 class Notification(Base):
@@ -332,7 +389,7 @@ class Posting(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     tenant: Mapped[str] = mapped_column(server_default=DEFAULT)
-    kind: Mapped[str]  # capture or refund
+    kind: Mapped[str]  # capture, refund, or the reversal of one
     reference: Mapped[str]  # the payment's or the refund's id
     payment_id: Mapped[str]
     debit: Mapped[str]

@@ -43,10 +43,7 @@ def request_payment(self: IdempotentTask, event: Event) -> None:
 @subscribe("payment.captured", consumer="orders", having=("order_id",), app=app)
 def mark_paid(self: IdempotentTask, event: Event) -> None:
     """PAID. If it was cancelled meanwhile, it stays cancelled, and payments gives the money back."""
-    order = _known(self.session, event["data"], tenant=self.tenant)
-    if order.status == PENDING_PAYMENT:
-        order.status = PAID
-        publish(self.session, "order.paid", _told(order), tenant=self.tenant, app=app)
+    pay(self.session, _known(self.session, event["data"], tenant=self.tenant))
 
 
 @subscribe("stock.reserved", consumer="orders", app=app)
@@ -62,9 +59,7 @@ def process_order(self: IdempotentTask, event: Event) -> None:
 @subscribe("payment.failed", consumer="orders", having=("order_id",), app=app)
 def cancel_unpaid(self: IdempotentTask, event: Event) -> None:
     """Nothing was charged. If it is PAID, this failure is older than the payment that has succeeded since."""
-    order = _known(self.session, event["data"], tenant=self.tenant)
-    if order.status == PENDING_PAYMENT:
-        _cancel(self.session, order, event["data"]["code"])
+    cancel_for(self.session, _known(self.session, event["data"], tenant=self.tenant), event["data"]["code"])
 
 
 @subscribe("stock.unavailable", consumer="orders", app=app)
@@ -83,6 +78,24 @@ def cancel_on_request(self: IdempotentTask, event: Event) -> None:
         _cancel(self.session, order, "on_request")
 
 
+def find(session: Session, order_id: str, tenant: str) -> Order | None:
+    """The order with this id, locked; None if no event has told of it yet."""
+    return session.execute(select(Order).filter_by(tenant=tenant, id=order_id).with_for_update()).scalar_one_or_none()
+
+
+def pay(session: Session, order: Order) -> None:
+    """Its payment is captured: PAID, unless it has ended or was paid before."""
+    if order.status == PENDING_PAYMENT:
+        order.status = PAID
+        publish(session, "order.paid", _told(order), tenant=order.tenant, app=app)
+
+
+def cancel_for(session: Session, order: Order, code: str) -> None:
+    """Its payment has failed: CANCELLED. If it is PAID, the failure is older than the payment that has succeeded since."""
+    if order.status == PENDING_PAYMENT:
+        _cancel(session, order, code)
+
+
 def _order(session: Session, data: Event, *, tenant: str) -> Order | None:
     """The order of an event that tells all of it, locked, and inserted if this event is the first.
 
@@ -92,7 +105,7 @@ def _order(session: Session, data: Event, *, tenant: str) -> Order | None:
         name: data[name] for name in ("checkout_session_id", "customer_id", "amount", "currency", "sku", "quantity")
     }
     insert_unless_there(session, Order, {"tenant": tenant, "id": data["order_id"], **columns})
-    order = _find(session, data["order_id"], tenant)
+    order = find(session, data["order_id"], tenant)
     if order is None:
         publish(session, "order.cancelled", {**data, "reason": "ordered_before"}, tenant=tenant, app=app)
     return order
@@ -100,14 +113,10 @@ def _order(session: Session, data: Event, *, tenant: str) -> Order | None:
 
 def _known(session: Session, data: Event, *, tenant: str) -> Order:
     """The order of an event that follows from what was decided here, locked. `Defer`: the event is older than its order."""
-    order = _find(session, data["order_id"], tenant)
+    order = find(session, data["order_id"], tenant)
     if order is None:
         raise Defer(PAUSE, f"order {data['order_id']}: unknown yet")
     return order
-
-
-def _find(session: Session, order_id: str, tenant: str) -> Order | None:
-    return session.execute(select(Order).filter_by(tenant=tenant, id=order_id).with_for_update()).scalar_one_or_none()
 
 
 def _cancel(session: Session, order: Order, reason: str) -> None:

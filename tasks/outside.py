@@ -22,6 +22,7 @@ def _gateway() -> Gateway:
         connect_timeout=settings.stripe_timeout,
         read_timeout=settings.stripe_timeout,
         search_lag=settings.stripe_search_lag,
+        first_poll=settings.stripe_first_poll,
     )
 
 

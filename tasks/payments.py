@@ -64,12 +64,19 @@ def payment_failed(session: Session, operation: Operation, error: PermanentError
     resolves it.
     """
     payment = session.get(Payment, (operation.tenant, operation.arguments["payment_id"]), with_for_update=True)
-    if payment is not None and payment.status not in ("captured", "free", CANCELLED):
-        payment.status = "unknown" if isinstance(error, EffectUnknown | Unfinished) else "failed"
-        payment.failure = error.code
-        told = {"payment_id": payment.id, "code": error.code, **payment.of_order}
-        became = "payment.unknown" if payment.status == "unknown" else "payment.failed"
-        publish(session, became, told, tenant=operation.tenant, app=app)
+    if payment is not None:
+        mark_failed(session, payment, error.code, is_unknown=isinstance(error, EffectUnknown | Unfinished))
+
+
+def mark_failed(session: Session, payment: Payment, code: str, *, is_unknown: bool = False) -> bool:
+    """Note that a locked payment has failed, by its task or by the provider's report. False: it had ended otherwise before."""
+    status = "unknown" if is_unknown else "failed"
+    if payment.status in ("captured", "free", CANCELLED, status):
+        return False
+    payment.status, payment.failure = status, code
+    told = {"payment_id": payment.id, "code": code, **payment.of_order}
+    publish(session, f"payment.{status}", told, tenant=payment.tenant, app=app)
+    return True
 
 
 def begin_charge(session: Session, payment_id: str, *, tenant: str = DEFAULT) -> bool:
@@ -99,7 +106,8 @@ def capture_payment(
     payment = self.session.get(Payment, (self.tenant, payment_id))
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
-    if payment.status in ("captured", "free"):  # by a call under another key
+    is_captured = payment.status in ("captured", "free")
+    if is_captured and not self.may_have_happened("capture"):  # by a call under another key
         return {"status": payment.status, "charge": payment.charge_id}
     has_begun = payment.status not in (INITIATED, CANCELLED)
     had_failed = payment.failure is not None
@@ -118,21 +126,36 @@ def capture_payment(
     if request["amount"] > 0:
         charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
 
-    status, charge_id = ("free", None) if charge is None else ("captured", charge["id"])
-    ended = update(Payment).where(Payment.tenant == self.tenant, Payment.id == payment_id)
-    ended = ended.values(status=status, charge_id=charge_id, failure=None)
-    payment = self.session.scalars(ended.returning(Payment), execution_options=AS_WRITTEN).one()
-    of_order = payment.of_order
+    charge_id = None if charge is None else charge["id"]
+    mark_captured(self.session, payment_id, charge_id, had_failed=had_failed, tenant=self.tenant)
+    return {"status": "free" if charge_id is None else "captured", "charge": charge_id}
+
+
+def mark_captured(
+    session: Session, payment_id: str, charge_id: str | None, *, had_failed: bool, tenant: str = DEFAULT
+) -> bool:
+    """Note that a payment is captured, by its task or by the provider's report, whichever comes first; None: it is free.
+
+    Returns False if it was noted before. `had_failed`: the payment had a failure before this.
+    """
+    status = "free" if charge_id is None else "captured"
+    noted = update(Payment).where(
+        Payment.tenant == tenant, Payment.id == payment_id, Payment.status.not_in(("captured", "free"))
+    )
+    noted = noted.values(status=status, charge_id=charge_id, failure=None)
+    payment = session.scalars(noted.returning(Payment), execution_options=AS_WRITTEN).one_or_none()
+    if payment is None:
+        return False
+    about = {"payment_id": payment_id, **payment.of_order}
     if had_failed:
-        told = {"payment_id": payment_id, "code": "recovered", **of_order}
-        publish(self.session, "payment.recovered", told, tenant=self.tenant, app=app)
-    if charge is not None:
-        amount, currency = request["amount"], request["currency"]
-        ledger.post(self.session, "capture", payment_id, payment_id, amount, currency, tenant=self.tenant)
-    publish(self.session, "payment.captured", {**request, **of_order}, tenant=self.tenant, app=app)
+        publish(session, "payment.recovered", {**about, "code": "recovered"}, tenant=tenant, app=app)
+    if charge_id is not None:
+        ledger.post(session, "capture", payment_id, payment_id, payment.amount, payment.currency, tenant=tenant)
+    told = {"customer_id": payment.customer_id, "amount": payment.amount, "currency": payment.currency, **named(tenant)}
+    publish(session, "payment.captured", {**about, **told}, tenant=tenant, app=app)
     if payment.order_status == "cancelled":
-        _refund_cancelled(self.session, payment)
-    return {"status": status, "charge": charge_id}
+        _refund_cancelled(session, payment)
+    return True
 
 
 # ---------------------------------------------------------------- the payments of orders

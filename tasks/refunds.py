@@ -22,7 +22,7 @@ from idempotency.providers import STRIPE
 
 from . import app, ledger
 from .gateway import Result
-from .models import Payment, Refund
+from .models import Payment, PaymentEvent, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
 from .tenants import DEFAULT, named, owned
@@ -85,7 +85,7 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     If the order is cancelled, and money is left that nobody is giving back, support is told.
     """
     refund = session.get(Refund, (operation.tenant, operation.arguments["refund_id"]), with_for_update=True)
-    if refund is None or refund.status == "refunded":
+    if refund is None or refund.status in ("refunded", "reversed"):
         return
     if isinstance(error, EffectUnknown | Unfinished):
         refund.status, refund.failure = "unknown", error.code
@@ -177,21 +177,43 @@ def refund_payment(
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
 
     refund = self.session.get_one(Refund, (self.tenant, refund_id), with_for_update=True)
-    payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
-    refund.status, refund.provider_refund_id, refund.failure = "refunded", refunded["id"], None
-    ledger.post(self.session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=self.tenant)
-    publish(
-        self.session,
-        "payment.refunded",
-        {
-            "refund_id": refund.id,
-            "payment_id": payment.id,
-            "customer_id": payment.customer_id,
-            "amount": refund.amount,
-            "currency": payment.currency,
-            **payment.of_order,
-        },
-        tenant=self.tenant,
-        app=app,
-    )
-    return {"status": "refunded", "refund": refunded["id"]}
+    mark_refunded(self.session, refund, refunded["id"])
+    return {"status": refund.status, "refund": refunded["id"]}
+
+
+def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> None:
+    """Note that a locked refund was made, by its task or by the provider's report, whichever comes first.
+
+    If the provider has reported meanwhile that it failed after all, that is noted, too.
+    """
+    if refund.status in ("refunded", "reversed"):
+        return
+    payment = session.get_one(Payment, (refund.tenant, refund.payment_id))
+    refund.status, refund.provider_refund_id, refund.failure = "refunded", provider_refund_id, None
+    ledger.post(session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
+    publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
+    failures = select(PaymentEvent).filter_by(tenant=refund.tenant, object="refund", object_id=provider_refund_id)
+    failure = session.scalars(failures.where(PaymentEvent.state.in_(("failed", "canceled"))).limit(1)).first()
+    if failure is not None:
+        reverse(session, refund, failure.code or failure.state)
+
+
+def reverse(session: Session, refund: Refund, code: str) -> None:
+    """Note that the money of a locked refund, which was made, has come back: it is owed again, and support is told."""
+    payment = session.get_one(Payment, (refund.tenant, refund.payment_id), with_for_update=True)
+    payment.refunded -= refund.amount
+    refund.status, refund.failure = "reversed", code
+    ledger.post(session, "reversal", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
+    told = {"refund_id": refund.id, "payment_id": payment.id, "code": code, **payment.of_order}
+    publish(session, "payment.refund_failed", told, tenant=refund.tenant, app=app)
+
+
+def _told(refund: Refund, payment: Payment) -> dict[str, Any]:
+    return {
+        "refund_id": refund.id,
+        "payment_id": payment.id,
+        "customer_id": payment.customer_id,
+        "amount": refund.amount,
+        "currency": payment.currency,
+        **payment.of_order,
+    }

@@ -238,7 +238,12 @@ def test_a_declined_try_is_not_taken_for_a_charge(
     faults(sandbox, next=["declined"])
     with pytest.raises(PermanentError):
         gateway.capture(**purchase, idempotency_key=key)
-    assert gateway.find_capture(**purchase, doubt=doubt(key, ended=True, age=61)) == DidNotHappen()
+    found = gateway.find_capture(**purchase, doubt=doubt(key, ended=False, age=61))
+    assert isinstance(found, DidNotHappen)
+    assert found.refusal is not None
+    assert found.refusal.code == "card_declined"
+    # under another key it may be tried again
+    assert gateway.find_capture(**purchase, doubt=doubt("another", ended=True, age=61)) == DidNotHappen()
 
 
 @pytest.mark.parametrize("fault", ["error_500_before", "error_500_after"])

@@ -1,0 +1,202 @@
+"""What a payment provider reports in a webhook, in one form for every provider.
+
+The body is signed by then. It is still looked at as a stranger's: an error names the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError
+
+from .tenants import DEFAULT
+
+STRIPE, STANDARD = "stripe", "payment"
+Kind = Literal["charge", "refund", "dispute"]
+
+SUCCEEDED, FAILED = "succeeded", "failed"
+# What a refund or a dispute does not come back from.
+FINAL = frozenset({FAILED, "canceled", "won", "lost", "warning_closed"})
+
+
+class Malformed(ValueError):
+    """The document is not what the provider sends; the message names the field and no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An object at a provider is in a state. `charge_id`: of the charge that it is about; amounts are in the minor unit.
+
+    `payment_id`, `refund_id`: our names, if the provider was told. `code`: why it failed, or is disputed.
+    """
+
+    gateway: str
+    event_id: str
+    type: str
+    object: Kind
+    object_id: str
+    state: str
+    charge_id: str
+    amount: int
+    currency: str
+    occurred_at: datetime
+    tenant: str = DEFAULT
+    payment_id: str | None = None
+    refund_id: str | None = None
+    code: str | None = None
+
+
+# ---------------------------------------------------------------- Stripe
+
+
+class _Metadata(BaseModel):
+    purchase_id: str | None = Field(None, max_length=255)
+    refund_id: str | None = Field(None, max_length=255)
+    tenant: str = Field(DEFAULT, min_length=1, max_length=255)
+
+
+class _Error(BaseModel):
+    code: str | None = None
+    decline_code: str | None = None
+
+
+class _Object(BaseModel):
+    id: str = Field(min_length=1, max_length=255)
+    object: str
+    status: str = Field(min_length=1, max_length=64)
+    amount: int = Field(ge=0, lt=2**63)
+    currency: str = Field(min_length=3, max_length=3)
+    metadata: _Metadata = _Metadata()
+    payment_intent: str | None = Field(None, max_length=255)
+    last_payment_error: _Error | None = None
+    failure_code: str | None = None
+    failure_reason: str | None = None
+    reason: str | None = None
+
+
+class _Data(BaseModel):
+    object: _Object
+
+
+class _Event(BaseModel):
+    id: str = Field(min_length=1, max_length=255)
+    type: str = Field(min_length=1, max_length=255)
+    created: int = Field(ge=0, le=32_503_680_000)
+    data: _Data
+
+
+class _Plain(BaseModel):
+    """An event of which only the type is known."""
+
+    type: str
+    data: dict[str, Any]
+
+
+def of_stripe(body: bytes) -> Report | None:
+    """Read an event of Stripe; None if it reports nothing that we keep. Raises `Malformed`.
+
+    A charge is reported under its payment intent, so that both of their events are about one object.
+    """
+    plain = _read(_Plain, body)
+    found = plain.data.get("object")
+    kind = found.get("object") if isinstance(found, dict) else None
+    if kind not in ("payment_intent", "charge", "refund", "dispute"):
+        return None
+    event = _read(_Event, body)
+    thing = event.data.object
+    charge_id = thing.id if kind == "payment_intent" else thing.payment_intent
+    state = _state_of_charge(thing, event.type) if kind in ("payment_intent", "charge") else thing.status
+    if charge_id is None or state is None:
+        return None
+    error = thing.last_payment_error or _Error()
+    code = error.decline_code or error.code or thing.failure_code or thing.failure_reason or thing.reason
+    return Report(
+        gateway=STRIPE,
+        event_id=event.id,
+        type=event.type,
+        object="charge" if kind in ("payment_intent", "charge") else kind,
+        object_id=charge_id if kind == "charge" else thing.id,
+        state=state,
+        charge_id=charge_id,
+        amount=thing.amount,
+        currency=thing.currency.upper(),
+        occurred_at=datetime.fromtimestamp(event.created, UTC),
+        tenant=thing.metadata.tenant,
+        payment_id=thing.metadata.purchase_id,
+        refund_id=thing.metadata.refund_id,
+        code=code,
+    )
+
+
+def _state_of_charge(thing: _Object, event_type: str) -> str | None:
+    """An intent that waits for a payment method has failed only if one was tried; what is refunded, its refunds tell."""
+    if event_type in ("charge.refunded", "charge.updated"):
+        return None
+    if thing.status == "canceled":
+        return FAILED
+    if thing.status == "requires_payment_method":
+        return FAILED if event_type.endswith("payment_failed") or thing.last_payment_error is not None else None
+    return thing.status
+
+
+# ---------------------------------------------------------------- every other provider
+
+
+class _Reported(BaseModel):
+    """What docs/payment-webhooks.md asks of a provider that is not Stripe."""
+
+    type: Literal["charge", "refund", "dispute"]
+    id: str = Field(min_length=1, max_length=255)
+    state: str = Field(pattern="^[a-z_]{1,64}$")
+    charge_id: str = Field(min_length=1, max_length=255)
+    amount: int = Field(ge=0, lt=2**63)
+    currency: str = Field(pattern="^[A-Z]{3}$")
+    occurred_at: AwareDatetime
+    tenant: str = Field(DEFAULT, min_length=1, max_length=255)
+    payment_id: str | None = Field(None, max_length=255)
+    refund_id: str | None = Field(None, max_length=255)
+    code: str | None = Field(None, max_length=255)
+
+
+def of_standard(event_id: str, body: bytes) -> Report:
+    """Read a report of any other provider; `event_id` is its webhook-id. Raises `Malformed`."""
+    if not 1 <= len(event_id) <= 255:
+        raise Malformed("webhook-id: must have 1 to 255 characters")
+    said = _read(_Reported, body)
+    about = said.model_dump(exclude={"type", "id"})
+    return Report(
+        gateway=STANDARD,
+        event_id=event_id,
+        type=f"{said.type}.{said.state}",
+        object=said.type,
+        object_id=said.id,
+        **about,
+    )
+
+
+Read = type[BaseModel]
+
+
+def _read(model: Any, body: bytes) -> Any:
+    try:
+        read = model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise Malformed(f"{where}: {first['msg']}") from None
+    for name, value in _texts(read):
+        if "\x00" in value:
+            raise Malformed(f"{name}: must not contain NUL")
+    return read
+
+
+def _texts(model: BaseModel) -> list[tuple[str, str]]:
+    found = []
+    for name, value in model:
+        if isinstance(value, str):
+            found.append((name, value))
+        elif isinstance(value, BaseModel):
+            found += _texts(value)
+    return found

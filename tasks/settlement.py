@@ -1,0 +1,169 @@
+"""What a provider's report changes in our books. Reports come late, twice and in any order; the end is the same.
+
+A report never ends an operation. It notes the fact, in one commit with what follows from it, and wakes the operation that
+waits for it; whose finish finds what is noted, and adds only what is missing.
+
+    charge succeeded    payment captured, posted; its order PAID
+    charge failed       payment failed; its order CANCELLED; nothing if it is captured, by whichever charge
+    refund succeeded    refund posted, once the payment is captured
+    refund failed       if it was posted: a reversal, for what it says after that is older
+    dispute             kept as reported last; what is won or lost stays so
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Literal
+
+from sqlalchemy import select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from idempotency import Handle, OperationId
+from idempotency.observe.logs import log
+
+from . import app, orders
+from .models import Dispute, Order, Payment, PaymentEvent, Refund
+from .once import insert_unless_there
+from .payments import capture_payment, mark_captured, mark_failed
+from .refunds import mark_refunded, refund_payment, reverse
+from .reports import FAILED, FINAL, SUCCEEDED, Report
+
+# Seconds for which the lock of a transaction at the provider is held at most, and for which another waits.
+LOCK_SECONDS = 30
+
+Settled = Literal["applied", "duplicate", "waiting"]
+
+_LOCK = text("""
+SELECT set_config('lock_timeout', :milliseconds, true), set_config('statement_timeout', :milliseconds, true),
+       set_config('idle_in_transaction_session_timeout', :milliseconds, true)
+""")
+_OF_CHARGE = text("SELECT pg_advisory_xact_lock(hashtextextended(:charge, 0x77656268))")
+
+
+def settle(session: Session, report: Report) -> Settled:
+    """Keep a report and apply it, in the caller's transaction, which must end within `LOCK_SECONDS`.
+
+    "duplicate": it is known, by its id or by what it says. "waiting": it is kept until we know more, such as a refund of a
+    payment that is not known to be captured. Raises `OperationalError` if another holds the charge's lock for too long.
+    """
+    session.execute(_LOCK, {"milliseconds": str(LOCK_SECONDS * 1000)})
+    session.execute(_OF_CHARGE, {"charge": f"{report.gateway} {report.charge_id}"})
+    if not insert_unless_there(session, PaymentEvent, asdict(report)):
+        return "duplicate"
+    is_applied = _apply(session, report)
+    if report.object == "charge":
+        _apply_waiting(session, report)
+    log.info("payment_event", gateway=report.gateway, type=report.type, applied=is_applied)
+    return "applied" if is_applied else "waiting"
+
+
+def _apply(session: Session, report: Report) -> bool:
+    if report.payment_id is None:
+        return False
+    payment = session.get(Payment, (report.tenant, report.payment_id), with_for_update=True)
+    if payment is None:
+        return False
+    apply = {"charge": _charge, "refund": _refund, "dispute": _dispute}[report.object]
+    if is_applied := apply(session, payment, report):
+        event = session.get_one(PaymentEvent, (report.tenant, report.gateway, report.event_id))
+        event.is_applied = True
+    return is_applied
+
+
+def _apply_waiting(session: Session, report: Report) -> None:
+    """What was reported of a charge before the charge itself."""
+    waiting = select(PaymentEvent).filter_by(
+        tenant=report.tenant, gateway=report.gateway, charge_id=report.charge_id, is_applied=False
+    )
+    for event in session.scalars(waiting.order_by(PaymentEvent.received_at)):
+        if event.event_id != report.event_id:
+            _apply(session, Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__}))
+
+
+def _charge(session: Session, payment: Payment, report: Report) -> bool:
+    if report.state == SUCCEEDED:
+        if not _is_of(payment, report) or payment.charge_id not in (None, report.charge_id):
+            # money that we do not know of: the reconciliation names both sides
+            log.error("payment_event_differs", gateway=report.gateway, event_id=report.event_id, payment=payment.id)
+            return False
+        had_failed = payment.failure is not None
+        is_new = mark_captured(session, payment.id, report.charge_id, had_failed=had_failed, tenant=payment.tenant)
+        if is_new and (order := _order_of(session, payment)) is not None:
+            orders.pay(session, order)
+    elif report.state == FAILED:
+        code = report.code or FAILED
+        if mark_failed(session, payment, code) and (order := _order_of(session, payment)) is not None:
+            orders.cancel_for(session, order, code)
+    _wake(session, capture_payment.name, payment.tenant, payment.id)
+    return True
+
+
+def _order_of(session: Session, payment: Payment) -> Order | None:
+    return None if payment.order_status is None else orders.find(session, payment.order_id, payment.tenant)
+
+
+def _refund(session: Session, payment: Payment, report: Report) -> bool:
+    refund = _refund_of(session, payment, report)
+    if refund is None:
+        return False
+    if report.state in FINAL:
+        if refund.status == "refunded":
+            reverse(session, refund, report.code or report.state)
+    elif report.state == SUCCEEDED:
+        if payment.status != "captured":
+            return False
+        if refund.status in ("pending", "refused"):  # nothing is reserved for it
+            if payment.refunded + refund.amount > payment.amount:
+                return False
+            payment.refunded += refund.amount
+        mark_refunded(session, refund, report.object_id)
+    _wake(session, refund_payment.name, payment.tenant, refund.id)
+    return True
+
+
+def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | None:
+    """The refund, locked. One that somebody has made at the provider is written down, once its payment is captured."""
+    if report.refund_id is not None:
+        refund = session.get(Refund, (payment.tenant, report.refund_id), with_for_update=True)
+        if refund is None or (refund.payment_id, refund.amount) != (payment.id, report.amount):
+            return None
+        return refund if refund.provider_refund_id in (None, report.object_id) else None
+    if payment.status != "captured" or payment.charge_id != report.charge_id:
+        return None
+    id = {"tenant": payment.tenant, "id": f"{report.gateway}-{report.object_id}"}
+    about = {"payment_id": payment.id, "amount": report.amount, "reason": "made at the provider", "status": "pending"}
+    insert_unless_there(session, Refund, {**id, **about})
+    return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)
+
+
+def _dispute(session: Session, payment: Payment, report: Report) -> bool:
+    values = {
+        "tenant": payment.tenant,
+        "id": report.object_id,
+        "payment_id": payment.id,
+        "amount": report.amount,
+        "currency": report.currency,
+        "status": report.state,
+        "reason": report.code,
+        "reported_at": report.occurred_at,
+    }
+    kept = insert(Dispute).values(**values)
+    is_final = kept.excluded.status.in_(FINAL)
+    # of two in one second the final one counts, then the one that came last
+    session.execute(
+        kept.on_conflict_do_update(
+            index_elements=["tenant", "id"],
+            set_={name: values[name] for name in ("status", "amount", "reason", "reported_at")},
+            where=Dispute.status.not_in(FINAL) & (is_final | (Dispute.reported_at <= kept.excluded.reported_at)),
+        )
+    )
+    return True
+
+
+def _is_of(payment: Payment, report: Report) -> bool:
+    return (payment.amount, payment.currency.upper()) == (report.amount, report.currency)
+
+
+def _wake(session: Session, task: str, tenant: str, key: str) -> None:
+    Handle(app, OperationId(tenant, task, key)).wake(session)

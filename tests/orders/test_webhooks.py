@@ -1,0 +1,296 @@
+"""What arrives at the webhooks' addresses: whose it is, how long it may be, and what an answer means."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+import stripe
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from pydantic import SecretStr
+from sqlalchemy import text
+from standardwebhooks import Webhook
+
+from tests.orders.shop import Shop
+from tests.orders.test_reports import slow_order
+from tests.support.edge import within
+
+OLD, NEW = "whsec_old", "whsec_new"
+SHARED = f"whsec_{base64.b64encode(b'a secret of 24 bytes ....').decode()}"
+
+
+@pytest.fixture(autouse=True)
+def _secrets(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    import celeryconfig
+
+    shop.forget()
+    monkeypatch.setattr(celeryconfig.environment, "stripe_webhook_secrets", SecretStr(f"{NEW}, {OLD}"))
+    monkeypatch.setattr(celeryconfig.environment, "payment_webhook_secrets", SecretStr(SHARED))
+
+
+def post(path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+    from api.application import create_app
+
+    async def send(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(path, content=body, headers=dict(headers))
+
+    return asyncio.run(within(create_app(), send))
+
+
+def event(charge_id: str, payment_id: str, status: str = "succeeded", **changes: Any) -> bytes:
+    metadata = {"purchase_id": payment_id, "effect_key": "idem-1"}
+    intent = {"id": charge_id, "object": "payment_intent", "status": status, "amount": 1000, "currency": "eur"}
+    document = {
+        "id": f"evt_{uuid4().hex}",
+        "object": "event",
+        "type": f"payment_intent.{status}",
+        "created": int(time.time()),
+        "data": {"object": {**intent, "metadata": metadata}},
+    }
+    return json.dumps(document | changes, indent=2).encode()  # as Stripe does: not the shortest form
+
+
+def signed(body: bytes, secret: str = NEW, at: float | None = None) -> dict[str, str]:
+    made = stripe.WebhookSignature.generate_signature_header(body.decode(), secret, None if at is None else int(at))
+    return {"Stripe-Signature": made}
+
+
+def events(shop: Shop) -> int:
+    return int(shop.one("SELECT count(*) FROM payment_events")[0])
+
+
+@pytest.mark.parametrize("secret", [OLD, NEW])
+def test_what_the_provider_has_signed_is_settled_once(shop: Shop, secret: str) -> None:
+    order = slow_order(shop)
+    body = event(shop.provider.decide(order), order)
+    assert [post("/webhooks/stripe", body, signed(body, secret)).status_code for _ in range(3)] == [200, 200, 200]
+    assert shop.status(order)[:2] == ("PAID", "captured")
+    shop.run()
+    assert shop.one("SELECT count(*) FROM ledger WHERE payment_id = :id", id=order)[0] == 1
+
+
+NOT_SIGNED: dict[str, Any] = {
+    "24 none": lambda body: {},
+    "24 empty": lambda body: {"Stripe-Signature": ""},
+    "24 by another secret": lambda body: signed(body, "whsec_other"),
+    "24 of another body": lambda body: signed(body.replace(b"1000", b"1001")),
+    "24 re-serialised": lambda body: signed(json.dumps(json.loads(body)).encode()),
+    "24 another version": lambda body: {"Stripe-Signature": signed(body)["Stripe-Signature"].replace("v1=", "v0=")},
+    "24 no time": lambda body: {"Stripe-Signature": signed(body)["Stripe-Signature"].partition(",")[2]},
+    "24 malformed": lambda body: {"Stripe-Signature": "t,v1"},
+    "24 not ASCII": lambda body: {"Stripe-Signature": b"t=1,v1=\xe4"},
+    "25 too old": lambda body: signed(body, at=time.time() - 301),
+    "25 of the future": lambda body: signed(body, at=time.time() + 302),
+    "25 nan": lambda body: {"Stripe-Signature": "t=nan,v1=" + "0" * 64},
+    "25 empty": lambda body: {"Stripe-Signature": "t=,v1=" + "0" * 64},
+    "25 huge": lambda body: signed(body, at=10**30),
+}
+
+
+@pytest.mark.parametrize("headers", NOT_SIGNED.values(), ids=NOT_SIGNED)
+def test_what_is_not_signed_is_refused_before_anything_is_read(
+    shop: Shop, headers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from api import webhooks
+
+    monkeypatch.setattr(webhooks, "_settled", lambda report: pytest.fail("it was read"))
+    before = events(shop)
+    body = event("pi_1", "order-1")
+    answer = post("/webhooks/stripe", body, headers(body))
+    assert (answer.status_code, events(shop)) == (401, before)
+    assert "order-1" not in answer.text
+
+
+def standard(body: bytes, id: str = "msg_1", secret: str = SHARED, at: float | str | None = None) -> dict[str, str]:
+    when = datetime.now(UTC) if at is None or isinstance(at, str) else datetime.fromtimestamp(at, UTC)
+    made = Webhook(secret).sign(id, when, body.decode())
+    stamp = at if isinstance(at, str) else str(math.floor(when.timestamp()))
+    return {"webhook-id": id, "webhook-timestamp": stamp, "webhook-signature": made}
+
+
+def reported(charge_id: str, payment_id: str, **changes: Any) -> bytes:
+    about = {"type": "charge", "id": charge_id, "charge_id": charge_id, "state": "succeeded", "amount": 1000}
+    return json.dumps(
+        {**about, "currency": "EUR", "occurred_at": "2026-03-01T12:00:00Z", "payment_id": payment_id, **changes}
+    ).encode()
+
+
+def test_another_provider_reports_under_its_own_address(shop: Shop) -> None:
+    order = slow_order(shop)
+    body = reported(shop.provider.decide(order), order)
+    headers = standard(body, id="msg_" + order)
+    assert [post("/webhooks/payment", body, headers).status_code for _ in range(2)] == [200, 200]
+    assert shop.status(order)[:2] == ("PAID", "captured")
+    shop.run()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        lambda body: {},
+        lambda body: standard(body, secret=f"whsec_{base64.b64encode(b'another one ............').decode()}"),
+        lambda body: standard(body, at=time.time() - 302),
+        lambda body: standard(body, at=time.time() + 302),
+        lambda body: standard(body, at="nan"),
+        lambda body: standard(body, at=""),
+        lambda body: standard(body) | {"webhook-signature": "v1"},
+        lambda body: standard(body) | {"webhook-signature": "v1,%%%"},
+        lambda body: standard(body) | {"webhook-id": "msg_2"},
+    ],
+    ids=[
+        "none",
+        "by another secret",
+        "too old",
+        "of the future",
+        "nan",
+        "empty",
+        "malformed",
+        "not base64",
+        "another id",
+    ],
+)
+def test_what_another_provider_has_not_signed_is_refused(shop: Shop, headers: Any) -> None:
+    body, before = reported("ch_1", "order-1"), events(shop)
+    answer = post("/webhooks/payment", body, headers(body))
+    assert (answer.status_code, events(shop)) == (401, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"amount": -1}, "amount"),
+        ({"amount": 2**63}, "amount"),
+        ({"amount": 1.5}, "amount"),
+        ({"currency": "euro"}, "currency"),
+        ({"occurred_at": "2026-03-01T12:00:00"}, "occurred_at"),
+        ({"payment_id": "x" * 256}, "payment_id"),
+        ({"payment_id": "a\x00b"}, "payment_id"),
+        ({"type": "payout"}, "type"),
+        ({"id": ""}, "id"),
+    ],
+)
+def test_a_signed_event_that_is_not_as_documented_names_the_field(
+    shop: Shop, change: dict[str, Any], field: str
+) -> None:
+    body = json.dumps(json.loads(reported("ch_1", "order-1")) | change).encode()
+    answer = post("/webhooks/payment", body, standard(body, id=f"msg_{uuid4().hex}"))
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith(field)
+
+
+def test_a_body_beyond_the_limit_is_refused_and_an_event_of_no_interest_is_answered(shop: Shop) -> None:
+    from api.webhooks import LONGEST_BODY
+
+    before, body = events(shop), b" " * (LONGEST_BODY + 1)
+    assert post("/webhooks/stripe", body, signed(body)).status_code == 413
+    body = json.dumps({"id": "evt_1", "type": "payout.paid", "data": {"object": {"object": "payout"}}}).encode()
+    assert post("/webhooks/stripe", body, signed(body)).status_code == 200
+    body = event("pi_1", "order-1", "requires_payment_method", type="payment_intent.created")
+    assert post("/webhooks/stripe", body, signed(body)).status_code == 200
+    assert events(shop) == before
+
+
+def test_without_a_secret_there_is_no_webhook(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    import celeryconfig
+
+    monkeypatch.setattr(celeryconfig.environment, "stripe_webhook_secrets", SecretStr(" , "))
+    body = event("pi_1", "order-1")
+    assert post("/webhooks/stripe", body, signed(body, "")).status_code == 404
+
+
+def test_while_the_charge_is_locked_the_provider_is_told_to_try_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks import settlement
+
+    monkeypatch.setattr(settlement, "LOCK_SECONDS", 0.1)
+    order = slow_order(shop)
+    charge = shop.provider.decide(order)
+    body = event(charge, order)
+    with shop.transaction() as session:
+        session.execute(settlement._OF_CHARGE, {"charge": f"stripe {charge}"})
+        answer = post("/webhooks/stripe", body, signed(body))
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    assert shop.status(order)[:2] == ("PENDING_PAYMENT", "pending")
+    assert post("/webhooks/stripe", body, signed(body)).status_code == 200
+    assert shop.status(order)[:2] == ("PAID", "captured")
+    shop.run()
+
+
+def test_a_dispute_names_no_payment_and_the_provider_is_asked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks import outside
+    from tasks.gateway import Name
+
+    order = shop.order()
+    shop.run()
+    (charge,) = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)
+    monkeypatch.setattr(outside.gateway, "name_of", lambda asked: {charge: Name("default", order)}.get(asked))
+    dispute = {"id": "dp" + order, "object": "dispute", "status": "needs_response", "amount": 1000, "currency": "eur"}
+    body = event(charge, order, data={"object": {**dispute, "payment_intent": charge, "reason": "fraudulent"}})
+    assert post("/webhooks/stripe", body, signed(body)).status_code == 200
+    assert tuple(shop.one("SELECT status, reason, payment_id FROM disputes WHERE id = :id", id="dp" + order)) == (
+        "needs_response",
+        "fraudulent",
+        order,
+    )
+
+
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(header=some.text(max_size=200), body=some.binary(max_size=200), stamp=some.text(max_size=30))
+def test_whatever_is_sent_as_a_signature_is_refused_and_nothing_else_is_raised(
+    header: str, body: bytes, stamp: str
+) -> None:
+    from tasks.signatures import NotSigned, check_standard, check_stripe
+
+    with pytest.raises(NotSigned):
+        check_stripe(body, {"stripe-signature": header}, [NEW, OLD])
+    with pytest.raises(NotSigned):
+        check_standard(body, {"webhook-id": header, "webhook-timestamp": stamp, "webhook-signature": header}, [SHARED])
+
+
+JSON = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=20),
+    lambda children: some.lists(children, max_size=4) | some.dictionaries(some.text(max_size=10), children, max_size=4),
+    max_leaves=20,
+)
+OBJECT = some.fixed_dictionaries(
+    {"object": some.sampled_from(["payment_intent", "charge", "refund", "dispute"])},
+    optional=dict.fromkeys(("id", "status", "amount", "currency", "metadata", "payment_intent", "reason"), JSON),
+)
+
+
+@settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    document=JSON
+    | some.fixed_dictionaries(
+        {
+            "id": JSON,
+            "type": some.text(max_size=9),
+            "created": JSON,
+            "data": some.fixed_dictionaries({"object": OBJECT}),
+        }
+    )
+)
+def test_whatever_a_signed_body_says_is_read_or_refused_by_its_field(document: Any) -> None:
+    from tasks.reports import Malformed, of_standard, of_stripe
+
+    body = json.dumps(document).encode()
+    for read in (of_stripe, lambda body: of_standard("msg_1", body)):
+        with contextlib.suppress(Malformed):
+            read(body)
+
+
+def test_tables_of_events_belong_to_a_tenant(shop: Shop) -> None:
+    with shop.transaction("other") as session:
+        assert session.execute(text("SELECT count(*) FROM payment_events")).scalar_one() == 0
