@@ -3,7 +3,7 @@
 #   ARGS='-k outbox -x'       passed to the tool behind the target
 #   WORKERS=4                 test processes, each with its own servers
 #   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
-#   PURCHASES= REFUNDS= COPIES= VIA=http FLOW=orders  options of the demo
+#   PURCHASES= REFUNDS= COPIES= VIA=http FLOW=orders WEBHOOKS=1  options of the demo
 
 STARTED := $(shell date +%s)
 VENV := .venv/bin
@@ -40,7 +40,7 @@ status: .venv/ready ## show them
 
 demo: .venv/ready ## run the whole system under load and faults, then check the ledgers
 	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
-		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(ARGS)
+		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(if $(WEBHOOKS),--webhooks) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
 	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -44,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         refunds = None if given.flow == "orders" else given.refunds or DATA / "refunds.csv"
         intake = Intake(given.purchases, refunds, seed=given.seed)
-        options = Options(given.copies, given.seed, given.workers, given.started or began, given.via, given.flow)
+        options = Options(
+            given.copies, given.seed, given.workers, given.started or began, given.via, given.flow, given.webhooks
+        )
         report = run(intake, options, console)
         if given.report is not None:
             given.report.write_text(report.as_json() + "\n")
@@ -73,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="determines the faults and the order of refunds")
     parser.add_argument("--workers", type=_at_most(MAX_WORKERS), default=2)
     parser.add_argument("--via", choices=("enqueue", "http"), default="enqueue", help="how lines are submitted")
+    parser.add_argument(
+        "--webhooks", action="store_true", help="every charge is decided later, and told by webhook only"
+    )
     parser.add_argument("--started", type=float, metavar="EPOCH", help="when the run began (default: now)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the whole report as JSON")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, everything else to stderr")

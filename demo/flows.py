@@ -34,6 +34,8 @@ class Options:
     started: float
     via: Literal["enqueue", "http"] = "enqueue"
     flow: Literal["payments", "orders"] = "payments"
+    # whether the provider decides each charge later, and says so by webhook only
+    webhooks: bool = False
 
 
 class Engines(NamedTuple):

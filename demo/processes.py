@@ -61,11 +61,10 @@ class Processes:
         options = ["--schedule", str(schedule), "--pidfile", ""]
         self._start("beat", "-m", "celery", "-A", "tasks", "beat", *options, environment=self._of_relay)
 
-    def start_server(self) -> str:
-        """Start the application over HTTP on a free port; returns its address. It may not accept requests yet."""
+    def start_server(self, port: int | None = None) -> str:
+        """Start the application over HTTP, by default on a free port; returns its address. It may not accept requests yet."""
         self._servers += 1
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = port or free_port()
         options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         self._start(f"server-{self._servers}", "-m", "uvicorn", "--factory", "api.application:create_app", *options)
         return f"http://127.0.0.1:{port}"
@@ -131,6 +130,12 @@ class Processes:
     def _log_tail(self, name: str, lines: int = 15) -> str:
         log = self._directory / name / "log"
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def _worker(name: str, queues: str, concurrency: int) -> list[str]:

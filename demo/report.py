@@ -28,7 +28,7 @@ class Row(NamedTuple):
     cents: int | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Report:
     """The result of the check, and every refused line and operation with its reason. What was counted depends on the flow."""
 
@@ -40,6 +40,8 @@ class Report:
     events: list[str]
     problems: list[str]
     phases: dict[str, float]
+    # charges of which a webhook has told the end, in a run in which nothing else does
+    by_webhook: int | None = None
     seconds: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,8 @@ class Report:
     @property
     def line(self) -> str:
         """The result in one line."""
-        counts = {**self.counts, "broker": self.broker, "seconds": f"{self.seconds:.0f}"}
+        told = {} if self.by_webhook is None else {"by_webhook": self.by_webhook}
+        counts = {**self.counts, **told, "broker": self.broker, "seconds": f"{self.seconds:.0f}"}
         return "RESULT " + " ".join(f"{name}={value}" for name, value in counts.items())
 
     def as_json(self) -> str:
@@ -112,7 +115,7 @@ class Report:
         return [entry for entry in self.refused if entry["stage"] == "input"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PaymentReport(Report):
     """Of payments and refunds."""
 
@@ -167,7 +170,7 @@ class PaymentReport(Report):
         ]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OrderReport(Report):
     """Of orders and returns."""
 

@@ -7,21 +7,23 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import Engine, create_engine, make_url, text
 
 import services
 from demo.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, Faults, faults_option
 from demo.flows import Engines, Options, Orders, Payments
 from demo.input import Intake
-from demo.processes import Processes
+from demo.processes import Processes, free_port
 from demo.progress import Counted, Counter, Display
 from demo.report import Report
 from idempotency.store import roles, schema
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY, ROLES
+from sandbox import ledger
 from sandbox import process as sandbox
 from sandbox.process import Sandbox
 from tasks.migrate import grant, migrate
@@ -42,6 +44,8 @@ TIMES = {
     # Unlike Stripe's, the sandbox's search does not lag.
     "STRIPE_SEARCH_LAG": "0.2",
 }
+# Every charge is accepted, and decided some time later.
+UNDECIDED = {"undecided": 1.0, "decision_ms": 300.0}
 BATCH = 20
 # Smaller for a short file, or all of it would be accepted before the first fault.
 WINDOW_SHARE, LEAST_WINDOW = 0.2, 20
@@ -52,6 +56,22 @@ STALLED_SECONDS = 90.0
 
 class Stalled(Exception):
     """An accepted operation does not end; the message lists what is open."""
+
+
+class Webhooks(NamedTuple):
+    """Where the provider sends its webhooks: to a server of the application on this port."""
+
+    port: int
+    secret: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/webhooks/stripe"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """No charge is asked about, unless a webhook says that it is decided."""
+        return {"STRIPE_WEBHOOK_SECRETS": self.secret, "STRIPE_FIRST_POLL": "3600"}
 
 
 class Stopwatch:
@@ -88,11 +108,16 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
         directory = servers.directory
         with watch.phase("tables and sandboxes"):
             seed = str(options.seed)
-            provider = stack.enter_context(
-                sandbox.running(
-                    "provider", directory / "provider", "--seed", seed, "--faults", faults_option(PROVIDER_FAULTS)
-                )
-            )
+            webhooks = Webhooks(free_port(), secrets.token_hex(16)) if options.webhooks else None
+            provider_options = [
+                "--seed",
+                seed,
+                "--faults",
+                faults_option(PROVIDER_FAULTS | (UNDECIDED if webhooks else {})),
+            ]
+            if webhooks:
+                provider_options += ["--webhook-url", webhooks.url, "--webhook-secret", webhooks.secret]
+            provider = stack.enter_context(sandbox.running("provider", directory / "provider", *provider_options))
             mail = stack.enter_context(
                 sandbox.running("mail", directory / "mail", "--seed", seed, "--faults", faults_option(MAIL_FAULTS))
             )
@@ -129,6 +154,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             "CARRIER_URL": carrier.url,
             "IDEMPOTENCY_MESSAGE_SECRETS": secrets.token_hex(32),
             "PROMETHEUS_MULTIPROC_DIR": str(counters),
+            **(webhooks.environment if webhooks else {}),
         }
         processes = Processes(directory, environment, urls[RELAY])
         stack.callback(processes.stop)
@@ -137,6 +163,8 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 victim, *_ = [processes.start_worker() for _ in range(options.workers)]
                 processes.start_relay()
                 processes.start_beat()
+                if webhooks:
+                    processes.start_server(webhooks.port)
                 os.environ.update(environment)
                 submission = flow.start(Engines(engine, looking, submitting), processes, carrier.url)
                 stack.callback(submission.close)
@@ -158,6 +186,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             with watch.phase("stop of the application"):
                 processes.stop()
             with watch.phase("check"):
+                by_webhook = _told(looking, provider.data, problems) if webhooks else None
                 report = flow.report(
                     looking,
                     {"provider": provider.data, "mail": mail.data, "carrier": carrier.data},
@@ -167,6 +196,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                     events=faults.events,
                     problems=problems + [f"did not take place: {name}" for name in faults.missing],
                     phases=watch.phases,
+                    by_webhook=by_webhook,
                 )
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt | SystemExit):
@@ -175,6 +205,17 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
         if not report.agrees:
             console.print(f"logs: {processes.keep_logs()}", highlight=False)
         return report
+
+
+def _told(engine: Engine, provider: Path, problems: list[str]) -> int:
+    """How many charges and declines a webhook has told of; adds to the problems if one was not told."""
+    query = """SELECT charge_id FROM payment_events
+        WHERE object = 'charge' AND state IN ('succeeded', 'failed') AND is_applied"""
+    with engine.connect() as connection:
+        told = set(connection.execute(text(query)).scalars())
+    if missing := {charge.id for charge in ledger.read(provider).charges} - told:
+        problems.append(f"charges that no webhook has told of: {len(missing)}")
+    return len(told)
 
 
 def _roles(servers: services.Services, engine: Engine, database_url: str, console: Console) -> Mapping[str, str]:

@@ -15,10 +15,11 @@ import uvloop
 from starlette.applications import Starlette
 
 from sandbox import carrier, mail, provider
+from sandbox.events import Webhooks
 from sandbox.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, FaultPlan
 
 HOST = "127.0.0.1"
-PLAN_TIMES = ("latency_ms", "hold_ms", "search_lag_ms")
+PLAN_TIMES = ("latency_ms", "hold_ms", "search_lag_ms", "undecided", "decision_ms")
 
 Service = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -31,9 +32,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def provider_service(port: int, data: Path, plan: FaultPlan, api_key: str) -> Service:
+def provider_service(port: int, data: Path, plan: FaultPlan, api_key: str, webhooks: Webhooks | None) -> Service:
     """Create the payment provider; it listens immediately and runs until the event is set."""
-    return _http_service(port, provider.application(data, api_key=api_key, plan=plan))
+    return _http_service(port, provider.application(data, api_key=api_key, plan=plan, webhooks=webhooks))
 
 
 def carrier_service(port: int, data: Path, plan: FaultPlan) -> Service:
@@ -46,7 +47,7 @@ def _http_service(port: int, application: Starlette) -> Service:
         application,
         http="httptools",
         ws="none",
-        lifespan="off",
+        lifespan="on",
         access_log=False,
         # uvicorn logs deliberately cut connections as errors.
         log_level="critical",
@@ -136,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input closes")
     payment = argparse.ArgumentParser(add_help=False)
     payment.add_argument("--api-key", default=provider.API_KEY, help="the only accepted key (not a secret)")
+    payment.add_argument("--webhook-url", metavar="URL", help="where events are sent; none are without")
+    payment.add_argument("--webhook-secret", default="whsec_sandbox", help="their signature's (not a secret)")
     names = ", ".join(PROVIDER_FAULTS)
     provider_faults = f"rates from 0 to 1 of {names}; {', '.join(PLAN_TIMES)} in milliseconds"
     mail_faults = f"rates from 0 to 1 of {', '.join(MAIL_FAULTS)}"
@@ -180,7 +183,10 @@ def main(arguments: list[str] | None = None) -> None:
             if options.command == "carrier":
                 services.append(carrier_service(options.port, options.data, plan))
             else:
-                services.append(provider_service(options.port, options.data, plan, options.api_key))
+                webhooks = (
+                    Webhooks(options.webhook_url, options.webhook_secret, options.seed) if options.webhook_url else None
+                )
+                services.append(provider_service(options.port, options.data, plan, options.api_key, webhooks))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     uvloop.run(_until_stopped(services, with_stdin=options.exit_with_stdin))

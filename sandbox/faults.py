@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, Self
 
 # In order of precedence: a request has at most one fault.
-PROVIDER_FAULTS = ("rate_limited", "declined", "error_500_before", "error_500_after", "timeout_after")
+PROVIDER_FAULTS = ("rate_limited", "declined", "error_500_before", "error_500_after", "timeout_after", "refund_fails")
 CARRIER_FAULTS = ("rate_limited", "label_refused", "error_500_before", "error_500_after", "timeout_after")
 # Refusals, and the member of a request's metadata that is refused.
 REFUSALS = {"declined": "purchase_id", "label_refused": "reference"}
@@ -45,6 +45,7 @@ class Queued:
 class FaultPlan:
     """The faults of the provider, or of the carrier. Times are in milliseconds.
 
+    `undecided` is the share of charges, 0 to 1, that are accepted and decided after `decision_ms`; so are refunds that fail.
     `latency_ms` delays every POST before it has any effect. `hold_ms` is how long `timeout_after` keeps a client waiting
     before it cuts the connection. `search_lag_ms` is how long search does not find a new payment.
     """
@@ -55,12 +56,15 @@ class FaultPlan:
     latency_ms: float = 0
     hold_ms: float = 30_000
     search_lag_ms: float = 0
+    undecided: float = 0
+    decision_ms: float = 500
     queued: list[Queued] = field(default_factory=list)
     known: tuple[str, ...] = PROVIDER_FAULTS
 
     def __post_init__(self) -> None:
         check_rates(self.rates, self.known)
-        for name in ("latency_ms", "hold_ms", "search_lag_ms"):
+        check_rates({"undecided": self.undecided}, ("undecided",))
+        for name in ("latency_ms", "hold_ms", "search_lag_ms", "decision_ms"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 3_600_000:
                 raise ValueError(f"{name} is {value!r}; it must be between 0 and 3600000")
@@ -82,6 +86,12 @@ class FaultPlan:
             identity = metadata.get(REFUSALS[fault], "") if fault in REFUSALS else idempotency_key
             if rate and identity and fires(self.seed, fault, identity, rate):
                 yield fault
+
+    def decides_after(self, idempotency_key: str, metadata: Mapping[str, str]) -> float | None:
+        """The seconds after which a charge is decided that is only accepted; None if it is decided at once."""
+        if not (_matches(self.only, metadata) and fires(self.seed, "undecided", idempotency_key, self.undecided)):
+            return None
+        return self.decision_ms / 1000
 
     def changed(self, wanted: Any) -> Self:
         """The plan after a request: single faults queued ("next"), or all else replaced ("rates", "seed", times).

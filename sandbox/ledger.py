@@ -55,6 +55,18 @@ CREATE TABLE IF NOT EXISTS refunds (
     seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, payment_intent TEXT NOT NULL, amount INTEGER NOT NULL,
     currency TEXT NOT NULL, idempotency_key TEXT NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS undecided (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, amount INTEGER NOT NULL, currency TEXT NOT NULL,
+    payment_method TEXT NOT NULL, idempotency_key TEXT NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL,
+    decided_at REAL NOT NULL, is_declined INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS pending_refunds (id TEXT NOT NULL PRIMARY KEY, decided_at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS failed_refunds (id TEXT NOT NULL PRIMARY KEY, reason TEXT NOT NULL, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS events (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, body TEXT NOT NULL, due REAL NOT NULL, attempts INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS events_due ON events (due);
+CREATE INDEX IF NOT EXISTS undecided_purchase ON undecided (json_extract(metadata, '$."purchase_id"'));
 CREATE INDEX IF NOT EXISTS charges_purchase ON charges (json_extract(metadata, '$."purchase_id"'));
 CREATE INDEX IF NOT EXISTS declines_purchase ON declines (json_extract(metadata, '$."purchase_id"'));
 CREATE INDEX IF NOT EXISTS refunds_intent ON refunds (payment_intent);
@@ -63,7 +75,7 @@ CREATE TABLE IF NOT EXISTS calls (
     PRIMARY KEY (idempotency_key, endpoint)
 ) WITHOUT ROWID;
 """
-    + _append_only("charges", "declines", "refunds")
+    + _append_only("charges", "declines", "refunds", "undecided", "failed_refunds")
     + _ANSWERS
     + _INJECTED
 )
@@ -110,7 +122,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Refund:
-    """A refund of one payment intent."""
+    """A refund of one payment intent. `has_failed`: its money has come back."""
 
     id: str
     payment_intent: str
@@ -119,6 +131,7 @@ class Refund:
     idempotency_key: str
     metadata: dict[str, str]
     created: float
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +174,8 @@ def read(directory: str | Path) -> Ledger:
             "SELECT id, amount, currency, idempotency_key, metadata, created FROM charges ORDER BY seq"
         )
         refunds = db.execute(
-            "SELECT id, payment_intent, amount, currency, idempotency_key, metadata, created FROM refunds ORDER BY seq"
+            "SELECT r.id, payment_intent, amount, currency, idempotency_key, metadata, r.created, f.id IS NOT NULL"
+            " FROM refunds r LEFT JOIN failed_refunds f ON f.id = r.id ORDER BY seq"
         )
         return Ledger(
             [
@@ -169,8 +183,8 @@ def read(directory: str | Path) -> Ledger:
                 for identifier, amount, currency, key, metadata, created in charges
             ],
             [
-                Refund(identifier, intent, amount, currency, key, json.loads(metadata), created)
-                for identifier, intent, amount, currency, key, metadata, created in refunds
+                Refund(identifier, intent, amount, currency, key, json.loads(metadata), created, bool(has_failed))
+                for identifier, intent, amount, currency, key, metadata, created, has_failed in refunds
             ],
         )
 

@@ -1,6 +1,6 @@
 """Payment intents and refunds like Stripe's: parameters, rules, and the JSON of objects and errors.
 
-Not implemented: minimum charge amounts per currency, saved customers, manual capture, 3-D Secure, failed refunds.
+Not implemented: minimum charge amounts per currency, saved customers, manual capture, 3-D Secure.
 Amounts are integers of at least 1 in the currency's minor unit.
 """
 
@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -28,6 +28,17 @@ _INTENT_PARAMS = {
 _METADATA_NAME = re.compile(r"metadata\[([^\]]*)\]")
 _QUERY = re.compile(r"""\s*metadata\[(['"])([\w-]{1,40})\1\]\s*:\s*(['"])((?:\\.|(?!\3)[^\\])*)\3\s*""")
 _COLUMNS = "seq, id, amount, currency, payment_method, metadata, created"
+CHARGED, DECLINED, PROCESSING = "succeeded", "requires_payment_method", "processing"
+_INTENTS = f"""(
+    SELECT {_COLUMNS}, '{CHARGED}' AS status FROM charges
+    UNION ALL SELECT {_COLUMNS}, '{DECLINED}' FROM declines
+    UNION ALL SELECT {_COLUMNS}, '{PROCESSING}' FROM undecided u
+        WHERE NOT EXISTS (SELECT 1 FROM charges c WHERE c.id = u.id)
+          AND NOT EXISTS (SELECT 1 FROM declines d WHERE d.id = u.id)
+)"""
+_REFUNDS = """SELECT r.id AS id, payment_intent, amount, currency, metadata, r.created AS created,
+    CASE WHEN f.id IS NOT NULL THEN 'failed' WHEN p.id IS NOT NULL THEN 'pending' ELSE 'succeeded' END, f.reason
+FROM refunds r LEFT JOIN failed_refunds f ON f.id = r.id LEFT JOIN pending_refunds p ON p.id = r.id"""
 
 
 class ApiError(Exception):
@@ -115,18 +126,31 @@ class NewRefund:
 
 
 def create_payment_intent(
-    db: sqlite3.Connection, new: NewPaymentIntent, idempotency_key: str, now: float, *, decline: bool
+    db: sqlite3.Connection,
+    new: NewPaymentIntent,
+    idempotency_key: str,
+    now: float,
+    *,
+    decline: bool,
+    undecided_for: float | None = None,
 ) -> Answer:
-    """Charge or decline, in the caller's transaction."""
+    """Charge or decline, in the caller's transaction; or accept, to do so after `undecided_for` seconds."""
     decline = decline or new.payment_method == DECLINING_METHOD
     row = (_identifier("pi"), new.amount, new.currency, new.payment_method, json.dumps(new.metadata), now)
+    if undecided_for is not None:
+        db.execute(
+            "INSERT INTO undecided (id, amount, currency, payment_method, idempotency_key, metadata, created, decided_at,"
+            " is_declined) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*row[:4], idempotency_key, *row[4:], now + undecided_for, decline),
+        )
+        return Answer.of(_payment_intent(row, PROCESSING))
     db.execute(
         f"INSERT INTO {'declines' if decline else 'charges'}"
         " (id, amount, currency, payment_method, idempotency_key, metadata, created)"
         " VALUES (?, ?, ?, ?, ?, ?, ?)",
         (*row[:4], idempotency_key, *row[4:]),
     )
-    intent = _payment_intent(row, declined=decline)
+    intent = _payment_intent(row, DECLINED if decline else CHARGED)
     if decline:
         return Answer.error(
             ApiError(
@@ -141,8 +165,38 @@ def create_payment_intent(
     return Answer.of(intent)
 
 
-def create_refund(db: sqlite3.Connection, new: NewRefund, idempotency_key: str, now: float) -> Answer:
-    """Refund at most what is left of the payment intent."""
+def decide_payment_intents(db: sqlite3.Connection, now: float) -> list[dict[str, Any]]:
+    """Charge or decline what was accepted and is due, in the caller's transaction. Returns the intents as they are now."""
+    due = db.execute(
+        f"SELECT {_COLUMNS}, idempotency_key, is_declined FROM undecided u WHERE decided_at <= ?"
+        " AND NOT EXISTS (SELECT 1 FROM charges c WHERE c.id = u.id)"
+        " AND NOT EXISTS (SELECT 1 FROM declines d WHERE d.id = u.id)",
+        (now,),
+    ).fetchall()
+    decided = []
+    for _, *row, idempotency_key, declined in due:
+        db.execute(
+            f"INSERT INTO {'declines' if declined else 'charges'}"
+            " (id, amount, currency, payment_method, idempotency_key, metadata, created) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (*row[:4], idempotency_key, *row[4:]),
+        )
+        decided.append(_payment_intent(tuple(row), DECLINED if declined else CHARGED))
+    return decided
+
+
+def decide_refunds(db: sqlite3.Connection, now: float) -> list[dict[str, Any]]:
+    """Let the pending refunds fail that are due, in the caller's transaction. Returns them as they are now."""
+    due = [id for (id,) in db.execute("SELECT id FROM pending_refunds WHERE decided_at <= ?", (now,))]
+    for id in due:
+        db.execute("INSERT INTO failed_refunds VALUES (?, 'lost_or_stolen_card', ?)", (id, now))
+        db.execute("DELETE FROM pending_refunds WHERE id = ?", (id,))
+    return [get_refund(db, id) for id in due]
+
+
+def create_refund(
+    db: sqlite3.Connection, new: NewRefund, idempotency_key: str, now: float, *, fails_after: float | None = None
+) -> Answer:
+    """Refund at most what is left of the payment intent; with `fails_after`, that fails after so many seconds."""
     intent = db.execute("SELECT amount, currency FROM charges WHERE id = ?", (new.payment_intent,)).fetchone()
     if intent is None:
         return Answer.error(
@@ -154,7 +208,9 @@ def create_refund(db: sqlite3.Connection, new: NewRefund, idempotency_key: str, 
         )
     charged, currency = intent
     (refunded,) = db.execute(
-        "SELECT coalesce(sum(amount), 0) FROM refunds WHERE payment_intent = ?", (new.payment_intent,)
+        "SELECT coalesce(sum(amount), 0) FROM refunds WHERE payment_intent = ?"
+        " AND id NOT IN (SELECT id FROM failed_refunds)",
+        (new.payment_intent,),
     ).fetchone()
     if refunded == charged:
         return Answer.error(invalid("The charge has already been refunded.", code="charge_already_refunded"))
@@ -177,16 +233,17 @@ def create_refund(db: sqlite3.Connection, new: NewRefund, idempotency_key: str, 
         " VALUES (?, ?, ?, ?, ?, ?, ?)",
         (*row[:4], idempotency_key, *row[4:]),
     )
-    return Answer.of(_refund(row))
+    if fails_after is not None:
+        db.execute("INSERT INTO pending_refunds VALUES (?, ?)", (row[0], now + fails_after))
+    return Answer.of(get_refund(db, row[0]))
 
 
 def get_payment_intent(db: sqlite3.Connection, identifier: str) -> dict[str, Any]:
     """Get one payment intent; 404 if there is none."""
-    for table, declined in (("charges", False), ("declines", True)):
-        row = db.execute(f"SELECT {_COLUMNS} FROM {table} WHERE id = ?", (identifier,)).fetchone()
-        if row is not None:
-            return _payment_intent(row[1:], declined=declined)
-    raise invalid(f"No such payment_intent: '{identifier}'", code="resource_missing", param="intent", status=404)
+    row = db.execute(f"SELECT {_COLUMNS}, status FROM {_INTENTS} WHERE id = ?", (identifier,)).fetchone()
+    if row is None:
+        raise invalid(f"No such payment_intent: '{identifier}'", code="resource_missing", param="intent", status=404)
+    return _payment_intent(row[1:-1], row[-1])
 
 
 def search_payment_intents(db: sqlite3.Connection, query: Mapping[str, str], visible_before: float) -> dict[str, Any]:
@@ -202,78 +259,94 @@ def search_payment_intents(db: sqlite3.Connection, query: Mapping[str, str], vis
     # The name is not a bound parameter, so that SQLite can use the index on purchase_id.
     clause = f"""WHERE json_extract(metadata, '$."{name}"') = ? AND created <= ?"""
     rows = db.execute(
-        f"SELECT {_COLUMNS}, 0 FROM charges {clause} UNION ALL SELECT {_COLUMNS}, 1 FROM declines {clause}"
-        " ORDER BY created DESC, seq DESC LIMIT ? OFFSET ?",
-        (value, visible_before, value, visible_before, limit + 1, int(offset)),
+        f"SELECT {_COLUMNS}, status FROM {_INTENTS} {clause} ORDER BY created DESC, seq DESC LIMIT ? OFFSET ?",
+        (value, visible_before, limit + 1, int(offset)),
     ).fetchall()
     return {
         "object": "search_result",
         "url": "/v1/payment_intents/search",
         "has_more": len(rows) > limit,
         "next_page": str(int(offset) + limit) if len(rows) > limit else None,
-        "data": [_payment_intent(row[1:-1], declined=bool(row[-1])) for row in rows[:limit]],
+        "data": [_payment_intent(row[1:-1], row[-1]) for row in rows[:limit]],
     }
+
+
+def list_payment_intents(db: sqlite3.Connection, query: Mapping[str, str]) -> dict[str, Any]:
+    """List payment intents, newest first."""
+    _reject_unknown(query, {"limit", "starting_after", "created[gte]", "created[lt]"})
+    return _listed(
+        db,
+        query,
+        "/v1/payment_intents",
+        f"SELECT {_COLUMNS}, status FROM {_INTENTS}",
+        lambda row: _payment_intent(row[1:-1], row[-1]),
+    )
 
 
 def get_refund(db: sqlite3.Connection, identifier: str) -> dict[str, Any]:
     """Get one refund; 404 if there is none."""
-    row = db.execute(
-        "SELECT id, payment_intent, amount, currency, metadata, created FROM refunds WHERE id = ?",
-        (identifier,),
-    ).fetchone()
+    row = db.execute(f"{_REFUNDS} WHERE r.id = ?", (identifier,)).fetchone()
     if row is None:
         raise invalid(f"No such refund: '{identifier}'", code="resource_missing", param="id", status=404)
     return _refund(row)
 
 
 def list_refunds(db: sqlite3.Connection, query: Mapping[str, str]) -> dict[str, Any]:
-    """List the refunds of a payment intent, newest first. Unlike search, without a lag."""
-    _reject_unknown(query, {"payment_intent", "limit", "starting_after"})
+    """List refunds, newest first, all or those of a payment intent. Unlike search, without a lag."""
+    _reject_unknown(query, {"payment_intent", "limit", "starting_after", "created[gte]", "created[lt]"})
+    return _listed(db, query, "/v1/refunds", _REFUNDS, _refund)
+
+
+def _listed(
+    db: sqlite3.Connection, query: Mapping[str, str], url: str, select: str, shown: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
     limit = _limit(query)
-    before: int | None = None
+    wanted: list[str] = ["true"]
+    values: list[Any] = []
+    for name, condition in (("created[gte]", "created >= ?"), ("created[lt]", "created < ?")):
+        if name in query:
+            if not re.fullmatch("[0-9]{1,12}", query[name]):
+                raise invalid("Invalid timestamp.", param=name)
+            wanted.append(condition)
+            values.append(int(query[name]))
+    if "payment_intent" in query:
+        wanted.append("payment_intent = ?")
+        values.append(_required(query, "payment_intent"))
+    found = db.execute(f"SELECT * FROM ({select}) WHERE {' AND '.join(wanted)} ORDER BY created DESC, id", values)
+    data = [shown(row) for row in found]
+    ids = [thing["id"] for thing in data]
     if "starting_after" in query:
-        found = db.execute("SELECT seq FROM refunds WHERE id = ?", (query["starting_after"],)).fetchone()
-        if found is None:
+        if query["starting_after"] not in ids:
             raise invalid(
-                f"No such refund: '{query['starting_after']}'",
-                code="resource_missing",
-                param="starting_after",
+                f"No such object: '{query['starting_after']}'", code="resource_missing", param="starting_after"
             )
-        (before,) = found
-    rows = db.execute(
-        "SELECT id, payment_intent, amount, currency, metadata, created FROM refunds"
-        " WHERE payment_intent = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
-        (_required(query, "payment_intent"), before, before, limit + 1),
-    ).fetchall()
-    return {
-        "object": "list",
-        "url": "/v1/refunds",
-        "has_more": len(rows) > limit,
-        "data": [_refund(row) for row in rows[:limit]],
-    }
+        data = data[ids.index(query["starting_after"]) + 1 :]
+    return {"object": "list", "url": url, "has_more": len(data) > limit, "data": data[:limit]}
 
 
-def _payment_intent(row: tuple[Any, ...], *, declined: bool) -> dict[str, Any]:
+def _payment_intent(row: tuple[Any, ...], status: str) -> dict[str, Any]:
     identifier, amount, currency, payment_method, metadata, created = row
+    error = {"type": "card_error", "code": "card_declined", "decline_code": "generic_decline"}
     return {
         "id": identifier,
         "object": "payment_intent",
         "amount": amount,
-        "amount_received": 0 if declined else amount,
+        "amount_received": amount if status == CHARGED else 0,
         "capture_method": "automatic_async",
         "created": int(created),
         "currency": currency,
+        "last_payment_error": error if status == DECLINED else None,
         "latest_charge": "ch" + identifier[2:],
         "livemode": False,
         "metadata": json.loads(metadata),
-        "payment_method": None if declined else payment_method,
+        "payment_method": None if status == DECLINED else payment_method,
         "payment_method_types": ["card"],
-        "status": "requires_payment_method" if declined else "succeeded",
+        "status": status,
     }
 
 
 def _refund(row: tuple[Any, ...]) -> dict[str, Any]:
-    identifier, payment_intent, amount, currency, metadata, created = row
+    identifier, payment_intent, amount, currency, metadata, created, status, reason = row
     return {
         "id": identifier,
         "object": "refund",
@@ -281,9 +354,10 @@ def _refund(row: tuple[Any, ...]) -> dict[str, Any]:
         "charge": "ch" + payment_intent[2:],
         "created": int(created),
         "currency": currency,
+        "failure_reason": reason,
         "metadata": json.loads(metadata),
         "payment_intent": payment_intent,
-        "status": "succeeded",
+        "status": status,
     }
 
 

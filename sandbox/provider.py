@@ -5,13 +5,14 @@ only state in memory is the set of keys that are being executed.
 """
 
 import asyncio
+import json
 import secrets
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
@@ -21,25 +22,31 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sandbox import answers, ledger, payments
+from sandbox.events import Outgoing, Webhooks
 from sandbox.faults import FaultPlan
 from sandbox.payments import Answer, ApiError, invalid
 
 # Not a secret: the sandbox holds no money.
 API_KEY = "sk_test_sandbox"
 RETRY_AFTER_SECONDS = 1
+# Seconds between two looks at what is to be decided.
+DECISIONS_PAUSE = 0.05
 
 T = TypeVar("T", payments.NewPaymentIntent, payments.NewRefund)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def application(directory: Path, *, api_key: str = API_KEY, plan: FaultPlan | None = None) -> Starlette:
-    """Create the provider, with its ledger in `directory`."""
-    return _Provider(ledger.open_provider(directory), api_key, plan or FaultPlan()).application()
+def application(
+    directory: Path, *, api_key: str = API_KEY, plan: FaultPlan | None = None, webhooks: Webhooks | None = None
+) -> Starlette:
+    """Create the provider, with its ledger in `directory`. With `webhooks` it tells what becomes of charges and refunds."""
+    return _Provider(ledger.open_provider(directory), api_key, plan or FaultPlan(), webhooks).application()
 
 
 class _Provider:
-    def __init__(self, db: sqlite3.Connection, api_key: str, plan: FaultPlan) -> None:
+    def __init__(self, db: sqlite3.Connection, api_key: str, plan: FaultPlan, webhooks: Webhooks | None) -> None:
         self._db = db
+        self._events = None if webhooks is None else Outgoing(db, webhooks)
         self._authorization = f"Bearer {api_key}"
         self._plan = plan
         self._executing: set[str] = set()
@@ -49,6 +56,7 @@ class _Provider:
         return Starlette(
             routes=[
                 self._route("POST", api[0], self._create_payment_intent),
+                self._route("GET", api[0], self._list_payment_intents),
                 self._route("GET", api[0] + "/search", self._search_payment_intents),
                 self._route("GET", api[0] + "/{id}", self._get_payment_intent),
                 self._route("POST", api[1], self._create_refund),
@@ -56,10 +64,40 @@ class _Provider:
                 self._route("GET", api[1] + "/{id}", self._get_refund),
                 Route("/_sandbox/faults", self._set_faults, methods=["POST"]),
                 Route("/_sandbox/requests", self._requests, methods=["GET"]),
+                Route("/_sandbox/disputes", self._dispute, methods=["POST"]),
                 Route("/_sandbox/health", self._health, methods=["GET"]),
             ],
             exception_handlers={404: _no_such_url, 405: _no_such_url},
+            lifespan=self._background,
         )
+
+    @asynccontextmanager
+    async def _background(self, _: Starlette) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._decide())]
+        if self._events is not None:
+            tasks.append(asyncio.create_task(self._events.send()))
+        yield
+        for task in tasks:
+            task.cancel()
+
+    async def _decide(self) -> None:
+        """Decide what was accepted, when its time has come."""
+        while True:
+            now = time.time()
+            with ledger.transaction(self._db):
+                for intent in payments.decide_payment_intents(self._db, now):
+                    self._tell_of_intent(intent, now)
+                for refund in payments.decide_refunds(self._db, now):
+                    self._tell("refund.failed", refund, now)
+            await asyncio.sleep(DECISIONS_PAUSE)
+
+    def _tell_of_intent(self, intent: dict[str, Any], now: float) -> None:
+        kind = {payments.CHARGED: "succeeded", payments.DECLINED: "payment_failed"}.get(intent["status"], "processing")
+        self._tell(f"payment_intent.{kind}", intent, now)
+
+    def _tell(self, event_type: str, thing: dict[str, Any], now: float) -> None:
+        if self._events is not None:
+            self._events.add(event_type, thing, now)
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
         endpoint = f"{method} {path}"
@@ -93,16 +131,36 @@ class _Provider:
         return await self._post(
             request,
             payments.NewPaymentIntent.parse,
-            lambda new, key, now, fault: payments.create_payment_intent(
-                self._db, new, key, now, decline=fault == "declined"
-            ),
+            self._new_payment_intent,
         )
+
+    def _new_payment_intent(self, new: payments.NewPaymentIntent, key: str, now: float, fault: str | None) -> Answer:
+        undecided_for = self._plan.decides_after(key, new.metadata)
+        answer = payments.create_payment_intent(
+            self._db, new, key, now, decline=fault == "declined", undecided_for=undecided_for
+        )
+        document = json.loads(answer.body)
+        intent = document.get("error", {}).get("payment_intent", document)
+        if intent.get("object") == "payment_intent":
+            self._tell_of_intent(intent, now)
+        return answer
+
+    def _new_refund(self, new: payments.NewRefund, key: str, now: float, fault: str | None) -> Answer:
+        fails_after = self._plan.decision_ms / 1000 if fault == "refund_fails" else None
+        answer = payments.create_refund(self._db, new, key, now, fails_after=fails_after)
+        refund = json.loads(answer.body)
+        if refund.get("object") == "refund":
+            self._tell("refund.created", refund, now)
+        return answer
+
+    async def _list_payment_intents(self, request: Request) -> Response:
+        return _json(Answer.of(payments.list_payment_intents(self._db, request.query_params)))
 
     async def _create_refund(self, request: Request) -> Response:
         return await self._post(
             request,
             payments.NewRefund.parse,
-            lambda new, key, now, _: payments.create_refund(self._db, new, key, now),
+            self._new_refund,
         )
 
     async def _get_payment_intent(self, request: Request) -> Response:
@@ -166,6 +224,8 @@ class _Provider:
                 if endpoint == "POST /v1/payment_intents":
                     ledger.inject_once(self._db, fault, metadata["purchase_id"])
                     return fault
+            elif fault == "refund_fails" and endpoint != "POST /v1/refunds":
+                continue
             elif ledger.inject_once(self._db, fault, key):
                 return fault
         return None
@@ -205,6 +265,20 @@ class _Provider:
                 "faults": dict(self._db.execute("SELECT fault, count(*) FROM injected GROUP BY fault")),
             }
         )
+
+    async def _dispute(self, request: Request) -> Response:
+        """The customer disputes a charge, or its dispute has another status: `payment_intent`, `status`, `id`."""
+        wanted = await request.json()
+        intent = payments.get_payment_intent(self._db, wanted["payment_intent"])
+        dispute = {
+            "object": "dispute",
+            "reason": "fraudulent",
+            "amount": intent["amount"],
+            "currency": intent["currency"],
+        }
+        with ledger.transaction(self._db):
+            self._tell("charge.dispute.updated", wanted | dispute, time.time())
+        return JSONResponse({})
 
     async def _health(self, _: Request) -> Response:
         self._db.execute("SELECT 1")
