@@ -435,6 +435,8 @@ def _finish(
 
     Raises `Undecided` for what is up to the provider; what has failed under the key of the doubt is decided.
     """
+    # the effect's own first: what another key has done is another effect's, too
+    found = sorted(found, key=lambda thing: thing["metadata"].get("effect_key") != doubt.idempotency_key)
     for thing in found:
         if thing["status"] in done:
             return Happened(_result(thing))

@@ -75,7 +75,8 @@ def mark_failed(session: Session, payment: Payment, code: str, *, is_unknown: bo
         return False
     payment.status, payment.failure = status, code
     told = {"payment_id": payment.id, "code": code, **payment.of_order}
-    publish(session, f"payment.{status}", told, tenant=payment.tenant, app=app)
+    became = "payment.unknown" if is_unknown else "payment.failed"
+    publish(session, became, told, tenant=payment.tenant, app=app)
     return True
 
 
@@ -127,7 +128,10 @@ def capture_payment(
         charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
 
     charge_id = None if charge is None else charge["id"]
-    mark_captured(self.session, payment_id, charge_id, had_failed=had_failed, tenant=self.tenant)
+    if not mark_captured(self.session, payment_id, charge_id, had_failed=had_failed, tenant=self.tenant):
+        noted = self.session.get_one(Payment, (self.tenant, payment_id), populate_existing=True)
+        if noted.charge_id != charge_id:  # under another key, at the same time
+            raise PermanentError(f"payment {payment_id}: charged twice, also as {noted.charge_id}", "charged_twice")
     return {"status": "free" if charge_id is None else "captured", "charge": charge_id}
 
 

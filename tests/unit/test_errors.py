@@ -69,11 +69,12 @@ def test_the_tree_in_the_documentation_is_the_real_one() -> None:
     drawn: dict[str, str | None] = {}
     path: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
-        branch = re.match(r"    ((?:│   |    )*)[├└]── (\w+)", line)
+        branch = re.match(r"    ((?:│   |    )*)[├└]── (\w+(?:, \w+)*)", line)
         if branch is not None:
             depth = len(branch[1]) // 4 + 1
-            path = [*path[:depth], branch[2]]
-            drawn[branch[2]] = path[depth - 1]
+            for name in branch[2].split(", "):
+                path = [*path[:depth], name]
+                drawn[name] = path[depth - 1]
         elif line.strip() == "IdempotencyError":
             path = ["IdempotencyError"]
             drawn["IdempotencyError"] = "Exception"
