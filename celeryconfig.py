@@ -120,6 +120,7 @@ beat_schedule = {
     "recover": {"task": "maintenance.recover", "schedule": _sweep, "options": {"expires": _sweep}},
     "resend": {"task": "maintenance.resend", "schedule": _sweep, "options": {"expires": _sweep}},
     "purge": {"task": "maintenance.purge", "schedule": 600.0, "options": {"expires": 600.0}},
+    "reconcile": {"task": "maintenance.reconcile_provider", "schedule": 86400.0, "options": {"expires": 86400.0}},
     "alert": {"task": "maintenance.alert", "schedule": _sweep, "options": {"expires": _sweep}},
     # Checked every hour, sent once a week, so that it is late rather than missing if beat was down.
     "report": {"task": "maintenance.report", "schedule": 3600.0, "options": {"expires": 3600.0}},

@@ -18,6 +18,7 @@ app = Celery(
             "observer",
             "notifications",
             "support",
+            "reconciliation",
             "maintenance",
         )
     ],

@@ -16,8 +16,9 @@ Only this module decides what an answer means for the operation:
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import stripe
@@ -48,6 +49,20 @@ class Result(TypedDict):
     amount: int
     currency: str
     status: str
+
+
+class Moved(NamedTuple):
+    """Money that a provider says it has moved: a charge, or a refund of one. Amounts are in the minor unit.
+
+    `tenant`, `name`: the payment or the refund as we named it, if we did.
+    """
+
+    id: str
+    charge_id: str
+    amount: int
+    currency: str
+    tenant: str
+    name: str | None
 
 
 class Name(NamedTuple):
@@ -135,6 +150,14 @@ class Gateway(Protocol):
     ) -> Outcome: ...
 
     def name_of(self, charge_id: str) -> Name | None: ...
+
+    def charges(self, since: datetime, until: datetime) -> Iterator[Moved]: ...
+
+    def refunds(self, since: datetime, until: datetime) -> Iterator[Moved]: ...
+
+    def charge(self, charge_id: str) -> Moved | None: ...
+
+    def refunded(self, refund_id: str) -> Moved | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +333,35 @@ class StripeGateway:
         payment_id = metadata.get("purchase_id")
         return None if payment_id is None else Name(metadata.get("tenant", DEFAULT), payment_id)
 
+    def charges(self, since: datetime, until: datetime) -> Iterator[Moved]:
+        """The charges of a time. Raises what a call raises: an incomplete list says nothing."""
+        listing = {"created": {"gte": int(since.timestamp()), "lt": int(until.timestamp())}, "limit": 100}
+        for intent in self._ask(lambda client: _all(client.v1.payment_intents.list(listing))):  # type: ignore[arg-type]
+            if intent["status"] in CAPTURED:
+                yield _moved(intent, intent["id"], "purchase_id")
+
+    def refunds(self, since: datetime, until: datetime) -> Iterator[Moved]:
+        """The refunds of a time that have not failed. Raises what a call raises: an incomplete list says nothing."""
+        listing = {"created": {"gte": int(since.timestamp()), "lt": int(until.timestamp())}, "limit": 100}
+        for refund in self._ask(lambda client: _all(client.v1.refunds.list(listing))):  # type: ignore[arg-type]
+            if refund["status"] in REFUNDED:
+                yield _moved(refund, refund["payment_intent"], "refund_id")
+
+    def charge(self, charge_id: str) -> Moved | None:
+        """A charge by its id; None if there is none, or nothing was charged."""
+        return self._moved(lambda client: client.v1.payment_intents.retrieve(charge_id), CAPTURED, "purchase_id")
+
+    def refunded(self, refund_id: str) -> Moved | None:
+        """A refund by the provider's id; None if there is none, or it has failed."""
+        return self._moved(lambda client: client.v1.refunds.retrieve(refund_id), REFUNDED, "refund_id")
+
+    def _moved(self, request: Callable[[stripe.StripeClient], Any], done: frozenset[str], field: str) -> Moved | None:
+        try:
+            found = self._call(request).to_dict()
+        except PermanentError:
+            return None
+        return _moved(found, found.get("payment_intent", found["id"]), field) if found["status"] in done else None
+
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         self._connection().http.close()
@@ -450,6 +502,18 @@ def _finish(
     if ended and not undecided:
         return DidNotHappen()
     return StillUnknown(ask_again=lag if lag > 0 else None)
+
+
+def _moved(thing: dict[str, Any], charge_id: str, field: str) -> Moved:
+    metadata = thing["metadata"] or {}
+    return Moved(
+        thing["id"],
+        charge_id,
+        thing["amount"],
+        thing["currency"].upper(),
+        metadata.get("tenant", DEFAULT),
+        metadata.get(field),
+    )
 
 
 def _refusal(thing: dict[str, Any]) -> StoredRefusal:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import alarms, alerts, maintenance, reports
 
-from . import app
+from . import app, reconciliation
 
 
 @app.task(name="maintenance.recover")
@@ -24,6 +26,13 @@ def resend_outbox() -> int:
 def purge() -> int:
     """Delete what is past its retention; returns how many operations."""
     return maintenance.purge(app)
+
+
+@app.task(name="maintenance.reconcile_provider")
+def reconcile_provider() -> int:
+    """Compare the last days of the provider with the ledger; returns how many objects differ."""
+    until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
+    return len(reconciliation.reconcile(until - reconciliation.WINDOW, until))
 
 
 @app.task(name="maintenance.alert")

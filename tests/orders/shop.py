@@ -112,10 +112,10 @@ class Shop:
             replay(self.app, letter, ANN)
 
     @contextmanager
-    def operating(self) -> Iterator[None]:
-        """With the rights of an operator."""
+    def operating(self, role: str = OPERATOR) -> Iterator[None]:
+        """With the rights of an operator, or of another role."""
         url = self.app.conf.idempotency_database_url
-        self._connect(url_of(OPERATOR, url))
+        self._connect(url_of(role, url))
         try:
             yield
         finally:

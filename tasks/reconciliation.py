@@ -1,0 +1,167 @@
+"""Reconciling: what the provider says it has moved, against our ledger; each difference is a dead letter that names both sides.
+
+A difference is looked at by an operation of its own, which asks both sides again: a letter that is replayed after it was
+mended completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask, PermanentError
+from idempotency.application import runtime_of
+
+from . import app
+from .gateway import Moved
+from .outside import gateway
+
+Kind = Literal["charge", "refund"]
+
+# What is younger may still be on its way to our ledger: the longest that an operation takes which is not in doubt.
+SETTLED_AFTER = timedelta(hours=1)
+WINDOW = timedelta(days=3)
+
+# What the ledger has of a payment or a refund under the id that it has at the provider.
+_OURS = {
+    "charge": """
+        SELECT p.tenant, p.id AS name, p.charge_id AS id, l.amount, l.currency FROM payments p
+        JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'capture', p.id)
+        WHERE p.charge_id IS NOT NULL AND {condition}""",
+    "refund": """
+        SELECT p.tenant, p.id AS name, p.provider_refund_id AS id, l.amount, l.currency FROM refunds p
+        JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'refund', p.id)
+        WHERE p.status = 'refunded' AND {condition}""",
+}
+_BY_NAME = {kind: text(query.format(condition="(p.tenant, p.id) = (:tenant, :name)")) for kind, query in _OURS.items()}
+_OF_TIME = {
+    kind: text(query.format(condition="p.created_at >= :since AND p.created_at < :until")).execution_options(
+        yield_per=1000
+    )
+    for kind, query in _OURS.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One object of which the provider and our ledger say different things; None: that side has nothing."""
+
+    kind: Kind
+    tenant: str
+    id: str
+    name: str | None
+    provider: str | None
+    ledger: str | None
+
+    def __str__(self) -> str:
+        said, posted = self.provider or "nothing", self.ledger or "nothing"
+        return f"{self.kind} {self.id} of {self.name or 'no payment of ours'}: the provider has {said}, the ledger {posted}"
+
+
+def differences(session: Session, since: datetime, until: datetime) -> Iterator[Difference]:
+    """Compare what was moved in a time, both ways. Raises what the gateway raises."""
+    for kind in ("charge", "refund"):
+        listed = {moved.id: moved for moved in _moved(kind, since, until)}
+        for moved in listed.values():
+            if (found := _compare(kind, moved, _ours(session, kind, moved.tenant, _name_of(kind, moved)))) is not None:
+                yield found
+        for row in session.execute(_OF_TIME[kind], {"since": since, "until": until}):
+            # created here in this time, there perhaps later
+            if row.id not in listed and (found := _compare(kind, _look_up(kind, row.id), row)) is not None:
+                yield found
+
+
+def _compare(kind: Kind, moved: Moved | None, ours: Any) -> Difference | None:
+    theirs = None if moved is None else f"{moved.amount} {moved.currency}"
+    posted = None if ours is None else f"{ours.amount} {ours.currency.upper()}"
+    if moved is not None and ours is not None and ours.id != moved.id:
+        posted = f"{posted} as {ours.id}"  # the payment has another charge
+    if theirs == posted:
+        return None
+    if moved is not None:
+        return Difference(kind, moved.tenant, moved.id, _name_of(kind, moved), theirs, posted)
+    return Difference(kind, ours.tenant, ours.id, ours.name, theirs, posted)
+
+
+def _name_of(kind: Kind, moved: Moved) -> str | None:
+    """Our name of what was moved; a refund that somebody has made at the provider is written down under the provider's."""
+    return f"stripe-{moved.id}" if kind == "refund" and moved.name is None else moved.name
+
+
+def _moved(kind: Kind, since: datetime, until: datetime) -> Iterator[Moved]:
+    return gateway.charges(since, until) if kind == "charge" else gateway.refunds(since, until)
+
+
+def _look_up(kind: Kind, id: str) -> Moved | None:
+    return gateway.charge(id) if kind == "charge" else gateway.refunded(id)
+
+
+def _ours(session: Session, kind: Kind, tenant: str, name: str | None) -> Any:
+    return session.execute(_BY_NAME[kind], {"tenant": tenant, "name": name}).one_or_none()
+
+
+@app.task(base=IdempotentTask, bind=True, name="payments.check_difference", key="{difference}")
+def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str, name: str | None) -> dict[str, Any]:
+    """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ."""
+    moved = _look_up(kind, id)  # before the transaction begins
+    found = _compare(kind, moved, _ours(self.session, kind, self.tenant, name))
+    if found is not None:
+        raise PermanentError(str(found), "ledger_differs")
+    return {"agrees": True}
+
+
+def reconcile(since: datetime, until: datetime) -> list[Difference]:
+    """Compare, and enqueue an operation for each difference: the same one again is the same operation."""
+    with Session(runtime_of(app).engine) as session:
+        found = list(differences(session, since, until))
+    for each in found:
+        sides = sha256(json.dumps([each.provider, each.ledger]).encode()).hexdigest()[:12]
+        with Session(runtime_of(app).engine) as session, session.begin():
+            about = {"kind": each.kind, "id": each.id, "name": each.name}
+            check_difference.enqueue(session, difference=f"{each.kind}:{each.id}:{sides}", **about, tenant=each.tenant)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reconcile, show the differences, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.reconciliation", description=__doc__)
+    parser.add_argument(
+        "--days", type=float, default=WINDOW / timedelta(days=1), help="how far back (default: %(default)g)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
+    given = parser.parse_args(arguments)
+    if not 0 < given.days <= 3650:
+        parser.error(f"--days: must be above 0 and at most 3650, got {given.days:g}")
+    until = datetime.now(UTC) - SETTLED_AFTER
+    console = Console(stderr=True)
+    found: list[Difference] = []
+    days = [(until - timedelta(days=given.days) + timedelta(days=n)) for n in range(int(-(-given.days // 1)))]
+    for since in track(days, "days compared", console=console, disable=given.json):
+        found += reconcile(since, min(since + timedelta(days=1), until))
+    if given.json:
+        print(json.dumps([asdict(each) for each in found], indent=1))  # noqa: T201
+        return 1 if found else 0
+    if not found:
+        Console().print("The provider and the ledger agree.")
+        return 0
+    table = Table("what", "tenant", "at the provider", "ours", "provider has", "ledger has")
+    for each in found:
+        table.add_row(each.kind, each.tenant, each.id, each.name or "–", each.provider or "–", each.ledger or "–")
+    Console().print(table)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
