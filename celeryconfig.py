@@ -61,7 +61,7 @@ if not broker_url.startswith("amqp"):
     broker_transport_options = {"visibility_timeout": environment.broker_visibility_timeout}
 
 task_queues: list[Queue] = [
-    quorum_queue(name) for name in ("payments", "refunds", "orders", "notifications", "maintenance")
+    quorum_queue(name) for name in ("payments", "refunds", "orders", "notifications", "webhooks", "maintenance")
 ]
 task_default_queue = "payments"
 task_default_exchange = EXCHANGE
@@ -79,6 +79,7 @@ task_routes = {
     "observer.*": {"queue": "orders"},
     "notifications.*": {"queue": "notifications"},
     "support.*": {"queue": "notifications"},
+    "webhooks.*": {"queue": "webhooks"},  # customers' servers may be slow
     "maintenance.*": {"queue": "maintenance"},
 }
 

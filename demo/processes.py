@@ -16,7 +16,7 @@ from pathlib import Path
 from services import process
 
 ROOT = Path(__file__).parent.parent
-QUEUES = "payments,refunds,orders,notifications"
+QUEUES = "payments,refunds,orders,notifications,webhooks"
 # Of every tenant's operations, and so with the rights of a relay.
 MAINTENANCE = "maintenance"
 # Pool processes per worker; external calls mostly wait.

@@ -17,6 +17,7 @@ app = Celery(
             "returns",
             "observer",
             "notifications",
+            "webhooks",
             "support",
             "reconciliation",
             "maintenance",

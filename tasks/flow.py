@@ -25,6 +25,8 @@ class Event:
 
 # Listens to everything, for people.
 WATCH = "observer.watch"
+# Posts to customers what they have registered for.
+POST = "webhooks.fan_out"
 
 PLACEMENT: dict[str, Event] = {
     # placing an order
@@ -36,18 +38,20 @@ PLACEMENT: dict[str, Event] = {
     "stock.confirmed": Event(("warehouse",), ("orders.request_payment", WATCH), undone_by="stock.released"),
     "order.pending_payment": Event(("orders",), ("payments.charge_order", WATCH), undone_by="order.cancelled"),
     "payment.captured": Event(
-        ("payments",), ("orders.mark_paid", "notifications.send_notification", WATCH), undone_by="payment.refunded"
+        ("payments",),
+        ("orders.mark_paid", "notifications.send_notification", POST, WATCH),
+        undone_by="payment.refunded",
     ),
-    "order.paid": Event(("orders",), ("warehouse.reserve_stock", WATCH), undone_by="order.cancelled"),
+    "order.paid": Event(("orders",), ("warehouse.reserve_stock", POST, WATCH), undone_by="order.cancelled"),
     "stock.reserved": Event(("warehouse",), ("orders.process_order", WATCH), undone_by="stock.released"),
     # why there is none
     "stock.unavailable": Event(("warehouse",), ("orders.cancel_out_of_stock", WATCH)),
     "payment.failed": Event(("payments",), ("orders.cancel_unpaid", "support.open_case", WATCH)),
     "order.cancellation_requested": Event(("checkout",), ("orders.cancel_on_request", WATCH)),
     # undoing it
-    "order.cancelled": Event(("orders",), ("payments.cancel_payment", "warehouse.release_stock", WATCH)),
+    "order.cancelled": Event(("orders",), ("payments.cancel_payment", "warehouse.release_stock", POST, WATCH)),
     "stock.released": Event(("warehouse",), (WATCH,)),
-    "payment.refunded": Event(("refunds",), ("notifications.send_notification", WATCH)),
+    "payment.refunded": Event(("refunds",), ("notifications.send_notification", POST, WATCH)),
     # payments in doubt
     "payment.unknown": Event(("payments",), ("support.open_case", WATCH)),
     "payment.recovered": Event(("payments",), ("support.open_case", WATCH)),

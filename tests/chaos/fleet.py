@@ -34,7 +34,7 @@ WATCH = 0.1
 
 WORKER, RELAY, BEAT, CALLER, EDGE = "worker", "relay", "beat", "caller", "edge"
 SHOP_WORKER, SHOP_RELAY = "shop-worker", "shop-relay"
-SHOP_WORKERS, SHOP_QUEUES = 2, "payments,refunds,orders,notifications"
+SHOP_WORKERS, SHOP_QUEUES = 2, "payments,refunds,orders,notifications,webhooks"
 # The first of each begins with the old code.
 DEPLOYED = (WORKER, RELAY)
 

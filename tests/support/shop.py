@@ -61,7 +61,7 @@ class Shop:
         stack.callback(close_runtime, tasks.app)
         self.processes = Processes({**os.environ, "PYTHONPATH": os.getcwd()})
         stack.callback(self.processes.kill_all)
-        queues = "payments,refunds,orders,notifications,maintenance"
+        queues = "payments,refunds,orders,notifications,webhooks,maintenance"
         self.worker = self.processes.worker("--concurrency", "4", "-Q", queues, app="tasks")
         stop = threading.Event()
         periodic = lambda: (recover(tasks.app), None)[1]  # noqa: E731

@@ -85,7 +85,10 @@ def test_each_process_logs_in_as_its_role_and_none_as_a_superuser() -> None:
 
 def test_the_queue_of_the_maintenance_has_a_worker_of_its_own() -> None:
     queues = {name: SERVICES[name]["command"][-1 if name == "worker" else -2] for name in ("worker", "maintenance")}
-    assert queues == {"worker": "--queues=payments,refunds,orders,notifications", "maintenance": "--queues=maintenance"}
+    assert queues == {
+        "worker": "--queues=payments,refunds,orders,notifications,webhooks",
+        "maintenance": "--queues=maintenance",
+    }
 
 
 def test_what_is_kept_is_declared() -> None:

@@ -103,7 +103,7 @@ def test_those_who_listen_to_payments_of_orders_hear_of_no_others(
     subscriptions: list[tuple[str, str, list[str], list[str]]],
 ) -> None:
     """A payment without an order costs no row for each service that handles orders."""
-    of_all = {"notifications", "support"}
+    of_all = {"notifications", "support", "webhooks"}
     for task, consumer, patterns, having in subscriptions:
         if any(pattern.startswith(("payment", "*")) for pattern in patterns) and consumer not in of_all:
             assert having == ["order_id"], task
