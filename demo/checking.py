@@ -19,7 +19,7 @@ from sandbox import ledger
 
 CAPTURE, REFUND = "payments.capture_payment", "refunds.refund_payment"
 # The event consumers' tasks, keyed by event id.
-MAIL, SUPPORT = "notifications.send_notification", "support.open_case"
+MAIL, SUPPORT, WEBHOOKS = "notifications.send_notification", "support.open_case", "webhooks.fan_out"
 # The final statuses of a business row, and the record's status for each.
 ENDS = {
     "captured": "completed",
@@ -322,6 +322,7 @@ class _Check:
                 self.verdict.add("lost", about, f"notification: {found}")
             else:
                 self._handled(MAIL, notification.event_id, about)
+                self._handled(WEBHOOKS, notification.event_id, about)
 
     def _case(self, payment_id: str, payment: Payment) -> None:
         case, failed = self.books.cases.get(payment_id), payment.status in ("failed", "unknown")

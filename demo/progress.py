@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from sqlalchemy import Connection, Engine, text
 
-from demo.checking import CAPTURE, MAIL, REFUND, SUPPORT
+from demo.checking import CAPTURE, MAIL, REFUND, SUPPORT, WEBHOOKS
 
 # Seconds between lines without a terminal.
 PLAIN_SECONDS = 5.0
@@ -141,7 +142,7 @@ class Counter:
 
 def count_payments(connection: Connection) -> Counts:
     """How far payments and refunds have come."""
-    ended, completed = (dict.fromkeys((CAPTURE, REFUND, MAIL, SUPPORT), 0) for _ in range(2))
+    ended, completed = defaultdict[str, int](int), defaultdict[str, int](int)  # by task
     still_open = 0
     for task, has_ended, is_completed, number in connection.execute(_COUNT):
         if has_ended:
@@ -154,9 +155,9 @@ def count_payments(connection: Connection) -> Counts:
         refunds=ended[REFUND],
         mails=ended[MAIL],
         completed=completed[CAPTURE] + completed[REFUND],
-        events_handled=ended[MAIL] + ended[SUPPORT],
-        # every purchase causes an event, captured or failed; only completed refunds do
-        events_expected=ended[CAPTURE] + completed[REFUND],
+        events_handled=ended[MAIL] + ended[SUPPORT] + ended[WEBHOOKS],
+        # every purchase causes an event, captured or failed; only completed refunds do; webhooks are of what is completed
+        events_expected=ended[CAPTURE] + completed[REFUND] + completed[CAPTURE] + completed[REFUND],
         open=still_open,
         pending=connection.scalar(_PENDING) or 0,
     )

@@ -15,6 +15,7 @@ import ssl
 import threading
 from dataclasses import dataclass
 from email.header import Header
+from email.mime.multipart import MIMEMultipart
 from email.mime.text import MIMEText
 from email.policy import compat32
 from email.utils import formatdate
@@ -106,15 +107,20 @@ class Mailer:
         digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
         return f"<{digest[:40]}@{self._domain}>"
 
-    def send(self, recipient: str, subject: str, body: str, *, idempotency_key: str) -> dict[str, Any]:
-        """Send one e-mail and return its `message_id`.
+    def send(
+        self, recipient: str, subject: str, body: str, html: str | None = None, *, idempotency_key: str
+    ) -> dict[str, Any]:
+        """Send one e-mail, as text or also as HTML, and return its `message_id`.
 
         Raises `Defer` if the server is unavailable or answers 4xx, `PermanentError` if it answers 5xx or a field is
         malformed, and `MailError` if the connection broke after the message was sent.
         """
         _check(recipient, subject)
-        plain = body.isascii() and max(map(len, body.splitlines()), default=0) <= MAX_LINE
-        message = MIMEText(body, "plain", "us-ascii" if plain else "utf-8", policy=_WIRE)
+        message: MIMEText | MIMEMultipart = _part(body, "plain")
+        if html is not None:
+            # the same in every attempt, as the Message-ID is; the last part is the one that is preferred (RFC 2046, 5.1.4)
+            boundary = hashlib.sha256(f"boundary {idempotency_key}".encode()).hexdigest()
+            message = MIMEMultipart("alternative", boundary, [message, _part(html, "html")], policy=_WIRE)
         message["From"] = self._sender
         message["To"] = recipient
         message.add_header("Subject", subject if subject.isascii() else Header(subject, "utf-8").encode())
@@ -205,6 +211,11 @@ class Mailer:
             raise MailError("mail server closed the connection during the message; it may have been accepted") from None
         if code >= 300:
             _refused(code, "message")
+
+
+def _part(text: str, kind: Literal["plain", "html"]) -> MIMEText:
+    is_plain = text.isascii() and max(map(len, text.splitlines()), default=0) <= MAX_LINE
+    return MIMEText(text, kind, "us-ascii" if is_plain else "utf-8", policy=_WIRE)
 
 
 def _check(recipient: str, subject: str) -> None:

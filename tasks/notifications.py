@@ -11,6 +11,7 @@ from idempotency import IdempotentTask, Operation, PermanentError, subscribe
 from . import app
 from .models import Notification
 from .outside import mailer
+from .templates import render
 from .tenants import domain
 
 
@@ -52,7 +53,7 @@ def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, 
     recipient = f"customer-{event['data']['customer_id']}@{domain(self.tenant)}"
     body = f"{subject}, {_concerns(event['data'])}\n"
 
-    sent: dict[str, Any] = self.effect("mail", mailer.send, recipient, subject, body)
+    sent: dict[str, Any] = self.effect("mail", send, recipient, subject, body)
 
     message_id = sent["message_id"]
     self.session.merge(
@@ -66,6 +67,13 @@ def send_notification(self: IdempotentTask, event: dict[str, Any]) -> dict[str, 
         )
     )
     return {"message_id": message_id}
+
+
+def send(recipient: str, subject: str, summary: str, *, idempotency_key: str) -> dict[str, Any]:
+    """Send it as text and HTML. The texts are no arguments of the effect: they may change between two attempts, by a deploy."""
+    shop = recipient.rpartition("@")[2]
+    text, html = render("notification", subject=subject, summary=summary.strip(), shop=shop)
+    return mailer.send(recipient, subject, text, html, idempotency_key=idempotency_key)
 
 
 def _concerns(data: dict[str, Any]) -> str:

@@ -8,17 +8,20 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from email import message_from_bytes, policy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult
+from jinja2 import UndefinedError
 
 from idempotency import Defer, PermanentError
 from sandbox import ledger, process
 from sandbox.process import Sandbox
 from tasks.mail import Mailer, MailError, MailServer
+from tasks.templates import render
 from tests.support.certificates import certificate_for
 
 SENDER = "shop@shop.example"
@@ -314,3 +317,33 @@ def test_an_unusable_address_is_refused_without_being_shown(url: str, why: str) 
     with pytest.raises(ValueError, match=f"SMTP_URL: {why}") as refused:
         MailServer.at(url)
     assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:Requiring AUTH while not requiring TLS")
+def test_html_is_an_alternative_to_the_text_and_every_attempt_sends_the_same(certificate: Path) -> None:
+    guarded = Guarded(certificate, "none")
+    guarded.controller.start()
+    try:
+        server = MailServer("127.0.0.1", guarded.port, "none", "shop", "geheim/1")
+        with closing(Mailer(server, sender=SENDER)) as mailer:
+            for _ in range(2):
+                mailer.send("a@shop.example", "Zoë", "text: ü\n", "<p>html: ü</p>\n", idempotency_key="k")
+    finally:
+        guarded.controller.stop()
+    first, second = (message_from_bytes(mail, policy=policy.default) for mail in guarded.mails)
+    assert first.get_content_type() == "multipart/alternative"
+    parts = [(part.get_content_type(), part.get_content()) for part in first.iter_parts()]
+    assert parts == [("text/plain", "text: ü\n"), ("text/html", "<p>html: ü</p>\n")]
+    assert (first["Subject"], first["Message-ID"]) == ("Zoë", second["Message-ID"])
+    del first["Date"], second["Date"]
+    assert first.as_bytes() == second.as_bytes()
+
+
+def test_what_a_customer_has_written_is_text_in_the_html() -> None:
+    given = {"subject": "s", "summary": "<script>alert('1')</script> & more", "shop": "shop.example"}
+    text, html = render("notification", **given)
+    assert text == "Hello,\n\n<script>alert('1')</script> & more\n\nshop.example\n"
+    assert "<script>" not in html
+    assert "&lt;script&gt;alert(&#39;1&#39;)&lt;/script&gt; &amp; more" in html
+    with pytest.raises(UndefinedError):
+        render("notification", subject="s", summary="s")

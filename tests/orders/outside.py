@@ -101,6 +101,8 @@ class Mailer:
     def __init__(self) -> None:
         self.sent: dict[str, tuple[str, str, str]] = {}
 
-    def send(self, recipient: str, subject: str, body: str, *, idempotency_key: str) -> Mapping[str, Any]:
+    def send(
+        self, recipient: str, subject: str, body: str, html: str | None = None, *, idempotency_key: str
+    ) -> Mapping[str, Any]:
         self.sent[idempotency_key] = (recipient, subject, body)
         return {"message_id": f"<{idempotency_key}>"}

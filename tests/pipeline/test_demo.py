@@ -15,7 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from demo.checking import CAPTURE, MAIL, REFUND, SUPPORT, Books, Notification, Payment, Posting, Record, Refund, check
+from demo.checking import (
+    CAPTURE,
+    MAIL,
+    REFUND,
+    SUPPORT,
+    WEBHOOKS,
+    Books,
+    Notification,
+    Payment,
+    Posting,
+    Record,
+    Refund,
+    check,
+)
 from demo.faults import PROVIDER_FAULTS
 from demo.input import InputError, Intake, Line
 from demo.order_rules import SCARCE, Rules
@@ -275,7 +288,11 @@ def books(
         cases={},
         records={
             key: Record("completed", None)
-            for key in ((CAPTURE, "p-1"), (REFUND, "r-1"), *((MAIL, event_id) for event_id in told.values()))
+            for key in (
+                (CAPTURE, "p-1"),
+                (REFUND, "r-1"),
+                *((task, event_id) for task in (MAIL, WEBHOOKS) for event_id in told.values()),
+            )
         },
         provider=ledger.read(directory),
         mails=ledger.read_mail(directory),
@@ -347,8 +364,9 @@ def test_the_check_sees_a_doubled_posting_and_unbalanced_accounts(tmp_path: Path
 def test_the_check_sees_an_event_that_was_not_handled(tmp_path: Path) -> None:
     agreeing = books(tmp_path)
     assert check(dataclasses.replace(agreeing, notifications={})).lost == 2
-    records = {id: record for id, record in agreeing.records.items() if id != (MAIL, "event-1")}
-    assert check(dataclasses.replace(agreeing, records=records)).lost == 1
+    for task in (MAIL, WEBHOOKS):
+        records = {id: record for id, record in agreeing.records.items() if id != (task, "event-1")}
+        assert check(dataclasses.replace(agreeing, records=records)).lost == 1
     records = dict(agreeing.records) | {(SUPPORT, "event-3"): Record("completed", None)}
     assert check(dataclasses.replace(agreeing, records=records)).discrepancies
 
