@@ -202,6 +202,8 @@ class Settings(BaseModel):
     message_secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_separated), AfterValidator(_long_enough)] = ()
     # Until then, messages without a signature are run, too: those that were in flight when signing began.
     unsigned_until: AwareDatetime | None = None
+    # Until then, an effect with a `reconcile` asks the provider before its first call: after the restore of a backup.
+    ask_first_until: AwareDatetime | None = None
 
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other
     # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.

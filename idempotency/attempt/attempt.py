@@ -56,6 +56,8 @@ class Attempt:
         # The effects that the body has reached: asked about once more before the operation fails.
         self.calls: dict[str, effects.Call] = {}
         self.moved_on: set[str] = set()
+        # Effects of which the provider was asked before their first call, after the restore of a backup.
+        self.asked_first: set[str] = set()
         # Set for a last look: the body runs only to finish what has happened outside, and may begin nothing new.
         self.ends_as: PermanentError | None = None
         self.stopped = False

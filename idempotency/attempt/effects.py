@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import (
@@ -149,6 +150,9 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
     if not repeated:
         attempt.check_may_begin()
         entry = _begin(attempt, call, number=attempt.first_number if entry is None else _next_number(entry))
+        if call.reconcile is not None and call.name not in attempt.asked_first and _asks_first(attempt):
+            attempt.asked_first.add(call.name)
+            return _perform(attempt, call, entry)
     assert entry is not None
     attempt.check_lease()
     crash_point("effect.begun")
@@ -170,6 +174,12 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
         raise
     crash_point("effect.called")
     return _record(attempt, call.name, result)
+
+
+def _asks_first(attempt: Attempt) -> bool:
+    """Whether the provider may know of calls that this database has forgotten."""
+    until = attempt.runtime.settings.ask_first_until
+    return until is not None and datetime.now(UTC) < until
 
 
 def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) -> Answer:

@@ -21,6 +21,7 @@ from .settings import (
     check_celery_settings,
     check_content,
     check_pool_size,
+    check_restored,
     check_schedule,
     check_webhooks,
     read_settings,
@@ -70,7 +71,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
     if given is not None:
         findings += [*check_retentions(tasks, given), *check_providers(tasks, given), *check_signatures(app, given)]
         findings += check_longest_runs(app, tasks, given)
-        findings += check_webhooks(given)
+        findings += [*check_webhooks(given), *check_restored(given)]
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
     is_rabbitmq, found = check_broker_settings(app)
     findings += found

@@ -76,6 +76,14 @@ def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
     return findings
 
 
+def check_restored(given: Settings) -> list[Finding]:
+    """Whether providers are asked first, which costs a question for each call."""
+    if given.ask_first_until is None:
+        return []
+    found = f"{given.ask_first_until.isoformat()}: until then the provider is asked before each first call"
+    return [warning("idempotency_ask_first_until", found, "meant for the days after a restore; remove it then")]
+
+
 def check_webhooks(given: Settings) -> list[Finding]:
     """Exceptions from the rule that webhooks go to public addresses."""
     if not given.webhook_allowed_hosts:
