@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from tests.support.processes import Processes, eventually
 class Shop:
     """The application in this process and in one worker, and what the outside world has seen."""
 
-    def __init__(self, stack: ExitStack, database: str, environment: dict[str, str], data: Path) -> None:
-        self.provider = stack.enter_context(sandbox_process.running("provider", data / "provider"))
+    def __init__(
+        self, stack: ExitStack, database: str, environment: dict[str, str], data: Path, of_provider: Sequence[str] = ()
+    ) -> None:
+        self.provider = stack.enter_context(sandbox_process.running("provider", data / "provider", *of_provider))
         mail = stack.enter_context(sandbox_process.running("mail", data / "mail"))
         carrier = stack.enter_context(sandbox_process.running("carrier", data / "carrier"))
         self.data = data
@@ -117,8 +119,10 @@ class Shop:
 
 
 @contextmanager
-def running(servers: services.Services, template: str, data: Path) -> Iterator[Shop]:
-    """The shop on a copy of the template database."""
+def running(
+    servers: services.Services, template: str, data: Path, *, of_provider: Sequence[str] = ()
+) -> Iterator[Shop]:
+    """The shop on a copy of the template database. `of_provider`: options of the provider's sandbox."""
     name = f"shop_{uuid4().hex[:8]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
@@ -127,4 +131,4 @@ def running(servers: services.Services, template: str, data: Path) -> Iterator[S
     admin.dispose()
     with ExitStack() as stack:
         stack.callback(servers.drop_database, name)
-        yield Shop(stack, database, servers.environment(), data)
+        yield Shop(stack, database, servers.environment(), data, of_provider)

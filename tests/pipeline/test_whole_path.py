@@ -1,0 +1,123 @@
+"""One payment on its whole way, every hop doubled: from HTTP to the provider, back by webhook, on to the customer and the mail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from celery import Celery
+from sqlalchemy import text
+from standardwebhooks import Webhook
+
+import services
+from idempotency.application import close_runtime, runtime_of
+from idempotency.operate.webhooks import add_endpoint, enable_endpoint
+from sandbox import ledger
+from tests.support import receiver as receivers
+from tests.support import shop as shops
+from tests.support.operators import ANN
+from tests.support.processes import eventually
+from tests.support.receiver import Answer, Request, accept
+from tests.support.server import Server, api_key, client
+from tests.support.shop import Shop
+
+SECRET = "whsec_of_the_provider"
+UNDECIDED = ("--faults", "undecided=1,decision_ms=300", "--webhook-secret", SECRET)
+
+
+@pytest.mark.long
+def test_every_hop_is_doubled_and_everything_happens_once(
+    servers: services.Services, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = receivers.start(receivers.certificate(tmp_path))
+    once: list[Request] = []
+
+    def refuse_once(request: Request) -> Answer:
+        """The customer's server fails at first."""
+        if request.document["type"] == "webhook.challenge" or once:
+            return accept(request)
+        once.append(request)
+        return 503, {"retry-after": "1"}, b""
+
+    receiver.answer = refuse_once
+    added = {
+        "STRIPE_WEBHOOK_SECRETS": SECRET,
+        "STRIPE_FIRST_POLL": "3600",
+        "IDEMPOTENCY_MESSAGE_SECRETS": "0123456789abcdef0123456789abcdef",
+        "IDEMPOTENCY_WEBHOOK_ALLOWED_HOSTS": "127.0.0.1",
+        "IDEMPOTENCY_WEBHOOK_CA_FILE": str(receiver.ca_file),
+    }
+    for name, value in added.items():
+        monkeypatch.setenv(name, value)
+    server = Server({}, factory="api.application:create_app")
+    of_provider = (*UNDECIDED, "--webhook-url", f"{server.url}/webhooks/stripe")
+    try:
+        with shops.running(servers, template, tmp_path / "shop", of_provider=of_provider) as shop:
+            configured(shop.app, added)
+            server.start(**os.environ, PYTHONPATH=os.getcwd())
+            endpoint = add_endpoint(runtime_of(shop.app), ANN, "acme", url=receiver.url, events=["payment.*"])
+            enable_endpoint(runtime_of(shop.app), ANN, endpoint.id)
+            key = "whole-path"
+            with client(server, api_key(shop.engine, "acme")) as acme:
+                body = {"customer_id": "c1", "amount": 1000, "currency": "EUR"}
+                answers = [acme.post("/payments", json=body, headers={"Idempotency-Key": key}) for _ in range(3)]
+                assert {answer.status_code for answer in answers} == {202}
+                double_messages(shop)
+                eventually(lambda: received(receiver), timeout=60, what="the customer's webhook")
+                double_messages(shop)
+                eventually(lambda: ended(shop), timeout=60, what="the end of the operation")
+                eventually(lambda: quiet(shop), timeout=60, what="quiet")
+
+            charges = [each.id for each in ledger.read(shop.data / "provider").charges]
+            assert len(charges) == 1
+            assert rows(shop, "SELECT status, charge_id FROM payments") == [("captured", charges[0])]
+            assert rows(shop, "SELECT kind, amount FROM ledger") == [("capture", 1000)]
+            assert rows(shop, "SELECT count(*) > 0, bool_and(is_applied) FROM payment_events") == [(True, True)]
+            # refused once, then accepted, under one id
+            assert [request.id for request in receiver.webhooks] == [once[0].id] * 2
+            document = Webhook(endpoint.verifier).verify(receiver.webhooks[-1].body, receiver.webhooks[-1].headers)
+            assert (document["type"], document["data"]["payment_id"]) == ("payment.captured", key)
+            mails = [each for each in ledger.read_mail(shop.data / "mail") if key in each.subject]
+            assert len(mails) == 1
+            assert rows(shop, "SELECT count(*) FROM idempotency.dead_letters") == [(0,)]
+            configured(shop.app, {})
+    finally:
+        server.stop()
+        receiver.close()
+
+
+def configured(app: Celery, environment: dict[str, str]) -> None:
+    """What the environment says, in a process that may have read it before."""
+    close_runtime(app)
+    for name in ("message_secrets", "webhook_allowed_hosts", "webhook_ca_file"):
+        given = environment.get(f"IDEMPOTENCY_{name.upper()}")
+        app.conf.update({f"idempotency_{name}": given or (None if name == "webhook_ca_file" else "")})
+
+
+def double_messages(shop: Shop) -> None:
+    """Have the relay send every message again that is on its way or has arrived."""
+    with shop.engine.begin() as connection:
+        connection.execute(text("UPDATE idempotency.outbox SET status = 'pending' WHERE status = 'published'"))
+
+
+def received(receiver: receivers.Receiver) -> bool:
+    return len(receiver.webhooks) >= 2
+
+
+def ended(shop: Shop) -> bool:
+    return rows(shop, "SELECT status FROM idempotency.records WHERE task = 'payments.capture_payment'") == [
+        ("completed",)
+    ]
+
+
+def quiet(shop: Shop) -> bool:
+    """Whether every message was sent, and every operation has ended."""
+    unsent = "SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'"
+    open_ones = "SELECT count(*) FROM idempotency.records WHERE status NOT IN ('completed', 'failed')"
+    return rows(shop, unsent) == rows(shop, open_ones) == [(0,)]
+
+
+def rows(shop: Shop, query: str) -> list[tuple[object, ...]]:
+    with shop.engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(text(query))]
