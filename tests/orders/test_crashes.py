@@ -15,7 +15,17 @@ from idempotency.application import close_runtime
 from tests.orders.shop import ORDER
 
 DATA = {**ORDER, "order_id": "o1", "checkout_session_id": "cs1", "sku": "s1", "quantity": 2, "payment_id": "o1"}
-TABLES = ("stock_movements", "stock", "reservations", "orders", "ledger", "support_cases", "refunds", "payments")
+TABLES = (
+    "stock_movements",
+    "stock",
+    "reservations",
+    "orders",
+    "ledger",
+    "support_cases",
+    "disputes",
+    "refunds",
+    "payments",
+)
 STOCK = "INSERT INTO stock (sku, available, reserved) VALUES ('s1', {available}, {reserved})"
 RESERVATION = "INSERT INTO reservations (order_id, sku, quantity, status) VALUES ('o1', 's1', 2, 'STOCK_CONFIRMED')"
 PLACED = """

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -27,6 +28,8 @@ from tests.orders.test_reports import slow_order
 from tests.support.edge import within
 
 OLD, NEW = "whsec_old", "whsec_new"
+# `make fuzz` tries more.
+EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 SHARED = f"whsec_{base64.b64encode(b'a secret of 24 bytes ....').decode()}"
 
 
@@ -246,7 +249,7 @@ def test_a_dispute_names_no_payment_and_the_provider_is_asked(shop: Shop, monkey
     )
 
 
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(header=some.text(max_size=200), body=some.binary(max_size=200), stamp=some.text(max_size=30))
 def test_whatever_is_sent_as_a_signature_is_refused_and_nothing_else_is_raised(
     header: str, body: bytes, stamp: str
@@ -270,7 +273,7 @@ OBJECT = some.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     document=JSON
     | some.fixed_dictionaries(
