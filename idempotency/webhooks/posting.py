@@ -25,7 +25,8 @@ from .addresses import Address, Allowed, Resolve, Target, addresses_of, look_up,
 BODY_LIMIT = 4096
 # Seconds. The system's resolver may take half a minute; a thread waits for it instead of the delivery.
 RESOLVE_TIMEOUT = 5.0
-RESOLVERS = 4
+# A name server that hangs holds a thread for half a minute, and must not hold all.
+RESOLVERS = 16
 # Seconds for one address, so that another one may be tried.
 CONNECT_TIMEOUT = 5.0
 # Of one host.
