@@ -37,7 +37,7 @@ TRY_AGAIN = ("55P03", "40P01")
 # What is about operations and messages; the other tables are about people, processes and the schema.
 WORK = (
     *("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside"),
-    *("waiters", "sagas", "saga_steps", "saga_events"),
+    *("waiters", "sagas", "saga_steps", "saga_events", "webhook_deliveries", "webhook_attempts"),
 )
 
 
