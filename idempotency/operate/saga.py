@@ -193,13 +193,17 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
             # its replay would undo a second time; that locks the letter first, too
             letters.close(connection, undo, None)
             record = operations.read_locked(connection, undo)
-            if record is not None and record.status != "failed":
+            if record is not None and record.status not in ("failed", "completed"):  # completed: it was replaced
                 raise ChangeRefused(f"{called(id)}: the undo of {name!r} is {record.status}; wait for its end")
+        if step.kind == "call" and step.of_key is not None:  # it is seen to; nor may a replay finish it now
+            of = OperationId(id.tenant, step.of_task, step.of_key)
+            letters.close(connection, of, None)
+            record = operations.read_locked(connection, of)
+            if step.of_state == "failed" and record is not None and record.status != "failed":
+                raise ChangeRefused(f"{called(id)}: {name!r} is being replayed, and {record.status}; wait for its end")
         saga = saga_changes.locked_stopped(connection, id, at_rest=True)
         if saga.status != COMPENSATING or not saga_changes.undone(connection, id, step):
             raise ChangeRefused(f"{called(id)}: the undo of {name!r} has not failed; look again")
-        if step.kind == "call" and step.of_key is not None:  # it is seen to; nor may a replay finish it now
-            letters.close(connection, OperationId(id.tenant, step.of_task, step.of_key), None)
         saga_changes.go_on(connection, saga.id)
         row = operations.read_locked(connection, id)
         audit(connection, change, "saga_undone", id, row, details={"undone": name})

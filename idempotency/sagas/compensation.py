@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import EffectUnknown, PermanentError, Unfinished
-from ..store import sagas
+from ..store import saga_steps, sagas
 from ..store.answers import error_fields, error_text, permanent_error
 from ..store.saga_steps import Recorded
 from ..wire import results
@@ -32,6 +32,17 @@ def is_needed(journal: Journal) -> bool:
     return any(
         row.state == "begun" or (row.undo is not None and row.state == "done") or _left(journal, row) is not None
         for row in reversed(journal)
+    )
+
+
+def is_over(journal: Journal) -> bool:
+    """Whether all that has to be undone is undone, and only the end is left."""
+    undone = {position for position, undo in journal.undos.items() if undo.state == "done" and not _is_replaced(undo)}
+    return not any(
+        row.state == "begun"
+        or (row.undo is not None and row.state == "done" and row.position not in undone)
+        or _left(journal, row) is not None
+        for row in journal.rows
     )
 
 
@@ -59,7 +70,7 @@ def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
         if row.undo is not None and row.state == "done":
             _undo(attempt, tasks, row)
     attempt.is_undone = True
-    raise _known(reason(attempt.saga))
+    raise final(attempt.saga)
 
 
 def reason(saga: sagas.SagaRow) -> PermanentError:
@@ -68,8 +79,9 @@ def reason(saga: sagas.SagaRow) -> PermanentError:
     return permanent_error(fields["message"], fields["code"])
 
 
-def _known(error: PermanentError) -> PermanentError:
+def final(saga: sagas.SagaRow) -> PermanentError:
     """What a saga ends with once nothing is open: what was unknown has been found out and undone."""
+    error = reason(saga)
     return permanent_error(str(error), sagas.RESOLVED) if error.code in IN_DOUBT else error
 
 
@@ -86,6 +98,11 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
     if undone is None:
         _check_has_ended(attempt, row)
         _begin_undo(attempt, tasks, row)
+    if undone.state == "done" and _is_replaced(undone):
+        # undone is what replaced it, if that does not fail
+        error = error_text("replaced", "it was replaced, and a saga does not know when what replaces it ends")
+        attempt.writes.alone(lambda c: saga_steps.was_replaced(c, attempt.claim, attempt.saga, undone.position, error))
+        undone.state, undone.error = "failed", error
     if undone.state == "failed":
         why = "" if undone.error is None else f": {error_fields(undone.error)['message']}"
         stop(attempt, sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} has failed{why}")
@@ -93,9 +110,13 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
         attempt.wait(1)
 
 
+def _is_replaced(row: Recorded) -> bool:
+    return is_replacement(results.from_text(row.result or "null"))
+
+
 def _check_has_ended(attempt: SagaAttempt, row: Recorded) -> None:
     """Stop at a call that was replaced: what replaces it may still run, and would do again what was undone before."""
-    if row.kind == "call" and is_replacement(results.from_text(row.result or "null")):
+    if row.kind == "call" and _is_replaced(row):
         why = f"the call {row.name!r} was replaced: what replaced it has to be seen to its end, and undone"
         stop(attempt, sagas.NOT_UNDONE, why)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from ..errors import EffectUnknown, Unfinished
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.message import Message
@@ -227,21 +228,28 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation =
 """
 
 
+# A saga that has gone on from the end may have closed it, and what it says now needs a person.
+_REOPEN_LETTER = """
+UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL, reason = %(reason)s, last_error = %(error)s
+WHERE id = (
+    SELECT max(id) FROM idempotency.dead_letters
+    WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s AND source = 'operation'
+    HAVING NOT bool_or(status = 'open'))
+"""
+
+
 def update_open_letter(
     connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str
 ) -> None:
-    """Give a failed operation's open letter the reason of its corrected end, so that it is not replayed for the old one."""
-    connection.exec_driver_sql(
-        _UPDATE_OPEN_LETTER,
-        {
-            "tenant": id.tenant,
-            "task": id.task,
-            "key": id.key,
-            "generation": generation,
-            "reason": reason,
-            "error": end.error,
-        },
-    )
+    """Give a failed operation's open letter the reason of its corrected end, so that it is not replayed for the old one.
+
+    An end in doubt opens it again if it was closed.
+    """
+    fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "generation": generation}
+    fields |= {"reason": reason, "error": end.error}
+    connection.exec_driver_sql(_UPDATE_OPEN_LETTER, fields)
+    if end.code in (EffectUnknown.default_code, Unfinished.default_code):
+        connection.exec_driver_sql(_REOPEN_LETTER, fields)
 
 
 _CLOSE = """

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row
 
 from ..errors import ChangeRefused
 from ..wire.keys import OperationId
-from . import dead_letters
+from . import dead_letters, sagas
 from .record import ROW, named
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ _IS_TRIED_AGAIN = f"SELECT status = 'started' FROM idempotency.records WHERE {RO
 _FAILED_UNDOS = """
 SELECT s.name, s.tenant, s.call_task AS task, s.call_key AS key, r.status, (
     SELECT max(d.id) FROM idempotency.dead_letters d
-    WHERE (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.status = 'open') AS letter
+    WHERE (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.status = 'open'
+      AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')) AS letter
 FROM idempotency.sagas g
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
 LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (s.tenant, s.call_task, s.call_key)
@@ -68,7 +69,9 @@ JOIN idempotency.sagas g ON g.id = s.saga_id
 JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = s.generation AND u.undoes = s.position AND u.state = 'done'
 WHERE d.id = %(letter)s AND s.kind = 'call'
 UNION ALL
-SELECT 'call', d.used_by FROM idempotency.dead_letters d WHERE d.id = %(letter)s AND d.used_by IS NOT NULL
+-- or of an earlier letter of the same operation: its replay has failed, too
+SELECT 'call', other.used_by FROM idempotency.dead_letters d JOIN idempotency.dead_letters other USING (tenant, task, key)
+WHERE d.id = %(letter)s AND other.used_by IS NOT NULL
 ORDER BY 1 DESC LIMIT 1
 """
 
@@ -78,7 +81,9 @@ SELECT coalesce(bool_or((entry.value ->> 'resolved')::boolean) AND bool_and(entr
 FROM idempotency.dead_letters d
 JOIN idempotency.records r USING (tenant, task, key)
 CROSS JOIN jsonb_each(r.effects) entry
-WHERE d.id = %(letter)s AND r.error_code IN ('effect_unknown', 'unfinished')
+WHERE d.id = %(letter)s
+  -- or it is replayed already, and its message could not be published
+  AND (r.error_code IN ('effect_unknown', 'unfinished') OR r.status = 'released' AND r.spent_at = 1)
 """
 
 # The replay of what a saga has gone on from: its first attempt is the last look, which begins nothing.
@@ -108,18 +113,21 @@ WHERE failed.of_call <> '' AND (r.key IS NULL OR entry.value ->> 'state' = 'done
 ORDER BY 1
 """
 
+# A call that may have left something outside; as `error_text` writes it, because jsonb refuses some of what a message may hold.
+_IS_IN_DOUBT = """s.kind = 'call' AND s.state = 'failed'
+    AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"'))"""
+
 # What an undo is of, by its name or by that of the undo, and how far the undo has come.
-_TO_UNDO = """
+_TO_UNDO = f"""
 SELECT g.id AS saga, g.generation, s.position, s.name, u.position AS undo_position, u.state AS undo_state,
-       u.call_task, u.call_key, s.kind, s.call_task AS of_task, s.call_key AS of_key
+       u.call_task, u.call_key, s.kind, s.call_task AS of_task, s.call_key AS of_key,
+       s.state AS of_state
 FROM idempotency.sagas g
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
 LEFT JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = g.generation AND u.undoes = s.position
 WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND (
     s.undo IS NOT NULL AND s.state = 'done'
-    -- which may have left something outside; as `error_text` writes it, because jsonb refuses some of what a message may hold
-    OR s.kind = 'call' AND s.state = 'failed'
-        AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"')))
+    OR {_IS_IN_DOUBT})
 ORDER BY s.position
 """
 
@@ -142,7 +150,8 @@ WHERE {ROW} AND NOT observed AND status IN ('RUNNING', 'COMPENSATING') AND NOT E
     SELECT FROM idempotency.saga_steps s
     WHERE s.saga_id = g.id AND s.generation = coalesce((SELECT generation FROM idempotency.records WHERE {ROW}), g.generation)
       AND (s.state = 'begun' AND s.kind NOT IN ('wait', 'timer')
-        OR (s.undo IS NOT NULL AND s.state = 'done' OR s.kind = 'call' AND s.state = 'failed') AND {_NOT_UNDONE}))
+        OR (s.undo IS NOT NULL AND s.state = 'done' OR {_IS_IN_DOUBT}) AND {_NOT_UNDONE}))
+RETURNING g.id
 """
 _HAS_ENDED = f"""
 SELECT NOT EXISTS (
@@ -191,6 +200,10 @@ def retry(connection: Connection, id: OperationId, *, service: str, app: Celery)
             raise ChangeRefused(
                 f"{id.task} {id.key}: {undo.name!r} has failed and its dead letter is closed; "
                 f"undo it by hand, then say so with --undone"
+            )
+        if undo.status == "completed":
+            raise ChangeRefused(
+                f"{id.task} {id.key}: {undo.name!r} was replaced by another task; see that to its end, then say so with --undone"
             )
         if undo.status == "failed" and (left := left_done(connection, undo.letter)):
             raise ChangeRefused(
@@ -262,7 +275,9 @@ def only_finish(connection: Connection, id: OperationId) -> None:
 
 def end_with_nothing_to_undo(connection: Connection, id: OperationId) -> bool:
     """End a saga that has not begun, or whose message cannot be published. False: it has something to undo."""
-    connection.exec_driver_sql(_END_WITH_NOTHING_TO_UNDO, named(id))
+    ended = connection.exec_driver_sql(_END_WITH_NOTHING_TO_UNDO, named(id)).scalar_one_or_none()
+    if ended is not None:
+        sagas.close_letters(connection, ended)
     has_ended: bool = connection.exec_driver_sql(_HAS_ENDED, named(id)).scalar_one()
     return has_ended
 

@@ -253,3 +253,15 @@ def _fields(claim: Claimed, saga: SagaRow, row: Recorded) -> dict[str, Any]:
     fields = {name: getattr(row, name) for name in _RECORDED}  # `asdict` would copy every value
     fields["entry"] = None if row.entry is None else json.dumps(row.entry)
     return mine(claim) | fields | {"saga": saga.id, "status": saga.status, "generation": claim.generation}
+
+
+_WAS_REPLACED = """
+UPDATE idempotency.saga_steps SET state = 'failed', result = NULL, error = %(error)s
+WHERE saga_id = %(saga)s AND generation = %(generation)s AND position = %(position)s AND kind = 'undo' AND state = 'done'
+"""
+
+
+def was_replaced(connection: Connection, claim: Claimed, saga: SagaRow, position: int, error: str) -> bool:
+    """Note that an undo has left its work to another task, of whose end nobody here is told. False: it is noted."""
+    fields = {"saga": saga.id, "generation": claim.generation, "position": position, "error": error}
+    return bool(connection.exec_driver_sql(_WAS_REPLACED, fields).rowcount)

@@ -152,9 +152,9 @@ SELECT 1 / count(*) FROM ended
 """
 
 # The saga has gone on from these failures, so that nobody may replay them. What may have left something outside stays open.
-# By its record: the letter gives another reason if `on_failed` has failed, too.
+# By its record: the letter gives another reason if `on_failed` has failed, too. One that is being replayed has not failed any more.
 _STAYS = """EXISTS (SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
-    AND r.error_code IN ('effect_unknown', 'unfinished'))"""
+    AND (r.status <> 'failed' OR r.error_code IN ('effect_unknown', 'unfinished')))"""
 _CLOSE_LETTERS = f"""
 UPDATE idempotency.dead_letters d
 SET status = CASE WHEN {_STAYS} THEN 'open' ELSE 'discarded' END,
@@ -280,7 +280,12 @@ def end(connection: Connection, saga: SagaRow, status: str, *, lease: float) -> 
     """
     fields = {"saga": saga.id, "status": status, "was": saga.status, "idle_ms": idle_ms(lease)}
     execute(connection, _END, fields)
-    execute(connection, _CLOSE_LETTERS, {"saga": saga.id})
+    close_letters(connection, saga.id)
+
+
+def close_letters(connection: Connection, saga: Any) -> None:
+    """Close the letters of the calls from whose failure an ended saga has gone on; what is in doubt stays on the list."""
+    execute(connection, _CLOSE_LETTERS, {"saga": saga})
 
 
 def cancel(connection: Connection, id: OperationId, error: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, OperationId, PermanentError
+from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, PermanentError
 from idempotency.errors import CallFailed, ChangeRefused, DiscardRefused, ReplayRefused
 from idempotency.operate import discard
 from idempotency.operate import saga as operate
@@ -28,14 +28,13 @@ from tests.support.operators import ANN, act
 
 
 def is_unpublishable(stage: Stage, task: Any) -> OperationId:
-    """The broker never takes the message of a task. Returns its operation."""
+    """The broker refuses the message of a task that waits to be sent. Returns its operation."""
+    taken = """UPDATE idempotency.outbox
+        SET relayed_until = now() + interval '1 minute', available_at = least(available_at, now())
+        WHERE task = :task AND status = 'pending' RETURNING *"""
     with stage.engine.connect() as connection:
-        of_task = {"task": task.name}
-        reserve = (
-            "UPDATE idempotency.outbox SET relayed_until = now() + interval '1 minute' WHERE task = :task RETURNING *"
-        )
-        row = connection.execute(text(reserve), of_task).one()
-        outbox.give_up(connection, row, error_text("unpublishable", "too large"), service="bank")
+        row = connection.execute(text(taken), {"task": task.name}).one()
+        outbox.give_up(connection, row, error_text("unpublishable", "no queue"), service="bank")
     return OperationId(row.tenant, row.task, row.key)
 
 
