@@ -21,6 +21,7 @@ from idempotency.sagas import saga
 from idempotency.store import outbox
 from idempotency.store.answers import error_text
 from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
 from tests.sagas.test_people import id_of, letter_of, shown
