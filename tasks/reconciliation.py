@@ -71,16 +71,21 @@ class Difference:
 
 
 def differences(session: Session, since: datetime, until: datetime) -> Iterator[Difference]:
-    """Compare what was moved in a time, both ways. Raises what the gateway raises."""
+    """Compare what was moved in a time, both ways. No transaction is open while the provider is asked, nor afterwards.
+
+    Raises what the gateway raises.
+    """
     for kind in ("charge", "refund"):
         listed = {moved.id: moved for moved in _moved(kind, since, until)}
-        for moved in listed.values():
-            if (found := _compare(kind, moved, _ours(session, kind, moved.tenant, _name_of(kind, moved)))) is not None:
-                yield found
-        for row in session.execute(_OF_TIME[kind], {"since": since, "until": until}):
-            # created here in this time, there perhaps later
-            if row.id not in listed and (found := _compare(kind, _look_up(kind, row.id), row)) is not None:
-                yield found
+        found = [
+            _compare(kind, each, _ours(session, kind, each.tenant, _name_of(kind, each))) for each in listed.values()
+        ]
+        ours = session.execute(_OF_TIME[kind], {"since": since, "until": until})
+        unlisted = [row for row in ours if row.id not in listed]
+        session.rollback()
+        # created here in this time, and there perhaps later
+        found += [_compare(kind, _look_up(kind, row.id), row) for row in unlisted]
+        yield from (difference for difference in found if difference is not None)
 
 
 def _compare(kind: Kind, moved: Moved | None, ours: Any) -> Difference | None:
