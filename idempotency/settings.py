@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from ipaddress import ip_network
+from pathlib import Path
 from string import ascii_letters, digits
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -52,6 +53,14 @@ def _web_address(value: SecretStr) -> SecretStr:
     # the address is the only proof that the receiver asks for: in plain text, others could read it
     if address.scheme != "https" and not (address.scheme == "http" and is_loopback(host or "")):
         raise ValueError("must begin with https://, or with http:// on this machine")
+    return value
+
+
+def _keys(value: str) -> str:
+    if "://" in value:
+        _web_address(SecretStr(value))
+    elif not Path(value).is_absolute():
+        raise ValueError("must be an https address, or the absolute path of a file")
     return value
 
 
@@ -205,6 +214,15 @@ class Settings(BaseModel):
     # Until then, an effect with a `reconcile` asks the provider before its first call: after the restore of a backup.
     ask_first_until: AwareDatetime | None = None
 
+    # Who may operate, and approve what others ask for. A file of people that its owner keeps, or the company's OpenID Connect:
+    # the issuer and audience of ID tokens, the issuer's keys (a JWKS, as an https address or a file), and the claim with a
+    # person's groups. Default: the people of `operators add`.
+    people_file: Path | None = None
+    oidc_issuer: str | None = Field(None, min_length=1)
+    oidc_audience: str | None = Field(None, min_length=1)
+    oidc_keys: Annotated[str, AfterValidator(_keys)] | None = None
+    oidc_groups: str = Field("groups", min_length=1)
+
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other
     # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.
     service: Annotated[str, AfterValidator(_service)] = "celery"
@@ -280,6 +298,11 @@ class Settings(BaseModel):
                 f"retention_processes must be above alarm_silence: retention_processes={self.retention_processes} "
                 f"alarm_silence={self.alarm_silence}"
             )
+        oidc = [self.oidc_issuer, self.oidc_audience, self.oidc_keys]
+        if any(oidc) and not all(oidc):
+            raise ValueError("oidc_issuer, oidc_audience and oidc_keys: all of them or none")
+        if self.oidc_issuer and self.people_file:
+            raise ValueError("people_file and oidc_issuer: one of them, or two names may be one person")
         if self.longest_run < self.lease:
             raise ValueError(f"max_run must not be below lease: max_run={self.max_run} lease={self.lease}")
         return self

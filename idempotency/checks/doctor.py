@@ -12,6 +12,7 @@ from ..settings import Settings
 from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_signatures
 from .findings import Finding, Level, warning
+from .people import check_people
 from .postgres import check_database
 from .processes import check_processes
 from .queues import check_declared_queues
@@ -53,6 +54,7 @@ def doctor(app: Celery) -> list[Finding]:
             findings += check_server(
                 "database", "idempotency_database_url", lambda: check_sagas(app, settings), Level.WARNING
             )
+        findings += check_people(settings)
     findings += check_server("broker", "broker_url", lambda: check_broker(app))
     order = list(reversed(Level))
     return sorted(findings, key=lambda finding: order.index(finding.level))

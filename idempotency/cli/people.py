@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from .. import identities
 from ..application import runtime_of
+from ..errors import IdempotencyError
 from ..operate import people as operate
 from ..operate.change import Change
+from ..settings import Settings
 from ..store import people as known
 from .options import AppOption, JsonOption, this_user
 from .terminal import application, console, errors, operators_token, print_json, print_table
@@ -50,13 +54,38 @@ def add_operator(
 @people.command("list")
 def list_operators(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Who has a token, and until when."""
-    with runtime_of(application(app)).autocommit() as connection:
-        rows = [row._asdict() for row in known.operators(connection)]
+    runtime = runtime_of(application(app))
+    if identities.are_outside(runtime.settings):
+        rows = _known_outside(runtime.settings)
+    else:
+        with runtime.autocommit() as connection:
+            rows = [row._asdict() for row in known.operators(connection)]
     if as_json:
         print_json(rows)
     else:
         columns = ("name", "role", "expires_at", "expired", "created_at")
         print_table(*columns, rows=([row[column] for column in columns] for row in rows))
+
+
+def _known_outside(settings: Settings) -> list[dict[str, Any]]:
+    if settings.people_file is None:
+        raise IdempotencyError("operators list: the company knows people, by idempotency_oidc_issuer")
+    found = identities.known_people(settings.people_file)
+    return [
+        {"name": name, "role": person.role, "expires_at": person.until, "expired": person.is_over, "created_at": None}
+        for name, person in found.items()
+    ]
+
+
+@people.command("token")
+def make_token(as_json: JsonOption = False) -> None:
+    """Print a token of your own, once, and its hash, which the owner of idempotency_people_file adds with your name."""
+    token = secrets.token_urlsafe(operate.TOKEN_BYTES)
+    if as_json:
+        print_json({"token": token, "token_sha256": identities.token_hash(token)})
+    else:
+        errors.print(f"token_sha256 = {identities.token_hash(token)}", highlight=False, soft_wrap=True)
+        print(token)  # noqa: T201
 
 
 @people.command("remove")

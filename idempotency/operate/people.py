@@ -1,26 +1,27 @@
 """Operators: adding and removing them, and what their tokens prove.
 
 A token is 256 random bits and is shown once; only its hash is kept. Each change leaves its audit row in its own
-transaction, and so does each refused token. Not promised: anyone who can write to these tables needs no token.
+transaction, and so does each refused token. Who people are can also be known outside (`identities`): then this table
+counts for nothing. Not promised: an admin can add a second identity of their own to it, and anyone who can write to these
+tables needs no token.
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from sqlalchemy import Connection
 
+from .. import identities
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, OperationNotFound
 from ..framework import framework
+from ..identities import Role as Role
 from ..store import people
 from .change import Change, audit
 
-Role = Literal["operator", "admin"]
 TOKEN_BYTES = 32
 # Where commands read the token: an argument would be in the shell's history and in the list of processes.
 TOKEN_VARIABLE = "IDEMPOTENCY_TOKEN"  # noqa: S105
@@ -44,7 +45,7 @@ def add_operator(connection: Connection, change: Change, name: str, role: Role, 
     if not 0 < days <= 366:
         raise ChangeRefused(f"days: a token is valid for 1 to 366 days, got {days}")
     token = secrets.token_urlsafe(TOKEN_BYTES)
-    if not people.add(connection, name, role, token_hash=_hash(token), days=days):
+    if not people.add(connection, name, role, token_hash=identities.token_hash(token), days=days):
         raise ChangeRefused(f"operator {name!r}: exists already; remove it first")
     audit(connection, change, "operator_added", None, None, details={"name": name, "role": role})
     return token
@@ -74,24 +75,32 @@ def authenticate(
     Raises `NotAllowed`, as `NotAuthenticated` if it is no valid token. The refusal's audit row is committed by itself,
     whatever becomes of the caller's transaction. `said`: what it says of the reason; None: there is no row.
     """
-    refusal: type[NotAllowed] = NotAuthenticated
     with runtime.autocommit() as connection:
-        row = people.who(connection, _hash(token or ""))
-        if row is None:
-            why = (
-                f"{TOKEN_VARIABLE}: not set; `{framework().command} operators add` prints one"
-                if not token
-                else f"{TOKEN_VARIABLE}: no operator has this token"
-            )
-        elif row.expired:
-            why = f"{TOKEN_VARIABLE}: the token of {row.name!r} has expired"
-        elif role == "admin" and row.role != "admin":
-            why, refusal = f"{action}: needs the role admin, {row.name!r} is {row.role}", NotAllowed
-        else:
-            return Person(row.name, row.role)
-        if (reason := said(why)) is not None:
-            audit_refusal(connection, row.name if row is not None else "unknown", reason, action=action, letter=letter)
-    raise refusal(why)
+        person, why = _known(connection, runtime, token)
+        refusal: NotAllowed | None = None if why is None else NotAuthenticated(f"{TOKEN_VARIABLE}: {why}")
+        if person is not None and refusal is None:
+            if role == "operator" or person.role == "admin":
+                return person
+            refusal = NotAllowed(f"{action}: needs the role admin, {person.name!r} is {person.role}")
+        if (reason := said(str(refusal))) is not None:
+            audit_refusal(connection, person.name if person else "unknown", reason, action=action, letter=letter)
+    assert refusal is not None
+    raise refusal
+
+
+def _known(connection: Connection, runtime: Runtime, token: str | None) -> tuple[Person | None, str | None]:
+    """Whose token it is, and why it counts for nothing, if so."""
+    if identities.are_outside(runtime.settings):
+        if not token:
+            return None, "not set"
+        try:
+            return Person(*identities.identify(runtime.settings, token)), None
+        except NotAuthenticated as refusal:
+            return None, str(refusal)
+    row = people.who(connection, identities.token_hash(token or ""))
+    if row is not None:
+        return Person(row.name, row.role), f"the token of {row.name!r} has expired" if row.expired else None
+    return None, "no operator has this token" if token else f"not set; `{framework().command} operators add` prints one"
 
 
 def audit_refusal(connection: Connection, who: str, why: str, *, action: str, letter: int | None = None) -> None:
@@ -104,9 +113,13 @@ def authenticate_admin(runtime: Runtime, token: str | None, *, action: str, user
     """Who adds or removes operators: an admin or, until there has been one, `user`, who sets up the database.
 
     `as_owner`: the owner of the tables, who needs no token: after the last admin's has expired, say. Raises `NotAllowed`,
-    as `authenticate` does.
+    as `authenticate` does, and for everybody where people are known by a file or by their company.
     """
     with runtime.autocommit() as connection:
+        if identities.are_outside(runtime.settings):
+            why = f"{action}: people are known by {identities.source(runtime.settings)}, and not by the database"
+            audit_refusal(connection, user, why, action=action)
+            raise NotAllowed(why)
         if as_owner:
             if people.owns_tables(connection):
                 return f"{user}, as the owner of the tables"
@@ -116,8 +129,3 @@ def authenticate_admin(runtime: Runtime, token: str | None, *, action: str, user
         if not people.had_admin(connection):
             return user
     return authenticate(runtime, token, role="admin", action=action).name
-
-
-def _hash(token: str) -> str:
-    # 256 random bits need no salt and no slow hash
-    return hashlib.sha256(token.encode()).hexdigest()

@@ -56,7 +56,7 @@ LAYERS = (
     ("store",),
     ("broker",),
     ("attempt",),
-    ("application", "waiting"),
+    ("application", "identities", "waiting"),
     ("handle", "http"),
     ("worker",),
     ("events", "letters"),

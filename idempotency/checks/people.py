@@ -1,0 +1,22 @@
+"""Checks of who may operate: where people are known, and whether that could be read."""
+
+from __future__ import annotations
+
+from ..errors import SettingsError
+from ..identities import are_outside, known_people, source
+from ..settings import Settings
+from .findings import Finding, ok, warning
+
+
+def check_people(given: Settings) -> list[Finding]:
+    """Where operators are known. Their file is read where their commands run, so a worker may lack it."""
+    if not are_outside(given):
+        found = "are known by the database: an admin can make a second identity of their own, and approve with it"
+        return [ok("operators", found)]
+    if given.people_file is None:
+        return [ok("operators", f"are known by {source(given)}")]
+    try:
+        return [ok("operators", f"{len(known_people(given.people_file))} are known by {source(given)}")]
+    except SettingsError as error:
+        subject, _, found = str(error).partition(": ")
+        return [warning(subject, found, "nobody can prove who they are here")]

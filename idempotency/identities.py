@@ -1,0 +1,183 @@
+"""Who a person is, by what their company or the owner of a file says, so that nobody makes an identity for themselves.
+
+An ID token of OpenID Connect is verified with the issuer's keys; the name is `sub`, which stays the same for a person, unlike an
+address. Or a file names people with the hash of each one's token. Not promised: who runs commands with settings of their own,
+or writes to the tables, needs neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tomllib
+from datetime import UTC, date, datetime
+from functools import lru_cache
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from .errors import NotAuthenticated, SettingsError
+from .extras import extra
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from jwt import PyJWKClient
+
+Role = Literal["operator", "admin"]
+# What the claim with a person's groups has to contain, the more first.
+GROUPS: dict[str, Role] = {"idempotency-admin": "admin", "idempotency-operator": "operator"}
+# Those with a public key: with one that is shared, whoever checks tokens could make them.
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+# Seconds for which clocks may differ, for which the issuer's answer is waited for, and for which its keys are kept.
+LEEWAY, PATIENCE, KEPT = 30.0, 5.0, 300.0
+# Characters; an ID token has about a thousand.
+TOKEN_LIMIT = 16 * 1024
+
+
+class Known(BaseModel):
+    """A person of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    role: Role
+    token_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    until: date | None = None  # the last day on which the token is valid, in UTC
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the token has expired."""
+        return self.until is not None and datetime.now(UTC).date() > self.until
+
+
+_FILE = TypeAdapter(dict[Annotated[str, Field(min_length=1, max_length=255, pattern=r"\S")], Known])
+
+
+def token_hash(token: str) -> str:
+    """What is stored of a token."""
+    # 256 random bits need no salt and no slow hash
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
+
+
+def are_outside(settings: Settings) -> bool:
+    """Whether the table of operators counts for nothing, because people are known otherwise."""
+    return settings.people_file is not None or settings.oidc_issuer is not None
+
+
+def source(settings: Settings) -> str:
+    """What people are known by, for a message."""
+    return "idempotency_people_file" if settings.people_file is not None else "idempotency_oidc_issuer"
+
+
+def identify(settings: Settings, token: str) -> tuple[str, Role]:
+    """The name and role of the person whose token this is. Raises `NotAuthenticated`, and `SettingsError` for a file."""
+    if settings.people_file is not None:
+        return _of_file(known_people(settings.people_file), token)
+    return _of_company(settings, token)
+
+
+def known_people(path: Path) -> dict[str, Known]:
+    """The people of a file, by name. Raises `SettingsError` if others than its owner may write to it, or it is malformed."""
+    field = "idempotency_people_file"
+    try:
+        people = _FILE.validate_python(tomllib.loads(_read_protected(path, field)))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise SettingsError(f"{field}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except ValueError:
+        raise SettingsError(f"{field}: is not TOML") from None
+    if len({person.token_sha256 for person in people.values()}) < len(people):
+        raise SettingsError(f"{field}: two names have the same token")
+    return people
+
+
+def _of_file(people: dict[str, Known], token: str) -> tuple[str, Role]:
+    digest = token_hash(token)
+    for name, person in people.items():
+        if person.token_sha256 == digest:
+            if person.is_over:
+                raise NotAuthenticated(f"the token of {name!r} has expired")
+            return name, person.role
+    raise NotAuthenticated("nobody in idempotency_people_file has this token")
+
+
+def _of_company(settings: Settings, token: str) -> tuple[str, Role]:
+    with extra("oidc"):
+        import jwt
+    if len(token) > TOKEN_LIMIT:
+        raise NotAuthenticated(f"an ID token has at most {TOKEN_LIMIT} characters")
+    try:
+        claims: dict[str, Any] = jwt.decode(
+            token,
+            _key(settings, token),
+            algorithms=list(ALGORITHMS),
+            audience=settings.oidc_audience,
+            issuer=settings.oidc_issuer,
+            leeway=LEEWAY,
+            options={"require": ["exp", "iat", "iss", "aud", "sub"]},
+        )
+    except jwt.PyJWKClientConnectionError:
+        raise NotAuthenticated("idempotency_oidc_keys: the keys could not be fetched") from None
+    except jwt.ExpiredSignatureError:
+        raise NotAuthenticated("the ID token has expired") from None
+    except jwt.PyJWTError as error:  # whose text has parts of the token
+        raise NotAuthenticated(f"not an ID token of the issuer for this audience: {type(error).__name__}") from None
+    if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and claims.get("azp") != settings.oidc_audience:
+        raise NotAuthenticated("the ID token was made for another client: azp")
+    name, groups = claims["sub"], claims.get(settings.oidc_groups, [])
+    if not 0 < len(name.strip()) <= 255 or not name.isprintable():
+        raise NotAuthenticated("sub: 1 to 255 printable characters")
+    for group, role in GROUPS.items():
+        if group in ([groups] if isinstance(groups, str) else groups if isinstance(groups, list) else []):
+            return name, role
+    raise NotAuthenticated(
+        f"{name!r} is in none of the groups {', '.join(GROUPS)}, by the claim {settings.oidc_groups}"
+    )
+
+
+def _key(settings: Settings, token: str) -> Any:
+    """The issuer's key that the token names. Raises PyJWT's errors."""
+    import jwt
+
+    source = settings.oidc_keys or ""
+    if source.startswith(("https://", "http://")):
+        try:
+            return _client(source).get_signing_key_from_jwt(token)
+        except (OSError, HTTPException, json.JSONDecodeError):  # it was broken off, or is something else
+            raise jwt.PyJWKClientConnectionError from None
+    try:
+        keys = jwt.PyJWKSet.from_json(_read_protected(Path(source), "idempotency_oidc_keys"))
+    except (ValueError, jwt.PyJWKSetError):
+        raise SettingsError("idempotency_oidc_keys: is not a set of keys (JWKS)") from None
+    named = jwt.get_unverified_header(token).get("kid")
+    for key in keys.keys:
+        if key.key_id == named and key.public_key_use in (None, "sig"):
+            return key
+    raise jwt.InvalidKeyError
+
+
+@lru_cache
+def _client(address: str) -> PyJWKClient:
+    from jwt import PyJWKClient
+
+    return PyJWKClient(address, timeout=PATIENCE, lifespan=KEPT)  # follows no redirects
+
+
+def _read_protected(path: Path, field: str) -> str:
+    """Read a file that only its owner may change. Raises `SettingsError`."""
+    path = path.resolve()
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode, parent = os.fstat(file.fileno()).st_mode, path.parent.stat().st_mode
+            if mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise SettingsError(f"{field}: others than its owner may write to it: chmod go-w")
+            if parent & (stat.S_IWGRP | stat.S_IWOTH) and not parent & stat.S_ISVTX:
+                raise SettingsError(f"{field}: others than its owner may replace it: chmod go-w the directory")
+            return file.read()
+    except OSError as error:
+        raise SettingsError(f"{field}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{field}: is not UTF-8") from None

@@ -1,0 +1,308 @@
+"""Two people: who they are is said by their company or by a file's owner, and not by one who approves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import jwt
+import pytest
+from celery import Celery
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+from sqlalchemy import Connection, text
+
+from idempotency import identities
+from idempotency.application import close_runtime, runtime_of
+from idempotency.checks.people import check_people
+from idempotency.errors import DiscardRefused, NotAllowed, NotAuthenticated, SettingsError
+from idempotency.operate import discard
+from idempotency.operate.people import Person, authenticate
+from idempotency.settings import Settings
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.commands import Run, runner
+from tests.support.deliveries import Deliveries
+from tests.support.operators import act
+
+ISSUER, AUDIENCE = "https://login.example", "operations"
+ANN, BEN = "ann's token", "ben's token"
+PEOPLE = f"""
+[ann]
+role = "admin"
+token_sha256 = "{identities.token_hash(ANN)}"
+
+[ben]
+role = "operator"
+token_sha256 = "{identities.token_hash(BEN)}"
+until = 2100-01-01
+"""
+
+
+@pytest.fixture
+def run(bank: Celery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """A command, with a person's token in the environment."""
+    command: Run = runner(monkeypatch, capsys)
+
+    def with_token(*arguments: object, token: str | None = None) -> Any:
+        monkeypatch.delenv("IDEMPOTENCY_TOKEN", raising=False)
+        if token is not None:
+            monkeypatch.setenv("IDEMPOTENCY_TOKEN", token)
+        return command(*arguments)
+
+    return with_token
+
+
+@pytest.fixture
+def configure(bank: Celery) -> Iterator[Callable[..., None]]:
+    """Sets the application's settings until the end of the test."""
+    changed: set[str] = set()
+
+    def change(**settings: object) -> None:
+        for name, value in settings.items():
+            bank.conf[f"idempotency_{name}"] = value
+            changed.add(f"idempotency_{name}")
+        close_runtime(bank)
+
+    yield change
+    for name in changed:
+        bank.conf.pop(name, None)
+        bank.conf.changes.pop(name, None)
+    close_runtime(bank)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "people.toml"
+    path.write_text(PEOPLE)
+    path.chmod(0o644)
+    return path
+
+
+@pytest.fixture
+def letter(bank: Celery, connection: Connection) -> int:
+    Deliveries(bank).deliver(b.failing, "a1", "permanent")
+    (found,) = op.dead_letters(connection)
+    return int(found.id)
+
+
+# ---------------------------------------------------------------- the attack
+
+
+def test_an_admin_cannot_mint_a_second_identity_and_approve_with_it(
+    run: Callable[..., Any], configure: Callable[..., None], file: Path, connection: Connection, letter: int
+) -> None:
+    """Reproduced by a review, where people are known by the database; and there it can still be done."""
+    ann = run("operators", "add", "ann", "--role", "admin", "--json").document["token"]
+    second = run("operators", "add", "anna", "--role", "admin", "--json", token=ann).document["token"]
+    configure(people_file=str(file))
+    assert run("dead-letters", "discard", letter, "--reason", "mine", token=ANN).status == 0
+    for token in (second, ann, None):
+        refused = run("dead-letters", "approve", letter, token=token)
+        assert (refused.status, "IDEMPOTENCY_TOKEN: n" in refused.error) == (1, True)
+    for minting in (["add", "anna2", "--role", "admin"], ["add", "anna2", "--as-owner"], ["remove", "ann"]):
+        refused = run("operators", *minting, token=ANN)
+        assert (refused.status, "people are known by idempotency_people_file" in refused.error) == (1, True)
+    assert "needs the role admin, 'ben' is operator" in run("dead-letters", "approve", letter, token=BEN).error
+    assert "'ann' asked for it, so another admin" in run("dead-letters", "approve", letter, token=ANN).error
+    assert [each.status for each in op.dead_letters(connection)] == ["open"]
+    noted = connection.execute(text("SELECT actor FROM idempotency.audit WHERE action = 'refused' ORDER BY id"))
+    assert noted.scalars().all()[-1] == "ben"
+
+
+# ---------------------------------------------------------------- a file
+
+
+def test_a_person_of_the_file_is_known_by_a_token_of_their_own(
+    run: Callable[..., Any], configure: Callable[..., None], bank: Celery, file: Path
+) -> None:
+    made = run("operators", "token", "--json").document
+    file.write_text(f'{PEOPLE}\n[eve]\nrole = "admin"\ntoken_sha256 = "{made["token_sha256"]}"\nuntil = 2020-01-01\n')
+    configure(people_file=str(file))
+    runtime = runtime_of(bank)
+    assert authenticate(runtime, ANN, role="admin", action="approve") == Person("ann", "admin")
+    with pytest.raises(NotAuthenticated, match="the token of 'eve' has expired"):
+        authenticate(runtime, made["token"], role="operator", action="approve")
+    listed = run("operators", "list", "--json").document
+    assert [(each["name"], each["expired"]) for each in listed] == [("ann", False), ("ben", False), ("eve", True)]
+    (found,) = check_people(runtime.settings)
+    assert (found.level, found.found) == ("ok", "3 are known by idempotency_people_file")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: path.chmod(0o664), "others than its owner may write to it: chmod go-w"),
+        (lambda path: path.chmod(0o646), "others than its owner may write to it: chmod go-w"),
+        (lambda path: path.parent.chmod(0o777), "others than its owner may replace it"),
+        (lambda path: path.unlink(), "No such file or directory"),
+        (lambda path: path.write_text("[ann"), "is not TOML"),
+        (lambda path: path.write_bytes(b"\xff"), "is not UTF-8"),
+        (lambda path: path.write_text("[ann]\nrole = 'owner'"), "ann.role: Input should be 'operator' or 'admin'"),
+        (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), identities.token_hash(ANN))), "same"),
+        (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), ANN)), "ben.token_sha256: String"),
+    ],
+)
+def test_a_file_that_others_may_change_or_that_is_malformed_is_refused(
+    file: Path, change: Callable[[Path], object], why: str
+) -> None:
+    change(file)
+    with pytest.raises(SettingsError, match=f"^idempotency_people_file: .*{why}") as refused:
+        identities.known_people(file)
+    assert ANN not in str(refused.value)
+    settings = Settings(database_url="postgresql+psycopg://h/d", people_file=file)
+    (found,) = check_people(settings)
+    assert (found.level, found.subject) == ("warning", "idempotency_people_file")
+
+
+# ---------------------------------------------------------------- the company
+
+
+RSA_KEY, OTHER_KEY = (rsa.generate_private_key(public_exponent=65537, key_size=2048) for _ in range(2))
+EC_KEY = ec.generate_private_key(ec.SECP256R1())
+KEYS = json.dumps(
+    {
+        "keys": [
+            json.loads(RSAAlgorithm.to_jwk(RSA_KEY.public_key())) | {"kid": "1", "use": "sig", "alg": "RS256"},
+            json.loads(ECAlgorithm.to_jwk(EC_KEY.public_key())) | {"kid": "2", "use": "sig"},
+            json.loads(RSAAlgorithm.to_jwk(OTHER_KEY.public_key())) | {"kid": "3", "use": "enc"},
+        ]
+    }
+)
+
+
+def id_token(key: Any = RSA_KEY, algorithm: str = "RS256", kid: str | None = "1", **claims: Any) -> str:
+    now = time.time()
+    payload = {"iss": ISSUER, "aud": AUDIENCE, "sub": "ann", "iat": now, "exp": now + 60} | claims
+    payload = {name: value for name, value in payload.items() if value is not None}
+    return jwt.encode(payload, key, algorithm, headers={} if kid is None else {"kid": kid})
+
+
+@pytest.fixture
+def company(bank: Celery, configure: Callable[..., None], tmp_path: Path) -> Any:
+    keys = tmp_path / "keys.json"
+    keys.write_text(KEYS)
+    configure(oidc_issuer=ISSUER, oidc_audience=AUDIENCE, oidc_keys=str(keys))
+    return runtime_of(bank)
+
+
+ADMIN: dict[str, Any] = {"groups": ["staff", "idempotency-admin"]}
+
+
+def test_an_id_token_of_the_company_says_who_somebody_is(company: Any) -> None:
+    admin = authenticate(company, id_token(**ADMIN), role="admin", action="approve")
+    assert admin == Person("ann", "admin")
+    ben = id_token(EC_KEY, "ES256", "2", sub="ben", groups="idempotency-operator", aud=[AUDIENCE])
+    assert authenticate(company, ben, role="operator", action="discard") == Person("ben", "operator")
+    with pytest.raises(NotAllowed, match="needs the role admin"):
+        authenticate(company, ben, role="admin", action="approve")
+    for_several = id_token(**ADMIN, aud=[AUDIENCE, "other"], azp=AUDIENCE)
+    assert authenticate(company, for_several, role="admin", action="approve").role == "admin"
+
+
+WRONG: dict[str, Any] = {
+    "another issuer": (lambda: id_token(**ADMIN, iss="https://evil.example"), "InvalidIssuerError"),
+    "another audience": (lambda: id_token(**ADMIN, aud="shop"), "InvalidAudienceError"),
+    "no audience": (lambda: id_token(**ADMIN, aud=None), "MissingRequiredClaimError"),
+    "another client": (lambda: id_token(**ADMIN, aud=[AUDIENCE, "shop"], azp="shop"), "another client"),
+    "expired": (lambda: id_token(**ADMIN, exp=time.time() - 60), "has expired"),
+    "without end": (lambda: id_token(**ADMIN, exp=None), "MissingRequiredClaimError"),
+    "of the future": (lambda: id_token(**ADMIN, iat=time.time() + 600), "ImmatureSignatureError"),
+    "nobody": (lambda: id_token(**ADMIN, sub=None), "MissingRequiredClaimError"),
+    "a name that is none": (lambda: id_token(**ADMIN, sub=" "), "sub: 1 to 255"),
+    "no group": (lambda: id_token(groups=["staff"]), "is in none of the groups"),
+    "a key that is not the company's": (lambda: id_token(OTHER_KEY, **ADMIN), "InvalidSignatureError"),
+    "a key for other things": (lambda: id_token(OTHER_KEY, kid="3", **ADMIN), "InvalidKeyError"),
+    "an unknown key": (lambda: id_token(kid="9", **ADMIN), "InvalidKeyError"),
+    "unsigned": (lambda: id_token(None, "none", **ADMIN), "InvalidAlgorithmError"),
+    "signed with what is shared": (lambda: id_token(b"s" * 32, "HS256", **ADMIN), "InvalidAlgorithmError"),
+    "no token": (lambda: "ik_a_b", "DecodeError"),
+    "too long": (lambda: "x" * 20_000, "at most 16384 characters"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_no_other_token_is_believed_and_none_is_repeated(company: Any, connection: Connection, wrong: str) -> None:
+    make, why = WRONG[wrong]
+    token = make()
+    with pytest.raises(NotAuthenticated, match=f"^IDEMPOTENCY_TOKEN: .*{why}") as refused:
+        authenticate(company, token, role="operator", action="discard")
+    noted = connection.execute(text("SELECT reason FROM idempotency.audit WHERE action = 'refused'")).scalar_one()
+    assert noted == str(refused.value)
+    assert token not in noted
+
+
+def test_keys_that_others_may_write_are_not_believed(company: Any) -> None:
+    Path(company.settings.oidc_keys).chmod(0o666)
+    with pytest.raises(SettingsError, match="idempotency_oidc_keys: others than its owner may write"):
+        authenticate(company, id_token(**ADMIN), role="admin", action="approve")
+
+
+def test_one_person_of_the_company_cannot_ask_and_approve(company: Any, bank: Celery, letter: int) -> None:
+    """By whatever address or name the company shows them: `sub` stays the same."""
+    asks = authenticate(company, id_token(**ADMIN, email="ann@a"), role="operator", action="discard")
+    act(bank, discard.request, asks, letter, "mine")
+    approves = authenticate(company, id_token(**ADMIN, email="anna@a", name="Anna"), role="admin", action="approve")
+    with pytest.raises(DiscardRefused, match="'ann' asked for it"):
+        act(bank, discard.approve, approves, letter)
+    another = authenticate(company, id_token(**ADMIN, sub="ben"), role="admin", action="approve")
+    act(bank, discard.approve, another, letter)
+
+
+class Provider(BaseHTTPRequestHandler):
+    answer = (200, KEYS)
+
+    def do_GET(self) -> None:
+        status, body = self.answer
+        self.send_response(status)
+        self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Tests print nothing."""
+
+
+@pytest.mark.parametrize("answer", [(200, KEYS), (503, KEYS), (302, ""), (200, "no JSON")])
+def test_the_keys_may_be_fetched_from_the_issuer(
+    bank: Celery, configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str]
+) -> None:
+    monkeypatch.setattr(Provider, "answer", answer)
+    identities._client.cache_clear()
+    server = HTTPServer(("127.0.0.1", 0), Provider)
+    serving = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    serving.start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}/keys"
+        configure(oidc_issuer=ISSUER, oidc_audience=AUDIENCE, oidc_keys=address)
+        if answer == (200, KEYS):
+            assert authenticate(runtime_of(bank), id_token(**ADMIN), role="admin", action="x").name == "ann"
+        else:
+            with pytest.raises(NotAuthenticated, match="idempotency_oidc_keys: the keys could not be fetched"):
+                authenticate(runtime_of(bank), id_token(**ADMIN), role="admin", action="x")
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"oidc_issuer": ISSUER}, "oidc_issuer, oidc_audience and oidc_keys: all of them or none"),
+        ({"oidc_keys": "http://login.example/keys"}, "idempotency_oidc_keys: must begin with https://"),
+        ({"oidc_keys": "keys.json"}, "idempotency_oidc_keys: must be an https address, or the absolute path"),
+        (
+            {"oidc_issuer": ISSUER, "oidc_audience": AUDIENCE, "oidc_keys": "/keys", "people_file": "/people"},
+            "people_file and oidc_issuer: one of them",
+        ),
+    ],
+)
+def test_settings_that_would_believe_anybody_are_refused(given: dict[str, str], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        Settings.read({"database_url": "postgresql+psycopg://h/d"} | given)
