@@ -111,7 +111,8 @@ def of_stripe(body: bytes) -> Report | None:
     if charge_id is None or state is None:
         return None
     error = thing.last_payment_error or _Error()
-    code = error.decline_code or error.code or thing.failure_code or thing.failure_reason or thing.reason
+    # the same as the answer to the call would have, whichever of the two comes first
+    code = error.code or error.decline_code or thing.failure_code or thing.failure_reason or thing.reason
     return Report(
         gateway=STRIPE,
         event_id=event.id,

@@ -83,6 +83,19 @@ def test_what_the_provider_has_signed_is_settled_once(shop: Shop, secret: str) -
     assert shop.one("SELECT count(*) FROM ledger WHERE payment_id = :id", id=order)[0] == 1
 
 
+def test_a_decline_has_the_code_that_the_answer_to_the_call_would_have(shop: Shop) -> None:
+    order = slow_order(shop)
+    charge = shop.provider.decide(order, is_paid=False)
+    error = {"code": "card_declined", "decline_code": "generic_decline"}
+    intent = json.loads(event(charge, order))["data"]["object"] | {"status": "requires_payment_method"}
+    body = event(
+        charge, order, type="payment_intent.payment_failed", data={"object": intent | {"last_payment_error": error}}
+    )
+    assert post("/webhooks/stripe", body, signed(body)).status_code == 200
+    assert shop.one("SELECT status, reason FROM orders WHERE id = :id", id=order) == ("CANCELLED", "card_declined")
+    shop.run()
+
+
 NOT_SIGNED: dict[str, Any] = {
     "24 none": lambda body: {},
     "24 empty": lambda body: {"Stripe-Signature": ""},
