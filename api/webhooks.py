@@ -23,7 +23,7 @@ from idempotency.http.fastapi import as_response
 from idempotency.http.problems import problem
 from tasks import app, settlement
 from tasks.outside import gateway
-from tasks.reports import STRIPE, Malformed, Report, of_standard, of_stripe
+from tasks.reports import STANDARD, STRIPE, Malformed, Report, of_standard, of_stripe
 from tasks.signatures import NotSigned, check_standard, check_stripe
 
 from .problems import Problem, failure
@@ -49,7 +49,7 @@ async def stripe(request: Request) -> Response:
 @router.post("/payment")
 async def payment(request: Request) -> Response:
     """A webhook of another provider, as docs/payment-webhooks.md describes it."""
-    return await _received("payment", request)
+    return await _received(STANDARD, request)
 
 
 async def _received(name: str, request: Request) -> Response:
@@ -102,9 +102,9 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
 
 def _settled(report: Report) -> str:
     if report.payment_id is None and report.gateway == STRIPE:  # a dispute, or what somebody did at the provider's site
-        found = gateway.name_of(report.charge_id)
+        found = gateway.charge(report.charge_id)
         if found is not None:
-            report = replace(report, tenant=found.tenant, payment_id=found.payment_id)
+            report = replace(report, tenant=found.tenant, payment_id=found.name)
     with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
         outcome = settlement.settle(session, report)
         session.flush()

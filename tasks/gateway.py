@@ -65,13 +65,6 @@ class Moved(NamedTuple):
     name: str | None
 
 
-class Name(NamedTuple):
-    """Which of our payments a charge is for."""
-
-    tenant: str
-    payment_id: str
-
-
 Outcome = Happened | DidNotHappen | StillUnknown
 
 CAPTURED = frozenset({"succeeded"})
@@ -148,8 +141,6 @@ class Gateway(Protocol):
         doubt: EffectInDoubt,
         tenant: str = DEFAULT,
     ) -> Outcome: ...
-
-    def name_of(self, charge_id: str) -> Name | None: ...
 
     def charges(self, since: datetime, until: datetime) -> Iterator[Moved]: ...
 
@@ -323,16 +314,6 @@ class StripeGateway:
             ended=doubt.ended_for is not None,
         )
 
-    def name_of(self, charge_id: str) -> Name | None:
-        """The payment that a charge was made for, and whose it is; None for a charge that names none, or if there is none."""
-        try:
-            intent = self._call(lambda client: client.v1.payment_intents.retrieve(charge_id)).to_dict()
-        except PermanentError:
-            return None
-        metadata = intent["metadata"] or {}
-        payment_id = metadata.get("purchase_id")
-        return None if payment_id is None else Name(metadata.get("tenant", DEFAULT), payment_id)
-
     def charges(self, since: datetime, until: datetime) -> Iterator[Moved]:
         """The charges of a time. Raises what a call raises: an incomplete list says nothing."""
         listing = {"created": {"gte": int(since.timestamp()), "lt": int(until.timestamp())}, "limit": 100}
@@ -358,7 +339,9 @@ class StripeGateway:
     def _moved(self, request: Callable[[stripe.StripeClient], Any], done: frozenset[str], field: str) -> Moved | None:
         try:
             found = self._call(request).to_dict()
-        except PermanentError:
+        except PermanentError as error:
+            if error.code != "resource_missing":
+                raise GatewayError(str(error)) from None  # the question was refused, which says nothing about the money
             return None
         return _moved(found, found.get("payment_intent", found["id"]), field) if found["status"] in done else None
 

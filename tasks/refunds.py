@@ -25,6 +25,7 @@ from .gateway import Result
 from .models import Payment, PaymentEvent, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
+from .reports import REFUND_FAILED
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_minor_unit, check_text
 
@@ -193,7 +194,7 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> 
     ledger.post(session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
     failures = select(PaymentEvent).filter_by(tenant=refund.tenant, object="refund", object_id=provider_refund_id)
-    failure = session.scalars(failures.where(PaymentEvent.state.in_(("failed", "canceled"))).limit(1)).first()
+    failure = session.scalars(failures.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first()
     if failure is not None:
         reverse(session, refund, failure.code or failure.state)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
@@ -16,9 +16,12 @@ from .tenants import DEFAULT
 STRIPE, STANDARD = "stripe", "payment"
 Kind = Literal["charge", "refund", "dispute"]
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
 SUCCEEDED, FAILED = "succeeded", "failed"
-# What a refund or a dispute does not come back from.
-FINAL = frozenset({FAILED, "canceled", "won", "lost", "warning_closed"})
+# What a refund does not come back from, and what a dispute does not.
+REFUND_FAILED = frozenset({FAILED, "canceled"})
+DISPUTE_ENDED = frozenset({"won", "lost", "warning_closed"})
 
 
 class Malformed(ValueError):
@@ -177,10 +180,7 @@ def of_standard(event_id: str, body: bytes) -> Report:
     )
 
 
-Read = type[BaseModel]
-
-
-def _read(model: Any, body: bytes) -> Any:
+def _read(model: type[ModelT], body: bytes) -> ModelT:
     try:
         read = model.model_validate_json(body)
     except ValidationError as error:

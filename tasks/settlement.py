@@ -27,7 +27,7 @@ from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .payments import capture_payment, mark_captured, mark_failed
 from .refunds import mark_refunded, refund_payment, reverse
-from .reports import FAILED, FINAL, SUCCEEDED, Report
+from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
 
 # Seconds for which the lock of a transaction at the provider is held at most, and for which another waits.
 LOCK_SECONDS = 30
@@ -107,7 +107,7 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
     refund = _refund_of(session, payment, report)
     if refund is None:
         return False
-    if report.state in FINAL:
+    if report.state in REFUND_FAILED:
         if refund.status == "refunded":
             reverse(session, refund, report.code or report.state)
     elif report.state == SUCCEEDED:
@@ -149,13 +149,14 @@ def _dispute(session: Session, payment: Payment, report: Report) -> bool:
         "reported_at": report.occurred_at,
     }
     kept = insert(Dispute).values(**values)
-    is_final = kept.excluded.status.in_(FINAL)
+    is_final = kept.excluded.status.in_(DISPUTE_ENDED)
     # of two in one second the final one counts, then the one that came last
     session.execute(
         kept.on_conflict_do_update(
             index_elements=["tenant", "id"],
             set_={name: values[name] for name in ("status", "amount", "reason", "reported_at")},
-            where=Dispute.status.not_in(FINAL) & (is_final | (Dispute.reported_at <= kept.excluded.reported_at)),
+            where=Dispute.status.not_in(DISPUTE_ENDED)
+            & (is_final | (Dispute.reported_at <= kept.excluded.reported_at)),
         )
     )
     return True

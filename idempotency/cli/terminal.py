@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
+from queue import SimpleQueue
 from typing import Any
 
 from celery import Celery
@@ -126,10 +127,20 @@ def _as_text(value: Any) -> str:
 
 
 def stopped_by_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set, for a command that runs until it is stopped."""
-    stop = threading.Event()
+    """An event that SIGTERM and SIGINT set, for a command that runs until it is stopped.
+
+    A thread sets it. A handler runs in the main thread, which may hold the event's lock at that moment, in `stop.wait()`: to take it
+    there would block for good. A `SimpleQueue` may be put into anywhere.
+    """
+    stop, asked = threading.Event(), SimpleQueue[None]()
+
+    def set_when_asked() -> None:
+        asked.get()
+        stop.set()
+
+    threading.Thread(target=set_when_asked, name="stopped-by-signals", daemon=True).start()
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
+        signal.signal(name, lambda *_: asked.put(None))
     return stop
 
 

@@ -481,7 +481,7 @@ def test_a_relay_asked_to_stop_while_it_waits_for_postgres_ends(
     log = tmp_path / "log"
     eventually(lambda: "postgres_unavailable" in log.read_text() or running.poll() is not None, timeout=60)
     running.terminate()
-    assert running.wait(60) == 0, log.read_text()
+    assert running.wait(30) == 0, log.read_text()
 
 
 def test_a_relay_with_a_wrong_address_does_not_wait(

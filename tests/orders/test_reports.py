@@ -289,6 +289,10 @@ def test_an_operation_that_runs_when_it_is_reported_asks_once_more(shop: Shop) -
             settle(shop, report(shop.provider.decide(order), "succeeded", order))
 
     shop.provider.capture = capture  # type: ignore[method-assign]
+    while "payments.capture_payment" not in shop.log:
+        shop.deliver(shop.waiting()[0])
+    # at once, and not in the hour that it had asked for
+    assert tuple(operation(shop, order)) == ("released", None, True)
     shop.run()
     assert operation(shop, order).status == "completed"
     check_order(shop, order, "PROCESSING")

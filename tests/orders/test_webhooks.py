@@ -246,12 +246,16 @@ def test_while_the_charge_is_locked_the_provider_is_told_to_try_again(
 
 def test_a_dispute_names_no_payment_and_the_provider_is_asked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     from tasks import outside
-    from tasks.gateway import Name
+    from tasks.gateway import Moved
 
     order = shop.order()
     shop.run()
     (charge,) = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)
-    monkeypatch.setattr(outside.gateway, "name_of", lambda asked: {charge: Name("default", order)}.get(asked))
+    monkeypatch.setattr(
+        outside.gateway,
+        "charge",
+        lambda asked: Moved(asked, charge, 1000, "EUR", "default", order) if asked == charge else None,
+    )
     dispute = {"id": "dp" + order, "object": "dispute", "status": "needs_response", "amount": 1000, "currency": "eur"}
     body = event(charge, order, data={"object": {**dispute, "payment_intent": charge, "reason": "fraudulent"}})
     assert post("/webhooks/stripe", body, signed(body)).status_code == 200
@@ -308,5 +312,9 @@ def test_whatever_a_signed_body_says_is_read_or_refused_by_its_field(document: A
 
 
 def test_tables_of_events_belong_to_a_tenant(shop: Shop) -> None:
+    body = event(f"pi_{uuid4().hex}", "of nobody")
+    assert post("/webhooks/stripe", body, signed(body)).status_code == 200
+    with shop.transaction() as session:
+        assert session.execute(text("SELECT count(*) FROM payment_events")).scalar_one() > 0
     with shop.transaction("other") as session:
         assert session.execute(text("SELECT count(*) FROM payment_events")).scalar_one() == 0

@@ -278,6 +278,13 @@ def test_a_question_to_an_unreachable_provider_is_deferred(purchase: dict[str, A
         gateway.find_capture(**purchase, doubt=doubt(key))
 
 
+def test_only_what_the_provider_does_not_have_is_taken_for_nothing(gateway: Gateway) -> None:
+    assert gateway.charge("pi_unknown") is None
+    assert gateway.refunded("re_unknown") is None
+    with pytest.raises(GatewayError):
+        gateway.charge("search")  # another address, where the question lacks its query
+
+
 def test_a_refused_question_is_not_taken_for_a_known_outcome(gateway: Gateway, key: str) -> None:
     with pytest.raises(GatewayError):
         gateway.find_refund(**a_refund(""), doubt=doubt(key))
