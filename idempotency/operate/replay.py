@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery import Celery
@@ -42,19 +42,29 @@ def replay(app: Celery, letter: int, change: Change) -> OperationId:
                 )
             id, details = stopped, details | {"dead_letters": list(retried.letters), "waits_for": retried.waits_for}
         else:
-            is_used = _check_unused(connection, letter)
+            used = _use_of(connection, letter)
             id = dead_letters.replay(connection, letter, service=service, app=app)
-            if is_used:
+            if used is not None and not saga_changes.await_again(connection, id):
+                _check_only_finishes(letter, used)
                 saga_changes.only_finish(connection, id)
         row = operations.read_locked(connection, id)
         audit(connection, change, "replay", id, row, details=details)
     return id
 
 
-def _check_unused(connection: Connection, letter: int) -> bool:
-    """Raise `ReplayRefused` for an operation that a saga has called and whose end it has used.
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a saga has made of how the operation of a letter has ended. `has_happened`: all of it, as a person has found."""
 
-    Unless a person has found that what was in doubt has happened: then it returns True, and the replay may only finish the task.
+    kind: str
+    saga: str
+    has_happened: bool
+
+
+def _use_of(connection: Connection, letter: int) -> _Use | None:
+    """The saga that has called the operation of a letter, or is undone without it.
+
+    Raises `ReplayRefused` for a saga that was undone, except for what has no undo.
     """
     if left := saga_changes.left_done(connection, letter):
         raise ReplayRefused(
@@ -62,11 +72,15 @@ def _check_unused(connection: Connection, letter: int) -> bool:
             "enqueue the saga under another key"
         )
     used = saga_changes.used_by(connection, letter)
-    if used is not None and used.kind == "call" and not saga_changes.has_happened(connection, letter):
-        raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has called this and gone on from its failure")
-    if used is not None and used.kind == "undo":
+    return None if used is None else _Use(used.kind, used.saga, saga_changes.has_happened(connection, letter))
+
+
+def _check_only_finishes(letter: int, used: _Use) -> None:
+    """Raise `ReplayRefused`, unless what a saga has gone on from was in doubt and has happened."""
+    if used.kind == "undo":
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has been undone without it")
-    return used is not None
+    if not used.has_happened:
+        raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has called this and gone on from its failure")
 
 
 def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:

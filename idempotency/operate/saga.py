@@ -197,7 +197,7 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
                 raise ChangeRefused(f"{called(id)}: the undo of {name!r} is {record.status}; wait for its end")
         if step.kind == "call" and step.of_key is not None:  # it is seen to; nor may a replay finish it now
             of = OperationId(id.tenant, step.of_task, step.of_key)
-            letters.close(connection, of, None)
+            letters.close_undone(connection, of, id)
             record = operations.read_locked(connection, of)
             if step.of_state == "failed" and record is not None and record.status != "failed":
                 raise ChangeRefused(f"{called(id)}: {name!r} is being replayed, and {record.status}; wait for its end")

@@ -312,7 +312,7 @@ class SagaAttempt(Attempt):
         if isinstance(cause, TRANSIENT) and self.claim.attempts < self.policy.max_attempts:
             self.release(delay=self.runtime.settings.retry_base, error=cause)  # whatever `permanent_errors` says
             raise Waiting
-        if self.is_compensating and isinstance(error, AttemptsExhausted) and compensation.is_over(self.journal):
+        if self.is_compensating and isinstance(error, AttemptsExhausted) and not compensation.is_needed(self.journal):
             # only `on_failed` is left, and the processes that have run it have died
             self.is_undone, error = True, compensation.final(self.saga)
         if self.is_compensating and not self.is_undone:

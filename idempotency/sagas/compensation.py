@@ -29,21 +29,7 @@ IN_DOUBT = (EffectUnknown.default_code, Unfinished.default_code)
 
 def is_needed(journal: Journal) -> bool:
     """Whether something has to be undone, or its end to be waited for, before the saga may fail."""
-    return any(
-        row.state == "begun" or (row.undo is not None and row.state == "done") or _left(journal, row) is not None
-        for row in reversed(journal)
-    )
-
-
-def is_over(journal: Journal) -> bool:
-    """Whether all that has to be undone is undone, and only the end is left."""
-    undone = {position for position, undo in journal.undos.items() if undo.state == "done" and not _is_replaced(undo)}
-    return not any(
-        row.state == "begun"
-        or (row.undo is not None and row.state == "done" and row.position not in undone)
-        or _left(journal, row) is not None
-        for row in journal.rows
-    )
+    return any(_has_to_be_undone(journal, row) for row in reversed(journal))
 
 
 def is_open(attempt: SagaAttempt) -> bool:
@@ -67,6 +53,9 @@ def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
                 sagas.NOT_UNDONE,
                 f"the call {row.name!r} has ended as {code}: what it has done outside has to be resolved",
             )
+        if _may_still_run(attempt.journal, row):
+            why = f"the call {row.name!r} was replaced: what replaced it has to be seen to its end, and undone"
+            stop(attempt, sagas.NOT_UNDONE, why)
         if row.undo is not None and row.state == "done":
             _undo(attempt, tasks, row)
     attempt.is_undone = True
@@ -93,10 +82,29 @@ def _left(journal: Journal, row: Recorded) -> str | None:
     return code if code in IN_DOUBT else None
 
 
+def _has_to_be_undone(journal: Journal, row: Recorded) -> bool:
+    undone = journal.undos.get(row.position)
+    is_undone = undone is not None and undone.state == "done" and not _is_replaced(undone)
+    return (
+        row.state == "begun"
+        or (row.undo is not None and row.state == "done" and not is_undone)
+        or _left(journal, row) is not None
+    )
+
+
+def _may_still_run(journal: Journal, row: Recorded) -> bool:
+    """Whether a call was replaced, and no person has said since that what replaced it has ended and is undone.
+
+    It would do again what is undone before its end, or need what is undone of earlier rows.
+    """
+    if row.kind != "call" or row.state != "done" or row.position in journal.undos or not _is_replaced(row):
+        return False
+    return any(_has_to_be_undone(journal, other) for other in journal.rows if other.position <= row.position)
+
+
 def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
     undone = attempt.journal.undos.get(row.position)
     if undone is None:
-        _check_has_ended(attempt, row)
         _begin_undo(attempt, tasks, row)
     if undone.state == "done" and _is_replaced(undone):
         # undone is what replaced it, if that does not fail
@@ -112,13 +120,6 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
 
 def _is_replaced(row: Recorded) -> bool:
     return is_replacement(results.from_text(row.result or "null"))
-
-
-def _check_has_ended(attempt: SagaAttempt, row: Recorded) -> None:
-    """Stop at a call that was replaced: what replaces it may still run, and would do again what was undone before."""
-    if row.kind == "call" and _is_replaced(row):
-        why = f"the call {row.name!r} was replaced: what replaced it has to be seen to its end, and undone"
-        stop(attempt, sagas.NOT_UNDONE, why)
 
 
 def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:

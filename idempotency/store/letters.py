@@ -264,6 +264,20 @@ def close(connection: Connection, id: OperationId, reason: str | None) -> None:
     connection.exec_driver_sql(_CLOSE, {"tenant": id.tenant, "task": id.task, "key": id.key, "reason": reason})
 
 
+_CLOSE_UNDONE = """
+UPDATE idempotency.dead_letters
+SET is_undone = true, used_by = %(saga)s, status = CASE status WHEN 'open' THEN 'replayed' ELSE status END,
+    closed_at = coalesce(closed_at, clock_timestamp())
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
+"""
+
+
+def close_undone(connection: Connection, id: OperationId, saga: OperationId) -> None:
+    """Close the letters of an operation that a person has undone by hand: a replay would do it again, also once `saga` is purged."""
+    fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "saga": f"{saga.task} {saga.key}"}
+    connection.exec_driver_sql(_CLOSE_UNDONE, fields)
+
+
 _UPDATE_ERROR = """
 UPDATE idempotency.dead_letters SET last_error = %(error)s
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'open' AND reason = %(reason)s

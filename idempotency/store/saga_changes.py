@@ -70,7 +70,7 @@ JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = s.generatio
 WHERE d.id = %(letter)s AND s.kind = 'call'
 UNION ALL
 -- or of an earlier letter of the same operation: its replay has failed, too
-SELECT 'call', other.used_by FROM idempotency.dead_letters d JOIN idempotency.dead_letters other USING (tenant, task, key)
+SELECT CASE WHEN other.is_undone THEN 'undo' ELSE 'call' END, other.used_by FROM idempotency.dead_letters d JOIN idempotency.dead_letters other USING (tenant, task, key)
 WHERE d.id = %(letter)s AND other.used_by IS NOT NULL
 ORDER BY 1 DESC LIMIT 1
 """
@@ -88,6 +88,29 @@ WHERE d.id = %(letter)s
 
 # The replay of what a saga has gone on from: its first attempt is the last look, which begins nothing.
 _ONLY_FINISH = f"UPDATE idempotency.records SET spent_at = 1 WHERE {ROW} AND status = 'released'"
+
+_LOCK_CALLER = """
+SELECT g.id FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id AND g.generation = s.generation
+WHERE (s.tenant, s.call_task, s.call_key) = (%(tenant)s, %(task)s, %(key)s) AND s.kind = 'call' AND s.state = 'failed'
+FOR NO KEY UPDATE OF g
+"""
+
+# The call that a replay has opened again, if its saga still waits and has not seen how it had failed.
+_AWAIT_AGAIN = """
+WITH waits AS (
+    UPDATE idempotency.sagas g SET waits_for = waits_for + 1, updated_at = clock_timestamp()
+    FROM idempotency.saga_steps s
+    WHERE g.id = %(saga)s AND g.status = 'RUNNING' AND g.stopped IS NULL AND g.waits_for IS NOT NULL
+      AND s.saga_id = g.id AND s.generation = g.generation AND s.kind = 'call' AND s.state = 'failed'
+      AND (s.tenant, s.call_task, s.call_key) = (%(tenant)s, %(task)s, %(key)s)
+      AND NOT EXISTS (SELECT FROM idempotency.saga_steps later
+                      WHERE later.saga_id = g.id AND later.generation = g.generation AND later.begun_at > s.ended_at)
+    RETURNING g.id, g.generation, s.position
+)
+UPDATE idempotency.saga_steps s SET state = 'begun', error = NULL, ended_at = NULL
+FROM waits WHERE (s.saga_id, s.generation, s.position) = (waits.id, waits.generation, waits.position)
+RETURNING 1
+"""
 
 _NOT_UNDONE = """NOT EXISTS (
     SELECT FROM idempotency.saga_steps u
@@ -117,6 +140,9 @@ ORDER BY 1
 _IS_IN_DOUBT = """s.kind = 'call' AND s.state = 'failed'
     AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"'))"""
 
+# What replaced a call may still run. As `results` writes it; see `worker.control`.
+_IS_REPLACED = "s.kind = 'call' AND s.state = 'done' AND starts_with(s.result, '{\"idempotency-replaced-by\":')"
+
 # What an undo is of, by its name or by that of the undo, and how far the undo has come.
 _TO_UNDO = f"""
 SELECT g.id AS saga, g.generation, s.position, s.name, u.position AS undo_position, u.state AS undo_state,
@@ -127,7 +153,7 @@ JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generatio
 LEFT JOIN idempotency.saga_steps u ON u.saga_id = g.id AND u.generation = g.generation AND u.undoes = s.position
 WHERE g.tenant = %(tenant)s AND g.task = %(task)s AND g.key = %(key)s AND (
     s.undo IS NOT NULL AND s.state = 'done'
-    OR {_IS_IN_DOUBT})
+    OR {_IS_IN_DOUBT} OR {_IS_REPLACED})
 ORDER BY s.position
 """
 
@@ -266,6 +292,13 @@ def undone(connection: Connection, id: OperationId, step: Row[Any]) -> bool:
 def end_with(connection: Connection, saga: Any, error: str) -> None:
     """Change why a saga is undone, and so what it ends with."""
     connection.exec_driver_sql(_END_WITH, {"saga": saga, "error": error})
+
+
+def await_again(connection: Connection, id: OperationId) -> bool:
+    """Let the saga that has called a replayed operation wait for its new end. False: it has gone on from the failure."""
+    saga = connection.exec_driver_sql(_LOCK_CALLER, named(id)).scalar_one_or_none()
+    # a statement after the lock: what the saga has recorded by then decides
+    return saga is not None and bool(connection.exec_driver_sql(_AWAIT_AGAIN, named(id) | {"saga": saga}).rowcount)
 
 
 def only_finish(connection: Connection, id: OperationId) -> None:

@@ -74,6 +74,16 @@ class Stage:
             assert len(ran) < limit
         return ran
 
+    def hold(self, task: str) -> None:
+        """Let the next delivery of a task be due in an hour."""
+        with self.engine.begin() as connection:
+            held = connection.execute(
+                text("""UPDATE idempotency.outbox SET available_at = now() + interval '1 hour'
+                        WHERE task = :task AND status = 'pending'"""),
+                {"task": task},
+            )
+            assert held.rowcount == 1
+
     def publish(self, event_type: str, data: Any) -> str:
         from idempotency import publish
 

@@ -10,12 +10,12 @@ import pytest
 from sqlalchemy import text
 
 from idempotency import DidNotHappen, Happened, IdempotentTask, PermanentError
-from idempotency.errors import CallFailed, ChangeRefused
+from idempotency.errors import CallFailed, ChangeRefused, ReplayRefused
 from idempotency.operate import saga as operate
 from idempotency.operate.cancel import cancel
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
-from idempotency.sagas import saga
+from idempotency.sagas import call, saga
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
@@ -228,3 +228,100 @@ def test_an_undo_that_was_replaced_is_not_taken_for_done_until_a_person_says_so(
     operate.mark_undone(stage.app, id_of(parent), "make", ANN)
     stage.run()
     assert handle.status() == "failed"
+
+
+@pytest.mark.parametrize("is_caught", [True, False])
+def test_a_gather_waits_for_the_replay_of_a_call_whose_failure_it_has_not_seen(
+    stage: Stage, charging: Any, is_caught: bool
+) -> None:
+    """The charge happened; while another call runs, a person says so and replays it."""
+    make = entering(stage, "make")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        try:
+            saga.gather(call(charging), call(make, thing="a"))
+        except CallFailed:
+            if not is_caught:
+                raise
+            saga.step("instead", enter, "instead")
+
+    handle = stage.enqueue(parent, "r1")
+    stage.deliver()
+    stage.hold("make")
+    stage.run()
+    found(stage, charging, Happened("ch_1"))
+    replay(stage.app, letter_of(stage, charging), ANN)
+    stage.hold("charging")
+    stage.pass_time(3600)
+    stage.hold("charging")
+    stage.run()
+    assert stage.accounts() == ["make:a"]
+    stage.pass_time(3600)
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("completed", ["make:a", "posted"])
+    assert [letter for letter in stage.letters() if letter[2] == "open"] == []
+
+
+def test_a_gather_is_replayed_whole_though_its_call_has_failed_for_good(stage: Stage) -> None:
+    """Its saga has not seen that yet, so it waits for how the replay ends."""
+    make, other = entering(stage, "make"), entering(stage, "other")
+    make.refuses.add("x")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.gather(call(make, thing="x"), call(other, thing="a"))
+
+    handle = stage.enqueue(parent, "r1")
+    stage.deliver()
+    stage.hold("other")
+    stage.run()
+    make.refuses.clear()
+    replay(stage.app, letter_of(stage, make), ANN)
+    stage.run()
+    stage.pass_time(3600)
+    stage.run()
+    assert (handle.status(), sorted(stage.accounts())) == ("completed", ["make:x", "other:a"])
+
+
+def test_what_was_undone_by_hand_is_not_replayed_once_its_saga_is_purged(stage: Stage, charging: Any) -> None:
+    """An answer that is corrected afterwards opens its letter again."""
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.call(charging)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    operate.mark_undone(stage.app, id_of(parent), "charging", ANN)
+    stage.run()
+    assert handle.status() == "failed"
+    assert found(stage, charging, Happened("ch_1"), end=True) == "unfinished"
+    with stage.engine.connect() as connection:
+        for table in ("outbox", "records"):
+            connection.execute(text(f"DELETE FROM idempotency.{table} WHERE task = 'parent'"))
+    with pytest.raises(ReplayRefused, match="the saga parent r1 has been undone without it"):
+        replay(stage.app, letter_of(stage, charging), ANN)
+
+
+def test_what_has_replaced_a_call_is_seen_to_before_what_came_earlier_is_undone(stage: Stage) -> None:
+    """The call has no undo, but what replaced it may still run, and needs what the earlier step has made."""
+    void, late = entering(stage, "void"), entering(stage, "late")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="make", key=None, shared=False)
+    def make(self: IdempotentTask) -> Any:
+        return self.replace(late.s(thing="x").set(idempotency_key="another"))
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.step("one", enter, "one", undo=void)
+        saga.call(make)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert (handle.status(), open_letters(stage, "parent")) == ("released", ["compensation_failed"])
+    assert "void:one" not in stage.accounts()
+    operate.mark_undone(stage.app, id_of(parent), "make", ANN)
+    stage.run()
+    assert handle.status() == "failed"
+    assert stage.accounts()[-1] == "void:one"

@@ -155,6 +155,8 @@ def upgrade() -> None:
     op.execute(WEBHOOKS)
     # somebody has told a running operation that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
+    # a person has undone by hand what the letter's operation, called by a saga, has done or may have done
+    op.execute("ALTER TABLE idempotency.dead_letters ADD COLUMN is_undone boolean NOT NULL DEFAULT false")
     op.execute(AUDIT_CHAIN)
     op.execute(KEEP_ENDED)
 
@@ -169,4 +171,5 @@ def downgrade() -> None:
         DROP TABLE idempotency.webhook_attempts, idempotency.webhook_deliveries, idempotency.webhook_secrets,
             idempotency.webhook_endpoints
     """)
+    op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN is_undone")
     op.execute("ALTER TABLE idempotency.records DROP COLUMN woken")
