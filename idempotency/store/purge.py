@@ -166,11 +166,11 @@ DELETE FROM idempotency.saga_events WHERE id IN (
     ORDER BY e.received_at LIMIT %(limit)s)
 """
 
-# What an observer has noted of a process that is over; and sagas that were cancelled before they were enqueued.
+# What an observer has noted, also of a process whose end it never saw; and sagas that were cancelled before they were enqueued.
 _FORGET_OBSERVED = """
 DELETE FROM idempotency.sagas WHERE id IN (
     SELECT g.id FROM idempotency.sagas g
-    WHERE (g.observed AND g.status <> 'RUNNING' OR g.status = 'COMPENSATING') AND g.service = %(service)s
+    WHERE (g.observed OR g.status = 'COMPENSATING') AND g.service = %(service)s
       AND g.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
       AND (SELECT true FROM idempotency.records r
            WHERE r.tenant = g.tenant AND r.task = g.task AND r.key = g.key LIMIT 1) IS NULL

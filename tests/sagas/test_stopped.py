@@ -90,14 +90,16 @@ def test_the_purge_says_that_more_events_are_to_be_deleted(stage: Stage) -> None
         assert connection.execute(text("SELECT count(*) FROM idempotency.saga_events")).scalar_one() == 0
 
 
-def test_the_purge_says_that_more_observed_processes_are_to_be_deleted(stage: Stage) -> None:
+@pytest.mark.parametrize("status", ["COMPLETED", "RUNNING"])  # RUNNING: its end was never seen
+def test_the_purge_says_that_more_observed_processes_are_to_be_deleted(stage: Stage, status: str) -> None:
     with stage.engine.begin() as connection:
         connection.execute(
             text(
                 "INSERT INTO idempotency.sagas (tenant, task, key, service, observed, entity_id, status, accepted_at, updated_at) "
-                "SELECT 'default', 'placing', n::text, 'bank', true, n::text, 'COMPLETED', 'infinity', now() - interval '900 days' "
+                "SELECT 'default', 'placing', n::text, 'bank', true, n::text, :status, 'infinity', now() - interval '900 days' "
                 "FROM generate_series(1, 2500) n"
-            )
+            ),
+            {"status": status},
         )
     for _ in range(5):
         if not maintenance.purge_once(stage.app, limit=1_000_000).more:

@@ -47,7 +47,7 @@ CREATE INDEX sagas_newest ON idempotency.sagas (created_at);
 CREATE INDEX sagas_stopped ON idempotency.sagas (created_at) WHERE stopped IS NOT NULL;
 -- for the purge, which must read none that waits, nor what goes with its record
 CREATE INDEX sagas_over ON idempotency.sagas (service, updated_at)
-    WHERE observed AND status <> 'RUNNING' OR status = 'COMPENSATING';
+    WHERE observed OR status = 'COMPENSATING';
 CREATE INDEX sagas_running ON idempotency.sagas (service, accepted_at) WHERE status = 'RUNNING';
 
 CREATE TABLE idempotency.saga_steps (
