@@ -20,6 +20,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 EXPECTED = re.compile(r"# E: (\S+) (\S+)$")
+# Seconds: a checker takes 20 alone, and many times that beside other work.
+BOUND = 600
 # a program and a line
 Errors = dict[tuple[str, int], str]
 
@@ -51,6 +53,7 @@ def test_both_kinds_of_program_are_there() -> None:
     assert {name for name, _ in expected(1)} == {"django_rejected.py", "rejected.py"}
 
 
+@pytest.mark.timeout(BOUND + 60)
 def test_mypy_keeps_the_types_of_a_task_and_refuses_wrong_calls(application: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--output", "json", "--config-file", ""]
     cache = ["--cache-dir", str(ROOT / ".mypy_cache" / "typing")]
@@ -62,13 +65,14 @@ def test_mypy_keeps_the_types_of_a_task_and_refuses_wrong_calls(application: Pat
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=BOUND,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert first((e["file"], e["line"], e["code"]) for e in found if e["severity"] == "error") == expected(0)
 
 
+@pytest.mark.timeout(BOUND + 60)
 def test_pyright_keeps_the_types_of_a_task_and_refuses_wrong_calls(application: Path) -> None:
     configuration = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
     (application / "pyrightconfig.json").write_text(json.dumps(configuration))
@@ -78,7 +82,7 @@ def test_pyright_keeps_the_types_of_a_task_and_refuses_wrong_calls(application: 
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=BOUND,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)["generalDiagnostics"]
