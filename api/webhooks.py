@@ -22,6 +22,7 @@ from idempotency.application import runtime_of
 from idempotency.http.fastapi import as_response
 from idempotency.http.problems import problem
 from tasks import app, settlement
+from tasks.gateway import GatewayError
 from tasks.outside import gateway
 from tasks.reports import STANDARD, STRIPE, Malformed, Report, of_standard, of_stripe
 from tasks.signatures import NotSigned, check_standard, check_stripe
@@ -73,7 +74,7 @@ async def _received(name: str, request: Request) -> Response:
     if report is not None:
         try:
             outcome = await to_thread.run_sync(_settled, report, limiter=AT_ONCE)
-        except (SQLAlchemyError, Defer) as error:
+        except (SQLAlchemyError, Defer, GatewayError) as error:
             webhooks.labels(name, "failed").inc()
             answer = as_response(failure(error)) if isinstance(error, SQLAlchemyError) else Response(status_code=503)
             answer.headers["Retry-After"] = str(RETRY_AFTER)

@@ -10,6 +10,7 @@ app = Celery(
         for module in (
             "payments",
             "refunds",
+            "settlement",
             "checkout",
             "orders",
             "warehouse",

@@ -281,9 +281,14 @@ class StripeGateway:
         value = payment_id.replace("\\", "\\\\").replace("'", "\\'")
         query = f"metadata['purchase_id']:'{value}'"
         found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
-        # Search is case-insensitive, and also finds declined intents.
+        # Search is case-insensitive, and also finds declined intents. One of another amount is not of this call.
         return _finish(
-            [self._as_it_is(intent) for intent in found if _is_named(intent, "purchase_id", payment_id, tenant)],
+            [
+                self._as_it_is(intent)
+                for intent in found
+                if _is_named(intent, "purchase_id", payment_id, tenant)
+                and (intent["amount"], intent["currency"].upper()) == (amount, currency.upper())
+            ],
             doubt,
             done=CAPTURED,
             nothing=NOT_CAPTURED,
@@ -306,7 +311,7 @@ class StripeGateway:
         found = self._ask(lambda client: _all(client.v1.refunds.list({"payment_intent": charge_id, "limit": 100})))
         # Unlike search, lists are always up to date.
         return _finish(
-            [refund for refund in found if _is_named(refund, "refund_id", refund_id, tenant)],
+            [r for r in found if _is_named(r, "refund_id", refund_id, tenant) and r["amount"] == amount],
             doubt,
             done=REFUNDED,
             nothing=NOT_REFUNDED,

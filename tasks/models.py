@@ -300,12 +300,21 @@ class PaymentEvent(Base):
 
     __tablename__ = "payment_events"
     __table_args__ = (
-        UniqueConstraint("tenant", "gateway", "object", "object_id", "state", name="reported_once"),
+        Index(
+            "reported_once",
+            "tenant",
+            "gateway",
+            "object",
+            "object_id",
+            "state",
+            # a dispute may come back to a state, and changes within one
+            text("(CASE WHEN object = 'dispute' THEN occurred_at ELSE '-infinity'::timestamptz END)"),
+            unique=True,
+        ),
         CheckConstraint("object IN ('charge', 'refund', 'dispute')", name="object_known"),
         Index(
             "payment_events_waiting",
             "tenant",
-            "gateway",
             "charge_id",
             postgresql_where=text("NOT is_applied"),
         ),
@@ -321,6 +330,8 @@ class PaymentEvent(Base):
     charge_id: Mapped[str]
     payment_id: Mapped[str | None]
     refund_id: Mapped[str | None]
+    # of the call that made it, if the provider was told
+    effect_key: Mapped[str | None]
     amount: Mapped[int]
     currency: Mapped[str]
     code: Mapped[str | None]

@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from idempotency import (
+    EffectInDoubt,
     EffectUnknown,
     Handle,
+    Happened,
     IdempotentTask,
     Operation,
     OperationId,
@@ -23,18 +25,22 @@ from idempotency import (
     publish,
     subscribe,
 )
+from idempotency.application import runtime_of
 from idempotency.providers import STRIPE
 
 from . import app, ledger
-from .gateway import Result
-from .models import Payment
+from .gateway import Outcome, Result
+from .models import Payment, PaymentEvent
 from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
 from .refunds import refund_payment, request_rest
+from .reports import GATEWAYS, SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_purchase, check_purchase_id
+from .waiting_reports import settle_later
 
 INITIATED, CANCELLED = "PAYMENT_INITIATED", "cancelled"
+CAPTURE = "capture"
 # What a statement returns replaces what the session has read before.
 AS_WRITTEN = {"populate_existing": True, "synchronize_session": False}
 
@@ -95,7 +101,7 @@ def begin_charge(session: Session, payment_id: str, *, tenant: str = DEFAULT) ->
     key="{payment_id}",
     on_failed=payment_failed,
     provider=STRIPE,
-    effect_types={"capture": Result},
+    effect_types={CAPTURE: Result},
 )
 def capture_payment(
     self: IdempotentTask, payment_id: str, owner: str = DEFAULT, order_id: str | None = None
@@ -108,7 +114,7 @@ def capture_payment(
     if payment is None:
         raise PermanentError(f"payment {payment_id}: unknown", "payment_unknown")
     is_captured = payment.status in ("captured", "free")
-    if is_captured and not self.may_have_happened("capture"):  # by a call under another key
+    if is_captured and not self.may_have_happened(CAPTURE):  # by a call under another key
         return {"status": payment.status, "charge": payment.charge_id}
     has_begun = payment.status not in (INITIATED, CANCELLED)
     had_failed = payment.failure is not None
@@ -125,14 +131,50 @@ def capture_payment(
         return {"status": CANCELLED, "charge": None}
     charge = None
     if request["amount"] > 0:
-        charge = self.effect("capture", gateway.capture, reconcile=gateway.find_capture, **request)
+        charge = self.effect(CAPTURE, gateway.capture, reconcile=find_capture, **request)
 
     charge_id = None if charge is None else charge["id"]
-    if not mark_captured(self.session, payment_id, charge_id, had_failed=had_failed, tenant=self.tenant):
-        noted = self.session.get_one(Payment, (self.tenant, payment_id), populate_existing=True)
-        if noted.charge_id != charge_id:  # under another key, at the same time
-            raise PermanentError(f"payment {payment_id}: charged twice, also as {noted.charge_id}", "charged_twice")
+    is_new = mark_captured(self.session, payment_id, charge_id, had_failed=had_failed, tenant=self.tenant)
+    noted = self.session.get_one(Payment, (self.tenant, payment_id), populate_existing=not is_new)
+    if is_new:
+        settle_later(self.session, noted)
+    elif noted.charge_id != charge_id:  # under another key, at the same time
+        raise PermanentError(f"payment {payment_id}: charged twice, also as {noted.charge_id}", "charged_twice")
     return {"status": "free" if charge_id is None else "captured", "charge": charge_id}
+
+
+def find_capture(
+    *,
+    payment_id: str,
+    customer_id: str,
+    amount: int,
+    currency: str,
+    doubt: EffectInDoubt,
+    tenant: str = DEFAULT,
+) -> Outcome:
+    """What became of a charge: what the provider has reported of it, or what it answers.
+
+    Reported first: its search may not show for a while what it has reported, and not finding it means to charge again.
+    """
+    reported = select(Payment.charge_id).join(
+        PaymentEvent, (PaymentEvent.tenant == Payment.tenant) & (PaymentEvent.object_id == Payment.charge_id)
+    )
+    reported = reported.where(
+        Payment.tenant == tenant,
+        Payment.id == payment_id,
+        PaymentEvent.gateway.in_(GATEWAYS),
+        PaymentEvent.object == "charge",
+        PaymentEvent.state == SUCCEEDED,
+        PaymentEvent.is_applied,
+        # of this call, and not of one under another key; a provider that is not told the key does not say
+        func.coalesce(PaymentEvent.effect_key, doubt.idempotency_key) == doubt.idempotency_key,
+    )
+    with runtime_of(app).transaction(tenant) as connection:
+        charge_id = connection.scalars(reported.limit(1)).first()
+    if charge_id is not None:
+        return Happened({"id": charge_id, "amount": amount, "currency": currency, "status": SUCCEEDED})
+    about: dict[str, Any] = {"payment_id": payment_id, "customer_id": customer_id, "amount": amount}
+    return gateway.find_capture(**about, currency=currency, doubt=doubt, **named(tenant))
 
 
 def mark_captured(

@@ -13,22 +13,28 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
-from typing import Any, Literal
+from itertools import count
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, PermanentError
-from idempotency.application import runtime_of
+from idempotency import CallRefused, IdempotentTask, OperationId, PermanentError
+from idempotency.application import runtime_of, settings_of
+from idempotency.store import operations
+from idempotency.wire import keys
 
 from . import app
 from .gateway import Moved
 from .outside import gateway
+from .reports import STANDARD
+from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # What is younger may still be on its way to our ledger: the longest that an operation takes which is not in doubt.
 SETTLED_AFTER = timedelta(hours=1)
@@ -39,18 +45,27 @@ _OURS = {
     "charge": """
         SELECT p.tenant, p.id AS name, p.charge_id AS id, l.amount, l.currency FROM payments p
         JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'capture', p.id)
-        WHERE p.charge_id IS NOT NULL AND {condition}""",
+        WHERE p.charge_id IS NOT NULL AND NOT {elsewhere} AND {condition}""",
     "refund": """
         SELECT p.tenant, p.id AS name, p.provider_refund_id AS id, l.amount, l.currency FROM refunds p
         JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'refund', p.id)
-        WHERE p.status = 'refunded' AND {condition}""",
+        WHERE p.status = 'refunded' AND NOT {elsewhere} AND {condition}""",
 }
-_BY_NAME = {kind: text(query.format(condition="(p.tenant, p.id) = (:tenant, :name)")) for kind, query in _OURS.items()}
+# What another provider than Stripe has reported is not in Stripe's list.
+_ELSEWHERE = """EXISTS (SELECT FROM payment_events e
+    WHERE (e.tenant, e.gateway, e.object, e.object_id) = (p.tenant, '{gateway}', '{kind}', p.{id}) AND e.is_applied)"""
+_IDS = {"charge": "charge_id", "refund": "provider_refund_id"}
+
+
+def _query(kind: Kind, condition: str) -> TextClause:
+    elsewhere = _ELSEWHERE.format(gateway=STANDARD, kind=kind, id=_IDS[kind])
+    return text(_OURS[kind].format(elsewhere=elsewhere, condition=condition))
+
+
+_BY_NAME = {kind: _query(kind, "(p.tenant, p.id) = (:tenant, :name)") for kind in KINDS}
 _OF_TIME = {
-    kind: text(query.format(condition="p.created_at >= :since AND p.created_at < :until")).execution_options(
-        yield_per=1000
-    )
-    for kind, query in _OURS.items()
+    kind: _query(kind, "p.created_at >= :since AND p.created_at < :until").execution_options(yield_per=1000)
+    for kind in KINDS
 }
 
 
@@ -75,7 +90,7 @@ def differences(session: Session, since: datetime, until: datetime) -> Iterator[
 
     Raises what the gateway raises.
     """
-    for kind in ("charge", "refund"):
+    for kind in KINDS:
         listed = {moved.id: moved for moved in _moved(kind, since, until)}
         found = [
             _compare(kind, each, _ours(session, kind, each.tenant, _name_of(kind, each))) for each in listed.values()
@@ -132,11 +147,32 @@ def reconcile(since: datetime, until: datetime) -> list[Difference]:
     with Session(runtime_of(app).engine) as session:
         found = list(differences(session, since, until))
     for each in found:
-        sides = sha256(json.dumps([each.provider, each.ledger]).encode()).hexdigest()[:12]
         with Session(runtime_of(app).engine) as session, session.begin():
             about = {"kind": each.kind, "id": each.id, "name": each.name}
-            check_difference.enqueue(session, difference=f"{each.kind}:{each.id}:{sides}", **about, tenant=each.tenant)
+            tenant = _known_tenant(each.tenant)
+            check_difference.enqueue(session, difference=_key(session, each, tenant), **about, tenant=tenant)
     return found
+
+
+def _known_tenant(tenant: str) -> str:
+    """The tenant whose dead letter it is: what the provider has is a stranger's text, of which not all can be one."""
+    try:
+        return keys.check_key(tenant, field="tenant")
+    except CallRefused:
+        return DEFAULT
+
+
+def _key(session: Session, difference: Difference, tenant: str) -> str:
+    """One key for as long as a difference lasts; one that was mended and has come back has another."""
+    sides = sha256(json.dumps([difference.provider, difference.ledger]).encode()).hexdigest()[:12]
+    name = f"{difference.kind}:{difference.id}:{sides}"
+    for number in count(1):
+        key = name if number == 1 else f"{name}:{number}"
+        id = OperationId(tenant, check_difference.name, key)
+        known = operations.lookup(session.connection(), id, settings_of(app).service)
+        if known is None or known.status != "completed":
+            return key
+    raise AssertionError
 
 
 def main(arguments: list[str] | None = None) -> int:

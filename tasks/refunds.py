@@ -28,7 +28,10 @@ from .outside import gateway
 from .reports import REFUND_FAILED
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_minor_unit, check_text
+from .waiting_reports import settle_later
 
+# Why a refund is reversed whose failure no webhook has told.
+REFUSED_AFTERWARDS = "refused_afterwards"
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
@@ -74,10 +77,18 @@ def withdraw(session: Session, refund_id: str, code: str, *, tenant: str = DEFAU
 
     Returns what has become of the refund.
     """
-    refund = session.get_one(Refund, (tenant, refund_id), with_for_update=True)
+    refund, payment = locked(session, refund_id, tenant=tenant)
+    assert refund is not None
     if refund.status == "reserved":
-        _refuse(session, refund, code)
+        _refuse(session, refund, payment, code)
     return refund.status
+
+
+def locked(session: Session, refund_id: str, *, tenant: str) -> tuple[Refund | None, Payment | None]:
+    """A refund and its payment, locked: the payment first, as by everything that changes both."""
+    payment_id = session.scalar(select(Refund.payment_id).filter_by(tenant=tenant, id=refund_id))
+    payment = None if payment_id is None else session.get(Payment, (tenant, payment_id), with_for_update=True)
+    return session.get(Refund, (tenant, refund_id), with_for_update=True), payment
 
 
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
@@ -85,14 +96,13 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
 
     If the order is cancelled, and money is left that nobody is giving back, support is told.
     """
-    refund = session.get(Refund, (operation.tenant, operation.arguments["refund_id"]), with_for_update=True)
+    refund, payment = locked(session, operation.arguments["refund_id"], tenant=operation.tenant)
     if refund is None or refund.status in ("refunded", "reversed"):
         return
     if isinstance(error, EffectUnknown | Unfinished):
         refund.status, refund.failure = "unknown", error.code
     else:
-        _refuse(session, refund, error.code)
-    payment = session.get(Payment, (operation.tenant, refund.payment_id), with_for_update=True)
+        _refuse(session, refund, payment, error.code)
     if payment is not None and payment.order_status == "cancelled" and is_owed(session, payment):
         told = {"refund_id": refund.id, "payment_id": payment.id, "code": error.code, **payment.of_order}
         publish(session, "payment.refund_failed", told, tenant=operation.tenant, app=app)
@@ -111,19 +121,20 @@ def has_refund(session: Session, payment: Payment, status: str) -> bool:
     return session.scalars(of_payment.limit(1)).first() is not None
 
 
-def _refuse(session: Session, refund: Refund, code: str) -> None:
+def _refuse(session: Session, refund: Refund, payment: Payment | None, code: str) -> None:
     if refund.status == "reserved":  # by `request_rest`, and its task has not come to it
-        payment = session.get_one(Payment, (refund.tenant, refund.payment_id), with_for_update=True)
+        assert payment is not None
         payment.refunded -= refund.amount
     refund.status, refund.failure = "refused", code
+    if payment is not None:
+        settle_later(session, payment)
 
 
 def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[str, Any]:
     """Reserve the amount on the payment. Raises `PermanentError` if there can be no refund, `Defer` if it is too early."""
-    refund = session.get(Refund, (tenant, refund_id), with_for_update=True)
+    refund, payment = locked(session, refund_id, tenant=tenant)
     if refund is None:
         raise PermanentError(f"refund {refund_id}: unknown", "refund_unknown")
-    payment = session.get(Payment, (tenant, refund.payment_id), with_for_update=True)
     if payment is None:
         raise PermanentError("the payment does not exist", "payment_unknown")
     if payment.status in ("pending", "unknown"):
@@ -151,10 +162,18 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
 
 
 def free(session: Session, reserved: dict[str, Any]) -> None:
-    """Undo `reserve`: the amount can be refunded again. Records name it, so it cannot be renamed or moved."""
-    tenant = reserved.get("tenant", DEFAULT)
-    session.get_one(Payment, (tenant, reserved["payment_id"]), with_for_update=True).refunded -= reserved["amount"]
-    session.get_one(Refund, (tenant, reserved["refund_id"])).status = "pending"
+    """Undo `reserve`: the amount can be refunded again. Records name it, so it cannot be renamed or moved.
+
+    If the refund was reported as made before the provider said that it has failed, it is reversed, unless that was reported, too.
+    """
+    refund, payment = locked(session, reserved["refund_id"], tenant=reserved.get("tenant", DEFAULT))
+    assert refund is not None
+    assert payment is not None
+    if refund.status == "refunded":
+        reverse(session, refund, REFUSED_AFTERWARDS)
+    elif refund.status == "reserved":
+        payment.refunded -= refund.amount
+        refund.status = "pending"
 
 
 @app.task(
@@ -177,7 +196,8 @@ def refund_payment(
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
 
-    refund = self.session.get_one(Refund, (self.tenant, refund_id), with_for_update=True)
+    refund, _ = locked(self.session, refund_id, tenant=self.tenant)
+    assert refund is not None
     mark_refunded(self.session, refund, refunded["id"])
     return {"status": refund.status, "refund": refunded["id"]}
 
@@ -207,6 +227,7 @@ def reverse(session: Session, refund: Refund, code: str) -> None:
     ledger.post(session, "reversal", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     told = {"refund_id": refund.id, "payment_id": payment.id, "code": code, **payment.of_order}
     publish(session, "payment.refund_failed", told, tenant=refund.tenant, app=app)
+    settle_later(session, payment)
 
 
 def _told(refund: Refund, payment: Payment) -> dict[str, Any]:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from .tenants import DEFAULT
 
-STRIPE, STANDARD = "stripe", "payment"
+GATEWAYS = STRIPE, STANDARD = "stripe", "payment"
 Kind = Literal["charge", "refund", "dispute"]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUCCEEDED, FAILED = "succeeded", "failed"
+# Of a charge or a refund, at other providers than Stripe.
+STATES = (SUCCEEDED, FAILED, "pending", "processing")
 # What a refund does not come back from, and what a dispute does not.
 REFUND_FAILED = frozenset({FAILED, "canceled"})
 DISPUTE_ENDED = frozenset({"won", "lost", "warning_closed"})
@@ -32,7 +35,8 @@ class Malformed(ValueError):
 class Report:
     """An object at a provider is in a state. `charge_id`: of the charge that it is about; amounts are in the minor unit.
 
-    `payment_id`, `refund_id`: our names, if the provider was told. `code`: why it failed, or is disputed.
+    `payment_id`, `refund_id`: our names, if the provider was told, as was `effect_key`, the idempotency key of the call that
+    made it. `code`: why it failed, or is disputed.
     """
 
     gateway: str
@@ -48,6 +52,7 @@ class Report:
     tenant: str = DEFAULT
     payment_id: str | None = None
     refund_id: str | None = None
+    effect_key: str | None = None
     code: str | None = None
 
 
@@ -57,6 +62,7 @@ class Report:
 class _Metadata(BaseModel):
     purchase_id: str | None = Field(None, max_length=255)
     refund_id: str | None = Field(None, max_length=255)
+    effect_key: str | None = Field(None, max_length=255)
     tenant: str = Field(DEFAULT, min_length=1, max_length=255)
 
 
@@ -71,7 +77,7 @@ class _Object(BaseModel):
     status: str = Field(min_length=1, max_length=64)
     amount: int = Field(ge=0, lt=2**63)
     currency: str = Field(min_length=3, max_length=3)
-    metadata: _Metadata = _Metadata()
+    metadata: _Metadata | None = None
     payment_intent: str | None = Field(None, max_length=255)
     last_payment_error: _Error | None = None
     failure_code: str | None = None
@@ -113,7 +119,7 @@ def of_stripe(body: bytes) -> Report | None:
     state = _state_of_charge(thing, event.type) if kind in ("payment_intent", "charge") else thing.status
     if charge_id is None or state is None:
         return None
-    error = thing.last_payment_error or _Error()
+    error, metadata = thing.last_payment_error or _Error(), thing.metadata or _Metadata()
     # the same as the answer to the call would have, whichever of the two comes first
     code = error.code or error.decline_code or thing.failure_code or thing.failure_reason or thing.reason
     return Report(
@@ -127,9 +133,10 @@ def of_stripe(body: bytes) -> Report | None:
         amount=thing.amount,
         currency=thing.currency.upper(),
         occurred_at=datetime.fromtimestamp(event.created, UTC),
-        tenant=thing.metadata.tenant,
-        payment_id=thing.metadata.purchase_id,
-        refund_id=thing.metadata.refund_id,
+        tenant=metadata.tenant,
+        payment_id=metadata.purchase_id,
+        refund_id=metadata.refund_id,
+        effect_key=metadata.effect_key,
         code=code,
     )
 
@@ -157,11 +164,19 @@ class _Reported(BaseModel):
     charge_id: str = Field(min_length=1, max_length=255)
     amount: int = Field(ge=0, lt=2**63)
     currency: str = Field(pattern="^[A-Z]{3}$")
-    occurred_at: AwareDatetime
+    # a day from the ends of what Python's clock has, in any time zone
+    occurred_at: AwareDatetime = Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(9999, 1, 1, tzinfo=UTC))
     tenant: str = Field(DEFAULT, min_length=1, max_length=255)
     payment_id: str | None = Field(None, max_length=255)
     refund_id: str | None = Field(None, max_length=255)
+    idempotency_key: str | None = Field(None, max_length=255)
     code: str | None = Field(None, max_length=255)
+
+    @model_validator(mode="after")
+    def _state_is_known(self) -> Self:
+        if self.type != "dispute" and self.state not in STATES:
+            raise PydanticCustomError("state", "state: must be one of {states}", {"states": ", ".join(STATES)})
+        return self
 
 
 def of_standard(event_id: str, body: bytes) -> Report:
@@ -169,13 +184,14 @@ def of_standard(event_id: str, body: bytes) -> Report:
     if not 1 <= len(event_id) <= 255:
         raise Malformed("webhook-id: must have 1 to 255 characters")
     said = _read(_Reported, body)
-    about = said.model_dump(exclude={"type", "id"})
+    about = said.model_dump(exclude={"type", "id", "idempotency_key"})
     return Report(
         gateway=STANDARD,
         event_id=event_id,
         type=f"{said.type}.{said.state}",
         object=said.type,
         object_id=said.id,
+        effect_key=said.idempotency_key,
         **about,
     )
 

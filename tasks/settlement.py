@@ -17,17 +17,21 @@ from typing import Literal
 
 from sqlalchemy import select, text
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import DataError, IntegrityError
 from sqlalchemy.orm import Session
 
-from idempotency import Handle, OperationId
+from idempotency import Handle, IdempotentTask, OperationId
+from idempotency.application import settings_of
 from idempotency.observe.logs import log
+from idempotency.store import operations
 
 from . import app, orders
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
-from .payments import capture_payment, mark_captured, mark_failed
+from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
 from .refunds import mark_refunded, refund_payment, reverse
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
+from .waiting_reports import SETTLE_WAITING
 
 # Seconds for which the lock of a transaction at the provider is held at most, and for which another waits.
 LOCK_SECONDS = 30
@@ -47,13 +51,12 @@ def settle(session: Session, report: Report) -> Settled:
     "duplicate": it is known, by its id or by what it says. "waiting": it is kept until we know more, such as a refund of a
     payment that is not known to be captured. Raises `OperationalError` if another holds the charge's lock for too long.
     """
-    session.execute(_LOCK, {"milliseconds": str(LOCK_SECONDS * 1000)})
-    session.execute(_OF_CHARGE, {"charge": f"{report.gateway} {report.charge_id}"})
+    _lock(session, report.gateway, report.charge_id)
     if not insert_unless_there(session, PaymentEvent, asdict(report)):
         return "duplicate"
     is_applied = _apply(session, report)
     if report.object == "charge":
-        _apply_waiting(session, report)
+        _apply_waiting(session, report.tenant, report.gateway, report.charge_id)
     log.info("payment_event", gateway=report.gateway, type=report.type, applied=is_applied)
     return "applied" if is_applied else "waiting"
 
@@ -71,32 +74,58 @@ def _apply(session: Session, report: Report) -> bool:
     return is_applied
 
 
-def _apply_waiting(session: Session, report: Report) -> None:
-    """What was reported of a charge before the charge itself."""
-    waiting = select(PaymentEvent).filter_by(
-        tenant=report.tenant, gateway=report.gateway, charge_id=report.charge_id, is_applied=False
-    )
-    for event in session.scalars(waiting.order_by(PaymentEvent.received_at)):
-        if event.event_id != report.event_id:
-            _apply(session, Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__}))
+@app.task(base=IdempotentTask, bind=True, name=SETTLE_WAITING, key=None)
+def settle_waiting(self: IdempotentTask, gateway: str, charge_id: str) -> int:
+    """Apply what was reported of a charge too early: its payment was not captured, or nothing was left to refund."""
+    session = self.session
+    _lock(session, gateway, charge_id)
+    return _apply_waiting(session, self.tenant, gateway, charge_id)
+
+
+def _lock(session: Session, gateway: str, charge_id: str) -> None:
+    session.execute(_LOCK, {"milliseconds": str(LOCK_SECONDS * 1000)})
+    session.execute(_OF_CHARGE, {"charge": f"{gateway} {charge_id}"})
+
+
+def _apply_waiting(session: Session, tenant: str, gateway: str, charge_id: str) -> int:
+    """Apply what can be by now, each for itself; returns how much that was."""
+    waiting = select(PaymentEvent).filter_by(tenant=tenant, gateway=gateway, charge_id=charge_id, is_applied=False)
+    applied = 0
+    for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all():
+        report = Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__})
+        try:
+            with session.begin_nested():
+                applied += _apply(session, report)
+        except (DataError, IntegrityError) as error:  # of this one alone
+            log.error("payment_event_broken", gateway=gateway, event_id=event.event_id, error=type(error).__name__)
+    return applied
 
 
 def _charge(session: Session, payment: Payment, report: Report) -> bool:
+    is_another = report.state == SUCCEEDED and payment.charge_id not in (None, report.charge_id)
+    if not _is_of(payment, report) or is_another:
+        # perhaps money that we do not know of: the reconciliation names both sides
+        log.error("payment_event_differs", gateway=report.gateway, event_id=report.event_id, payment=payment.id)
+        return False
     if report.state == SUCCEEDED:
-        if not _is_of(payment, report) or payment.charge_id not in (None, report.charge_id):
-            # money that we do not know of: the reconciliation names both sides
-            log.error("payment_event_differs", gateway=report.gateway, event_id=report.event_id, payment=payment.id)
-            return False
         had_failed = payment.failure is not None
         is_new = mark_captured(session, payment.id, report.charge_id, had_failed=had_failed, tenant=payment.tenant)
         if is_new and (order := _order_of(session, payment)) is not None:
             orders.pay(session, order)
-    elif report.state == FAILED:
+    elif report.state == FAILED and not _is_of_an_earlier_call(session, payment, report):
         code = report.code or FAILED
         if mark_failed(session, payment, code) and (order := _order_of(session, payment)) is not None:
             orders.cancel_for(session, order, code)
     _wake(session, capture_payment.name, payment.tenant, payment.id)
     return True
+
+
+def _is_of_an_earlier_call(session: Session, payment: Payment, report: Report) -> bool:
+    """Whether the payment is being charged under another key by now, so that this failure decides nothing."""
+    id = OperationId(payment.tenant, capture_payment.name, payment.id)
+    record = operations.lookup(session.connection(), id, settings_of(app).service)
+    begun = {} if record is None else record.effects.get(CAPTURE, {})
+    return report.effect_key is not None and begun.get("key", report.effect_key) != report.effect_key
 
 
 def _order_of(session: Session, payment: Payment) -> Order | None:
@@ -129,7 +158,7 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
         if refund is None or (refund.payment_id, refund.amount) != (payment.id, report.amount):
             return None
         return refund if refund.provider_refund_id in (None, report.object_id) else None
-    if payment.status != "captured" or payment.charge_id != report.charge_id:
+    if payment.status != "captured" or payment.charge_id != report.charge_id or report.amount == 0:
         return None
     id = {"tenant": payment.tenant, "id": f"{report.gateway}-{report.object_id}"}
     about = {"payment_id": payment.id, "amount": report.amount, "reason": "made at the provider", "status": "pending"}

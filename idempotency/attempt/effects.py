@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import (
@@ -179,7 +178,10 @@ def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> A
 def _asks_first(attempt: Attempt) -> bool:
     """Whether the provider may know of calls that this database has forgotten."""
     until = attempt.runtime.settings.ask_first_until
-    return until is not None and datetime.now(UTC) < until
+    if until is None:
+        return False
+    with attempt.runtime.autocommit(attempt.claim.id.tenant) as connection:
+        return not clock.has_come(connection, until)
 
 
 def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) -> Answer:

@@ -15,6 +15,7 @@ from ..errors import (
     CallRefused,
     Defer,
     NotConnected,
+    NotDue,
     NothingDone,
     PermanentError,
     RetriesExhausted,
@@ -127,7 +128,7 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         case CallRefused():
             # a call that the body makes is refused the same way every time
             return Fail(claim, PermanentError(describe(error), "call_refused"), error)
-        case Undecided(seconds=seconds):
+        case Undecided(seconds=seconds) | NotDue(seconds=seconds):
             return Release(claim, min(seconds, MAX_DELAY), error, give_back=True, is_undecided=True)
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
             return Release(claim, seconds, error, give_back=True)

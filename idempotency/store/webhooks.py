@@ -136,7 +136,8 @@ _FORGET = """
 DELETE FROM idempotency.webhook_deliveries WHERE id IN (
     SELECT id FROM idempotency.webhook_deliveries
     WHERE service = %(service)s AND ended_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
-    ORDER BY ended_at LIMIT %(limit)s)
+    ORDER BY ended_at LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED)  -- one that is just being redelivered has not ended any more
 """
 
 

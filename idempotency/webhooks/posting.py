@@ -169,10 +169,14 @@ def _connect(addresses: Sequence[Address], port: int, deadline: float) -> socket
 
 def _begin_of(answer: http.client.HTTPResponse) -> bytes:
     """The first bytes of an answer. Its status is there: what is wrong with its body, or slow, changes nothing."""
+    begin = b""
     try:
-        return answer.read(BODY_LIMIT)
-    except (OSError, http.client.HTTPException):
+        # by `read1`, which takes a buffer at most, whatever size a chunk claims to have
+        while len(begin) < BODY_LIMIT and (part := answer.read1(BODY_LIMIT - len(begin))):
+            begin += part
+    except (OSError, ValueError, http.client.HTTPException):  # ValueError: of a chunk's size
         return b""
+    return begin[:BODY_LIMIT]
 
 
 def _left(deadline: float) -> float:
@@ -194,9 +198,9 @@ def _retry_after(status: int, headers: http.client.HTTPMessage) -> float | None:
         return float(text[:9])
     try:
         at = parsedate_to_datetime(text)
-    except ValueError:
+        return max(((at if at.tzinfo else at.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds(), 0.0)
+    except (ValueError, OverflowError):  # a date beyond what a clock has
         return None
-    return max(((at if at.tzinfo else at.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 @cache

@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..errors import Again, NotSent, PermanentError
+from ..errors import Again, NotDue, PermanentError
 from ..events import subscribe
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -158,7 +158,7 @@ def _attempt(
         )
     if isinstance(due, stored.NotDue):
         if due.because is None:
-            raise NotSent(
+            raise NotDue(
                 BUSY_PAUSE * random.uniform(0.5, 1.5), "another attempt at an endpoint that fails is under way"
             )
         return {"given_up": due.because}

@@ -20,6 +20,7 @@ CREATE TABLE payment_events (
     charge_id   varchar     NOT NULL,
     payment_id  varchar,
     refund_id   varchar,
+    effect_key  varchar,
     amount      bigint      NOT NULL,
     currency    varchar     NOT NULL,
     code        varchar,
@@ -27,10 +28,12 @@ CREATE TABLE payment_events (
     is_applied  boolean     NOT NULL DEFAULT false,
     received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (tenant, gateway, event_id),
-    CONSTRAINT reported_once UNIQUE (tenant, gateway, object, object_id, state),
     CONSTRAINT object_known CHECK (object IN ('charge', 'refund', 'dispute'))
 );
-CREATE INDEX payment_events_waiting ON payment_events (tenant, gateway, charge_id) WHERE NOT is_applied;
+-- a dispute may come back to a state, and changes within one
+CREATE UNIQUE INDEX reported_once ON payment_events (tenant, gateway, object, object_id, state,
+    (CASE WHEN object = 'dispute' THEN occurred_at ELSE '-infinity'::timestamptz END));
+CREATE INDEX payment_events_waiting ON payment_events (tenant, charge_id) WHERE NOT is_applied;
 
 CREATE TABLE disputes (
     tenant      varchar     NOT NULL DEFAULT 'default',
