@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import alarms, alerts, maintenance, reports
@@ -28,11 +28,13 @@ def purge() -> int:
     return maintenance.purge(app)
 
 
-@app.task(name="maintenance.reconcile_provider")
+# A list of many charges takes longer than a payment.
+@app.task(name="maintenance.reconcile_provider", soft_time_limit=3 * 3600, time_limit=3 * 3600 + 60)
 def reconcile_provider() -> int:
-    """Compare the last days of the provider with the ledger; returns how many objects differ."""
+    """Compare the last month of the provider with the ledger; returns how many objects differ."""
     until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
-    return len(reconciliation.reconcile(until - reconciliation.WINDOW, until))
+    days = reconciliation.days_before(until, reconciliation.WINDOW / timedelta(days=1))
+    return sum(len(reconciliation.reconcile(since, end)) for since, end in days)
 
 
 @app.task(name="maintenance.alert")

@@ -173,8 +173,14 @@ def find_capture(
         charge_id = connection.scalars(reported.limit(1)).first()
     if charge_id is not None:
         return Happened({"id": charge_id, "amount": amount, "currency": currency, "status": SUCCEEDED})
-    about: dict[str, Any] = {"payment_id": payment_id, "customer_id": customer_id, "amount": amount}
-    return gateway.find_capture(**about, currency=currency, doubt=doubt, **named(tenant))
+    return gateway.find_capture(
+        payment_id=payment_id,
+        customer_id=customer_id,
+        amount=amount,
+        currency=currency,
+        doubt=doubt,
+        tenant=tenant,
+    )
 
 
 def mark_captured(

@@ -38,7 +38,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # What is younger may still be on its way to our ledger: the longest that an operation takes which is not in doubt.
 SETTLED_AFTER = timedelta(hours=1)
-WINDOW = timedelta(days=3)
+# Some refunds fail, and some bank debits succeed, weeks after they were made.
+WINDOW = timedelta(days=30)
 
 # What the ledger has of a payment or a refund under the id that it has at the provider.
 _OURS = {
@@ -154,6 +155,12 @@ def reconcile(since: datetime, until: datetime) -> list[Difference]:
     return found
 
 
+def days_before(until: datetime, days: float) -> list[tuple[datetime, datetime]]:
+    """That time in parts of a day at most, so that no list is longer than a day's."""
+    begins = [until - timedelta(days=days) + timedelta(days=n) for n in range(int(-(-days // 1)))]
+    return [(begin, min(begin + timedelta(days=1), until)) for begin in begins]
+
+
 def _known_tenant(tenant: str) -> str:
     """The tenant whose dead letter it is: what the provider has is a stranger's text, of which not all can be one."""
     try:
@@ -188,9 +195,8 @@ def main(arguments: list[str] | None = None) -> int:
     until = datetime.now(UTC) - SETTLED_AFTER
     console = Console(stderr=True)
     found: list[Difference] = []
-    days = [(until - timedelta(days=given.days) + timedelta(days=n)) for n in range(int(-(-given.days // 1)))]
-    for since in track(days, "days compared", console=console, disable=given.json):
-        found += reconcile(since, min(since + timedelta(days=1), until))
+    for since, end in track(days_before(until, given.days), "days compared", console=console, disable=given.json):
+        found += reconcile(since, end)
     if given.json:
         print(json.dumps([asdict(each) for each in found], indent=1))  # noqa: T201
         return 1 if found else 0

@@ -153,6 +153,8 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
 
 def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | None:
     """The refund, locked. One that somebody has made at the provider is written down, once its payment is captured."""
+    if report.currency != payment.currency.upper():
+        return None
     if report.refund_id is not None:
         refund = session.get(Refund, (payment.tenant, report.refund_id), with_for_update=True)
         if refund is None or (refund.payment_id, refund.amount) != (payment.id, report.amount):

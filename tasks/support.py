@@ -1,5 +1,5 @@
 """Support: a case for every payment that failed or whose outcome is unknown, for what is not given back of a cancelled order,
-and for what people have to see to in a return."""
+for a refund whose money has come back, and for what people have to see to in a return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from idempotency import IdempotentTask, subscribe
 from . import app
 from .models import Payment, ReturnCase, SupportCase
 from .once import insert_unless_there
-from .refunds import is_owed
+from .refunds import has_refund, is_owed
 
 
 @subscribe(
@@ -21,6 +21,7 @@ def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     # from the rows, because events of one payment may be handled in either order
     payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]), with_for_update=True)
     is_kept = payment.order_status == "cancelled" and is_owed(self.session, payment)
+    is_kept = is_kept or has_refund(self.session, payment, "reversed")
     code = payment.failure or ("refund_failed" if is_kept else "recovered")
     self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=code))
 

@@ -32,7 +32,7 @@ def ask(sender: Sender, url: str, given: Sequence[str]) -> None:
 def _answered(body: bytes) -> bytes:
     try:
         document = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body.strip()
     found = document.get("challenge") if isinstance(document, dict) else document
     return str(found).encode("utf-8", "replace")

@@ -25,8 +25,8 @@ from .addresses import Address, Allowed, Resolve, Target, addresses_of, look_up,
 BODY_LIMIT = 4096
 # Seconds. The system's resolver may take half a minute; a thread waits for it instead of the delivery.
 RESOLVE_TIMEOUT = 5.0
-# A name server that hangs holds a thread for half a minute, and must not hold all.
-RESOLVERS = 16
+# A name server that hangs holds a thread for half a minute, and must not hold all. An endpoint that fails has one at a time.
+RESOLVERS = 64
 # Seconds for one address, so that another one may be tried.
 CONNECT_TIMEOUT = 5.0
 # Of one host.
@@ -121,8 +121,11 @@ class Sender:
         self, url: str, headers: Mapping[str, str], body: bytes, deadline: float
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
         target = target_of(url, self.allowed)
-        looking = _resolvers(os.getpid()).submit(addresses_of, target, self.allowed, self.resolve)
-        addresses = looking.result(min(RESOLVE_TIMEOUT, _left(deadline)))
+        if target.address is not None:
+            addresses: Sequence[Address] = (target.address,)
+        else:
+            looking = _resolvers(os.getpid()).submit(addresses_of, target, self.allowed, self.resolve)
+            addresses = looking.result(min(RESOLVE_TIMEOUT, _left(deadline)))
         with self._connected(target, addresses, deadline) as connected:
             connection = http.client.HTTPSConnection(target.host, target.port, context=self.authorities)
             connection.sock = connected  # so that it neither looks the name up nor connects

@@ -52,7 +52,7 @@ def post(path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
 
 
 def event(charge_id: str, payment_id: str, status: str = "succeeded", **changes: Any) -> bytes:
-    metadata = {"purchase_id": payment_id, "effect_key": "idem-1"}
+    metadata = {"purchase_id": payment_id}
     intent = {"id": charge_id, "object": "payment_intent", "status": status, "amount": 1000, "currency": "eur"}
     document = {
         "id": f"evt_{uuid4().hex}",

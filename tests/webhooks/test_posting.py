@@ -119,7 +119,12 @@ def dripping(receiver: Receiver, certificate: str, pieces: Callable[[], Iterator
         def serve() -> None:
             try:
                 with context.wrap_socket(server.accept()[0], server_side=True) as connection:
-                    connection.recv(65536)
+                    asked = connection.makefile("rb")
+                    length = 0
+                    while (line := asked.readline().strip()) != b"":
+                        if line.lower().startswith(b"content-length:"):
+                            length = int(line.split(b":")[1])
+                    asked.read(length)  # what is left unread when it closes would reset the connection
                     for piece in pieces():
                         connection.sendall(piece)
             except OSError:
