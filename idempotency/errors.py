@@ -23,7 +23,6 @@
     │   └── UnsupportedControl      Ignore, Reject or replace() from a body
     ├── Defer                       not the operation's fault: try later, without using up an attempt
     │   ├── NotSent                 from an effect: nothing was sent to the provider
-    │   │   └── NotDue              it waits for its turn
     │   └── Undecided               from an effect: the provider has accepted the call and decides later
     ├── Again                       the body asks for another attempt, as Celery's retry() does
     │   └── NothingDone             an HTTP handler's answer says nothing: its key is free if nothing is recorded
@@ -216,10 +215,6 @@ class NotSent(Defer):
 
     A first call under its key is then recorded as not having happened. It says nothing about an earlier one.
     """
-
-
-class NotDue(NotSent):
-    """An effect waits for its turn behind others: as `NotSent`, and it uses up no `defer_budget` either."""
 
 
 class Undecided(Defer):

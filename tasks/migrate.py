@@ -37,18 +37,20 @@ def migrate(engine: Engine) -> None:
 def grant(engine: Engine) -> None:
     """Let the roles of `idempotency migrate --roles` use the tables: web servers and workers those of one tenant at a time.
 
-    Safe to call again. A relay needs them too: it runs `on_failed` and undos of operations that no worker can end.
+    Safe to call again. A relay and people's commands need them too: they run `on_failed` and undos of what no worker ends.
     """
     with engine.begin() as connection:
         for table in Base.metadata.sorted_tables:
             connection.exec_driver_sql(
-                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table.name} TO {APPLICATION}, {RELAY}"
+                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table.name} TO {APPLICATION}, {RELAY}, {OPERATOR}"
             )
-            connection.exec_driver_sql(f"GRANT SELECT ON {table.name} TO {OPERATOR}, {READ_ONLY}")
+            connection.exec_driver_sql(f"GRANT SELECT ON {table.name} TO {READ_ONLY}")
             protect(connection, table.name)
         # not for the application: a view has its owner's rights, and so shows all tenants
         connection.exec_driver_sql(f"GRANT SELECT ON ledger_entries TO {OPERATOR}, {READ_ONLY}")
-        connection.exec_driver_sql(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {APPLICATION}, {RELAY}")
+        connection.exec_driver_sql(
+            f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {APPLICATION}, {RELAY}, {OPERATOR}"
+        )
 
 
 def main() -> None:

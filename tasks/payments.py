@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import func, select, update
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -25,19 +25,18 @@ from idempotency import (
     publish,
     subscribe,
 )
-from idempotency.application import runtime_of
 from idempotency.providers import STRIPE
 
 from . import app, ledger
 from .gateway import Outcome, Result
-from .models import Payment, PaymentEvent
+from .models import Payment
 from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
 from .refunds import refund_payment, request_rest
-from .reports import GATEWAYS, SUCCEEDED
+from .reported import reported_charge, settle_later
+from .reports import SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_purchase, check_purchase_id
-from .waiting_reports import settle_later
 
 INITIATED, CANCELLED = "PAYMENT_INITIATED", "cancelled"
 CAPTURE = "capture"
@@ -156,21 +155,7 @@ def find_capture(
 
     Reported first: its search may not show for a while what it has reported, and not finding it means to charge again.
     """
-    reported = select(Payment.charge_id).join(
-        PaymentEvent, (PaymentEvent.tenant == Payment.tenant) & (PaymentEvent.object_id == Payment.charge_id)
-    )
-    reported = reported.where(
-        Payment.tenant == tenant,
-        Payment.id == payment_id,
-        PaymentEvent.gateway.in_(GATEWAYS),
-        PaymentEvent.object == "charge",
-        PaymentEvent.state == SUCCEEDED,
-        PaymentEvent.is_applied,
-        # of this call, and not of one under another key; a provider that is not told the key does not say
-        func.coalesce(PaymentEvent.effect_key, doubt.idempotency_key) == doubt.idempotency_key,
-    )
-    with runtime_of(app).transaction(tenant) as connection:
-        charge_id = connection.scalars(reported.limit(1)).first()
+    charge_id = reported_charge(payment_id, doubt.idempotency_key, tenant=tenant)
     if charge_id is not None:
         return Happened({"id": charge_id, "amount": amount, "currency": currency, "status": SUCCEEDED})
     return gateway.find_capture(

@@ -25,13 +25,15 @@ from .gateway import Result
 from .models import Payment, PaymentEvent, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
+from .reported import settle_later
 from .reports import REFUND_FAILED
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_minor_unit, check_text
-from .waiting_reports import settle_later
 
 # Why a refund is reversed whose failure no webhook has told.
 REFUSED_AFTERWARDS = "refused_afterwards"
+# Of a refund that was made, whether or not its money has come back.
+MADE = ("refunded", "reversed")
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
@@ -97,7 +99,7 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     If the order is cancelled, and money is left that nobody is giving back, support is told.
     """
     refund, payment = locked(session, operation.arguments["refund_id"], tenant=operation.tenant)
-    if refund is None or refund.status in ("refunded", "reversed"):
+    if refund is None or refund.status in MADE:
         return
     if isinstance(error, EffectUnknown | Unfinished):
         refund.status, refund.failure = "unknown", error.code
@@ -137,6 +139,8 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         raise PermanentError(f"refund {refund_id}: unknown", "refund_unknown")
     if payment is None:
         raise PermanentError("the payment does not exist", "payment_unknown")
+    if refund.status in MADE:
+        raise Defer(0.0, f"refund {refund_id}: reported as made at this moment")
     if payment.status in ("pending", "unknown"):
         # the payment may still turn out to be captured
         raise Defer(PENDING_PAUSE, f"payment {payment.id}: still {payment.status}")
@@ -192,6 +196,10 @@ def refund_payment(
 
     `is_reserved`: by `request_rest`. Code to which that is unknown would refuse it, and leaves the message to this one.
     """
+    noted = self.session.get(Refund, (self.tenant, refund_id))
+    if noted is not None and noted.status in MADE and not self.may_have_happened("refund"):  # the provider has told it
+        return {"status": noted.status, "refund": noted.provider_refund_id}
+    self.session.rollback()  # no open transaction during a step or a call
     request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
@@ -207,7 +215,7 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> 
 
     If the provider has reported meanwhile that it failed after all, that is noted, too.
     """
-    if refund.status in ("refunded", "reversed"):
+    if refund.status in MADE:
         return
     payment = session.get_one(Payment, (refund.tenant, refund.payment_id))
     refund.status, refund.provider_refund_id, refund.failure = "refunded", provider_refund_id, None

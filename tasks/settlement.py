@@ -30,17 +30,19 @@ from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
 from .refunds import mark_refunded, refund_payment, reverse
+from .reported import SETTLE_WAITING
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
-from .waiting_reports import SETTLE_WAITING
 
-# Seconds for which the lock of a transaction at the provider is held at most, and for which another waits.
+# Seconds for which the lock of a transaction at the provider is held at most.
 LOCK_SECONDS = 30
+# Seconds for which another report waits for it: those of other charges wait behind it.
+WAIT_SECONDS = 2
 
 Settled = Literal["applied", "duplicate", "waiting"]
 
 _LOCK = text("""
-SELECT set_config('lock_timeout', :milliseconds, true), set_config('statement_timeout', :milliseconds, true),
-       set_config('idle_in_transaction_session_timeout', :milliseconds, true)
+SELECT set_config('lock_timeout', :wait, true), set_config('statement_timeout', :hold, true),
+       set_config('idle_in_transaction_session_timeout', :hold, true)
 """)
 _OF_CHARGE = text("SELECT pg_advisory_xact_lock(hashtextextended(:charge, 0x77656268))")
 
@@ -83,7 +85,7 @@ def settle_waiting(self: IdempotentTask, gateway: str, charge_id: str) -> int:
 
 
 def _lock(session: Session, gateway: str, charge_id: str) -> None:
-    session.execute(_LOCK, {"milliseconds": str(LOCK_SECONDS * 1000)})
+    session.execute(_LOCK, {"wait": str(int(WAIT_SECONDS * 1000)), "hold": str(LOCK_SECONDS * 1000)})
     session.execute(_OF_CHARGE, {"charge": f"{gateway} {charge_id}"})
 
 

@@ -15,8 +15,8 @@ from ..errors import (
     CallRefused,
     Defer,
     NotConnected,
-    NotDue,
     NothingDone,
+    NotSent,
     PermanentError,
     RetriesExhausted,
     Undecided,
@@ -39,6 +39,10 @@ class Waiting(BaseException):
 
     Raised through the saga's code, whose `except Exception` is not for this.
     """
+
+
+class Queued(NotSent):
+    """An effect waits for its turn behind others: as `NotSent`, and that uses up no `defer_budget` either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         case CallRefused():
             # a call that the body makes is refused the same way every time
             return Fail(claim, PermanentError(describe(error), "call_refused"), error)
-        case Undecided(seconds=seconds) | NotDue(seconds=seconds):
+        case Undecided(seconds=seconds) | Queued(seconds=seconds):
             return Release(claim, min(seconds, MAX_DELAY), error, give_back=True, is_undecided=True)
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
             return Release(claim, seconds, error, give_back=True)

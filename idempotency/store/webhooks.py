@@ -98,13 +98,15 @@ FROM (
 WHERE e.id = judged.id AND e.status = '{ENABLED}' RETURNING e.id, e.disabled_because
 """
 
+# Attempts at one endpoint: slow ones may not have all workers.
+AT_ONCE = 8
 _DUE = """
 SELECT d.body, e.id AS endpoint_id, e.url, e.status,
        (SELECT count(*) FROM idempotency.webhook_attempts a WHERE a.delivery_id = d.id AND a.redelivery = %(redelivery)s) AS tries,
-       e.failing_since IS NOT NULL AND EXISTS (
-           SELECT FROM idempotency.webhook_attempts a
-           WHERE a.endpoint_id = e.id AND a.ended_at IS NULL
-             AND a.begun_at > clock_timestamp() - make_interval(secs => %(longest)s)) AS is_busy
+       (SELECT count(*) FROM idempotency.webhook_attempts a
+        WHERE a.endpoint_id = e.id AND a.ended_at IS NULL
+          AND a.begun_at > clock_timestamp() - make_interval(secs => %(longest)s))
+       >= CASE WHEN e.failing_since IS NULL THEN %(at_once)s ELSE 1 END AS is_busy
 FROM idempotency.webhook_deliveries d JOIN idempotency.webhook_endpoints e ON e.id = d.endpoint_id WHERE d.id = %(id)s
 """
 _BEGIN = """
@@ -260,7 +262,8 @@ def count_given_up(connection: Connection, id: str, *, is_gone: bool, most: int,
 
 def begin_attempt(connection: Connection, id: str, redelivery: int, *, most: int, longest: float) -> Due | NotDue:
     """Note that an attempt begins, before it is made; commit before the POST. `longest`: seconds that one may take."""
-    found = connection.exec_driver_sql(_DUE, {"id": id, "redelivery": redelivery, "longest": longest}).one_or_none()
+    fields = {"id": id, "redelivery": redelivery, "longest": longest, "at_once": AT_ONCE}
+    found = connection.exec_driver_sql(_DUE, fields).one_or_none()
     if found is None or found.status != ENABLED:
         return NotDue(NO_ENDPOINT)
     if found.tries >= most:

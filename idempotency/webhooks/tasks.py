@@ -21,8 +21,9 @@ from celery import Celery, current_app
 from sqlalchemy.orm import Session
 
 from ..application import runtime_of
+from ..attempt.endings import Queued
 from ..attempt.runtime import Runtime
-from ..errors import Again, NotDue, PermanentError
+from ..errors import Again, PermanentError
 from ..events import subscribe
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -42,7 +43,7 @@ ATTEMPTS = len(PAUSES) + 1
 JITTER = 0.2
 # The longest pause that an endpoint may ask for by Retry-After.
 LONGEST_PAUSE = DAY
-# An endpoint that fails has one attempt at a time; the others wait about so long, and hold no worker.
+# An endpoint has a few attempts at a time, one that fails a single one; the others wait about so long, and hold no worker.
 BUSY_PAUSE = 30.0
 # Of the operation: attempts of a delivery are counted by their rows, and what dies before it has one uses up these.
 MAX_ATTEMPTS = 100
@@ -158,9 +159,7 @@ def _attempt(
         )
     if isinstance(due, stored.NotDue):
         if due.because is None:
-            raise NotDue(
-                BUSY_PAUSE * random.uniform(0.5, 1.5), "another attempt at an endpoint that fails is under way"
-            )
+            raise Queued(BUSY_PAUSE * random.uniform(0.5, 1.5), "other attempts at this endpoint are under way")
         return {"given_up": due.because}
     crash_point("webhook.recorded")
     answer = sender.post(due.url, signed(delivery_id, due.body, due.secrets, datetime.now(UTC)), due.body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
@@ -9,14 +10,18 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from sqlalchemy.exc import OperationalError
 
-from idempotency import DidNotHappen, StoredRefusal
+from idempotency import DidNotHappen, OperationId, StoredRefusal
+from idempotency.application import runtime_of, settings_of
 from tests.orders.shop import Shop
 from tests.orders.test_reports import NOON, captured, operation, posted, refund, report, settle, slow_order
-from tests.orders.test_webhooks import NEW, post, signed
+from tests.orders.test_webhooks import NEW, event, post, signed
+from tests.support.edge import within
+from tests.support.operators import ANN
 
 
 @pytest.fixture(autouse=True)
@@ -290,3 +295,74 @@ def test_a_malformed_time_in_a_valid_signature_is_a_401(shop: Shop) -> None:
     except ValueError:
         status = 500
     assert status == 401
+
+
+def test_reports_of_one_charge_hold_up_no_report_of_another(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for its lock, but not for long."""
+    from api.application import create_app
+    from tasks import settlement
+
+    monkeypatch.setattr(settlement, "WAIT_SECONDS", 1.5)
+    order = slow_order(shop)
+    shop.forget()
+    other = slow_order(shop)
+    charge = shop.provider.decide(order)
+    bodies = [event(charge, order, created=number) for number in range(4)]
+    body = event(shop.provider.decide(other), other)
+
+    async def send(client: httpx.AsyncClient) -> int:
+        def posted(body: bytes) -> Any:
+            return client.post("/webhooks/stripe", content=body, headers=signed(body))
+
+        waiting = [asyncio.create_task(posted(each)) for each in bodies]
+        await asyncio.sleep(1.0)
+        try:
+            return int((await asyncio.wait_for(posted(body), 10.0)).status_code)
+        except TimeoutError:
+            return 0
+        finally:
+            await asyncio.gather(*waiting)
+
+    with shop.transaction() as session:
+        session.execute(settlement._OF_CHARGE, {"charge": f"stripe {charge}"})
+        status = asyncio.run(within(create_app(), send))
+    assert status == 200
+
+
+def test_a_refund_that_a_report_has_noted_is_not_made_again_by_a_replay(shop: Shop) -> None:
+    """A person found nothing at the provider and said so; then the webhook came."""
+    from idempotency.operate.cancel import cancel
+    from idempotency.operate.change import read
+    from idempotency.operate.resolve import resolve_effect
+
+    order, charge, refund_id, there = silent_refund(shop)
+    id = OperationId("default", "refunds.refund_payment", refund_id)
+
+    def seen() -> Any:
+        with runtime_of(shop.app).autocommit() as connection:
+            return read(connection, id, settings_of(shop.app).service)
+
+    with shop.operating():
+        cancel(shop.app, seen(), ANN, may_have_happened=True)
+        resolve_effect(shop.app, seen(), "refund", DidNotHappen(), ANN)
+    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there)) == ["applied"]
+    assert shop.one("SELECT status FROM refunds WHERE id = :id", id=refund_id)[0] == "refunded"
+    shop.replay(refund_id)
+    shop.run()
+    assert shop.provider.count(shop.provider.refunds, order) == 1
+
+
+def test_what_an_operator_cancels_ends_in_the_business_rows_too(shop: Shop) -> None:
+    """`on_failed` and undos run with the role of people's commands."""
+    from idempotency.operate.cancel import cancel
+    from idempotency.operate.change import read
+
+    order = slow_order(shop)
+    id = OperationId("default", "payments.capture_payment", order)
+    with shop.operating():
+        with runtime_of(shop.app).autocommit() as connection:
+            seen = read(connection, id, settings_of(shop.app).service)
+        cancel(shop.app, seen, ANN, may_have_happened=True)
+    letter = shop.one("SELECT reason FROM idempotency.dead_letters WHERE key = :id", id=order)[0]
+    status = shop.one("SELECT status FROM payments WHERE id = :id", id=order)[0]
+    assert (letter, status) == ("effect_unknown", "unknown")

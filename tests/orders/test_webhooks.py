@@ -230,7 +230,7 @@ def test_while_the_charge_is_locked_the_provider_is_told_to_try_again(
 ) -> None:
     from tasks import settlement
 
-    monkeypatch.setattr(settlement, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(settlement, "WAIT_SECONDS", 0.1)
     order = slow_order(shop)
     charge = shop.provider.decide(order)
     body = event(charge, order)

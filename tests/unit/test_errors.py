@@ -23,7 +23,6 @@ ARGUMENTS: dict[type[Exception], tuple[object, ...]] = {
     errors.NothingDone: (1.5, "rate limited"),
     errors.Defer: (1.5, "rate limited"),
     errors.NotSent: (1.5, "circuit open"),
-    errors.NotDue: (1.5, "another is under way"),
     errors.Undecided: (1.5, "processing"),
     errors.OperationFailed: ("card declined", "card_declined"),
 }

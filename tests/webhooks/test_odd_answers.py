@@ -148,3 +148,26 @@ def test_an_answer_to_a_challenge_that_nests_is_refused() -> None:
     from idempotency.webhooks.challenge import _answered
 
     assert _answered(b"[" * 4000) != b"the challenge"
+
+
+def test_an_endpoint_that_is_slow_and_accepts_has_not_all_workers(
+    happen: Callable[..., str],
+    register: Callable[..., operate.NewEndpoint],
+    outbox: Outbox,
+    runtime: Runtime,
+    engine: Engine,
+    rows: Callable[[str], Any],
+) -> None:
+    register()
+    for _ in range(32):
+        happen()
+    while outbox.waiting[0].task == "webhooks.fan_out":
+        row = outbox._next()
+        assert row is not None
+        outbox._deliver(row)
+    under_way = 0
+    for delivery in rows("deliveries"):
+        with transactional(engine).begin() as connection:
+            due = stored.begin_attempt(connection, delivery.id, 0, most=10, longest=20.0)
+        under_way += isinstance(due, stored.Due)
+    assert under_way < 32

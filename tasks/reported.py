@@ -1,0 +1,47 @@
+"""What providers have reported, for those who ask: of a charge in doubt, and what could not be applied when it came."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from idempotency.application import runtime_of
+
+from . import app
+from .models import Payment, PaymentEvent
+from .reports import GATEWAYS, SUCCEEDED
+
+# In `settlement`, which imports what calls this.
+SETTLE_WAITING = "payments.settle_waiting"
+
+
+def settle_later(session: Session, payment: Payment) -> None:
+    """Look again, after this commit, at what was reported of a locked payment's charge and waits."""
+    waiting = select(PaymentEvent.gateway).filter_by(
+        tenant=payment.tenant, charge_id=payment.charge_id, is_applied=False
+    )
+    gateway = session.scalars(waiting.limit(1)).first()
+    if gateway is not None:
+        about = {"gateway": gateway, "charge_id": payment.charge_id}
+        app.tasks[SETTLE_WAITING].enqueue(session, **about, tenant=payment.tenant, idempotency_key=str(uuid4()))
+
+
+def reported_charge(payment_id: str, effect_key: str, *, tenant: str) -> str | None:
+    """The charge that a provider has reported as made by a call under this key, and that we have noted for this payment."""
+    reported = select(Payment.charge_id).join(
+        PaymentEvent, (PaymentEvent.tenant == Payment.tenant) & (PaymentEvent.object_id == Payment.charge_id)
+    )
+    reported = reported.where(
+        Payment.tenant == tenant,
+        Payment.id == payment_id,
+        PaymentEvent.gateway.in_(GATEWAYS),
+        PaymentEvent.object == "charge",
+        PaymentEvent.state == SUCCEEDED,
+        PaymentEvent.is_applied,
+        # a provider that is not told the key does not say which call it was
+        func.coalesce(PaymentEvent.effect_key, effect_key) == effect_key,
+    )
+    with runtime_of(app).transaction(tenant) as connection:
+        return connection.scalars(reported.limit(1)).first()
