@@ -150,6 +150,24 @@ CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.records
     FOR EACH ROW WHEN (OLD.status IN ('completed', 'failed')) EXECUTE FUNCTION idempotency.keep_ended();
 """
 
+# Identities are made by the owner of the tables, also where one role was granted everything else.
+PEOPLE = """
+CREATE FUNCTION idempotency.only_owner() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF NOT (SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = TG_RELID) THEN
+        RAISE EXCEPTION 'idempotency.%: only the owner of the tables adds or changes people', TG_TABLE_NAME
+            USING ERRCODE = 'insufficient_privilege';
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER only_owner BEFORE INSERT OR UPDATE ON idempotency.operators
+    FOR EACH STATEMENT EXECUTE FUNCTION idempotency.only_owner();
+ALTER TABLE idempotency.operators ENABLE ALWAYS TRIGGER only_owner;
+
+-- What a name belongs to: the same one may be another person's elsewhere. NULL: the table of operators.
+ALTER TABLE idempotency.discards ADD COLUMN known_by text;
+"""
+
 
 def upgrade() -> None:
     op.execute(WEBHOOKS)
@@ -157,10 +175,14 @@ def upgrade() -> None:
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     op.execute(AUDIT_CHAIN)
     op.execute(KEEP_ENDED)
+    op.execute(PEOPLE)
 
 
 def downgrade() -> None:
     op.execute("""
+        ALTER TABLE idempotency.discards DROP COLUMN known_by;
+        DROP TRIGGER only_owner ON idempotency.operators;
+        DROP FUNCTION idempotency.only_owner();
         DROP TRIGGER keep_ended ON idempotency.records;
         DROP FUNCTION idempotency.keep_ended();
         DROP TRIGGER chain ON idempotency.audit;
