@@ -144,6 +144,14 @@ class Letters(Body):
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=r"\S", description="Kept in the audit table.")]
 
 
+class Replayed(Letters):
+    """Dead letters to send again."""
+
+    even_if_declined: Annotated[
+        bool, Field(description="Also what was declined or cancelled, which may then happen after all.")
+    ] = False
+
+
 class Refusal(BaseModel):
     """A dead letter that was left as it was, and why."""
 

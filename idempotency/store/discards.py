@@ -75,7 +75,7 @@ RETURNING task, ordering_key
 """
 
 
-def request(connection: Connection, letter: int, *, by: str, known_by: str | None, reason: str) -> bool:
+def request(connection: Connection, letter: int, *, by: str, known_by: str | None = None, reason: str) -> bool:
     """Record a request to discard an open letter. False: it is not open, or there is a request already.
 
     `known_by`: what the person is known by. A request of somebody who is known otherwise is replaced.

@@ -101,6 +101,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     on_busy         what a duplicate does in a worker while the operation runs: "ack" (default; "raise" means the same)
                     or "wait"; an eager call raises `OperationBusy` whatever this says
     max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
+    moves_money     True: people change its operations only with a token that proves who they are
     retention_completed, retention_failed   override the settings, in seconds
     """
 
@@ -125,6 +126,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     provider: ClassVar[ProviderContract | None] = None
     effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
+    moves_money: ClassVar[bool] = False
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
     # What Celery would do outside the attempt: see `hooks`.
