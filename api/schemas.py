@@ -133,6 +133,7 @@ class OperationDocument(BaseModel):
     status: Literal["accepted", "started", "released", "completed", "failed"]
     result: Any = None
     code: str | None = None
+    erased: Annotated[bool | None, Field(description="The result was erased.")] = None
 
 
 class Letters(Body):

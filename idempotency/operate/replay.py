@@ -15,7 +15,7 @@ from ..attempt.last_look import REVOKED
 from ..errors import NotAuthenticated, PermanentError, ReplayRefused, StoredRefusal
 from ..letters.examine import ALTERED, UNSIGNED
 from ..settings import Settings
-from ..store import dead_letters, operations, saga_changes
+from ..store import dead_letters, erasure, operations, saga_changes
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from ..wire.signing import signed_at
@@ -77,6 +77,7 @@ def replay(app: Celery, letter: int, change: Change, *, unless_said_no: bool = F
             raise NotConfirmed(f"dead letter {letter}: {no[0].said}")
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
+        _check_not_erased(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
             retried = saga_changes.retry(connection, stopped, service=service, app=app)
@@ -111,6 +112,17 @@ def _check_unused(connection: Connection, letter: int) -> bool:
     if used is not None and used.kind == "undo":
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has been undone without it")
     return used is not None
+
+
+def _check_not_erased(connection: Connection, letter: int) -> None:
+    """Raise `ReplayRefused` for the letter of an operation whose data was erased: a late copy of its message, say."""
+    row = dead_letters.show(connection, letter)
+    if None in (row.tenant, row.task, row.key):
+        return
+    if (at := erasure.erased_at(connection, OperationId(row.tenant, row.task, row.key))) is not None:
+        raise ReplayRefused(
+            f"dead letter {letter}: the data of its operation was erased at {at:%F %T%z}; it never runs again"
+        )
 
 
 def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:

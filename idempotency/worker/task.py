@@ -44,6 +44,7 @@ from ..errors import (
     OperationBusy,
     OperationFailed,
     PermanentError,
+    ResultErased,
     ServiceMismatch,
     Unanswered,
     UnsupportedControl,
@@ -54,7 +55,7 @@ from ..observe.logs import log
 from ..providers import ProviderContract
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe
-from ..wire import keys
+from ..wire import keys, results
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
@@ -234,6 +235,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
         match outcome:
             case Finished(result=result):
                 return self._returned(delivery, result)
+            case Completed(result=results.ERASED):
+                return Raised(ResultErased(f"{self.name}: carried out once; its data has been erased since"))
             case Completed():
                 return self._returned(delivery, outcome.value())
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:

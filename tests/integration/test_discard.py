@@ -316,14 +316,14 @@ def test_a_dry_run_writes_nothing_and_a_bulk_replay_sends_each_once(
     before = snapshot(connection)
     ids = [letter.id for letter in op.dead_letters(connection)]
     replay = ("dead-letters", "replay", "--task", b.failing.name)
-    assert json.loads(run(*replay, "--dry-run", "--json").stdout) == {"dry_run": True, "replayed": ids}
+    assert json.loads(run(*replay, "--dry-run", "--json").stdout) == {"dry_run": True, "replayed": ids, "declined": ids}
     assert "more than 2 dead letters match" in str(run(*replay, "--limit", 2, status=1).exception)
     assert "at most 10000" in str(run(*replay, "--limit", 2, status=1).exception)
     run("dead-letters", "replay", status=2)  # of all that there are: that must be said
     run(*replay, "--limit", 10_001, status=2)
     assert snapshot(connection) == before
 
-    assert json.loads(run(*replay, "--json").stdout) == {"replayed": ids, "refused": []}
+    assert json.loads(run(*replay, "--json", "--yes").stdout) == {"replayed": ids, "refused": []}
     assert [row.origin for row in op.outbox(connection)] == ["replay"] * 3
     assert [action for _, action, *_ in audits(connection)] == ["replay"] * 3
     again = run("dead-letters", "replay", *ids, 4711, "--json", status=1)
