@@ -62,8 +62,8 @@ SELECT coalesce(
      WHERE {ROW} AND status NOT IN ('completed', 'failed')),
     (SELECT 'dead letter ' || id || ' is open; replay it, or discard it first' FROM idempotency.dead_letters
      WHERE {_LETTERS} AND status = 'open' LIMIT 1),
-    (SELECT 'effect ' || e.key || ' is open; say what became of it first, by `effects resolve`'
-     FROM idempotency.records, jsonb_each(effects) e WHERE {ROW} AND e.value ->> 'state' = 'begun' LIMIT 1),
+    (SELECT 'effect ' || e.name || ' is open; say what became of it first, by `effects resolve`'
+     FROM idempotency.records, jsonb_each(effects) e(name, value) WHERE {ROW} AND e.value ->> 'state' = 'begun' LIMIT 1),
     (SELECT 'its saga has not ended' FROM idempotency.sagas WHERE {ROW} AND NOT observed AND status NOT IN ('COMPLETED', 'FAILED')),
     (SELECT 'the saga ' || g.task || ' ' || g.key || ', which has called it, has not ended'
      FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id

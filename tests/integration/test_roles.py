@@ -209,6 +209,7 @@ TRIED = [
     (APPLICATION, f"{BEGUN_ANEW} ON CONFLICT (tenant, task, key) DO UPDATE SET updated_at = now()", REFUSED),
     (APPLICATION, "TRUNCATE idempotency.records", REFUSED),
     (APPLICATION, "ALTER TABLE idempotency.records DISABLE TRIGGER keep_ended", REFUSED),
+    (APPLICATION, "UPDATE idempotency.records SET message = '', erased_at = now()", REFUSED),
     (RELAY, "UPDATE idempotency.records SET kept_until = now()", 2),
     (OPERATOR, "UPDATE idempotency.records SET updated_at = now()", 2),
     (APPLICATION, "DELETE FROM idempotency.outbox", 1),  # its own; a retry's row is replaced by the next one
