@@ -18,8 +18,9 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
     """Erase the arguments, results, errors, messages, answers and events of an operation, and of all that it has called as a saga.
 
     Its key stays spent: a duplicate is answered as one, without a result, other arguments are refused, and nothing runs it again.
-    Returns the operations, this one first. Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for what has not
-    ended or was erased before, and while a letter, an effect, a message or a saga still needs its data.
+    What has come since, as a late copy of its message, is erased by another call. Returns the operations, this one first. Raises
+    `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for what has not ended, and while a letter, an effect, a message or
+    a saga still needs its data.
     """
     runtime = runtime_of(app)
     with runtime.engine.begin() as connection:
@@ -31,10 +32,8 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
         for each in ids:
             erasure.lock(connection, each)
         rows = {each: operations.read_locked(connection, each) for each in ids}
-        if (record := rows[id]) is None:
+        if rows[id] is None:
             raise ChangeRefused(f"{called(id)}: has not begun; only what has ended is erased")
-        if record.erased_at is not None:
-            raise ChangeRefused(f"{called(id)}: was erased at {record.erased_at:%F %T%z}")
         for each in ids:
             if (why := erasure.obstacle(connection, each)) is not None:
                 raise ChangeRefused(f"{called(each)}: {why}")
