@@ -14,6 +14,7 @@ from ..application import runtime_of
 from ..attempt.last_look import REVOKED
 from ..errors import NotAuthenticated, PermanentError, ReplayRefused, StoredRefusal
 from ..letters.examine import ALTERED, UNSIGNED
+from ..letters.letter import EXPLANATIONS
 from ..settings import Settings
 from ..store import dead_letters, erasure, operations, saga_changes
 from ..wire.keys import OperationId
@@ -24,7 +25,12 @@ from .money import NEEDS_TOKEN, letters_move_money
 
 BY_PERSON = ("cancelled", REVOKED)
 # What ends an operation without a word of anybody about it.
-FAILURES = {kind.default_code for kind in PermanentError.__subclasses__() if kind is not StoredRefusal} | {"abandoned"}
+_OURS = (kind for kind in PermanentError.__subclasses__() if kind.__module__ == PermanentError.__module__)
+FAILURES = {
+    *(kind.default_code for kind in _OURS if kind is not StoredRefusal),
+    *EXPLANATIONS,
+    *("abandoned", "call_refused"),
+}
 
 
 class NotConfirmed(ReplayRefused):

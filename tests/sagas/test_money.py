@@ -52,7 +52,7 @@ def moving(stage: Stage, request: pytest.FixtureRequest) -> Any:
         return saga.call(make, thing)
 
     called = inner if request.param == "what that has called" else make
-    options = {"moves_money": True} if request.param == "its own word" else {}
+    options: dict[str, Any] = {"moves_money": True} if request.param == "its own word" else {}
 
     @saga("moving", key="{id}", events={"picked": "{id}"}, app=stage.app, **options)
     def moving(saga: Any, id: str) -> Any:
