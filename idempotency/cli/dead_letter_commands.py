@@ -155,13 +155,8 @@ def replay_letters(
         refused = said_no(connection, chosen)
     by = Change(actor, reason)
     if not dry_run:
-        by = proven_if(
-            celery,
-            by,
-            lambda connection: letters_move_money(celery, connection, chosen),
-            action="replay",
-            what="dead letters",
-        )
+        what = "one of these dead letters" if (one := _single(ids)) is None else f"dead letter {one}"
+        by = proven_if(celery, by, lambda own: letters_move_money(celery, own, chosen), action="replay", what=what)
         if refused:
             confirm(said(refused, len(chosen)), yes=yes)
     confirmed = {no.letter for no in refused}

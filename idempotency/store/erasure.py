@@ -97,28 +97,41 @@ _STEP = f"""args = NULL, undo_arguments = NULL, match = CASE WHEN match IS NOT N
     result = CASE WHEN result IS NOT NULL THEN %(erased)s::text END, entry = {_entry("s.entry")},
     error = {_error("error", "idempotency.as_jsonb(error) ->> 'code'")}"""
 
-_ERASE = (
-    f"DELETE FROM idempotency.saga_events WHERE id IN ({_EVENTS})",  # while its steps still say which
-    f"UPDATE idempotency.saga_steps s SET {_STEP} WHERE s.saga_id = ({_OF_SAGA})",
-    # what a saga keeps of an operation that it has called
-    f"""UPDATE idempotency.saga_steps s SET {_STEP}
-        WHERE (s.tenant, s.call_task, s.call_key) = (%(tenant)s, %(task)s, %(key)s)""",
-    f"""UPDATE idempotency.sagas SET error = {_error("error", "idempotency.as_jsonb(error) ->> 'code'")}
-        WHERE {ROW} AND NOT observed""",
-    f"""UPDATE idempotency.dead_letters SET payload = '', headers = NULL,
-        first_error = CASE WHEN first_error IS NOT NULL THEN %(gone)s::text END,
-        last_error = CASE WHEN last_error IS NOT NULL THEN %(gone)s::text END WHERE {_LETTERS}""",
-    f"""UPDATE idempotency.outbox SET message = '', settled_at = coalesce(settled_at, clock_timestamp()),
-        last_error = CASE WHEN last_error IS NOT NULL THEN %(gone)s::text END WHERE {ROW}""",
-    f"""UPDATE idempotency.set_aside SET error = %(gone)s
-        WHERE tenant = %(tenant)s AND id = (SELECT {RECORD_ID} FROM (SELECT %(tenant)s::text AS tenant, %(task)s::text AS task, %(key)s::text AS key) r)""",
-    f"UPDATE idempotency.webhook_deliveries SET body = '' WHERE {_DELIVERIES}",
-    f"""UPDATE idempotency.records SET message = '', first_error = NULL,
-        result = CASE WHEN result IS NOT NULL THEN %(erased)s::text END, error = {_error("error", "error_code")},
-        effects = (SELECT coalesce(jsonb_object_agg(e.key, {_entry("e.value")}), '{{}}') FROM jsonb_each(effects) e),
-        erased_at = clock_timestamp(), updated_at = clock_timestamp()
-        WHERE {ROW} AND erased_at IS NULL""",
-)
+# While its steps still say which.
+_FORGET_EVENTS = f"DELETE FROM idempotency.saga_events WHERE id IN ({_EVENTS})"
+_ERASE_STEPS = f"UPDATE idempotency.saga_steps s SET {_STEP} WHERE s.saga_id = ({_OF_SAGA})"
+# What a saga keeps of an operation that it has called.
+_ERASE_CALLS = f"""
+UPDATE idempotency.saga_steps s SET {_STEP}
+WHERE (s.tenant, s.call_task, s.call_key) = (%(tenant)s, %(task)s, %(key)s)
+"""
+_ERASE_SAGA = f"""
+UPDATE idempotency.sagas SET error = {_error("error", "idempotency.as_jsonb(error) ->> 'code'")}
+WHERE {ROW} AND NOT observed
+"""
+_ERASE_LETTERS = f"""
+UPDATE idempotency.dead_letters SET payload = '', headers = NULL,
+    first_error = CASE WHEN first_error IS NOT NULL THEN %(gone)s::text END,
+    last_error = CASE WHEN last_error IS NOT NULL THEN %(gone)s::text END
+WHERE {_LETTERS}
+"""
+_ERASE_ROWS = f"""
+UPDATE idempotency.outbox SET message = '', settled_at = coalesce(settled_at, clock_timestamp()),
+    last_error = CASE WHEN last_error IS NOT NULL THEN %(gone)s::text END
+WHERE {ROW}
+"""
+_ERASE_SET_ASIDE = f"""
+UPDATE idempotency.set_aside SET error = %(gone)s WHERE tenant = %(tenant)s AND id = (
+    SELECT {RECORD_ID} FROM (SELECT %(tenant)s::text AS tenant, %(task)s::text AS task, %(key)s::text AS key) r)
+"""
+_ERASE_WEBHOOKS = f"UPDATE idempotency.webhook_deliveries SET body = '' WHERE {_DELIVERIES}"
+_ERASE_RECORD = f"""
+UPDATE idempotency.records SET message = '', first_error = NULL,
+    result = CASE WHEN result IS NOT NULL THEN %(erased)s::text END, error = {_error("error", "error_code")},
+    effects = (SELECT coalesce(jsonb_object_agg(e.key, {_entry("e.value")}), '{{}}') FROM jsonb_each(effects) e),
+    erased_at = clock_timestamp(), updated_at = clock_timestamp()
+WHERE {ROW} AND erased_at IS NULL
+"""
 
 
 def family(connection: Connection, id: OperationId) -> list[OperationId]:
@@ -147,6 +160,8 @@ def erased_at(connection: Connection, id: OperationId) -> datetime | None:
 def erase(connection: Connection, ids: Sequence[OperationId]) -> None:
     """Erase what our tables hold of these operations, which are locked and have ended."""
     fields: dict[str, Any] = {"erased": ERASED, "gone": GONE, "kept": KEPT}
+    of_saga = (_FORGET_EVENTS, _ERASE_STEPS, _ERASE_CALLS, _ERASE_SAGA)
+    of_messages = (_ERASE_LETTERS, _ERASE_ROWS, _ERASE_SET_ASIDE, _ERASE_WEBHOOKS)
     for id in ids:
-        for statement in _ERASE:
+        for statement in (*of_saga, *of_messages, _ERASE_RECORD):
             connection.exec_driver_sql(statement, named(id) | fields)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import IdempotentTask
+from idempotency import EffectUnknown, IdempotentTask
 from idempotency.operate.change import Change
 from idempotency.operate.people import add_operator
 from idempotency.sagas import saga
@@ -88,6 +88,27 @@ def test_a_saga_that_moves_money_is_changed_with_a_token(stage: Stage, ask: Call
         )
         actions = ["saga_signal", "saga_cancel", "saga_retry", "saga_undone"]
         assert [tuple(row) for row in rows] == [("ann", action) for action in actions]
+
+
+def test_an_effect_of_a_saga_that_moves_money_is_resolved_with_a_token(
+    stage: Stage, ask: Callable[..., Answer]
+) -> None:
+    def charge(*, idempotency_key: str) -> None:
+        raise EffectUnknown("no answer")
+
+    @saga("charging", key="{id}", max_attempts=1, moves_money=True, app=stage.app)
+    def charging(saga: Any, id: str) -> None:
+        saga.effect("charge", charge)
+
+    stage.enqueue(charging, "r1")
+    stage.run()
+    resolving = ("effects", "resolve", "r1", "charge", "--not-happened")
+    refused = ask(*resolving, is_ann=False)
+    assert (refused.status, f"charging r1: {NEEDED}" in refused.error) == (1, True)
+    assert stage.saga("r1").status == "COMPENSATING"
+    assert ask(*resolving, is_ann=True).status == 0
+    stage.run()
+    assert stage.saga("r1").status == "FAILED"
 
 
 def test_a_saga_that_moves_none_is_changed_without_a_token(stage: Stage, ask: Callable[..., Answer]) -> None:
