@@ -19,7 +19,7 @@ from idempotency.http.problems import Answer, problem
 from idempotency.operate import discard
 from idempotency.operate.change import Change, check_service
 from idempotency.operate.people import Person
-from idempotency.operate.replay import replay
+from idempotency.operate.replay import NotConfirmed, replay
 from idempotency.store import dead_letters
 from idempotency.store.dead_letters import Selection
 from idempotency.store.statements import describe
@@ -28,7 +28,7 @@ from tasks import app as celery
 
 from .operators import PATH
 from .problems import NOT_FOUND, Problem, documented
-from .schemas import BIGINT, Letters, Outcome, Refusal
+from .schemas import BIGINT, Letters, Outcome, Refusal, Replayed
 
 # Never in an answer: they may contain customers' data. `idempotency dead-letters show --json` has them.
 HIDDEN = ("payload", "headers")
@@ -80,11 +80,15 @@ def show_letter(_: Operator, letter: int) -> dict[str, Any]:
 
 
 @router.post("/replay", summary="Send dead letters again", responses=documented(404, 409, 413, 415))
-def replay_letters(person: Operator, letters: Letters, request: Request) -> Outcome:
+def replay_letters(person: Operator, letters: Replayed, request: Request) -> Outcome:
     """Each under its own key and in its own transaction. Repeated with the same Idempotency-Key, each once."""
 
     def replay_one(letter: int) -> None:
-        replay(celery, letter, Change(person.name, letters.reason, _request_id(request, letter)))
+        change = Change(person.name, letters.reason, _request_id(request, letter), is_verified=True)
+        try:
+            replay(celery, letter, change, unless_said_no=not letters.even_if_declined)
+        except NotConfirmed as refused:
+            raise NotConfirmed(f'{refused}. To do so, send "even_if_declined": true') from None
 
     return _each(letters, replay_one)
 

@@ -100,7 +100,10 @@ def _read(id: OperationId) -> OperationDocument | None:
     if stored is not None:
         # of an operation that has not failed, it would be an earlier attempt's
         code = stored.error["code"] if stored.status == "failed" and stored.error is not None else None
-        return OperationDocument(task=id.task, key=id.key, status=stored.status, result=stored.result, code=code)
+        result, erased = (None, True) if stored.is_erased else (stored.result, None)
+        return OperationDocument(
+            task=id.task, key=id.key, status=stored.status, result=result, code=code, erased=erased
+        )
     runtime = runtime_of(celery)
     with runtime.autocommit(id.tenant) as connection:
         if operations.accepted(connection, id, runtime.settings.service) is not None:

@@ -133,6 +133,7 @@ class OperationDocument(BaseModel):
     status: Literal["accepted", "started", "released", "completed", "failed"]
     result: Any = None
     code: str | None = None
+    erased: Annotated[bool | None, Field(description="The result was erased.")] = None
 
 
 class Letters(Body):
@@ -142,6 +143,14 @@ class Letters(Body):
         list[Annotated[int, Field(ge=1, le=BIGINT)]], Field(min_length=1, max_length=MOST_LETTERS, examples=[[17]])
     ]
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=r"\S", description="Kept in the audit table.")]
+
+
+class Replayed(Letters):
+    """Dead letters to send again."""
+
+    even_if_declined: Annotated[
+        bool, Field(description="Also what was declined or cancelled, which may then happen after all.")
+    ] = False
 
 
 class Refusal(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from demo.order_rules import Rules
 from demo.processes import Processes
 from demo.report import OrderReport, PaymentReport, Report, refusals, refused_lines
 from idempotency.observe import metrics
+from idempotency.operate.change import Change
+from idempotency.operate.people import TOKEN_VARIABLE, add_operator
 
 if TYPE_CHECKING:
     from demo.orders import Buyers
@@ -111,6 +114,8 @@ class Orders:
         """How orders are placed. Importing the tasks reads the addresses from the environment."""
         from demo.orders import Buyers
 
+        # commands that move money take the token of a person, which they read there
+        os.environ[TOKEN_VARIABLE] = _person(engines.owner)
         self._buyers = Buyers(
             engines.application,
             engines.operator,
@@ -142,3 +147,9 @@ def _suppressed(directory: Path) -> int:
     """How many deliveries were recognised as duplicates, by all workers including killed ones."""
     counted = metrics.totals(directory)
     return sum(counted.get(name, 0) for name in ("idempotency_duplicates_total", "idempotency_busy_total"))
+
+
+def _person(owner: Engine) -> str:
+    """The token of a person of the demo."""
+    with owner.begin() as connection:
+        return add_operator(connection, Change("demo", "a person for the demo"), "demo", "operator", days=1)

@@ -177,8 +177,8 @@ class Returns:
                 record_inspection(session, return_id=id, verdict=verdict)
 
     def cancel(self, id: str) -> None:
-        """A person cancels the saga, by the command line."""
-        arguments = ["saga", "cancel", id, "-A", "tasks", "--as", "demo", "--reason", "the buyer keeps it"]
+        """A person cancels the saga, by the command line; it moves money, so the token of this process's environment says who."""
+        arguments = ["saga", "cancel", id, "-A", "tasks", "--reason", "the buyer keeps it"]
         address = self._people.url.render_as_string(hide_password=False)
         command = [sys.executable, "-c", _IDEMPOTENCY, *arguments]
         environment = os.environ | {"DATABASE_URL": address}

@@ -33,6 +33,7 @@
     ├── ServiceMismatch             this key is used by another application on the same tables: nothing ran
     ├── OperationBusy               another attempt holds the operation (eager calls); not ended in time (Handle)
     ├── OperationFailed             a duplicate of a failed operation
+    ├── ResultErased                a duplicate of an operation whose data was erased
     ├── OperationNotFound
     ├── UnknownVersion              written by newer code: left to processes that can read it
     ├── AddressRefused              a webhook may not be sent there
@@ -111,8 +112,7 @@ class PermanentError(IdempotencyError):
         self.code = code or self.default_code
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Both end up in Postgres.
-        if name == "message":
+        if name == "message":  # both end up in Postgres
             value = storable(str(value))
         elif name == "code":
             value = storable(str(value or self.default_code))[:NAME_LIMIT]
@@ -211,10 +211,7 @@ class Defer(IdempotencyError):
 
 
 class NotSent(Defer):
-    """Raise this from an effect when nothing was sent to the provider, such as with an open circuit or no connection.
-
-    A first call under its key is then recorded as not having happened. It says nothing about an earlier one.
-    """
+    """Raise this from an effect when nothing was sent (an open circuit): a first call under its key has not happened."""
 
 
 class Undecided(Defer):
@@ -242,10 +239,7 @@ class NothingDone(Again):
 
 
 class StoredFailure(IdempotencyError):
-    """Raise this from an effect when the provider replays a stored failure under this idempotency key.
-
-    Stripe stores every first answer, 500s too. The next key is used once `reconcile` or a person says that nothing happened.
-    """
+    """Raise this from an effect if the provider replays a stored failure, as Stripe does: a next key is used if nothing happened."""
 
 
 class LeaseLost(IdempotencyError):
@@ -281,6 +275,10 @@ class OperationFailed(IdempotencyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class ResultErased(IdempotencyError):
+    """The operation was carried out once, and its data has been erased since; it never runs again."""
 
 
 class OperationNotFound(IdempotencyError):

@@ -51,8 +51,13 @@ class StoredOperation(Generic[R_co]):
         return self.status in ("completed", "failed")
 
     @property
+    def is_erased(self) -> bool:
+        """Whether it was carried out, and its result has been erased since."""
+        return self.result_text == results.ERASED
+
+    @property
     def result(self) -> R_co | None:
-        """The stored result; None also when there is none, so look at `status` first."""
+        """The stored result; None also when there is none, so look at `status` first. Raises `ResultErased`."""
         return None if self.result_text is None else cast(R_co, results.from_text(self.result_text))
 
 
@@ -131,7 +136,7 @@ class Handle(Generic[R_co]):
     def result(self, timeout: float = 0.0) -> R_co:
         """The result, waiting for it for up to `timeout` seconds.
 
-        Raises `OperationFailed` with the stored error, `OperationBusy` if the operation has not ended by then.
+        Raises `OperationFailed` with the stored error, `ResultErased`, and `OperationBusy` if the operation has not ended by then.
         """
         return _result_of(self.wait(timeout))
 

@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import tomllib
+import unicodedata
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from http.client import HTTPException
@@ -62,6 +63,11 @@ def token_hash(token: str) -> str:
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
+def looks_like(name: str) -> str:
+    """The same for all names that differ by case, spaces or forms of Unicode alone: they are one person's."""
+    return " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold()).split())
+
+
 def are_outside(settings: Settings) -> bool:
     """Whether the table of operators counts for nothing, because people are known otherwise."""
     return settings.people_file is not None or settings.oidc_issuer is not None
@@ -70,6 +76,11 @@ def are_outside(settings: Settings) -> bool:
 def source(settings: Settings) -> str:
     """What people are known by, for a message."""
     return "idempotency_people_file" if settings.people_file is not None else "idempotency_oidc_issuer"
+
+
+def known_by(settings: Settings) -> str | None:
+    """What names a person's name belongs to: the company's issuer or a file; None: the database."""
+    return "file" if settings.people_file is not None else settings.oidc_issuer
 
 
 def identify(settings: Settings, token: str) -> tuple[str, Role]:
@@ -91,6 +102,8 @@ def known_people(path: Path) -> dict[str, Known]:
         raise SettingsError(f"{field}: is not TOML") from None
     if len({person.token_sha256 for person in people.values()}) < len(people):
         raise SettingsError(f"{field}: two names have the same token")
+    if len({looks_like(name) for name in people}) < len(people):
+        raise SettingsError(f"{field}: two names differ by case, spaces or forms of Unicode alone")
     return people
 
 

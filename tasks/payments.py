@@ -97,6 +97,7 @@ def begin_charge(session: Session, payment_id: str, *, tenant: str = DEFAULT) ->
     base=IdempotentTask,
     bind=True,
     name="payments.capture_payment",
+    moves_money=True,
     key="{payment_id}",
     on_failed=payment_failed,
     provider=STRIPE,
@@ -204,7 +205,7 @@ def initiate_payment(self: IdempotentTask, event: dict[str, Any]) -> None:
     _of_order(self.session, event["data"], tenant=self.tenant)
 
 
-@subscribe("order.pending_payment", consumer="payments", app=app)
+@subscribe("order.pending_payment", consumer="payments", moves_money=True, app=app)
 def charge_order(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Charge it, unless the order was cancelled first."""
     payment = _of_order(self.session, event["data"], tenant=self.tenant)
@@ -212,7 +213,7 @@ def charge_order(self: IdempotentTask, event: dict[str, Any]) -> None:
         _enqueue(self.session, payment)
 
 
-@subscribe("order.cancelled", consumer="payments", app=app)
+@subscribe("order.cancelled", consumer="payments", moves_money=True, app=app)
 def cancel_payment(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Charge nothing any more; what is charged all the same, or was before, is refunded."""
     payment = _of_order(self.session, event["data"], tenant=self.tenant)

@@ -184,6 +184,7 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
     base=IdempotentTask,
     bind=True,
     name="refunds.refund_payment",
+    moves_money=True,
     key="{refund_id}",
     on_failed=refund_failed,
     provider=STRIPE,

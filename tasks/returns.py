@@ -118,6 +118,7 @@ def _done(session: Session, row: Return, code: str) -> list[str]:
     entity="return_id",
     events={PICKED_UP: "{return_id}", INSPECTION_DONE: "{return_id}"},
     on_failed=return_failed,
+    moves_money=True,
     app=app,
 )
 def process_return(saga: SagaTask, return_id: str) -> Any:

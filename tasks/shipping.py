@@ -54,7 +54,12 @@ def note_void(session: Session, return_id: str, *, tenant: str = DEFAULT) -> Non
 
 
 @app.task(
-    base=IdempotentTask, bind=True, name="shipping.create_label", provider=CARRIER, effect_types={"label": CarrierLabel}
+    base=IdempotentTask,
+    bind=True,
+    name="shipping.create_label",
+    provider=CARRIER,
+    effect_types={"label": CarrierLabel},
+    moves_money=True,
 )
 def create_label(self: IdempotentTask, return_id: str, kind: str = RETURN) -> dict[str, Any]:
     """Have a label made. A refusal by the carrier is final."""
@@ -64,7 +69,7 @@ def create_label(self: IdempotentTask, return_id: str, kind: str = RETURN) -> di
     return {"label_id": made["id"]}
 
 
-@app.task(base=IdempotentTask, bind=True, name="shipping.void_label", provider=CARRIER)
+@app.task(base=IdempotentTask, bind=True, name="shipping.void_label", provider=CARRIER, moves_money=True)
 def void_label(self: IdempotentTask, return_id: str, kind: str = RETURN, *, result: dict[str, Any]) -> dict[str, Any]:
     """Undo `create_label`, whose result it gets. A label whose parcel was collected stays, and its pick-up is told."""
     label = self.session.get_one(Label, (self.tenant, result["label_id"]))

@@ -11,8 +11,7 @@ from .findings import Finding, ok, warning
 def check_people(given: Settings) -> list[Finding]:
     """Where operators are known. Their file is read where their commands run, so a worker may lack it."""
     if not are_outside(given):
-        found = "are known by the database: an admin can make a second identity of their own, and approve with it"
-        return [ok("operators", found)]
+        return [ok("operators", "are known by the database, where only the owner of the tables adds them")]
     if given.people_file is None:
         return [ok("operators", f"are known by {source(given)}")]
     try:

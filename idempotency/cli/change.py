@@ -32,6 +32,7 @@ from .options import (
     TaskOption,
     TenantOption,
 )
+from .proof import proven
 from .terminal import application, console, print_json, print_line
 
 commands = typer.Typer()
@@ -59,7 +60,7 @@ def release_operation(
     """Take a started operation from its holder, and deliver it again now."""
     celery = application(app)
     shown = _shown(app, key, task, tenant, fence)
-    release(celery, shown, Change(actor, reason, request_id))
+    release(celery, shown, proven(celery, shown.id, Change(actor, reason, request_id), action="release"))
     _print_change("released", shown, as_json)
 
 
@@ -82,7 +83,7 @@ def cancel_operation(
     """End an operation that has not begun or waits for its next attempt: failed as cancelled, with a dead letter."""
     celery = application(app)
     shown = _shown(app, key, task, tenant, fence)
-    change = Change(actor, reason, request_id)
+    change = proven(celery, shown.id, Change(actor, reason, request_id), action="cancel")
     error = cancel(celery, shown, change, may_have_happened=may_have_happened, without_task=without_task)
     _print_change("cancelled" if error.code == "cancelled" else "ended", shown, as_json, ended_as=error.code)
 
@@ -155,7 +156,7 @@ def resolve(
             raise typer.BadParameter(f"--happened: must be JSON: {error}") from None
     celery = application(app)
     shown = _shown(app, key, task, tenant, fence)
-    change = Change(actor, reason, request_id)
+    change = proven(celery, shown.id, Change(actor, reason, request_id), action="effects resolve")
     with runtime_of(celery).autocommit() as connection:
         of_saga = is_saga(celery, connection, shown.id)
     if of_saga:

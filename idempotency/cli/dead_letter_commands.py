@@ -5,7 +5,7 @@ Exit status 0: done. 1: something was refused, with one line each on stderr. 2: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -21,8 +21,9 @@ from ..errors import IdempotencyError
 from ..letters.consumer import DeadLetterConsumer, consume_once
 from ..operate import discard
 from ..operate.change import Change, check_service
+from ..operate.money import letters_move_money
 from ..operate.people import authenticate
-from ..operate.replay import replay
+from ..operate.replay import SaidNo, replay, said_no
 from ..store import dead_letters
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
@@ -30,6 +31,7 @@ from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
 from .options import ActorOption, AppOption, JsonOption, RequestOption, ServiceOption
+from .proof import confirm, counted, proven_if, said
 from .terminal import (
     application,
     check_known,
@@ -135,20 +137,36 @@ def replay_letters(
     tenant: TenantOption = None,
     limit: LimitOption = 1000,
     dry_run: DryRunOption = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Also what was declined or cancelled, without being asked.")
+    ] = False,
     reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
     request_id: RequestOption = None,
     app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Send dead letters again, each under the same key and in its own transaction."""
+    """Send dead letters again, each under the same key and in its own transaction.
+
+    Of what was declined or cancelled, it says what a replay does, and asks. Where money is moved: your token, IDEMPOTENCY_TOKEN.
+    """
     celery = application(app)
+    chosen = _chosen(celery, ids, Selection("open", task_named(celery, task), error, service, tenant), limit)
+    with runtime_of(celery).autocommit() as connection:
+        refused = said_no(connection, chosen)
+    by = Change(actor, reason)
+    if not dry_run:
+        what = "one of these dead letters" if (one := _single(ids)) is None else f"dead letter {one}"
+        by = proven_if(celery, by, lambda own: letters_move_money(celery, own, chosen), action="replay", what=what)
+        if refused:
+            confirm(said(refused, len(chosen)), yes=yes)
+    confirmed = {no.letter for no in refused}
 
     def replay_one(letter: int) -> dict[str, Any]:
-        request = None if request_id is None else f"{request_id}:{letter}"
-        return _named(letter, "replayed", replay(celery, letter, Change(actor, reason, request)))
+        change = replace(by, request_id=None if request_id is None else f"{request_id}:{letter}")
+        id = replay(celery, letter, change, unless_said_no=letter not in confirmed)
+        return _named(letter, "replayed", id)
 
-    chosen = _chosen(celery, ids, Selection("open", task_named(celery, task), error, service, tenant), limit)
-    _each(chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json)
+    _each(chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json, refused=refused)
 
 
 @letters.command("discard")
@@ -275,14 +293,17 @@ def _each(
     single: int | None,
     dry_run: bool,
     as_json: bool,
+    refused: Sequence[SaidNo] = (),
 ) -> None:
     """Do the work for each, in its own transaction; a refusal does not stop the others."""
     if dry_run:
         if as_json:
-            print_json({"dry_run": True, done: chosen})
+            kinds = {was: [no.letter for no in refused if no.was == was] for was in {no.was for no in refused}}
+            print_json({"dry_run": True, done: chosen} | kinds)
         else:
             named = f" (dead letters {', '.join(map(str, chosen))})" if chosen else ""
-            console.print(f"would be {done}: {len(chosen)}{named}", soft_wrap=True)
+            no = f"; of these, {counted(refused)}" if refused else ""
+            console.print(f"would be {done}: {len(chosen)}{named}{no}", soft_wrap=True)
         return
     if single is not None:
         document = work(single)
@@ -293,7 +314,7 @@ def _each(
             print_line(f"dead letter {single} {done} {named}".rstrip())
         return
     succeeded: list[int] = []
-    refused: list[dict[str, Any]] = []
+    left: list[dict[str, Any]] = []
     bar: Iterable[int] = chosen
     if not as_json:
         bar = track(chosen, description=done, console=errors, transient=True)
@@ -305,14 +326,14 @@ def _each(
             if isinstance(error, DBAPIError) and not is_row_error(error):
                 raise
             why = describe(error) if isinstance(error, DBAPIError) else str(error)
-            refused.append({"letter": letter, "why": why})
+            left.append({"letter": letter, "why": why})
             errors.print(
                 f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}",
                 markup=False,
             )
     if as_json:
-        print_json({done: succeeded, "refused": refused})
+        print_json({done: succeeded, "refused": left})
     else:
-        console.print(f"{done}: {len(succeeded)}, refused: {len(refused)}")
-    if refused:
+        console.print(f"{done}: {len(succeeded)}, refused: {len(left)}")
+    if left:
         raise typer.Exit(1)

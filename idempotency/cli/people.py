@@ -35,13 +35,13 @@ def add_operator(
     days: Annotated[int, typer.Option(min=1, max=366, help="How long the token is valid.")] = 90,
     app: AppOption = "",
     as_owner: Annotated[
-        bool, typer.Option("--as-owner", help="Without a token, by a login that owns the library's tables.")
+        bool, typer.Option("--as-owner", help="Needed once there has been an admin: you are the owner of the tables.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Add an operator and print the token, once. After the first admin, only an admin may (IDEMPOTENCY_TOKEN), or the owner."""
-    runtime, token = runtime_of(application(app)), operators_token()
-    actor = operate.authenticate_admin(runtime, token, action="operators add", user=this_user(), as_owner=as_owner)
+    """Add an operator and print the token, once. By a login that owns the library's tables; no admin may, who also approves."""
+    runtime = runtime_of(application(app))
+    actor = operate.check_may_add(runtime, user=this_user(), as_owner=as_owner)
     with runtime.engine.begin() as connection:
         token = operate.add_operator(connection, Change(actor, f"operators add {name}"), name, role.value, days=days)
     if as_json:
@@ -89,10 +89,17 @@ def make_token(as_json: JsonOption = False) -> None:
 
 
 @people.command("remove")
-def remove_operator(name: str, app: AppOption = "", as_json: JsonOption = False) -> None:
-    """Remove an operator; their token stops working. After the first admin, only an admin may: IDEMPOTENCY_TOKEN."""
+def remove_operator(
+    name: str,
+    app: AppOption = "",
+    as_owner: Annotated[
+        bool, typer.Option("--as-owner", help="Without a token, by a login that owns the library's tables.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove an operator; their token stops working. Your token, an admin's: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(application(app))
-    actor = operate.authenticate_admin(runtime, operators_token(), action="operators remove", user=this_user())
+    actor = operate.check_may_remove(runtime, operators_token(), user=this_user(), as_owner=as_owner)
     with runtime.engine.begin() as connection:
         operate.remove_operator(connection, Change(actor, f"operators remove {name}"), name)
     if as_json:

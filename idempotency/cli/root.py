@@ -42,6 +42,7 @@ COMMANDS = {
         "change",
         "End an operation that has not begun or waits for its next attempt: failed as cancelled, with a dead letter.",
     ),
+    "erase": ("erase", "Erase the data of an operation that has ended, for good. Its key stays spent."),
     "forget": ("change", "Forget a worker, relay or beat that is silent and will not come back: its alarm ends."),
     "rename-service": (
         "change",

@@ -22,6 +22,7 @@ from ..store import saga_reading
 from ..wire.keys import OperationId
 from . import timeline
 from .options import ActorOption, AppOption, JsonOption, KeyArgument, ReasonOption, RequestOption, ServiceOption
+from .proof import proven
 from .terminal import application, check_known, errors, print_json, print_line, print_table, task_named
 
 commands = typer.Typer()
@@ -156,7 +157,8 @@ def cancel_saga(
 ) -> None:
     """Undo a saga that has not ended; then it has failed as cancelled. One that has not begun never runs."""
     celery, id = _found(app, key, type, tenant)
-    operate.cancel_saga(celery, id, Change(actor, reason, request_id))
+    change = proven(celery, id, Change(actor, reason, request_id), action="saga cancel")
+    operate.cancel_saga(celery, id, change)
     _print_change("cancelled", id, as_json, "it is undone from now on")
 
 
@@ -182,7 +184,8 @@ def signal_saga(
     except ValueError as error:
         raise typer.BadParameter(f"--data: must be JSON: {error}") from None
     celery, id = _found(app, key, type, tenant)
-    given = operate.signal_saga(celery, id, event_type, payload, Change(actor, reason, request_id), match=match)
+    change = proven(celery, id, Change(actor, reason, request_id), action="saga signal")
+    given = operate.signal_saga(celery, id, event_type, payload, change, match=match)
     said = "it goes on" if given.is_awaited else "kept for a wait to come"
     more = {"event_type": given.event_type, "match": given.match, "event_id": given.event_id}
     _print_change("signalled", id, as_json, said, is_awaited=given.is_awaited, **more)
@@ -204,7 +207,7 @@ def retry_saga(
 ) -> None:
     """Let a saga that has stopped go on now. An undo that has failed is replayed first."""
     celery, id = _found(app, key, type, tenant)
-    change = Change(actor, reason, request_id)
+    change = proven(celery, id, Change(actor, reason, request_id), action="saga retry")
     if undone is not None:
         operate.mark_undone(celery, id, undone, change)
         _print_change("undone by hand", id, as_json, f"{undone}; it goes on", undone=undone)

@@ -7,6 +7,7 @@ import math
 from ..attempt.endings import Ended, Release
 from ..errors import AnswerNotStored, CallRefused, Defer, PermanentError
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
+from ..wire import results
 from .problems import Answer, problem
 from .quota import RETRY_AFTER as QUOTA_RETRY_AFTER
 from .quota import QuotaExceeded
@@ -20,6 +21,13 @@ _NOT_DUE = "What this request waits for takes a while. Send it again, with the s
 def answer_to(outcome: object) -> Answer:
     """The answer to a request by what became of its operation."""
     match outcome:
+        case Completed(result=results.ERASED):
+            return problem(
+                410,
+                "erased",
+                "Done before; its data was erased",
+                "A request with this Idempotency-Key was carried out once, and its answer has been erased. Use a new key for a new request.",
+            )
         case Completed():
             return replay(outcome.value())
         case Busy(due_in=float() as seconds):

@@ -35,6 +35,7 @@ from ..errors import (
 )
 from ..observe.logs import log
 from ..store.answers import Completed
+from ..wire import results
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .answers import answer_to
@@ -256,7 +257,7 @@ class Exchange:
                 is_own = True
             case Completed():
                 # the answer to COMMIT was lost, and the record shows that it was carried out
-                is_own = self.kept is not None and outcome.value() == self.kept
+                is_own = self.kept is not None and outcome.result != results.ERASED and outcome.value() == self.kept
             case Release(cause=AnswerNotStored()):
                 is_own = not self._is_guess
             case _:

@@ -20,6 +20,7 @@ from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, claim_of, locked, repeated
 from .ending import conclude, skipping_what_breaks, task_of
+from .money import check_verified
 from .saga import is_saga
 
 
@@ -39,6 +40,7 @@ def cancel(
         with runtime.engine.begin() as connection:
             if (done := repeated(connection, change, "cancel", shown.id)) is not None:
                 return PermanentError(change.reason, done.details["ended_as"])
+            check_verified(app, connection, shown.id, change)
             is_unpublishable = operations.is_unpublishable(connection, shown.id)
             if is_saga(app, connection, shown.id) and not (
                 (is_unpublishable or _has_died(connection, shown))

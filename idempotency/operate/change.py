@@ -38,11 +38,15 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Who changes something, and why. A change repeated under the same `request_id` is made once."""
+    """Who changes something, and why. A change repeated under the same `request_id` is made once.
+
+    `is_verified`: a token has proved who it is, which what moves money needs (`money.py`).
+    """
 
     actor: str
     reason: str
     request_id: str | None = None
+    is_verified: bool = False
 
     def __post_init__(self) -> None:
         if self.request_id is not None and not 0 < len(self.request_id) <= 255:

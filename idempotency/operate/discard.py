@@ -8,6 +8,7 @@ from sqlalchemy import Connection, Row
 
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
+from ..identities import looks_like
 from ..store import dead_letters, discards, operations, saga_changes
 from ..wire import keys
 from ..wire.keys import OperationId
@@ -25,7 +26,7 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
     said = {"dead_letter": letter}
     if repeated(connection, change, "discard_requested", None, said=said) is not None:
         return
-    if not discards.request(connection, letter, by=person.name, reason=reason):
+    if not discards.request(connection, letter, by=person.name, known_by=person.known_by, reason=reason):
         row = dead_letters.show(connection, letter)
         if row.status != "open":
             raise DiscardRefused(f"dead letter {letter}: already {row.status}")
@@ -49,7 +50,11 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
     """
     if person.role != "admin":
         raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
-    reason = discards.approve(connection, letter, by=person.name)
+    asked, reason = discards.requested(connection, letter), None
+    if asked is not None and looks_like(asked.requested_by) != looks_like(person.name):
+        reason = discards.approve(
+            connection, letter, asked=asked.requested_by, by=person.name, known_by=person.known_by
+        )
     if reason is None:
         row = dead_letters.show(connection, letter)
         asked = discards.requested(connection, letter)
@@ -57,7 +62,14 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
             raise DiscardRefused(f"dead letter {letter}: already {row.status}")
         if asked is None:
             raise DiscardRefused(f"dead letter {letter}: no one has asked to discard it")
-        raise DiscardRefused(f"dead letter {letter}: {person.name!r} asked for it, so another admin has to approve")
+        if asked.known_by != person.known_by:
+            raise DiscardRefused(
+                f"dead letter {letter}: {asked.requested_by!r}, who asked for it, was known otherwise than people are now, and may be "
+                "the same person; ask again"
+            )
+        raise DiscardRefused(
+            f"dead letter {letter}: {asked.requested_by!r} asked for it, so another admin has to approve"
+        )
     id, record = _operation_to_discard(connection, letter)
     discards.discard(connection, letter)
     change = Change(person.name, reason)

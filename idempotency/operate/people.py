@@ -1,9 +1,9 @@
 """Operators: adding and removing them, and what their tokens prove.
 
 A token is 256 random bits and is shown once; only its hash is kept. Each change leaves its audit row in its own
-transaction, and so does each refused token. Who people are can also be known outside (`identities`): then this table
-counts for nothing. Not promised: an admin can add a second identity of their own to it, and anyone who can write to these
-tables needs no token.
+transaction, and so does each refused token. Only the owner of the tables adds people, which the database checks, so that nobody
+who approves makes a second identity. Who people are can also be known outside (`identities`): then this table counts for
+nothing. Not promised: who logs in as the owner and approves as well can do both.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ class Person:
 
     name: str
     role: Role
+    known_by: str | None = None  # the company's issuer or a file; None: the database
 
 
 def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
-    """Add an operator; returns the token, which is stored nowhere. One transaction, which the caller commits.
+    """Add an operator; returns the token, which is stored nowhere. One transaction of the tables' owner, which the caller commits.
 
-    Raises `ChangeRefused` for a name that is taken or too long, or a token that would be valid for over a year.
+    Raises `ChangeRefused` for a name that is taken, looks like another or is too long, or a token that would be valid for over a year.
     """
     if not 0 < len(name.strip()) <= 255:
         raise ChangeRefused(f"name: 1 to 255 characters, got {len(name)}")
     if not 0 < days <= 366:
         raise ChangeRefused(f"days: a token is valid for 1 to 366 days, got {days}")
+    for row in people.operators(connection):
+        if row.name != name and identities.looks_like(row.name) == identities.looks_like(name):
+            raise ChangeRefused(f"operator {name!r}: looks like {row.name!r}; one person has one name")
     token = secrets.token_urlsafe(TOKEN_BYTES)
     if not people.add(connection, name, role, token_hash=identities.token_hash(token), days=days):
         raise ChangeRefused(f"operator {name!r}: exists already; remove it first")
@@ -94,7 +98,7 @@ def _known(connection: Connection, runtime: Runtime, token: str | None) -> tuple
         if not token:
             return None, "not set"
         try:
-            return Person(*identities.identify(runtime.settings, token)), None
+            return Person(*identities.identify(runtime.settings, token), identities.known_by(runtime.settings)), None
         except NotAuthenticated as refusal:
             return None, str(refusal)
     row = people.who(connection, identities.token_hash(token or ""))
@@ -109,23 +113,43 @@ def audit_refusal(connection: Connection, who: str, why: str, *, action: str, le
     audit(connection, Change(who, why), "refused", None, None, details=details)
 
 
-def authenticate_admin(runtime: Runtime, token: str | None, *, action: str, user: str, as_owner: bool = False) -> str:
-    """Who adds or removes operators: an admin or, until there has been one, `user`, who sets up the database.
+def check_may_add(runtime: Runtime, *, user: str, as_owner: bool) -> str:
+    """Who adds operators: the owner of the tables alone, and not an admin, who could then approve as two. Returns the actor.
 
-    `as_owner`: the owner of the tables, who needs no token: after the last admin's has expired, say. Raises `NotAllowed`,
-    as `authenticate` does, and for everybody where people are known by a file or by their company.
+    `as_owner` has to be given once there has been an admin, so that it is done on purpose. Raises `NotAllowed`, for everybody
+    where people are known by a file or by their company.
     """
+    action = "operators add"
     with runtime.autocommit() as connection:
-        if identities.are_outside(runtime.settings):
-            why = f"{action}: people are known by {identities.source(runtime.settings)}, and not by the database"
+        _check_in_database(connection, runtime, user, action)
+        why = None
+        if not people.owns_tables(connection):
+            why = f"{action}: only a login that owns the library's tables makes identities; this one does not"
+        elif not as_owner and people.had_admin(connection):
+            why = f"{action}: only the owner of the tables makes identities, an admin does not; as the owner, say --as-owner"
+        if why is not None:
             audit_refusal(connection, user, why, action=action)
             raise NotAllowed(why)
+    return f"{user}, as the owner of the tables"
+
+
+def check_may_remove(runtime: Runtime, token: str | None, *, user: str, as_owner: bool) -> str:
+    """Who removes operators: an admin, or the owner of the tables. Returns the actor. Raises `NotAllowed`, as `authenticate` does."""
+    action = "operators remove"
+    with runtime.autocommit() as connection:
+        _check_in_database(connection, runtime, user, action)
         if as_owner:
             if people.owns_tables(connection):
                 return f"{user}, as the owner of the tables"
             why = f"{action}: this login does not own the library's tables"
             audit_refusal(connection, user, why, action=action)
             raise NotAllowed(why)
-        if not people.had_admin(connection):
-            return user
     return authenticate(runtime, token, role="admin", action=action).name
+
+
+def _check_in_database(connection: Connection, runtime: Runtime, user: str, action: str) -> None:
+    """Raise `NotAllowed` where the table of operators counts for nothing."""
+    if identities.are_outside(runtime.settings):
+        why = f"{action}: people are known by {identities.source(runtime.settings)}, and not by the database"
+        audit_refusal(connection, user, why, action=action)
+        raise NotAllowed(why)

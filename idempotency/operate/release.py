@@ -7,6 +7,7 @@ from celery import Celery
 from ..application import runtime_of
 from ..store import ends
 from .change import Change, Shown, audit, claim_of, locked, repeated
+from .money import check_verified
 
 
 def release(app: Celery, shown: Shown, change: Change) -> None:
@@ -18,6 +19,7 @@ def release(app: Celery, shown: Shown, change: Change) -> None:
     with runtime_of(app).engine.begin() as connection:
         if repeated(connection, change, "release", shown.id) is not None:
             return
+        check_verified(app, connection, shown.id, change)
         row = locked(connection, shown, "release", "started")
         released = ends.release(connection, claim_of(shown.id, row), delay=0.0, error=None)
         assert released  # the row is locked, and it is the one that was shown

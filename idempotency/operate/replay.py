@@ -3,36 +3,87 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from celery import Celery
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
-from ..errors import ReplayRefused
+from ..attempt.last_look import REVOKED
+from ..errors import NotAuthenticated, PermanentError, ReplayRefused, StoredRefusal
 from ..letters.examine import ALTERED, UNSIGNED
+from ..letters.letter import EXPLANATIONS
 from ..settings import Settings
-from ..store import dead_letters, operations, saga_changes
+from ..store import dead_letters, erasure, operations, saga_changes
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from ..wire.signing import signed_at
-from .change import Change, audit, repeated
+from .change import Change, audit, called, repeated
+from .money import NEEDS_TOKEN, letters_move_money
+
+BY_PERSON = ("cancelled", REVOKED)
+# What ends an operation without a word of anybody about it.
+_OURS = (kind for kind in PermanentError.__subclasses__() if kind.__module__ == PermanentError.__module__)
+FAILURES = {
+    *(kind.default_code for kind in _OURS if kind is not StoredRefusal),
+    *EXPLANATIONS,
+    *("abandoned", "call_refused"),
+}
 
 
-def replay(app: Celery, letter: int, change: Change) -> OperationId:
+class NotConfirmed(ReplayRefused):
+    """The operation was declined or cancelled; the message says what a replay does, which a person has to confirm."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaidNo:
+    """A dead letter whose operation was declined, or ended by a person, and what a replay of it does."""
+
+    letter: int
+    was: Literal["declined", "cancelled"]
+    said: str
+
+
+def said_no(connection: Connection, letters: Sequence[int]) -> list[SaidNo]:
+    """Those of these letters whose operation was declined or cancelled. All others ended by a failure that may be over."""
+    return [no for row in dead_letters.ended_by_word(connection, letters) if (no := _said_no(row)) is not None]
+
+
+def _said_no(row: Row[Any]) -> SaidNo | None:
+    id, at = OperationId(row.tenant, row.task, row.key), f"{row.failed_at:%F %T%z}"
+    if row.code in BY_PERSON:
+        said = f"{called(id)}: was {row.code} by a person at {at}; a replay runs it all the same, under the same key"
+        return SaidNo(row.id, "cancelled", said)
+    if row.effect is not None:
+        said = f"was declined by the provider as {row.refused_as} at {at}; a replay asks it again for {row.effect}, under a new key"
+        return SaidNo(row.id, "declined", f"{called(id)}: {said}, and what was declined may happen")
+    if row.code not in FAILURES:
+        said = f"was refused for good as {row.code} at {at}; a replay runs it again, and what was refused may happen"
+        return SaidNo(row.id, "declined", f"{called(id)}: {said}")
+    return None
+
+
+def replay(app: Celery, letter: int, change: Change, *, unless_said_no: bool = False) -> OperationId:
     """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 
-    Raises `OperationNotFound`, `ChangeRefused` and `ReplayRefused`, the last also for an operation whose end a saga has used, and for
-    a message without a valid signature where one is required.
+    `unless_said_no`: not what was declined or cancelled, which a person has to confirm; `said_no` says what a replay does there.
+    Raises `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also for an operation whose end a
+    saga has used, and for a message without a valid signature where one is required.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
     runtime = runtime_of(app)
     with runtime.engine.begin() as connection:
         if (done := repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.task, done.key)
+        if not change.is_verified and letters_move_money(app, connection, [letter]):
+            raise NotAuthenticated(f"dead letter {letter}: {NEEDS_TOKEN}")
+        if unless_said_no and (no := said_no(connection, [letter])):
+            raise NotConfirmed(f"dead letter {letter}: {no[0].said}")
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
+        _check_not_erased(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
             retried = saga_changes.retry(connection, stopped, service=service, app=app)
@@ -81,6 +132,17 @@ def _check_only_finishes(letter: int, used: _Use) -> None:
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has been undone without it")
     if not used.has_happened:
         raise ReplayRefused(f"dead letter {letter}: the saga {used.saga} has called this and gone on from its failure")
+
+
+def _check_not_erased(connection: Connection, letter: int) -> None:
+    """Raise `ReplayRefused` for the letter of an operation whose data was erased: a late copy of its message, say."""
+    row = dead_letters.show(connection, letter)
+    if None in (row.tenant, row.task, row.key):
+        return
+    if (at := erasure.erased_at(connection, OperationId(row.tenant, row.task, row.key))) is not None:
+        raise ReplayRefused(
+            f"dead letter {letter}: the data of its operation was erased at {at:%F %T%z}; it never runs again"
+        )
 
 
 def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:

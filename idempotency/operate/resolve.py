@@ -25,6 +25,7 @@ from ..wire import results
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, locked, repeated
 from .ending import conclude, known_task, skipping_what_breaks, task_of
+from .money import check_verified
 
 
 def resolve_effect(
@@ -53,6 +54,7 @@ def resolve_effect(
         with runtime.engine.begin() as connection:
             if (done := repeated(connection, change, "resolve", shown.id, said=said)) is not None:
                 return str(done.details["ended_as"])
+            check_verified(app, connection, shown.id, change)
             row = locked(connection, shown, "resolve an effect of", "failed")
             entry, details = _unresolved(shown.id, row, name), dict(said)
             word: dict[str, Any] = {"state": "not_happened", "resolved": True}
@@ -99,6 +101,7 @@ def resolve_effect_of_saga(
     with runtime.engine.begin() as connection:
         if repeated(connection, change, "resolve", id, said=said) is not None:
             return
+        check_verified(app, connection, id, change)
         # once it has stopped: before, the call may still be on its way, and its outcome be recorded
         saga = saga_changes.locked_stopped(connection, id, at_rest=True)
         if saga.status != COMPENSATING:

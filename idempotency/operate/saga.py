@@ -24,6 +24,7 @@ from ..wire import keys
 from ..wire.keys import OperationId
 from . import change as shown
 from .change import Change, audit, called, repeated
+from .money import check_verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
     with runtime.engine.begin() as connection:
         if repeated(connection, change, "saga_cancel", id) is not None:
             return
+        check_verified(app, connection, id, change)
         shown.read(connection, id, runtime.settings.service)  # what an observer notes is no operation
         if not is_saga(app, connection, id):
             raise ChangeRefused(f"{called(id)}: {OBSERVED}")
@@ -130,6 +132,7 @@ def signal_saga(
         if (done := repeated(connection, change, "saga_signal", id, said=said)) is not None:
             details = done.details
             return Signalled(event_type, details["compared_with"], details["event_id"], details["is_awaited"])
+        check_verified(app, connection, id, change)
         saga = _running(connection, id, runtime.settings.service)
         _check_named(app, id, event_type)
         now = _awaited(connection, saga, event_type)
@@ -169,6 +172,7 @@ def retry_saga(app: Celery, id: OperationId, change: Change) -> Retried:
     with runtime.engine.begin() as connection:
         if (done := repeated(connection, change, "saga_retry", id)) is not None:
             return Retried({}, done.details["waits_for"])
+        check_verified(app, connection, id, change)
         retried = saga_changes.retry(connection, id, service=runtime.settings.service, app=app)
         for letter, undo in retried.letters.items():
             audit(connection, replace(change, request_id=None), "replay", undo, None, details={"dead_letter": letter})
@@ -187,6 +191,7 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
     with runtime.engine.begin() as connection:
         if repeated(connection, change, "saga_undone", id, said={"undone": name}) is not None:
             return
+        check_verified(app, connection, id, change)
         step = _to_undo(connection, id, name)
         if step.call_key is not None:  # locked before the saga, as its end would
             undo = OperationId(id.tenant, step.call_task, step.call_key)

@@ -117,6 +117,8 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
     delivery = _delivery(runtime, id)
     if delivery.task not in app.tasks:
         raise ChangeRefused(f"{id}: the application has no task {delivery.task!r}; is its module in `include`?")
+    if delivery.is_erased:
+        raise ChangeRefused(f"{id}: its body was erased")
     if (status := _endpoint(runtime, delivery.endpoint_id)[0].status) != stored.ENABLED:
         raise ChangeRefused(f"{id}: its endpoint {delivery.endpoint_id} is {status}; enable that first")
     with runtime.engine.begin() as connection:

@@ -12,18 +12,23 @@ from .outbox import refresh_lanes
 from .record import ROW, named
 
 _REQUEST = """
-INSERT INTO idempotency.discards (letter, requested_by, reason)
-SELECT id, %(by)s, %(reason)s FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open'
-ON CONFLICT (letter) DO NOTHING RETURNING letter
+INSERT INTO idempotency.discards AS d (letter, requested_by, reason, known_by)
+SELECT id, %(by)s, %(reason)s, %(known_by)s FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open'
+-- a name that is known elsewhere may be another person's, or another one of the same person
+ON CONFLICT (letter) DO UPDATE SET requested_by = excluded.requested_by, reason = excluded.reason, known_by = excluded.known_by,
+    requested_at = clock_timestamp()
+WHERE d.approved_by IS NULL AND d.known_by IS DISTINCT FROM excluded.known_by
+RETURNING letter
 """
 
 _APPROVE = """
 UPDATE idempotency.discards SET approved_by = %(by)s, approved_at = clock_timestamp()
-WHERE letter = %(letter)s AND approved_by IS NULL AND requested_by <> %(by)s
+WHERE letter = %(letter)s AND approved_by IS NULL AND requested_by = %(asked)s AND requested_by <> %(by)s
+  AND known_by IS NOT DISTINCT FROM %(known_by)s
 RETURNING reason
 """
 
-_REQUESTED = "SELECT requested_by, approved_by FROM idempotency.discards WHERE letter = %(letter)s"
+_REQUESTED = "SELECT requested_by, approved_by, known_by FROM idempotency.discards WHERE letter = %(letter)s"
 
 _LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
 
@@ -70,15 +75,22 @@ RETURNING task, ordering_key
 """
 
 
-def request(connection: Connection, letter: int, *, by: str, reason: str) -> bool:
-    """Record a request to discard an open letter. False: it is not open, or there is a request already."""
-    fields = {"letter": letter, "by": by, "reason": reason}
+def request(connection: Connection, letter: int, *, by: str, known_by: str | None = None, reason: str) -> bool:
+    """Record a request to discard an open letter. False: it is not open, or there is a request already.
+
+    `known_by`: what the person is known by. A request of somebody who is known otherwise is replaced.
+    """
+    fields = {"letter": letter, "by": by, "known_by": known_by, "reason": reason}
     return connection.exec_driver_sql(_REQUEST, fields).one_or_none() is not None
 
 
-def approve(connection: Connection, letter: int, *, by: str) -> str | None:
-    """Record another person's approval. Returns the request's reason; None: no open request by another person."""
-    reason: str | None = connection.exec_driver_sql(_APPROVE, {"letter": letter, "by": by}).scalar_one_or_none()
+def approve(connection: Connection, letter: int, *, asked: str, by: str, known_by: str | None) -> str | None:
+    """Record another person's approval of what `asked` has asked for. Returns the request's reason; None: there is none such.
+
+    `known_by`: what the person is known by, and the one who asked has to be, too.
+    """
+    fields = {"letter": letter, "asked": asked, "by": by, "known_by": known_by}
+    reason: str | None = connection.exec_driver_sql(_APPROVE, fields).scalar_one_or_none()
     return reason
 
 

@@ -63,5 +63,5 @@ def had_admin(connection: Connection) -> bool:
 
 
 def owns_tables(connection: Connection) -> bool:
-    """Whether this login owns the library's tables, and so could write an operator into them."""
+    """Whether this login owns the library's tables, which alone writes an operator into them (migration 0015)."""
     return bool(connection.exec_driver_sql(_OWNS).scalar_one())

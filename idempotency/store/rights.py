@@ -63,6 +63,8 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "audit": "SELECT, INSERT",
         "audit_chain": "SELECT",
         "audit_head": "SELECT",
+        # who approves makes no identity
+        "operators": "SELECT, DELETE",
         "compatibility": "SELECT",
         "schema_version": "SELECT",
         "saga_instances": "SELECT",
@@ -79,6 +81,7 @@ ONE_FOR_ALL = {
     "audit": "SELECT, INSERT",
     "audit_chain": "SELECT",
     "audit_head": "SELECT",
+    "operators": "SELECT, DELETE",
     "schema_version": "SELECT",
     "saga_instances": "SELECT",
 }

@@ -26,6 +26,17 @@ SELECT id, tenant, task AS type, key, service, observed, generation, entity_id, 
 FROM idempotency.sagas WHERE {ROW}
 """
 
+_TASKS = f"""
+WITH RECURSIVE family(saga_id) AS (
+    SELECT id FROM idempotency.sagas WHERE {ROW} AND NOT observed
+    UNION
+    SELECT g.id FROM family f JOIN idempotency.saga_steps s USING (saga_id)
+    JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (s.tenant, s.call_task, s.call_key) AND NOT g.observed
+)
+SELECT DISTINCT named.task FROM family JOIN idempotency.saga_steps s USING (saga_id),
+    LATERAL (VALUES (s.call_task), (s.undo)) named(task) WHERE named.task IS NOT NULL
+"""
+
 # What the filters choose first, then what each of those waits for.
 _LIST = """
 SELECT g.tenant, g.task AS type, g.key, g.entity_id, g.status, g.stopped, letter.last_error AS why, g.error, waits.waits,
@@ -233,3 +244,8 @@ def _event(row: Row[Any], with_payload: bool) -> dict[str, Any]:
     attributes = json.loads(fields.pop("event"))
     fields["person"] = attributes.get("person")
     return fields | ({"data": attributes.get("data")} if with_payload else {})
+
+
+def tasks_of(connection: Connection, id: OperationId) -> Sequence[str]:
+    """The tasks that a saga has called or is undone by, and those of the sagas that it has called. None of an operation."""
+    return connection.exec_driver_sql(_TASKS, named(id)).scalars().all()

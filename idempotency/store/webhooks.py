@@ -59,7 +59,7 @@ INSERT INTO idempotency.webhook_deliveries (id, tenant, service, endpoint_id, ta
 VALUES (%(id)s, %(tenant)s, %(service)s, %(endpoint)s, %(task)s, %(event_type)s, %(body)s) ON CONFLICT DO NOTHING
 """
 _DELIVERY = """
-SELECT id, tenant, endpoint_id, task, event_type, status, given_up_because, redelivery, created_at, ended_at
+SELECT id, tenant, endpoint_id, task, event_type, status, given_up_because, redelivery, created_at, ended_at, body = '' AS is_erased
 FROM idempotency.webhook_deliveries WHERE id = %(id)s AND service = %(service)s
 """
 _DELIVERIES = """
@@ -68,7 +68,7 @@ WHERE endpoint_id = %(endpoint)s ORDER BY created_at DESC, id LIMIT %(limit)s
 """
 _REOPEN = """
 UPDATE idempotency.webhook_deliveries SET status = 'waiting', given_up_because = NULL, ended_at = NULL, redelivery = redelivery + 1
-WHERE id = %(id)s AND service = %(service)s AND status <> 'waiting' RETURNING tenant, task, redelivery
+WHERE id = %(id)s AND service = %(service)s AND status <> 'waiting' AND body <> '' RETURNING tenant, task, redelivery
 """
 _END = """
 UPDATE idempotency.webhook_deliveries SET status = %(status)s, given_up_because = %(because)s, ended_at = clock_timestamp()

@@ -44,6 +44,7 @@ from ..errors import (
     OperationBusy,
     OperationFailed,
     PermanentError,
+    ResultErased,
     ServiceMismatch,
     Unanswered,
     UnsupportedControl,
@@ -54,7 +55,7 @@ from ..observe.logs import log
 from ..providers import ProviderContract
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe
-from ..wire import keys
+from ..wire import keys, results
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
@@ -101,6 +102,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     on_busy         what a duplicate does in a worker while the operation runs: "ack" (default; "raise" means the same)
                     or "wait"; an eager call raises `OperationBusy` whatever this says
     max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
+    moves_money     True: people change its operations only with a token that proves who they are
     retention_completed, retention_failed   override the settings, in seconds
     """
 
@@ -125,6 +127,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     provider: ClassVar[ProviderContract | None] = None
     effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
+    moves_money: ClassVar[bool] = False
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
     # What Celery would do outside the attempt: see `hooks`.
@@ -232,6 +235,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
         match outcome:
             case Finished(result=result):
                 return self._returned(delivery, result)
+            case Completed(result=results.ERASED):
+                return Raised(ResultErased(f"{self.name}: carried out once; its data has been erased since"))
             case Completed():
                 return self._returned(delivery, outcome.value())
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, ProgrammingError
 from typer.testing import CliRunner, Result
 
 from idempotency.application import runtime_of
@@ -209,18 +209,59 @@ def test_an_operator_that_cannot_be_added_is_a_refused_change(
         people.add_operator(connection, SETUP, name, "operator", days=days)
 
 
-def test_the_first_admin_needs_no_admin_and_the_others_do(run: Callable[..., Result], connection: Connection) -> None:
+def test_an_admin_removes_people_and_only_the_owner_of_the_tables_adds_them(
+    run: Callable[..., Result], connection: Connection
+) -> None:
+    run("operators", "remove", "ann", status=1)
     ann = json.loads(run("operators", "add", "ann", "--role", "admin", "--json").stdout)["token"]
-    run("operators", "add", "eve", status=1)
-    eve = json.loads(run("operators", "add", "eve", "--json", token=ann).stdout)["token"]
-    run("operators", "add", "ben", token=eve, status=1)
-    run("operators", "add", "eve", token=ann, status=1)
+    for token in (None, ann):
+        refused = run("operators", "add", "eve", token=token, status=1)
+        assert "only the owner of the tables makes identities, an admin does not" in str(refused.exception)
+    eve = json.loads(run("operators", "add", "eve", "--as-owner", "--json").stdout)["token"]
+    for same in ("eve", "Eve", "EVE ", "\uff45ve"):
+        run("operators", "add", same, "--as-owner", status=1)
     assert [row["name"] for row in json.loads(run("operators", "list", "--json").stdout)] == ["ann", "eve"]
     assert ann not in run("operators", "list").stdout
     run("operators", "remove", "eve", token=eve, status=1)
     run("operators", "remove", "eve", token=ann)
     run("operators", "remove", "eve", token=ann, status=1)
-    assert [actor for actor, action, *_ in audits(connection) if action == "operator_added"][1:] == ["ann"]
+    actors = [actor.partition(", ")[2] for actor, action, *_ in audits(connection) if action == "operator_added"]
+    assert actors == ["as the owner of the tables"] * 2
+
+
+def test_who_comes_back_under_nearly_the_same_name_is_the_same_person(
+    bank: Celery, failed: Callable[..., None], connection: Connection, run: Callable[..., Result]
+) -> None:
+    """Removed and added again, with a new token: what they have asked for is still theirs."""
+    failed("a1")
+    (letter,) = op.dead_letters(connection)
+    first = json.loads(run("operators", "add", "ann", "--role", "admin", "--json").stdout)["token"]
+    run("dead-letters", "discard", letter.id, "--reason", "mine", token=first)
+    run("operators", "remove", "ann", token=first)
+    for name in ("ann", "Ann", "\uff41nn"):
+        again = json.loads(run("operators", "add", name, "--role", "admin", "--as-owner", "--json").stdout)["token"]
+        run("dead-letters", "approve", letter.id, token=first, status=1)
+        refused = run("dead-letters", "approve", letter.id, token=again, status=1)
+        assert "'ann' asked for it, so another admin" in str(refused.exception)
+        run("operators", "remove", name, token=again)
+    ben = json.loads(run("operators", "add", "ben", "--role", "admin", "--as-owner", "--json").stdout)["token"]
+    run("dead-letters", "approve", letter.id, token=ben)
+
+
+def test_a_name_that_was_known_otherwise_does_not_count_as_another_person(
+    bank: Celery, failed: Callable[..., None], connection: Connection
+) -> None:
+    failed("a1")
+    (letter,) = op.dead_letters(connection)
+    act(bank, discard.request, ANN, letter.id, "mine")
+    ann = Person("00u1", "admin", "https://login.example")  # the same person, as the company knows her
+    with pytest.raises(DiscardRefused, match="was known otherwise than people are now, and may be the same person"):
+        act(bank, discard.approve, ann, letter.id)
+    act(bank, discard.request, ann, letter.id, "asked again")
+    with pytest.raises(DiscardRefused, match="'00u1' asked for it"):
+        act(bank, discard.approve, ann, letter.id)
+    act(bank, discard.approve, Person("00u2", "admin", "https://login.example"), letter.id)
+    assert audits(connection)[-1][:2] == ("00u2", "discard_approved")
 
 
 @pytest.mark.parametrize(
@@ -234,15 +275,18 @@ def test_nobody_becomes_the_first_admin_twice(
     connection.execute(text(how))
     for token in (None, ann):
         run("operators", "add", "eve", "--role", "admin", token=token, status=1)
+        run("operators", "remove", "ann", token=token, status=1)
     with superuser.connect() as owner:
         login = connection.execute(text("SELECT current_user")).scalar_one()
         owner.execute(text("ALTER TABLE idempotency.operators OWNER TO CURRENT_USER"))
         owner.execute(text(f'GRANT ALL ON idempotency.operators TO "{login}"'))
         run("operators", "add", "eve", "--role", "admin", "--as-owner", status=1)
+        with pytest.raises(ProgrammingError, match="only the owner of the tables adds or changes people"):
+            people.add_operator(connection, SETUP, "eve", "admin", days=1)
         owner.execute(text(f'ALTER TABLE idempotency.operators OWNER TO "{login}"'))
     run("operators", "add", "ben", "--role", "admin", "--as-owner")
     noted = [(actor.partition(", ")[2], action) for actor, action, *_ in audits(connection)]
-    assert [each for each in noted if each[0]] == [("as the owner of the tables", "operator_added")]
+    assert [each for each in noted if each[0]] == [("as the owner of the tables", "operator_added")] * 2
 
 
 # ---------------------------------------------------------------- from the command line
@@ -272,14 +316,14 @@ def test_a_dry_run_writes_nothing_and_a_bulk_replay_sends_each_once(
     before = snapshot(connection)
     ids = [letter.id for letter in op.dead_letters(connection)]
     replay = ("dead-letters", "replay", "--task", b.failing.name)
-    assert json.loads(run(*replay, "--dry-run", "--json").stdout) == {"dry_run": True, "replayed": ids}
+    assert json.loads(run(*replay, "--dry-run", "--json").stdout) == {"dry_run": True, "replayed": ids, "declined": ids}
     assert "more than 2 dead letters match" in str(run(*replay, "--limit", 2, status=1).exception)
     assert "at most 10000" in str(run(*replay, "--limit", 2, status=1).exception)
     run("dead-letters", "replay", status=2)  # of all that there are: that must be said
     run(*replay, "--limit", 10_001, status=2)
     assert snapshot(connection) == before
 
-    assert json.loads(run(*replay, "--json").stdout) == {"replayed": ids, "refused": []}
+    assert json.loads(run(*replay, "--json", "--yes").stdout) == {"replayed": ids, "refused": []}
     assert [row.origin for row in op.outbox(connection)] == ["replay"] * 3
     assert [action for _, action, *_ in audits(connection)] == ["replay"] * 3
     again = run("dead-letters", "replay", *ids, 4711, "--json", status=1)
@@ -297,7 +341,7 @@ def test_discard_and_approve_from_the_command_line(
     failed("a1", "a2")
     ids = [letter.id for letter in op.dead_letters(connection)]
     ann = json.loads(run("operators", "add", "ann", "--role", "admin", "--json").stdout)["token"]
-    eve = json.loads(run("operators", "add", "eve", "--json", token=ann).stdout)["token"]
+    eve = json.loads(run("operators", "add", "eve", "--as-owner", "--json").stdout)["token"]
     discard = ("dead-letters", "discard", *ids, "--reason", "closed", "--json")
     run(*discard, status=1)
     run(*discard, token=TENANTS_TOKEN, status=1)

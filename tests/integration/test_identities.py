@@ -97,9 +97,11 @@ def letter(bank: Celery, connection: Connection) -> int:
 def test_an_admin_cannot_mint_a_second_identity_and_approve_with_it(
     run: Callable[..., Any], configure: Callable[..., None], file: Path, connection: Connection, letter: int
 ) -> None:
-    """Reproduced by a review, where people are known by the database; and there it can still be done."""
+    """Reproduced by a review, where people are known by the database."""
     ann = run("operators", "add", "ann", "--role", "admin", "--json").document["token"]
-    second = run("operators", "add", "anna", "--role", "admin", "--json", token=ann).document["token"]
+    refused = run("operators", "add", "anna", "--role", "admin", token=ann)
+    assert (refused.status, "an admin does not" in refused.error) == (1, True)
+    second = run("operators", "add", "anna", "--role", "admin", "--as-owner", "--json").document["token"]
     configure(people_file=str(file))
     assert run("dead-letters", "discard", letter, "--reason", "mine", token=ANN).status == 0
     for token in (second, ann, None):
@@ -125,7 +127,7 @@ def test_a_person_of_the_file_is_known_by_a_token_of_their_own(
     file.write_text(f'{PEOPLE}\n[eve]\nrole = "admin"\ntoken_sha256 = "{made["token_sha256"]}"\nuntil = 2020-01-01\n')
     configure(people_file=str(file))
     runtime = runtime_of(bank)
-    assert authenticate(runtime, ANN, role="admin", action="approve") == Person("ann", "admin")
+    assert authenticate(runtime, ANN, role="admin", action="approve") == Person("ann", "admin", "file")
     with pytest.raises(NotAuthenticated, match="the token of 'eve' has expired"):
         authenticate(runtime, made["token"], role="operator", action="approve")
     listed = run("operators", "list", "--json").document
@@ -145,6 +147,7 @@ def test_a_person_of_the_file_is_known_by_a_token_of_their_own(
         (lambda path: path.write_bytes(b"\xff"), "is not UTF-8"),
         (lambda path: path.write_text("[ann]\nrole = 'owner'"), "ann.role: Input should be 'operator' or 'admin'"),
         (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), identities.token_hash(ANN))), "same"),
+        (lambda path: path.write_text(PEOPLE.replace("[ben]", "[Ann]")), "two names differ by case"),
         (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), ANN)), "ben.token_sha256: String"),
     ],
 )
@@ -196,9 +199,9 @@ ADMIN: dict[str, Any] = {"groups": ["staff", "idempotency-admin"]}
 
 def test_an_id_token_of_the_company_says_who_somebody_is(company: Any) -> None:
     admin = authenticate(company, id_token(**ADMIN), role="admin", action="approve")
-    assert admin == Person("ann", "admin")
+    assert admin == Person("ann", "admin", ISSUER)
     ben = id_token(EC_KEY, "ES256", "2", sub="ben", groups="idempotency-operator", aud=[AUDIENCE])
-    assert authenticate(company, ben, role="operator", action="discard") == Person("ben", "operator")
+    assert authenticate(company, ben, role="operator", action="discard") == Person("ben", "operator", ISSUER)
     with pytest.raises(NotAllowed, match="needs the role admin"):
         authenticate(company, ben, role="admin", action="approve")
     for_several = id_token(**ADMIN, aud=[AUDIENCE, "other"], azp=AUDIENCE)

@@ -186,6 +186,9 @@ TRIED = [
     (OPERATOR, "INSERT INTO idempotency.audit (actor, action) VALUES ('x', 'y')", 1),
     (OPERATOR, "UPDATE idempotency.audit SET actor = 'somebody else'", REFUSED),
     (OPERATOR, "ALTER TABLE idempotency.audit DISABLE TRIGGER append_only", REFUSED),
+    (OPERATOR, "INSERT INTO idempotency.operators VALUES ('x', 'admin', 'h', now(), now())", REFUSED),
+    (OPERATOR, "UPDATE idempotency.operators SET role = 'admin'", REFUSED),
+    (OPERATOR, "DELETE FROM idempotency.operators", 0),
     (OPERATOR, "TRUNCATE idempotency.records", REFUSED),
     (READ_ONLY, "SELECT tenant FROM idempotency.records ORDER BY 1", BOTH),
     (READ_ONLY, "UPDATE idempotency.records SET task = 'x'", REFUSED),
@@ -206,6 +209,7 @@ TRIED = [
     (APPLICATION, f"{BEGUN_ANEW} ON CONFLICT (tenant, task, key) DO UPDATE SET updated_at = now()", REFUSED),
     (APPLICATION, "TRUNCATE idempotency.records", REFUSED),
     (APPLICATION, "ALTER TABLE idempotency.records DISABLE TRIGGER keep_ended", REFUSED),
+    (APPLICATION, "UPDATE idempotency.records SET message = '', erased_at = now()", REFUSED),
     (RELAY, "UPDATE idempotency.records SET kept_until = now()", 2),
     (OPERATOR, "UPDATE idempotency.records SET updated_at = now()", 2),
     (APPLICATION, "DELETE FROM idempotency.outbox", 1),  # its own; a retry's row is replaced by the next one

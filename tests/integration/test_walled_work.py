@@ -29,6 +29,7 @@ from idempotency.http import IdempotencyMiddleware
 from idempotency.letters.consumer import consume_once
 from idempotency.operate import saga as operate
 from idempotency.operate.change import Change
+from idempotency.operate.erase import erase
 from idempotency.operate.resolve import resolve_effect_of_saga
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
@@ -42,6 +43,7 @@ from tests.sagas.conftest import Stage
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
+from tests.support.dump import holding
 from tests.support.edge import Handler, within
 from tests.support.outside import OutsideWorld
 from tests.support.roles import PASSWORDS, url_of
@@ -341,3 +343,24 @@ def test_an_operator_changes_the_saga_of_one_tenant(under: Under, engine: Engine
         stage.run()
         assert handles["a"].result() == "by hand"
         assert [handles[tenant].status() for tenant in "bcd"] == ["failed", "released", "failed"]
+
+
+def test_an_operators_role_erases_a_saga_and_the_applications_does_not(
+    under: Under, engine: Engine, deliveries: Deliveries
+) -> None:
+    with under(APPLICATION) as app:
+        stage = Stage(app, engine, deliveries)
+
+        @saga("walled.told", key="{id}", app=app)
+        def told(saga: Any, id: str, name: str) -> Any:
+            return saga.step("note", lambda session, noted: noted, name)
+
+        enqueue(app, told, "s", "canary-7f3a", tenant="a")
+        stage.run()
+    id, change = OperationId("a", "walled.told", "s"), Change("ann", "request 17")
+    with under(APPLICATION) as app, pytest.raises(ProgrammingError, match="row-level security is on"):
+        erase(app, id, change)
+    assert "saga_steps" in holding(engine, "canary-7f3a")
+    with under(OPERATOR) as app:
+        erase(app, id, change)
+    assert holding(engine, "canary-7f3a") == set()

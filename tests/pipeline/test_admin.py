@@ -44,6 +44,8 @@ class Admin:
 
     def ask(self, method: str, path: str, who: str | None = "ann", **options: Any) -> httpx.Response:
         headers = dict(options.pop("headers", {}))
+        if path.endswith("/replay") and isinstance(options.get("json"), dict) and "ids" in options["json"]:
+            options["json"] = {"even_if_declined": True, **options["json"]}
         if who is not None:
             headers["Authorization"] = f"Bearer {self.tokens.get(who, who)}"
 
@@ -510,3 +512,16 @@ def test_every_problem_is_documented_as_one(admin: Admin) -> None:
     assert all(list(response["content"]) == ["application/problem+json"] for response in problems)
     names = {parameter["name"] for parameter in document["paths"]["/payments"]["post"]["parameters"]}
     assert names == {"Idempotency-Key", "Prefer"}
+
+
+def test_what_was_declined_is_replayed_only_if_that_is_asked_for(admin: Admin) -> None:
+    number, id = admin.letter()
+    asked = {"ids": [number], "reason": "r", "even_if_declined": False}
+    refused = admin.ask("POST", f"{LETTERS}/replay", json=asked)
+    assert (refused.status_code, refused.headers["content-type"]) == (409, "application/problem+json")
+    detail = refused.json()["detail"]
+    assert f"{id.key}: was refused for good as no_account at " in detail
+    assert detail.endswith('. To do so, send "even_if_declined": true')
+    assert admin.ask("POST", f"{LETTERS}/replay", json=asked | {"even_if_declined": True}).status_code == 200
+    (row,) = [row for row in admin.audited("replay") if row.key == id.key]
+    assert row.actor == "ann"

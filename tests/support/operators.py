@@ -15,7 +15,7 @@ from idempotency.operate.replay import replay
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
 
-ANN = Change("ann", "ticket 42")
+ANN = Change("ann", "ticket 42", is_verified=True)
 
 
 def shown(connection: Connection, task: Any, key: str = "k") -> Shown:

@@ -30,6 +30,7 @@ CHANGES = {
     "create_api_key",
     "disable_endpoint",
     "enable_endpoint",
+    "erase",
     "forget_process",
     "mark_undone",
     "release",

@@ -150,6 +150,39 @@ CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.records
     FOR EACH ROW WHEN (OLD.status IN ('completed', 'failed')) EXECUTE FUNCTION idempotency.keep_ended();
 """
 
+# Identities are made by the owner of the tables, also where one role was granted everything else.
+PEOPLE = """
+CREATE FUNCTION idempotency.only_owner() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF NOT (SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = TG_RELID) THEN
+        RAISE EXCEPTION 'idempotency.%: only the owner of the tables adds or changes people', TG_TABLE_NAME
+            USING ERRCODE = 'insufficient_privilege';
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER only_owner BEFORE INSERT OR UPDATE ON idempotency.operators
+    FOR EACH STATEMENT EXECUTE FUNCTION idempotency.only_owner();
+ALTER TABLE idempotency.operators ENABLE ALWAYS TRIGGER only_owner;
+
+-- What a name belongs to: the same one may be another person's elsewhere. NULL: the table of operators.
+ALTER TABLE idempotency.discards ADD COLUMN known_by text;
+"""
+
+# The data of an ended operation can be erased; then it stays as it is, whatever code or person would open it again.
+ERASURE = """
+ALTER TABLE idempotency.records ADD COLUMN erased_at timestamptz;
+CREATE FUNCTION idempotency.keep_erased() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    RAISE EXCEPTION 'idempotency.records: the data of % was erased, so it never runs again', OLD.task
+        USING ERRCODE = 'check_violation', CONSTRAINT = 'erased_stays_erased';
+END $$;
+CREATE TRIGGER keep_erased BEFORE UPDATE ON idempotency.records
+    FOR EACH ROW WHEN (OLD.erased_at IS NOT NULL AND (
+        NEW.status <> OLD.status OR NEW.generation <> OLD.generation OR NEW.message <> OLD.message OR NEW.effects <> OLD.effects
+        OR NEW.result IS DISTINCT FROM OLD.result OR NEW.erased_at IS DISTINCT FROM OLD.erased_at))
+    EXECUTE FUNCTION idempotency.keep_erased();
+"""
+
 
 def upgrade() -> None:
     op.execute(WEBHOOKS)
@@ -159,10 +192,18 @@ def upgrade() -> None:
     op.execute("ALTER TABLE idempotency.dead_letters ADD COLUMN is_undone boolean NOT NULL DEFAULT false")
     op.execute(AUDIT_CHAIN)
     op.execute(KEEP_ENDED)
+    op.execute(PEOPLE)
+    op.execute(ERASURE)
 
 
 def downgrade() -> None:
     op.execute("""
+        DROP TRIGGER keep_erased ON idempotency.records;
+        DROP FUNCTION idempotency.keep_erased();
+        ALTER TABLE idempotency.records DROP COLUMN erased_at;
+        ALTER TABLE idempotency.discards DROP COLUMN known_by;
+        DROP TRIGGER only_owner ON idempotency.operators;
+        DROP FUNCTION idempotency.only_owner();
         DROP TRIGGER keep_ended ON idempotency.records;
         DROP FUNCTION idempotency.keep_ended();
         DROP TRIGGER chain ON idempotency.audit;

@@ -1,0 +1,70 @@
+"""Who makes a change: the user at the keyboard, or the person whose token is in the environment where money is moved."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import typer
+from celery import Celery
+from sqlalchemy import Connection
+
+from ..application import runtime_of
+from ..errors import IdempotencyError, NotAuthenticated
+from ..operate.change import Change, called
+from ..operate.money import NEEDS_TOKEN, moves_money
+from ..operate.people import authenticate
+from ..operate.replay import SaidNo
+from ..wire.keys import OperationId
+from .terminal import errors, operators_token
+
+# Of a bulk replay, so many are said in full.
+SHOWN = 5
+
+
+def proven(app: Celery, id: OperationId, change: Change, *, action: str) -> Change:
+    """The change of an operation; of one that moves money, by the person who has proved who they are. Raises `NotAuthenticated`."""
+    return proven_if(app, change, lambda connection: moves_money(app, connection, id), action=action, what=called(id))
+
+
+def proven_if(
+    app: Celery, change: Change, is_needed: Callable[[Connection], bool], *, action: str, what: str
+) -> Change:
+    """The same for several operations, which messages call `what`. Raises `NotAuthenticated`."""
+    runtime = runtime_of(app)
+    with runtime.autocommit() as connection:
+        if not is_needed(connection):
+            return change
+    try:
+        person = authenticate(runtime, operators_token(), role="operator", action=action)
+    except NotAuthenticated as refusal:
+        raise NotAuthenticated(f"{what}: {NEEDS_TOKEN}. {refusal}") from None
+    return replace(change, actor=person.name, is_verified=True)
+
+
+def confirm(said: str, *, yes: bool) -> None:
+    """Say what will be done, and ask. Without a terminal, `--yes` has to say so. Raises `IdempotencyError` otherwise."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise IdempotencyError(f"{said}\nnothing was done; to do so, give --yes")
+    errors.print(said, markup=False, highlight=False, soft_wrap=True)
+    if not typer.confirm("Do it?", err=True):
+        raise IdempotencyError("nothing was done")
+
+
+def said(refused: Sequence[SaidNo], chosen: int) -> str:
+    """What a replay of `chosen` dead letters does to those that were declined or cancelled."""
+    lines = [f"dead letter {no.letter}: {no.said}" for no in refused[:SHOWN]]
+    if chosen > 1:
+        more = "" if len(refused) <= SHOWN else f", the first {SHOWN} of them"
+        lines.insert(0, f"of {chosen} to be replayed, {counted(refused)}{more}:")
+    return "\n".join(lines)
+
+
+def counted(refused: Sequence[SaidNo]) -> str:
+    """How many were declined, and how many cancelled."""
+    kinds = Counter(no.was for no in refused)
+    return ", ".join(f"{kinds[was]} {'was' if kinds[was] == 1 else 'were'} {was}" for was in sorted(kinds))

@@ -1,0 +1,44 @@
+"""Erase: take a person's data out of an operation that has ended, and leave its key spent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from celery import Celery
+
+from ..application import runtime_of
+from ..errors import ChangeRefused
+from ..store import erasure, operations
+from ..wire.keys import OperationId
+from .change import Change, audit, called, read, repeated
+from .money import check_verified
+
+
+def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
+    """Erase the arguments, results, errors, messages, answers and events of an operation, and of all that it has called as a saga.
+
+    Its key stays spent: a duplicate is answered as one, without a result, other arguments are refused, and nothing runs it again.
+    What has come since, as a late copy of its message, is erased by another call. Returns the operations, this one first. Raises
+    `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for what has not ended, and while a letter, an effect, a message or
+    a saga still needs its data.
+    """
+    runtime = runtime_of(app)
+    with runtime.engine.begin() as connection:
+        if repeated(connection, change, "erase", id) is not None:
+            return erasure.family(connection, id)
+        read(connection, id, runtime.settings.service)
+        check_verified(app, connection, id, change)
+        ids = erasure.family(connection, id)
+        for each in ids:
+            erasure.lock(connection, each)
+        rows = {each: operations.read_locked(connection, each) for each in ids}
+        if rows[id] is None:
+            raise ChangeRefused(f"{called(id)}: has not begun; only what has ended is erased")
+        for each in ids:
+            if (why := erasure.obstacle(connection, each)) is not None:
+                raise ChangeRefused(f"{called(each)}: {why}")
+        erasure.erase(connection, ids)
+        for each in ids:
+            said = change if each == id else replace(change, request_id=None)
+            audit(connection, said, "erase", each, rows[each], details={} if each == id else {"called_by": called(id)})
+    return ids

@@ -1,0 +1,52 @@
+"""Operations that move money: a person changes them only with a token that proves who it is.
+
+A task says so by `moves_money=True`. A saga moves money if it says so, or if a task that it has called or will undo by does. A
+task that this application does not know may: then a token is needed, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from celery import Celery
+from sqlalchemy import Connection
+
+from ..errors import NotAuthenticated
+from ..store import dead_letters, saga_reading
+from ..store.outbox import EXTERNAL
+from ..wire.keys import OperationId
+from .change import Change, called
+
+
+def moves_money(app: Celery, connection: Connection, id: OperationId) -> bool:
+    """Whether an operation moves money, as far as this application knows."""
+    app.loader.import_default_modules()
+    return any(_moves(app, task) for task in (id.task, *saga_reading.tasks_of(connection, id)))
+
+
+def letters_move_money(app: Celery, connection: Connection, letters: Sequence[int]) -> bool:
+    """Whether the operation of one of these dead letters moves money."""
+    app.loader.import_default_modules()
+    for row in dead_letters.named(connection, letters):
+        if row.tenant is None or row.task is None or row.key is None:
+            if _moves(app, row.header_task or ""):
+                return True
+        elif moves_money(app, connection, OperationId(row.tenant, row.task, row.key)):
+            return True
+    return False
+
+
+def check_verified(app: Celery, connection: Connection, id: OperationId, change: Change) -> None:
+    """Raise `NotAuthenticated` for a change of what moves money by a person who has not proved who they are."""
+    if not change.is_verified and moves_money(app, connection, id):
+        raise NotAuthenticated(f"{called(id)}: {NEEDS_TOKEN}")
+
+
+def _moves(app: Celery, name: str) -> bool:
+    task = app.tasks.get(name)
+    if task is None and name.startswith(EXTERNAL):  # an event for others, which runs nothing
+        return False
+    return bool(getattr(task, "moves_money", task is None))
+
+
+NEEDS_TOKEN = "moves money, or its task is not known here: changed only with the token of an operator"  # noqa: S105

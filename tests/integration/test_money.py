@@ -1,0 +1,233 @@
+"""What moves money is changed only with a token; what was declined or cancelled is replayed only on purpose."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+
+from idempotency import EffectUnknown, IdempotentTask, OperationId, PermanentError
+from idempotency.errors import NotAuthenticated
+from idempotency.operate.change import Change, read
+from idempotency.operate.people import add_operator
+from idempotency.operate.release import release
+from idempotency.operate.replay import NotConfirmed, replay
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.commands import Answer, runner
+from tests.support.deliveries import Deliveries
+from tests.support.operators import ANN, snapshot
+from tests.support.tasks import transactional
+
+Ask = Callable[..., Answer]
+NEEDED = "moves money, or its task is not known here: changed only with the token of an operator"
+NOBODY = {"nobody": "not set", "late": "the token of 'late' has expired", "gone": "no operator has this token"}
+
+
+@pytest.fixture
+def charge(bank: Celery) -> Iterator[Any]:
+    """A task that moves money, and fails as it is told."""
+
+    @bank.task(base=IdempotentTask, bind=True, key="{id}", name="tests.charge", shared=False, moves_money=True)
+    def charge(self: IdempotentTask, id: str, how: str = "declined") -> str:
+        def ask(*, idempotency_key: str) -> str:
+            if how == "unknown":
+                raise EffectUnknown("no answer")
+            if how == "declined":
+                raise PermanentError("not enough money", "card_declined")
+            return "charged"
+
+        return str(self.effect("capture", ask))
+
+    yield charge
+    bank.tasks.pop(charge.name)
+
+
+@pytest.fixture
+def ask(bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """A command, by a person's name; their token is in the environment."""
+    run, tokens = runner(monkeypatch, capsys), {}
+    with transactional(engine).begin() as connection:
+        for name in ("ann", "late", "gone"):
+            tokens[name] = add_operator(connection, Change("setup", "tests"), name, "operator", days=1)
+        connection.execute(
+            text("UPDATE idempotency.operators SET expires_at = now() - interval '1 s' WHERE name = 'late'")
+        )
+        connection.execute(text("DELETE FROM idempotency.operators WHERE name = 'gone'"))
+
+    def ask(*arguments: object, who: str | None = None) -> Answer:
+        monkeypatch.delenv("IDEMPOTENCY_TOKEN", raising=False)
+        if who in tokens:
+            monkeypatch.setenv("IDEMPOTENCY_TOKEN", tokens[who])
+        return run(*arguments)
+
+    return ask
+
+
+def failed(connection: Connection, deliveries: Deliveries, task: Any, how: str) -> OperationId:
+    deliveries.deliver(task, "k", how)
+    return op.operation(task, "k")
+
+
+# ---------------------------------------------------------------- who
+
+VERBS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
+    "release": (lambda c, d, t: op.started(c, op.operation(t, "k")), ("release", "k", "--reason", "r"), "release"),
+    "cancel": (lambda c, d, t: op.early(c, op.operation(t, "k")), ("cancel", "k", "--reason", "r"), "cancel"),
+    "resolve": (
+        lambda c, d, t: failed(c, d, t, "unknown"),
+        ("effects", "resolve", "k", "capture", "--not-happened", "--reason", "r"),
+        "resolve",
+    ),
+    "replay": (lambda c, d, t: failed(c, d, t, "declined"), ("dead-letters", "replay", "{letter}", "--yes"), "replay"),
+    "bulk replay": (
+        lambda c, d, t: failed(c, d, t, "declined"),
+        ("dead-letters", "replay", "--task", "tests.charge", "--yes"),
+        "replay",
+    ),
+    "erase": (lambda c, d, t: failed(c, d, t, "well"), ("erase", "k", "--reason", "r"), "erase"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_moves_money_is_changed_by_who_has_a_valid_token(
+    ask: Ask, connection: Connection, deliveries: Deliveries, charge: Any, verb: str
+) -> None:
+    make, arguments, action = VERBS[verb]
+    make(connection, deliveries, charge)
+    letter = next((str(each.id) for each in op.dead_letters(connection)), "")
+    arguments = tuple(each.format(letter=letter) for each in arguments)
+    before = snapshot(connection)[:-1]
+    for who, why in NOBODY.items():
+        refused = ask(*arguments, "--as", "ann", who=who)
+        assert (refused.status, NEEDED in refused.error, f"IDEMPOTENCY_TOKEN: {why}" in refused.error) == (
+            1,
+            True,
+            True,
+        )
+    assert snapshot(connection)[:-1] == before
+    done = ask(*arguments, "--as", "somebody else", who="ann")
+    assert done.status == 0, done.error
+    noted = connection.execute(text("SELECT actor, action FROM idempotency.audit WHERE task = 'tests.charge'")).all()
+    assert [tuple(row) for row in noted] == [("ann", action)]
+    refusals = connection.execute(text("SELECT actor FROM idempotency.audit WHERE action = 'refused' ORDER BY id"))
+    assert list(refusals.scalars()) == ["unknown", "late", "unknown"]
+
+
+def test_a_task_that_is_not_known_may_move_money(ask: Ask, connection: Connection) -> None:
+    op.early(connection, OperationId("default", "elsewhere.charge", "k"))
+    cancelling = ("cancel", "k", "--reason", "r", "--without-task")
+    refused = ask(*cancelling)
+    assert (refused.status, NEEDED in refused.error) == (1, True)
+    assert ask(*cancelling, who="ann").status == 0
+    (letter,) = op.dead_letters(connection)
+    assert NEEDED in ask("dead-letters", "replay", letter.id, "--yes").error
+
+
+def test_other_tasks_are_changed_without_a_token(ask: Ask, bank: Celery, connection: Connection) -> None:
+    op.started(connection, op.operation(b.deposit, "k"))
+    assert ask("release", "k", "--reason", "r", "--as", "ben", who="late").status == 0
+    by = connection.execute(text("SELECT actor FROM idempotency.audit WHERE action = 'release'"))
+    assert by.scalar_one() == "ben"
+
+
+def test_the_functions_behind_the_commands_refuse_by_themselves(
+    bank: Celery, connection: Connection, charge: Any
+) -> None:
+    shown = read(connection, op.started(connection, op.operation(charge, "k")).id, op.SERVICE)
+    before = snapshot(connection)
+    with pytest.raises(NotAuthenticated, match=f"tests.charge k: {NEEDED}"):
+        release(bank, shown, Change("ann", "stuck"))
+    assert snapshot(connection) == before
+
+
+# ---------------------------------------------------------------- what was declined or cancelled
+
+
+DECLINED = r"was declined by the provider as card_declined at .*; a replay asks it again for capture, under a new key"
+CANCELLED = r"was cancelled by a person at .*; a replay runs it all the same, under the same key"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("declined", DECLINED),
+        ("cancelled", CANCELLED),
+        (
+            "refused",
+            r"was refused for good as no_account at .*; a replay runs it again, and what was refused may happen",
+        ),
+        ("revoked", r"was revoked by a person"),
+        ("attempts", None),
+    ],
+)
+def test_a_replay_says_what_it_does_to_what_has_ended_by_a_word(
+    ask: Ask, bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any, how: str, said: str | None
+) -> None:
+    if how == "declined":
+        failed(connection, deliveries, charge, "declined")
+    elif how == "refused":
+        deliveries.deliver(b.failing, "k", "permanent")
+    else:
+        id = op.early(connection, op.operation(b.deposit, "k")).id
+        assert ask("cancel", "k", "--reason", "r").status == 0
+        if how != "cancelled":
+            code = {"revoked": "revoked", "attempts": "attempts_exhausted"}[how]
+            connection.execute(text("UPDATE idempotency.records SET error_code = :code"), {"code": code})
+        assert op.status(connection, id) == "failed"
+    (letter,) = op.dead_letters(connection)
+    before = snapshot(connection)
+    replaying = ("dead-letters", "replay", letter.id)
+    if said is None:
+        assert ask(*replaying).status == 0
+        return
+    with pytest.raises(NotConfirmed, match=f"dead letter {letter.id}: .* k: {said}"):
+        replay(bank, letter.id, ANN, unless_said_no=True)
+    refused = ask(*replaying, who="ann")
+    assert refused.status == 1
+    assert refused.error.endswith("\nnothing was done; to do so, give --yes\n")
+    assert snapshot(connection) == before
+    assert ask(*replaying, "--yes", who="ann").status == 0
+    assert [each.status for each in op.dead_letters(connection)] == ["replayed"]
+
+
+class Terminal(io.StringIO):
+    """What a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("typed", "status", "left"), [("n\n", 1, "open"), ("y\n", 0, "replayed")])
+def test_a_bulk_replay_counts_what_was_declined_and_asks_once(
+    ask: Ask,
+    connection: Connection,
+    deliveries: Deliveries,
+    bank: Celery,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: str,
+    status: int,
+    left: str,
+) -> None:
+    for key in ("a", "b"):
+        deliveries.deliver(b.failing, key, "permanent")
+    op.early(connection, op.operation(b.failing, "c"))
+    assert ask("cancel", "c", "--reason", "r").status == 0
+    bulk = ("dead-letters", "replay", "--task", "failing")
+    ids = [letter.id for letter in op.dead_letters(connection)]
+    counted = json.loads(ask(*bulk, "--dry-run", "--json").out)
+    assert counted == {"dry_run": True, "replayed": ids, "declined": ids[:2], "cancelled": ids[2:]}
+    assert ask(*bulk, "--dry-run").out.endswith("; of these, 1 was cancelled, 2 were declined\n")
+    monkeypatch.setattr(sys, "stdin", Terminal(typed))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    answer = ask(*bulk)
+    assert answer.status == status
+    assert "of 3 to be replayed, 1 was cancelled, 2 were declined:" in answer.error
+    assert answer.error.count("Do it? [y/N]") == 1
+    assert {letter.status for letter in op.dead_letters(connection)} == {left}
