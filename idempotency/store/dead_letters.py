@@ -104,7 +104,7 @@ WITH again AS (
     SET status = 'pending', origin = 'replay', generation = %(opened)s, attempts = 0, resends = 0, refusals = 0,
         first_refused_at = NULL, last_error = NULL, available_at = clock_timestamp(), taken = false,
         -- a row without an operation is done once published
-        alerted_at = NULL, settled_at = CASE WHEN starts_with(task, %(external)s) THEN settled_at END
+        alerted_at = NULL, alert_logged_at = NULL, settled_at = CASE WHEN starts_with(task, %(external)s) THEN settled_at END
     WHERE id = %(outbox_id)s AND status = 'failed'
     RETURNING task, ordering_key
 ), new AS (

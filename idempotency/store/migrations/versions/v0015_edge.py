@@ -150,9 +150,18 @@ CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.records
     FOR EACH ROW WHEN (OLD.status IN ('completed', 'failed')) EXECUTE FUNCTION idempotency.keep_ended();
 """
 
+# Log and webhook are told of a letter independently, by whichever process can. What is there has been logged.
+ALERTS = """
+ALTER TABLE idempotency.dead_letters ADD COLUMN alert_logged_at timestamptz DEFAULT '-infinity';
+ALTER TABLE idempotency.dead_letters ALTER COLUMN alert_logged_at DROP DEFAULT;
+ALTER TABLE idempotency.outbox ADD COLUMN alert_logged_at timestamptz DEFAULT '-infinity';
+ALTER TABLE idempotency.outbox ALTER COLUMN alert_logged_at DROP DEFAULT;
+"""
+
 
 def upgrade() -> None:
     op.execute(WEBHOOKS)
+    op.execute(ALERTS)
     # somebody has told a running operation that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     op.execute(AUDIT_CHAIN)
@@ -170,3 +179,5 @@ def downgrade() -> None:
             idempotency.webhook_endpoints
     """)
     op.execute("ALTER TABLE idempotency.records DROP COLUMN woken")
+    op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN alert_logged_at")
+    op.execute("ALTER TABLE idempotency.outbox DROP COLUMN alert_logged_at")
