@@ -9,7 +9,10 @@ NAME_LIMIT = 255
 # What Postgres says below its first line, and SQLAlchemy below the statement, as an error's text has it: up to the next part of
 # the text, or of the traceback that it is in. DETAIL quotes the row, CONTEXT the line of a COPY, the other the parameters.
 _VALUES = re.compile(
-    r"^(?:[^\S\n]*)(?:DETAIL:|CONTEXT:|\[parameters: ).*?(?=^[^\S\n]*(?:HINT:|LINE \d+:|\[SQL|\(Background on|The above|During handling|Traceback)|\Z)",
+    r"^[^\S\n]*(?:DETAIL:|CONTEXT:|\[parameters: ).*?"
+    r"(?=^[^\S\n]*(?:HINT:|LINE \d+:|\[SQL|\(Background on|The above|During handling|Traceback)|\Z)"
+    # the same where the text is quoted, as in the repr of an error
+    r"|\\n(?:DETAIL:|CONTEXT:|\[parameters: )[^\n]*",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -28,4 +31,8 @@ def one_line(text: str) -> str:
 
 def without_values(text: str) -> str:
     """The text of a database's error, alone or in a traceback, without the values of rows and parameters."""
-    return _VALUES.sub("", text).rstrip("\n") if "\n" in text else text
+    return (
+        _VALUES.sub("", text).rstrip("\n")
+        if "DETAIL:" in text or "CONTEXT:" in text or "[parameters: " in text
+        else text
+    )

@@ -101,9 +101,7 @@ class News:
         return bool(self.counts or self.crowded or self.stuck)
 
 
-def news(
-    connection: Connection, service: str, channel: Channel, *, interval: float, most: int, repeat: float
-) -> News:
+def news(connection: Connection, service: str, channel: Channel, *, interval: float, most: int, repeat: float) -> News:
     """What this channel has not been told of `service`; nothing of a kind that it was told of within `interval` seconds.
 
     `most` open letters are not too many; `repeat`: seconds until that is told again.

@@ -33,7 +33,7 @@ NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
 # Classes of SQLSTATE: errors about data quote it; those about a statement quote the statement, and no row.
 DATA, SYNTAX = "22", "42"
-_QUOTED = re.compile("[\"«„“].*[\"»“”]", re.DOTALL)
+_QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
 # PgBouncer's answer to options, unless its ignore_startup_parameters names them.
 REFUSED_OPTIONS = "unsupported startup parameter"
 # The key in a connection's `info` for the cursor of our statements.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,22 +40,23 @@ def run_once(app: Celery) -> int:
     """
     runtime = runtime_of(app)
     settings = runtime.settings
-    pace = {
-        "interval": settings.alert_interval,
-        "repeat": settings.alert_interval * ALARM_INTERVALS,
-        "most": settings.alert_open_letters,
-    }
+    news = partial(
+        stored.news,
+        interval=settings.alert_interval,
+        most=settings.alert_open_letters,
+        repeat=settings.alert_interval * ALARM_INTERVALS,
+    )
     with runtime.engine.begin() as connection:
         if not stored.try_alert_lock(connection):
             return 0
         # committed first: what has been logged stays logged, whatever the webhook answers
         with runtime.engine.begin() as own:
-            if found := stored.news(own, settings.service, "log", **pace):
+            if found := news(own, settings.service, "log"):
                 _log(found, settings)
                 stored.note_told(own, settings.service, "log", found)
         if not can_send(runtime):
             return len(found.letters) + len(found.rows)
-        found = stored.news(connection, settings.service, "webhook", **pace)
+        found = news(connection, settings.service, "webhook")
         if not found or not post(runtime, _text(found, settings)):
             return 0
         stored.note_told(connection, settings.service, "webhook", found)

@@ -35,10 +35,11 @@ def environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def sent(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the receiver takes, line by line."""
     lines: list[str] = []
-    monkeypatch.setitem(b.app.conf, "idempotency_alert_webhook_url", "https://alerts.bank.example/")
+    monkeypatch.setitem(bank.conf, "idempotency_alert_webhook_url", "https://alerts.bank.example/")
+    close_runtime(bank)  # it was opened without
     monkeypatch.setattr(alarms, "post", lambda _, text: lines.extend(text.splitlines()[1:]) or True)
     return lines
 
