@@ -270,8 +270,6 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
 
         `beyond`: bytes that the arguments may have beyond the limit.
         """
-        if (beyond := beyond_limits(headers, None, body_limit=0)) is not None:
-            raise InvalidArguments(beyond)
         arguments = self._bound(args, kwargs)
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
