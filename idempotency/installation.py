@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,19 +23,10 @@ from .observe import logs, metrics
 from .upkeep import presence
 from .worker import eager, signed_calls, waiting
 
-_WHOLE_LINES = logs.WholeLines()
-
-
-def keep_lines_whole(logger: logging.Logger, **_: Any) -> None:
-    """Guard the handlers that Celery has made; an application that sets up its logging itself has its own."""
-    for handler in logger.handlers:
-        handler.addFilter(_WHOLE_LINES)
-
-
 # Celery calls them in this order: a configuration that is refused never registers a sign of life.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
-    (after_setup_logger, keep_lines_whole),
-    (after_setup_task_logger, keep_lines_whole),
+    (after_setup_logger, logs.keep_lines_whole),
+    (after_setup_task_logger, logs.keep_lines_whole),
     (celeryd_init, startup.check_broker_address),
     (celeryd_after_setup, startup.warn_about_pool_size),
     (worker_process_init, startup.freeze_imported_objects),

@@ -36,6 +36,7 @@ from .terminal import (
     console,
     errors,
     operators_token,
+    plain,
     print_json,
     print_line,
     print_table,
@@ -307,7 +308,7 @@ def _each(
             why = describe(error) if isinstance(error, DBAPIError) else str(error)
             refused.append({"letter": letter, "why": why})
             errors.print(
-                f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}",
+                plain(f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}"),
                 markup=False,
             )
     if as_json:

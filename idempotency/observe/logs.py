@@ -96,4 +96,13 @@ def _quiet(value: Any) -> Any:
     return value if isinstance(value, int | float | None) else _Quiet(value)
 
 
+_WHOLE_LINES = WholeLines()
+
+
+def keep_lines_whole(logger: logging.Logger, **_: Any) -> None:
+    """Guard the handlers of a logger. In Celery's processes, those that Celery has made; others are the application's."""
+    for handler in logger.handlers:
+        handler.addFilter(_WHOLE_LINES)
+
+
 log = KeyValueLog(logging.getLogger("idempotency"))

@@ -22,6 +22,7 @@ from ..settings import Settings
 from ..store import alarms as stored
 from ..store.overview import QueueState, Snapshot, monitoring_connection
 from ..store.statements import is_news
+from ..text import one_line
 from . import overview
 from .alerts import ALARM_INTERVALS, can_send, post
 
@@ -154,7 +155,8 @@ def _log(runtime: Runtime, due: Iterable[Alarm], repeat: float) -> int:
 
 def _text(service: str, due: Iterable[Alarm], ended: Iterable[str]) -> str:
     lines = [f"{service}: {alarm.subject}: {alarm.found}" for alarm in due]
-    return "\n".join(["Alarms", *lines, *(f"{service}: over: {name}" for name in ended)])
+    lines += [f"{service}: over: {name}" for name in ended]
+    return "\n".join(["Alarms", *map(one_line, lines)])  # names of queues and processes come from elsewhere
 
 
 def _number(queue: QueueState, name: str) -> str:

@@ -26,6 +26,7 @@ from ..settings import Settings
 from ..store import alarms as stored
 from ..store.alarms import News
 from ..store.outbox import STUCK
+from ..text import one_line
 
 # Alarms, such as the one about too many open letters, are repeated after this many intervals while they last.
 ALARM_INTERVALS = 60
@@ -114,7 +115,7 @@ def _text(found: News, settings: Settings) -> str:
             f"{settings.service}: {found.stuck} outbox rows refused by the broker at least {STUCK} times, "
             "still being retried"
         )
-    return "\n".join(["Dead letters", *lines])
+    return "\n".join(["Dead letters", *map(one_line, lines)])
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -23,6 +23,7 @@ from idempotency.wire import limits
 from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.commands import runner
 from tests.support.dead_messages import body_of, bury, headers, publish
 from tests.support.processes import Worker, eventually
 
@@ -152,6 +153,31 @@ def test_no_message_writes_a_line_of_its_own_into_the_log(
 
 
 # ---------------------------------------------------------------- commands
+
+
+def test_no_command_prints_what_a_terminal_or_rich_would_obey(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names and keys of a message that is no task of ours: they are kept as they came."""
+    forged = "[red]x[/red] [link=https://evil.example]y[/link]\x1b[2J\r\n9 forged open"
+    run = runner(monkeypatch, capsys)
+    connection.execute(
+        text("""INSERT INTO idempotency.dead_letters (source, tenant, task, key, queue, header_task, reason, payload, last_error)
+                VALUES ('broker', :forged, :forged, :forged, :forged, :forged, 'rejected', :forged, :forged)"""),
+        {"forged": forged},
+    )
+    for command in (
+        ("dead-letters", "list"), ("dead-letters", "list", "--by", "type"), ("dead-letters", "show", 1), ("show", forged),
+        ("dead-letters", "replay", 1), ("dead-letters", "replay", "--error", "rejected"), ("list",), ("status",),
+        ("doctor",), ("show", "no such key\x1b[2J"),
+    ):  # fmt: skip
+        answer = run(*command)
+        said = answer.out + answer.error
+        assert "\x1b" not in said, command
+        assert "\n9 forged" not in said, command
+        assert "\r" not in said, command
+        if command[:2] == ("dead-letters", "list"):
+            assert "[red]x[/red]" in said
 
 
 @pytest.mark.parametrize("levels", [900, 100_000])

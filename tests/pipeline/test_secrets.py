@@ -16,7 +16,7 @@ import pytest
 import redis
 from sqlalchemy import Engine, make_url, text
 
-from tests.integration.test_alerts import Receiver, receiver  # noqa: F401  a fixture
+from tests.support.alert_receiver import Receiver, receiving
 from tests.support.processes import eventually
 
 pytest.importorskip("flower")
@@ -76,12 +76,12 @@ def command_lines() -> str:
 
 
 @pytest.mark.direct
-def test_no_secret_and_no_row_is_shown_anywhere(
-    environment: dict[str, str],
-    engine: Engine,
-    receiver: Receiver,
-    tmp_path: Path,
-) -> None:
+def test_no_secret_and_no_row_is_shown_anywhere(environment: dict[str, str], engine: Engine, tmp_path: Path) -> None:
+    with receiving() as receiver:
+        _look_everywhere(environment, engine, receiver, tmp_path)
+
+
+def _look_everywhere(environment: dict[str, str], engine: Engine, receiver: Receiver, tmp_path: Path) -> None:
     secrets = {name: canary() for name in PLAIN}
     hidden = {name: canary() for name in ("webhook", "mail", "flower")}
     addresses = {name: environment[name] for name in ("DATABASE_URL", "REDIS_URL", "BROKER_URL")}
