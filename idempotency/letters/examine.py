@@ -32,9 +32,9 @@ from ..worker.task import IdempotentTask
 UNSIGNED, ALTERED, BEYOND_LIMIT = "unsigned", "altered", "beyond_limit"
 # A body has the arguments, and what Celery calls after the task with theirs.
 BODY_PER_ARGUMENTS = 16
-# What Celery logs, of any message, and Flower shows: ids, and a name to be shown instead of the task's.
 _TOO_DEEP = f"body: nested at most {BODY_DEPTH} deep"
-_SHOWN = ("id", "shadow", "root_id", "parent_id", "group", "argsrepr", "kwargsrepr", "origin")
+# What Celery logs, of any message, and Flower shows: ids, and a name to be shown instead of the task's.
+_SHOWN = ("id", "shadow", "root_id", "parent_id", "group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def examine(app: Celery, message: Message) -> Examined:
         if isinstance(error.__cause__ or error.__context__ or error, RecursionError):
             return Examined(BEYOND_LIMIT, detail=_TOO_DEEP)
         return Examined("undecodable")
-    if _may_be_deep(message.body) and keys.depth(payload) > BODY_DEPTH:
+    if message.content_type == "application/json" and _may_be_deep(message.body) and keys.depth(payload) > BODY_DEPTH:
         return Examined(BEYOND_LIMIT, detail=_TOO_DEEP)
     if name is None and isinstance(payload, dict) and "task" in payload:
         return Examined("protocol")
@@ -130,8 +130,8 @@ def _forged(app: Celery, message: Message) -> str | None:
 
 def _may_be_deep(body: Any) -> bool:
     """A cheap look: few brackets cannot be nested deeply."""
-    opening = ("[", "{") if isinstance(body, str) else (b"[", b"{")
-    return body is not None and sum(map(body.count, opening)) > BODY_DEPTH
+    text = body.encode("utf-8", "replace") if isinstance(body, str) else bytes(body or b"")
+    return text.count(b"[") + text.count(b"{") > BODY_DEPTH
 
 
 def _is_fit_to_show(value: object) -> bool:

@@ -24,6 +24,7 @@ from ..broker.channel import declare_queues
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers
+from ..text import one_line
 from ..wire import message as task_message
 from ..wire.arriving import bound_what_arrives
 from ..wire.message import MARKER_HEADER
@@ -31,6 +32,8 @@ from ..worker.task import IdempotentTask
 from . import storing
 from .examine import examine
 
+# What a sender says of itself and of the arguments, in its own words, for a log and for Flower.
+_DESCRIPTIONS = frozenset(("argsrepr", "kwargsrepr", "origin"))
 Handler = Callable[[Message], object]
 
 
@@ -73,6 +76,8 @@ class Guard(bootsteps.StartStopStep):
             if examined.reason is not None:
                 self._refuse(message, examined.reason, examined.detail)
                 return
+            for name in _DESCRIPTIONS & message.headers.keys():
+                message.headers[name] = one_line(str(message.headers[name]))
             if isinstance(self._app.tasks.get(message.headers["task"]), IdempotentTask):
                 _keep_out_of_memory(message)
             try:
