@@ -63,7 +63,7 @@ from __future__ import annotations
 
 import sqlalchemy.exc
 
-from .text import NAME_LIMIT, storable
+from .text import NAME_LIMIT, storable, without_values
 
 
 class IdempotencyError(Exception):
@@ -113,7 +113,7 @@ class PermanentError(IdempotencyError):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "message":  # both end up in Postgres
-            value = storable(str(value))
+            value = without_values(storable(str(value)))
         elif name == "code":
             value = storable(str(value or self.default_code))[:NAME_LIMIT]
         super().__setattr__(name, value)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from celery.signals import (
+    after_setup_logger,
+    after_setup_task_logger,
     beat_init,
     before_task_publish,
     celeryd_after_setup,
@@ -17,12 +19,14 @@ from celery.signals import (
 
 from .checks import startup
 from .letters import guard
-from .observe import metrics
+from .observe import logs, metrics
 from .upkeep import presence
 from .worker import eager, signed_calls, waiting
 
 # Celery calls them in this order: a configuration that is refused never registers a sign of life.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
+    (after_setup_logger, logs.keep_lines_whole),
+    (after_setup_task_logger, logs.keep_lines_whole),
     (celeryd_init, startup.check_broker_address),
     (celeryd_after_setup, startup.warn_about_pool_size),
     (worker_process_init, startup.freeze_imported_objects),

@@ -1,11 +1,38 @@
-"""Text as Postgres stores it."""
+"""Text as Postgres stores it, as a log shows it, and without the values of rows."""
 
 from __future__ import annotations
 
+import re
+
 # As long as a name may be in a table and on a screen, in characters.
 NAME_LIMIT = 255
+# What Postgres says below its first line, and SQLAlchemy below the statement, as an error's text has it: up to the next part of
+# the text, or of the traceback that it is in. DETAIL quotes the row, CONTEXT the line of a COPY, the other the parameters.
+_VALUES = re.compile(
+    r"^[^\S\n]*(?:DETAIL:|CONTEXT:|\[parameters: ).*?"
+    r"(?=^[^\S\n]*(?:HINT:|LINE \d+:|\[SQL|\(Background on|The above|During handling|Traceback)|\Z)"
+    # the same where the text is quoted, as in the repr of an error
+    r"|\\n(?:DETAIL:|CONTEXT:|\[parameters: )[^\n]*",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def storable(text: str) -> str:
     """The text without what Postgres refuses: U+FFFD for a NUL, "?" for half of a surrogate pair."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def one_line(text: str) -> str:
+    """The text with every character escaped that is not printable: no line break, nothing that a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def without_values(text: str) -> str:
+    """The text of a database's error, alone or in a traceback, without the values of rows and parameters."""
+    return (
+        _VALUES.sub("", text).rstrip("\n")
+        if "DETAIL:" in text or "CONTEXT:" in text or "[parameters: " in text
+        else text
+    )

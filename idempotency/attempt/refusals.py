@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import InvalidResult, PermanentError, StoredRefusal
 from ..store.statements import ERROR_LIMIT
+from ..text import without_values
 from ..wire import results
 
 # Bytes of JSON that an application's own error may keep beside code and message.
@@ -18,7 +19,7 @@ def recorded(error: PermanentError, generation: int) -> dict[str, Any]:
     kind = type(error)
     refused = {
         "code": error.code,
-        "message": str(error)[:ERROR_LIMIT],
+        "message": without_values(str(error))[:ERROR_LIMIT],
         # so that an `except` of the body catches it in the next attempt, too
         "type": f"{kind.__module__}:{kind.__qualname__}",
         "is_stored": isinstance(error, StoredRefusal),
@@ -49,7 +50,7 @@ def _attributes(error: PermanentError) -> str | None:
     """The attributes of an application's own error as JSON; None if they are not JSON, or too long."""
     # the message as it was given: the class's own `__str__` is applied again
     own = {name: value for name, value in vars(error).items() if name not in ("code", "__notes__")}
-    own["message"] = error.message[:ERROR_LIMIT]
+    own["message"] = without_values(error.message)[:ERROR_LIMIT]
     try:
         return results.to_text(own, limit=ATTRIBUTES_LIMIT)
     except InvalidResult:

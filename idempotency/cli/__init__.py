@@ -1,6 +1,7 @@
 """The command line: `idempotency`, and `python -m idempotency.cli`. Tables for people, `--json` for programs."""
 
 from ..extras import extra
+from ..text import one_line
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -14,4 +15,4 @@ def main(arguments: list[str] | None = None) -> None:
 
         if (said := sentence(error)) is None:
             raise
-        raise SystemExit(f"idempotency: {said}") from None
+        raise SystemExit("\n".join(map(one_line, f"idempotency: {said}".split("\n")))) from None

@@ -14,7 +14,7 @@ import typer
 from ..application import runtime_of
 from ..store import audit as audits
 from .options import AppOption, JsonOption
-from .terminal import application, errors, print_json, print_table
+from .terminal import application, errors, plain, print_json, print_table
 
 commands = typer.Typer()
 audit = typer.Typer(no_args_is_help=True, help="What people have changed, and whether it is still what was recorded.")
@@ -50,5 +50,5 @@ def verify(
         print_table("rows", "head", "intact", rows=[(found.rows, found.head, "yes" if found.why is None else "no")])
     if found.why is not None:
         where = "audit" if found.audit_id is None else f"audit row {found.audit_id}"
-        errors.print(f"idempotency: {where}: {found.why}", markup=False, soft_wrap=True)
+        errors.print(plain(f"idempotency: {where}: {found.why}"), markup=False, soft_wrap=True)
         raise typer.Exit(1)

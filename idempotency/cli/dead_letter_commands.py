@@ -38,6 +38,7 @@ from .terminal import (
     console,
     errors,
     operators_token,
+    plain,
     print_json,
     print_line,
     print_table,
@@ -328,7 +329,7 @@ def _each(
             why = describe(error) if isinstance(error, DBAPIError) else str(error)
             left.append({"letter": letter, "why": why})
             errors.print(
-                f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}",
+                plain(f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}"),
                 markup=False,
             )
     if as_json:

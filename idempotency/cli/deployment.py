@@ -24,14 +24,14 @@ from ..environment import environment, role_passwords
 from ..errors import SettingsError
 from ..extras import extra
 from ..observe import metrics, outages
-from ..observe.logs import log
+from ..observe.logs import keep_lines_whole, log
 from ..observe.outages import Pauses
 from ..store import roles, schema
 from ..store.connections import make_migrations_engine
 from ..upkeep import maintenance
 from ..upkeep.loops import run_relay
 from .options import AppOption, JsonOption
-from .terminal import application, console, print_json, stopped_by_signals
+from .terminal import application, console, plain, print_json, stopped_by_signals
 
 commands = typer.Typer()
 
@@ -68,6 +68,7 @@ def relay(app: AppOption = "") -> None:
     celery.loader.import_default_modules()  # the check looks at its tasks
     unanswered = require_safe_setup(celery)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    keep_lines_whole(logging.getLogger())
     stop = stopped_by_signals()
     require_broker_address(celery)
     _wait_for_postgres(celery, stop, unanswered)
@@ -106,7 +107,7 @@ def doctor(app: AppOption = "", as_json: JsonOption = False) -> None:
         table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do or why")))
         colours = {Level.REFUSAL: "red", Level.WARNING: "yellow", Level.OK: "green"}
         for finding in findings:
-            cells = (finding.subject, finding.found, finding.advice)
+            cells = map(plain, (finding.subject, finding.found, finding.advice))  # names in them come from elsewhere
             table.add_row(f"[{colours[finding.level]}]{finding.level}[/]", *map(escape, cells))
         console.print(table)
     if any(finding.level is Level.REFUSAL for finding in findings):

@@ -47,7 +47,7 @@ def add_operator(
     if as_json:
         print_json({"name": name, "role": role.value, "days": days, "token": token})
     else:
-        errors.print(f"{name} is {role.value} for {days} days; the token is shown only once:")
+        errors.print(f"{name} is {role.value} for {days} days; the token is shown only once:", markup=False)
         print(token)  # noqa: T201
 
 

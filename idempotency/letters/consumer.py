@@ -36,7 +36,7 @@ from ..observe.logs import log
 from ..observe.outages import Pauses
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe, is_news
-from ..wire.foreign_headers import accept_any_timestamp
+from ..wire.arriving import bound_what_arrives
 from .ending import ON_FAILED_TRIES
 from .owner import is_left_to_others, owner_of
 from .storing import LOCK_PATIENCE, store, store_unhandled
@@ -81,7 +81,7 @@ class DeadLetterConsumer:
     def __init__(self, app: Celery) -> None:
         app.loader.import_default_modules()
         app.finalize()
-        accept_any_timestamp()
+        bound_what_arrives()
         self._app = app
         self._broker: BrokerConnection | None = None
         self._channel: Any = None

@@ -13,7 +13,10 @@ from kombu import Message
 
 from ..application import runtime_of
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
+from ..wire import keys
+from ..wire.arriving import TooLarge
 from ..wire.keys import OperationId
+from ..wire.limits import BODY_DEPTH, BODY_LIMIT, beyond_limits
 from ..wire.message import (
     MESSAGE_VERSION,
     OUTBOX_HEADER,
@@ -26,7 +29,12 @@ from ..wire.signing import signed_at
 from ..worker.task import IdempotentTask
 
 # Why a message belongs to no operation, whatever it says.
-UNSIGNED, ALTERED = "unsigned", "altered"
+UNSIGNED, ALTERED, BEYOND_LIMIT = "unsigned", "altered", "beyond_limit"
+# A body has the arguments, and what Celery calls after the task with theirs.
+BODY_PER_ARGUMENTS = 16
+_TOO_DEEP = f"body: nested at most {BODY_DEPTH} deep"
+# What Celery logs, of any message, and Flower shows: ids, and a name to be shown instead of the task's.
+_SHOWN = ("id", "shadow", "root_id", "parent_id", "group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,9 @@ def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
     headers = message.headers
     name = headers.get("task")
+    limit = max(BODY_LIMIT, BODY_PER_ARGUMENTS * runtime_of(app).settings.arguments_limit)
+    if (beyond := beyond_limits(headers, message.body, body_limit=limit)) is not None:
+        return Examined(BEYOND_LIMIT, detail=beyond)
     if (forged := _forged(app, message)) is not None:
         return Examined(forged)  # nothing that it says is believed
     version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
@@ -58,8 +69,14 @@ def examine(app: Celery, message: Message) -> Examined:
         if message.errors:
             raise message.errors[0][1]
         payload = message.decode()
-    except Exception:
+    except TooLarge as error:
+        return Examined(BEYOND_LIMIT, detail=str(error))
+    except Exception as error:
+        if isinstance(error.__cause__ or error.__context__ or error, RecursionError):
+            return Examined(BEYOND_LIMIT, detail=_TOO_DEEP)
         return Examined("undecodable")
+    if message.content_type == "application/json" and _may_be_deep(message.body) and keys.depth(payload) > BODY_DEPTH:
+        return Examined(BEYOND_LIMIT, detail=_TOO_DEEP)
     if name is None and isinstance(payload, dict) and "task" in payload:
         return Examined("protocol")
     if not _is_envelope(payload):
@@ -70,6 +87,8 @@ def examine(app: Celery, message: Message) -> Examined:
         return Examined("unknown_task")
     if not isinstance(headers.get("id"), str) or not headers["id"]:
         return Examined("missing_id")
+    if (unfit := next((each for each in _SHOWN if not _is_fit_to_show(headers.get(each))), None)) is not None:
+        return Examined("invalid_header", detail=unfit)
     if type(version) is not int:
         return Examined("invalid_header")
     try:
@@ -107,6 +126,17 @@ def _forged(app: Celery, message: Message) -> str | None:
         return ALTERED
     until = settings.unsigned_until
     return None if until is not None and datetime.now(UTC) < until else UNSIGNED
+
+
+def _may_be_deep(body: Any) -> bool:
+    """A cheap look: few brackets cannot be nested deeply."""
+    text = body.encode("utf-8", "replace") if isinstance(body, str) else bytes(body or b"")
+    return text.count(b"[") + text.count(b"{") > BODY_DEPTH
+
+
+def _is_fit_to_show(value: object) -> bool:
+    """Whether a line with this value is one line, in a log and on a terminal."""
+    return not isinstance(value, str) or value.isprintable()
 
 
 def _is_row_of_another(app: Celery, headers: Mapping[str, Any]) -> bool:

@@ -24,13 +24,16 @@ from ..broker.channel import declare_queues
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers
+from ..text import one_line
 from ..wire import message as task_message
-from ..wire.foreign_headers import accept_any_timestamp
+from ..wire.arriving import bound_what_arrives
 from ..wire.message import MARKER_HEADER
 from ..worker.task import IdempotentTask
 from . import storing
 from .examine import examine
 
+# What a sender says of itself and of the arguments, in its own words, for a log and for Flower.
+_DESCRIPTIONS = frozenset(("argsrepr", "kwargsrepr", "origin"))
 Handler = Callable[[Message], object]
 
 
@@ -51,7 +54,7 @@ class Guard(bootsteps.StartStopStep):
 
         consumer.create_task_handler = create_task_handler
         # For whatever else Celery finds wrong: its own handlers write the body to the log.
-        consumer.on_decode_error = lambda message, error: self._refuse(message, "undecodable")
+        consumer.on_decode_error = lambda message, error: self._refuse_unread(message)
         consumer.on_unknown_message = lambda body, message: self._refuse(message, "envelope")
         consumer.on_unknown_task = lambda body, message, error: self._refuse(message, "unknown_task")
         consumer.on_invalid_task = lambda body, message, error: self._refuse(message, "invalid")
@@ -73,6 +76,8 @@ class Guard(bootsteps.StartStopStep):
             if examined.reason is not None:
                 self._refuse(message, examined.reason, examined.detail)
                 return
+            for name in _DESCRIPTIONS & message.headers.keys():
+                message.headers[name] = one_line(str(message.headers[name]))
             if isinstance(self._app.tasks.get(message.headers["task"]), IdempotentTask):
                 _keep_out_of_memory(message)
             try:
@@ -90,6 +95,10 @@ class Guard(bootsteps.StartStopStep):
         message.ack_log_error(log, self._consumer.connection_errors)
         runtime = runtime_of(self._app)  # here: a fork must not copy its lock while it is held
         threading.Thread(target=_note_marker, args=(runtime, marker), daemon=True).start()
+
+    def _refuse_unread(self, message: Message) -> None:
+        examined = examine(self._app, message)
+        self._refuse(message, examined.reason or "undecodable", examined.detail)
 
     def _refuse(self, message: Message, reason: str, detail: str | None = None) -> None:
         if not self._broker_keeps:
@@ -152,6 +161,6 @@ def keeps_rejected(app: Celery) -> bool:
 def add_guard(sender: Any, **_: Any) -> None:
     """Add the guard to a worker whose application has idempotent tasks."""
     if any(isinstance(task, IdempotentTask) for task in sender.app.tasks.values()):
-        accept_any_timestamp()
+        bound_what_arrives()
         runtime_of(sender.app)  # opened before the pool forks: no child copies its lock while it is held
         sender.app.steps["consumer"].add(Guard)

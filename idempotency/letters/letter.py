@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from celery import Celery
@@ -34,7 +35,7 @@ from ..wire.message import (
 )
 from ..worker.task import IdempotentTask
 from .death import Death, death_of
-from .examine import ALTERED, UNSIGNED, Examined
+from .examine import ALTERED, BEYOND_LIMIT, UNSIGNED, Examined
 
 # Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
@@ -50,7 +51,8 @@ EXPLANATIONS = {
     "missing_id": "no header 'id'",
     "unknown_task": "no task of this name is registered",
     "unknown_version": "made by newer code than this",
-    "invalid_header": "eta or expires is not a time, timelimit no pair of seconds, or headers no object",
+    "invalid_header": "eta or expires is not a time, timelimit no pair of seconds, headers no object, or one that is shown has "
+    "characters that are not printable",
     "missing_key": "no idempotency key: no header, and the task has no key template",
     "invalid_key": "the idempotency key breaks a rule",
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
@@ -59,6 +61,7 @@ EXPLANATIONS = {
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
     "maxlen": "the queue was full",
     "rejected": "rejected by the worker",
+    "beyond_limit": "beyond a limit, so it was not decoded, and only its beginning is kept",
     "unsigned": "it has no signature, and this application requires one",
     "altered": "its signature is of no secret of this application, or it was altered",
     "stale": "published longer ago than redelivery_horizon, and nothing is known of its operation: it may have ended",
@@ -68,6 +71,11 @@ EXPLANATIONS = {
 }
 # The header that says that a body is not text and is stored as base64.
 BODY_HEADER = "idempotency-body"
+# Of a message beyond a limit, what is kept: bytes of its body, and headers of one value, cut.
+BODY_KEPT = 64 * 1024
+HEADERS_KEPT = 100
+# The headers that say how long its body was, and what it was: lower-case hexadecimal.
+LENGTH_HEADER, DIGEST_HEADER = "idempotency-body-bytes", "idempotency-body-sha256"
 # Headers of that delivery alone; with its `expires`, a replay would be refused again.
 _NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
 
@@ -115,9 +123,14 @@ def letter_of(
 ) -> BrokerLetter:
     delivery, death = message.delivery_info or {}, death_of(message.headers)
     queue = death.queue or delivery.get("routing_key")
+    raw = _raw(message.body)
+    if reason == BEYOND_LIMIT:
+        headers = _beginning(headers)
     own = {name: value for name, value in headers.items() if not is_brokers(name) and name not in _NOT_REPLAYED}
-    body, is_text = body_of(message.body)
-    said = {} if reason in (UNSIGNED, ALTERED) else headers  # what it says of an operation, unless that is not believed
+    body, is_text = body_of(raw[:BODY_KEPT] if reason == BEYOND_LIMIT else raw)
+    said = (
+        {} if reason in (UNSIGNED, ALTERED, BEYOND_LIMIT) else headers
+    )  # what it says of an operation, unless that is not believed
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
     payload = Message(json.loads(letters.headers_text(own)), body, _route(app, death, delivery), properties)
     if id is not None:
@@ -125,6 +138,8 @@ def letter_of(
     stored = dict(headers) | {"content-type": message.content_type, "content-encoding": message.content_encoding}
     if not is_text:
         stored[BODY_HEADER] = "base64"
+    if reason == BEYOND_LIMIT:
+        stored |= {LENGTH_HEADER: len(raw), DIGEST_HEADER: hashlib.sha256(raw).hexdigest()}
     return BrokerLetter(
         message_id=shown(said.get(OUTBOX_HEADER)),
         tenant=id.tenant if id else shown(said.get(TENANT_HEADER)),
@@ -141,7 +156,7 @@ def letter_of(
         attempts=0,
         headers=letters.headers_text(stored),
         payload=payload.to_text(),
-        digest=_digest(headers, message.body, queue),
+        digest=_digest(headers, raw, queue),
     )
 
 
@@ -157,7 +172,7 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
-    if examined.reason in ("other_service", "stale", UNSIGNED, ALTERED):
+    if examined.reason in ("other_service", "stale", UNSIGNED, ALTERED, BEYOND_LIMIT):
         return examined.reason  # however it died, this application must not end what it names
     if death in ("delivery_limit", "maxlen"):
         return str(death)
@@ -177,7 +192,7 @@ def _route(app: Celery, death: Death, delivery: Mapping[str, Any]) -> dict[str, 
 
 def body_of(body: Any) -> tuple[str, bool]:
     """The body as text, and whether it was text; otherwise it is base64."""
-    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
+    raw = _raw(body)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -185,10 +200,20 @@ def body_of(body: Any) -> tuple[str, bool]:
     return text, True
 
 
-def _digest(headers: Mapping[str, Any], body: Any, queue: object) -> str:
+def _raw(body: Any) -> bytes:
+    return body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
+
+
+def _beginning(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """The first headers, of those that are text or numbers, each as long as a name may be."""
+    plain = ((shown(name), value) for name, value in headers.items() if isinstance(value, str | int))
+    kept = ((name or "", shown(value) if isinstance(value, str) else value) for name, value in plain)
+    return dict(islice(kept, HEADERS_KEPT))
+
+
+def _digest(headers: Mapping[str, Any], raw: bytes, queue: object) -> str:
     """Identifies a dead message when the broker delivers it again; headers that the broker adds do not count."""
     own = {name: value for name, value in headers.items() if not is_brokers(name)}
-    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     head = json.dumps([own, queue], sort_keys=True, default=str)
     return hashlib.sha256(head.encode() + b"\0" + raw).hexdigest()
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..text import one_line, without_values
 
 # These come first, and are left out where they do not apply.
 _FIRST = ("event", "task", "key", "fence", "attempt")
@@ -49,11 +52,57 @@ def _text(value: object) -> str:
             return ""
         case bool():
             return str(value).lower()
-    text = str(value)
+    text = without_values(str(value))
     if any(character in text for character in ' ="'):
         text = text.replace("\\", "\\\\").replace('"', '\\"')
         text = f'"{text}"'
-    return text.replace("\n", "\\n")
+    return one_line(text)
+
+
+class WholeLines(logging.Filter):
+    """Keeps what others log, Celery above all, from looking like more lines than it is, and free of the values of rows.
+
+    Task ids, names of hosts and texts of errors come from messages. What is formatted into a line is escaped, and a
+    traceback is indented, so that no line of it begins as a line of the log does.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, Mapping):
+            record.args = {name: _quiet(value) for name, value in record.args.items()}
+        elif record.args:
+            record.args = tuple(_quiet(value) for value in record.args)
+        if isinstance(record.exc_info, tuple) and record.exc_info[0] is not None and not record.exc_text:
+            said = without_values("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+            record.exc_text = "\n".join(f"    {one_line(line)}" for line in said.split("\n"))
+        return True
+
+
+class _Quiet:
+    """A value that is formatted as one line."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return one_line(without_values(str(self._value)))
+
+    def __repr__(self) -> str:
+        return one_line(without_values(repr(self._value)))
+
+
+def _quiet(value: Any) -> Any:
+    if isinstance(value, str):
+        return one_line(without_values(value))
+    return value if isinstance(value, int | float | None) else _Quiet(value)
+
+
+_WHOLE_LINES = WholeLines()
+
+
+def keep_lines_whole(logger: logging.Logger, **_: Any) -> None:
+    """Guard the handlers of a logger. In Celery's processes, those that Celery has made; others are the application's."""
+    for handler in logger.handlers:
+        handler.addFilter(_WHOLE_LINES)
 
 
 log = KeyValueLog(logging.getLogger("idempotency"))

@@ -18,7 +18,6 @@ from ..letters.letter import EXPLANATIONS
 from ..settings import Settings
 from ..store import dead_letters, erasure, operations, saga_changes
 from ..wire.keys import OperationId
-from ..wire.message import Message
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
 from .money import NEEDS_TOKEN, letters_move_money
@@ -150,6 +149,10 @@ def _check_signature(connection: Connection, letter: int, settings: Settings) ->
     row = dead_letters.show(connection, letter)
     if row.reason not in (UNSIGNED, ALTERED) or not settings.message_secrets:
         return
-    message = Message.from_text(row.payload)
-    if signed_at(json.loads(row.headers), message.body, settings.message_secrets) is None:
+    message = dead_letters.stored_message(letter, row.payload)
+    try:
+        headers = json.loads(row.headers)
+    except (ValueError, RecursionError):
+        headers = {}
+    if signed_at(headers, message.body, settings.message_secrets) is None:
         raise ReplayRefused(f"dead letter {letter}: {row.reason}; only what this application has signed is sent again")

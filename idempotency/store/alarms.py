@@ -5,8 +5,10 @@ Any number of processes may watch; through these tables they share their pace an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from sqlalchemy import Connection, Row
 
@@ -16,26 +18,40 @@ from .outbox import STUCK
 ALERT_LOCK = 0x1DE4907F
 # Rows per pass.
 BATCH = 10_000
+# Where alerts go. Each is told everything once: a process that only logs takes nothing away from one that can send.
+Channel = Literal["log", "webhook"]
 
 # ---------------------------------------------------------------- alerts
 
-_LETTERS = """
-SELECT id, service, reason FROM (
-    SELECT id, coalesce(consumer_service, %(service)s) AS service, reason
-    FROM idempotency.dead_letters WHERE alerted_at IS NULL AND (consumer_service = %(service)s) IS NOT FALSE
-    ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
-) new
-WHERE NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = service || '/' || reason
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
+# What is new to a channel, and the prefix of its kinds. The log comes first, and takes what every process finds; the webhook
+# gets what is open, from the processes that can post. Neither waits for the other.
+_NEW = {
+    "log": ("alerted_at IS NULL AND alert_logged_at IS NULL", ""),
+    "webhook": ("alerted_at IS NULL AND alert_logged_at IS NOT NULL", "AND status = 'open'"),
+}
+_PREFIX = {"log": "log/", "webhook": ""}
+_MARKED = {"log": "alert_logged_at", "webhook": "alerted_at"}
+# No alert of this kind went this way within the interval.
+_NOT_LATELY = """
+NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(prefix)s || {kind}
+            AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
 """
 
-_OUTBOX = """
+_LETTERS = f"""
+SELECT id, service, reason FROM (
+    SELECT id, coalesce(consumer_service, %(service)s) AS service, reason
+    FROM idempotency.dead_letters WHERE {{new}} {{open}} AND (consumer_service = %(service)s) IS NOT FALSE
+    ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
+) new
+WHERE {_NOT_LATELY.format(kind="service || '/' || reason")}
+"""
+
+_OUTBOX = f"""
 SELECT id FROM idempotency.outbox o
-WHERE status = 'failed' AND alerted_at IS NULL AND (service = %(service)s) IS NOT FALSE
+WHERE status = 'failed' AND {{new}} AND (service = %(service)s) IS NOT FALSE
   -- its dead letter has an alert already
   AND NOT EXISTS (SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id)
-  AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_failed'
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
+  AND {_NOT_LATELY.format(kind="%(service)s || '/outbox_failed'")}
 ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
 """
 
@@ -43,27 +59,24 @@ ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
 _STUCK = f"""
 SELECT count(*) FROM idempotency.outbox
 WHERE status = 'pending' AND attempts >= {STUCK} AND (service = %(service)s) IS NOT FALSE
-  AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(service)s || '/outbox_stuck'
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
+  AND {_NOT_LATELY.format(kind="%(service)s || '/outbox_stuck'")}
 """
 
-_CROWDED = """
+_CROWDED = f"""
 SELECT service, letters FROM (
     SELECT coalesce(consumer_service, %(service)s) AS service, count(*) AS letters
     FROM idempotency.dead_letters WHERE status = 'open' AND (consumer_service = %(service)s) IS NOT FALSE
     GROUP BY 1
 ) open
-WHERE letters > %(most)s
-  AND NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = service || '/open'
-                  AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
+WHERE letters > %(most)s AND {_NOT_LATELY.format(kind="service || '/open'")}
 """
 
 _SENT = """
-INSERT INTO idempotency.alerts (kind, sent_at) SELECT unnest(%(kinds)s::text[]), clock_timestamp()
+INSERT INTO idempotency.alerts (kind, sent_at) SELECT %(prefix)s || unnest(%(kinds)s::text[]), clock_timestamp()
 ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
 """
 
-_MARK = "UPDATE idempotency.{table} SET alerted_at = clock_timestamp() WHERE id = ANY(%(ids)s)"
+_MARK = "UPDATE idempotency.{table} SET {column} = clock_timestamp() WHERE id = ANY(%(ids)s)"
 
 
 def try_alert_lock(connection: Connection) -> bool:
@@ -71,47 +84,59 @@ def try_alert_lock(connection: Connection) -> bool:
     return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({ALERT_LOCK})").scalar_one())
 
 
-def unalerted_letters(connection: Connection, service: str, *, interval: float) -> Sequence[Row[Any]]:
-    """Lock dead letters of `service` without an alert, except for kinds that had one within `interval` seconds."""
-    return connection.exec_driver_sql(_LETTERS, _fields(service, interval)).all()
+@dataclass(frozen=True, slots=True)
+class News:
+    """What there is to tell: letters and failed rows by id, and what lasts by service."""
+
+    letters: Sequence[int]
+    rows: Sequence[int]
+    # by service and reason: how many are new
+    counts: Counter[tuple[str, str]]
+    # by service: how many letters are open, if they are too many
+    crowded: dict[str, int]
+    # rows that the broker keeps refusing
+    stuck: int
+
+    def __bool__(self) -> bool:
+        return bool(self.counts or self.crowded or self.stuck)
 
 
-def unalerted_rows(connection: Connection, service: str, *, interval: float) -> Sequence[int]:
-    """Lock failed rows of `service` without a dead letter or an alert; none within `interval` seconds of the last alert."""
-    return connection.exec_driver_sql(_OUTBOX, _fields(service, interval)).scalars().all()
+def news(connection: Connection, service: str, channel: Channel, *, interval: float, most: int, repeat: float) -> News:
+    """What this channel has not been told of `service`; nothing of a kind that it was told of within `interval` seconds.
+
+    `most` open letters are not too many; `repeat`: seconds until that is told again.
+    """
+    new, is_open = _NEW[channel]
+    fields = {"service": service, "interval": interval, "batch": BATCH, "prefix": _PREFIX[channel], "most": most}
+    letters = connection.exec_driver_sql(_LETTERS.format(new=new, open=is_open), fields).all()
+    rows = connection.exec_driver_sql(_OUTBOX.format(new=new), fields).scalars().all()
+    crowded = connection.exec_driver_sql(_CROWDED, fields | {"interval": repeat}).all()
+    counts = Counter((row.service, row.reason) for row in letters)
+    if rows:
+        counts[service, "outbox_failed"] = len(rows)
+    return News(
+        [row.id for row in letters],
+        rows,
+        counts,
+        {row.service: row.letters for row in crowded},
+        connection.exec_driver_sql(_STUCK, fields).scalar_one(),
+    )
 
 
-def stuck_rows(connection: Connection, service: str, *, interval: float) -> int:
-    """How many rows of `service` the broker keeps refusing; 0 within `interval` seconds of the last alert."""
-    stuck: int = connection.exec_driver_sql(_STUCK, _fields(service, interval)).scalar_one()
-    return stuck
-
-
-def crowded(connection: Connection, service: str, *, most: int, interval: float) -> dict[str, int]:
-    """`service` and its open letters, if there are more than `most`, and no alert within `interval` seconds."""
-    fields = {"service": service, "most": most, "interval": interval}
-    return {row.service: row.letters for row in connection.exec_driver_sql(_CROWDED, fields)}
-
-
-def note_sent(connection: Connection, kinds: Sequence[str]) -> None:
-    """Record that alerts of these kinds are sent now."""
-    connection.exec_driver_sql(_SENT, {"kinds": kinds})
-
-
-def mark_alerted(connection: Connection, letters: Sequence[int], rows: Sequence[int]) -> None:
-    """Record that these letters and rows had an alert."""
-    connection.exec_driver_sql(_MARK.format(table="dead_letters"), {"ids": letters})
-    connection.exec_driver_sql(_MARK.format(table="outbox"), {"ids": rows})
-
-
-def _fields(service: str, interval: float) -> dict[str, Any]:
-    return {"service": service, "interval": interval, "batch": BATCH}
+def note_told(connection: Connection, service: str, channel: Channel, told: News) -> None:
+    """Record that this channel has been told."""
+    kinds = [f"{owner}/{reason}" for owner, reason in told.counts] + [f"{owner}/open" for owner in told.crowded]
+    if told.stuck:
+        kinds.append(f"{service}/outbox_stuck")
+    connection.exec_driver_sql(_SENT, {"kinds": kinds, "prefix": _PREFIX[channel]})
+    for table, ids in (("dead_letters", told.letters), ("outbox", told.rows)):
+        connection.exec_driver_sql(_MARK.format(table=table, column=_MARKED[channel]), {"ids": list(ids)})
 
 
 # ---------------------------------------------------------------- alarms
 
 _TURN = """
-INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES (%(service)s || '/alarms', clock_timestamp())
+INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES (%(kind)s, clock_timestamp())
 ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
     WHERE a.sent_at < clock_timestamp() - make_interval(secs => %(watch)s)
 RETURNING 1
@@ -122,10 +147,13 @@ INSERT INTO idempotency.alarms (service, name, since)
 SELECT %(service)s, unnest(%(names)s::text[]), clock_timestamp() ON CONFLICT DO NOTHING
 """
 
+# Where it was sent that an alarm has begun, it is to be sent that it is over: by a process that can. If there is none any
+# more, the alarm is forgotten after a day.
 _END = """
 DELETE FROM idempotency.alarms
 WHERE service = %(service)s AND name <> ALL(%(names)s::text[]) AND name <> ALL(%(unknown)s::text[])
-RETURNING name, sent_at
+  AND (%(sends)s OR sent_at IS NULL OR sent_at < clock_timestamp() - interval '1 day')
+RETURNING name, sent_at, logged_at
 """
 
 _DUE = """
@@ -148,10 +176,13 @@ UPDATE idempotency.alarms SET sent_at = clock_timestamp() WHERE service = %(serv
 """
 
 
-def try_begin_check(connection: Connection, service: str, *, watch: float) -> bool:
-    """Become the process that checks now. False: one has within the last `watch` seconds."""
-    fields = {"service": service, "watch": watch}
-    return connection.exec_driver_sql(_TURN, fields).one_or_none() is not None
+def try_begin_check(connection: Connection, service: str, *, watch: float, sends: bool) -> bool:
+    """Become the process that checks now. False: one has within the last `watch` seconds.
+
+    Those that can send take turns among themselves: they must not have to wait for one that cannot.
+    """
+    kind = f"{service}/alarms" if sends else f"log/{service}/alarms"
+    return connection.exec_driver_sql(_TURN, {"kind": kind, "watch": watch}).one_or_none() is not None
 
 
 def begin(connection: Connection, service: str, names: Iterable[str]) -> None:
@@ -159,10 +190,15 @@ def begin(connection: Connection, service: str, names: Iterable[str]) -> None:
     connection.exec_driver_sql(_BEGIN, {"service": service, "names": list(names)})
 
 
-def end(connection: Connection, service: str, names: Iterable[str], *, unknown: Sequence[str]) -> list[str]:
-    """Delete the alarms that are neither in `names` nor in `unknown`. Returns those that had been sent."""
-    rows = connection.exec_driver_sql(_END, {"service": service, "names": list(names), "unknown": unknown})
-    return [row.name for row in rows if row.sent_at is not None]
+def end(
+    connection: Connection, service: str, names: Iterable[str], *, unknown: Sequence[str], sends: bool
+) -> Sequence[Row[Any]]:
+    """Delete the alarms that are neither in `names` nor in `unknown`. Returns their `name`, `sent_at` and `logged_at`.
+
+    A process that cannot send (`sends`) leaves those that were sent to one that can.
+    """
+    fields = {"service": service, "names": list(names), "unknown": unknown, "sends": sends}
+    return connection.exec_driver_sql(_END, fields).all()
 
 
 def due(connection: Connection, service: str, patience: Mapping[str, float], *, repeat: float) -> Sequence[str]:

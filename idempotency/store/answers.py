@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..errors import PermanentError, UnknownVersion
+from ..text import without_values
 from ..wire import keys, results
 from ..wire.keys import OperationId
 
@@ -125,8 +126,8 @@ def why_not(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Change
 
 
 def error_text(code: str, message: str, cause: Mapping[str, str] | None = None) -> str:
-    """Encode an error as JSON: code and message, and what ended the operation if an open effect hides it."""
-    return json.dumps({"code": code, "message": message} | ({"cause": dict(cause)} if cause else {}))
+    """Encode an error as JSON, without the values of rows: code and message, and what ended the operation if an open effect hides it."""
+    return json.dumps({"code": code, "message": without_values(message)} | ({"cause": dict(cause)} if cause else {}))
 
 
 def error_fields(text: str) -> dict[str, str]:

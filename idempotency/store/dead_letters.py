@@ -17,6 +17,7 @@ from ..errors import BulkRefused, CallRefused, OperationNotFound, ReplayRefused
 from ..wire import keys
 from ..wire.delivery import NamesItsOperation
 from ..wire.keys import OperationId
+from ..wire.limits import beyond_limits
 from ..wire.message import Message
 from .outbox import EXTERNAL, refresh_lanes
 
@@ -108,7 +109,7 @@ WITH again AS (
     SET status = 'pending', origin = 'replay', generation = %(opened)s, attempts = 0, resends = 0, refusals = 0,
         first_refused_at = NULL, last_error = NULL, available_at = clock_timestamp(), taken = false,
         -- a row without an operation is done once published
-        alerted_at = NULL, settled_at = CASE WHEN starts_with(task, %(external)s) THEN settled_at END
+        alerted_at = NULL, alert_logged_at = NULL, settled_at = CASE WHEN starts_with(task, %(external)s) THEN settled_at END
     WHERE id = %(outbox_id)s AND status = 'failed'
     RETURNING task, ordering_key
 ), new AS (
@@ -280,6 +281,8 @@ def replay(
         newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
+    if row.reason == "beyond_limit":
+        raise ReplayRefused(f"dead letter {letter}: beyond a limit, so only its beginning is kept; discard it")
     fields, payload = (
         row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL, "letter": letter},
         row.payload,
@@ -287,7 +290,9 @@ def replay(
     if row.fingerprint is None:
         id, fingerprint = _operation_of(app, letter, row)
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
-        payload = Message.from_text(payload).naming(id).to_text()
+        payload = stored_message(letter, payload).naming(id).to_text()
+    elif payload:
+        stored_message(letter, payload)  # what a relay could not read must not be sent
     reopened = connection.exec_driver_sql(_REOPEN, fields).one_or_none()
     opened = None if reopened is None else reopened.generation
     fields["payload"] = payload or ("" if reopened is None else reopened.message)
@@ -312,6 +317,17 @@ def replay(
     return OperationId(fields["tenant"], fields["task"], fields["key"])
 
 
+def stored_message(letter: int, payload: str | None) -> Message:
+    """The message of a dead letter. Raises `ReplayRefused` for what is none, and for headers beyond a limit."""
+    try:
+        message = Message.from_text(payload or "")
+    except ValueError as error:
+        raise ReplayRefused(f"dead letter {letter}: what is stored is not a message: {error}; discard it") from None
+    if (beyond := beyond_limits(message.headers, None, body_limit=0)) is not None:
+        raise ReplayRefused(f"dead letter {letter}: {beyond}; discard it")
+    return message
+
+
 def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) -> bool:
     """Whether nothing but this message will deliver a released operation."""
     if row.reason in NOT_AN_END:
@@ -322,7 +338,7 @@ def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) ->
 
 def _operation_of(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId, str]:
     """The operation and fingerprint of a stored message, according to the task's current code."""
-    message = Message.from_text(row.payload)
+    message = stored_message(letter, row.payload)
     name = message.headers.get("task")
     task = None if app is None or not isinstance(name, str) else app.tasks.get(name)
     if task is None:

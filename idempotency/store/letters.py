@@ -114,7 +114,8 @@ UPDATE idempotency.dead_letters d
 SET tenant = %(tenant)s, task = %(task)s, key = %(key)s, generation = %(generation)s,
     fingerprint = %(fingerprint)s, queue = %(queue)s, header_task = %(header_task)s, consumer_service = %(service)s,
     reason = %(reason)s, first_error = coalesce(d.first_error, %(first_error)s), last_error = %(last_error)s,
-    attempts = %(attempts)s, headers = %(headers)s, payload = %(payload)s, alerted_at = NULL
+    attempts = %(attempts)s, headers = %(headers)s, payload = %(payload)s,
+    alerted_at = NULL, alert_logged_at = NULL
 WHERE d.id = (
     SELECT unnamed.id FROM idempotency.dead_letters unnamed
     WHERE unnamed.status = 'open' AND unnamed.generation IS NULL

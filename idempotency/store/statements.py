@@ -7,6 +7,7 @@ An attempt runs two of our statements, and SQLAlchemy's results cost more than p
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -18,10 +19,11 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Engine, ExceptionContext, event
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
 
 from ..errors import NotConnected, SettingsError
 from ..observe import outages
+from ..text import without_values
 
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
@@ -29,6 +31,9 @@ READ_ONLY = "25006"
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
+# Classes of SQLSTATE: errors about data quote it; those about a statement quote the statement, and no row.
+DATA, SYNTAX = "22", "42"
+_QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
 # PgBouncer's answer to options, unless its ignore_startup_parameters names them.
 REFUSED_OPTIONS = "unsupported startup parameter"
 # The key in a connection's `info` for the cursor of our statements.
@@ -70,7 +75,11 @@ class CheckedConnection(psycopg.Connection[Any]):
 
     def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
         self._warned = False
-        answer = super().wait(gen if self.patience is None else self._with_deadline(gen), *args, **options)
+        try:
+            answer = super().wait(gen if self.patience is None else self._with_deadline(gen), *args, **options)
+        except psycopg.Error as error:
+            leave_out_values(error)  # whoever repeats its text, in an error or a log, repeats no row
+            raise
         if self._warned and self.pgconn.transaction_status == TransactionStatus.IDLE:
             self._fail("committed, but not confirmed by a synchronous standby")
         return answer
@@ -233,11 +242,47 @@ def _is_outage(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Describe an error in one line for the record: type and message, without parameters or values of a row."""
     if (driver := driver_error(error)) is not None:
-        said = getattr(getattr(driver, "diag", None), "message_primary", None)
+        said = _primary(driver)
         if said is None and not isinstance(driver, psycopg.OperationalError):
             said = str(driver).partition("\n")[0][:ERROR_LIMIT]  # the lines below have values
         return f"{type(driver).__name__}: {said or 'no answer from the database'}"
-    return f"{type(error).__name__}: {error}"[:ERROR_LIMIT]
+    return without_values(f"{type(error).__name__}: {error}")[:ERROR_LIMIT]
+
+
+def leave_out_values(error: BaseException | None) -> None:
+    """Take the values of rows and parameters out of the texts of an error and of those that led to it.
+
+    They are in Postgres' DETAIL and CONTEXT, in what it quotes of data that it refuses, and in what SQLAlchemy adds. They stay
+    in the driver's `diag` for code that asks for them.
+    """
+    errors, seen = [error], set[int]()
+    while errors:
+        each = errors.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        errors += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+        if isinstance(inner := getattr(each, "exc", None), BaseException):  # of Celery's Retry
+            errors.append(inner)
+        if isinstance(each, StatementError):
+            each.hide_parameters = True
+            if isinstance(each.orig, psycopg.Error):
+                leave_out_values(each.orig)
+                each.args = (f"({type(each.orig).__module__}.{type(each.orig).__name__}) {each.orig}", *each.args[1:])
+                continue
+        if isinstance(each, psycopg.Error) and not (each.sqlstate or SYNTAX).startswith(SYNTAX):
+            each.args = (_primary(each) or "", *each.args[1:])
+        else:
+            each.args = tuple(without_values(given) if isinstance(given, str) else given for given in each.args)
+
+
+def _primary(driver: Any) -> str | None:
+    """The first part of what Postgres says, which names tables, columns and constraints. It quotes data of a wrong form."""
+    diag = getattr(driver, "diag", None)
+    said: str | None = getattr(diag, "message_primary", None)
+    if said is not None and (getattr(diag, "sqlstate", None) or "").startswith(DATA):
+        said = _QUOTED.sub('"…"', said)
+    return said
 
 
 def where(error: BaseException) -> str | None:

@@ -1,8 +1,8 @@
 """Alarms about lasting conditions: work without consumers, late work, silent processes, unknown effects, no relay.
 
 An alarm goes to the log, a metric and the webhook once it has lasted for its `patience`, again every hour while it lasts,
-and once more when it is over. Any number of processes may watch; they share their pace and state in Postgres. At least
-one has to be running: if all are down, only the gauges of `idempotency metrics` show it.
+and once more when it is over. Any number of processes may watch; they share their pace and state in Postgres. Those that
+cannot reach the webhook log, and leave the sending to those that can. At least one has to be running: if all are down, only the gauges of `idempotency metrics` show it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ..settings import Settings
 from ..store import alarms as stored
 from ..store.overview import QueueState, Snapshot, monitoring_connection
 from ..store.statements import is_news
+from ..text import one_line
 from . import overview
-from .alerts import ALARM_INTERVALS, post
+from .alerts import ALARM_INTERVALS, can_send, post
 
 # Seconds between two checks, by whichever process. Well below the settings for alarms; a check costs Postgres up to half
 # a second with a long backlog.
@@ -99,16 +100,16 @@ def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
 
 
 def run_once(app: Celery) -> int:
-    """Check for alarms and send those that are due or over; returns how many. A failing webhook raises nothing.
+    """Check for alarms and tell those that are due or over; returns how many. A failing webhook raises nothing.
 
     Does nothing if another process has checked within the last `WATCH` seconds. May take several seconds: Postgres, the
     broker and the webhook have a few each.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
-    service = settings.service
+    service, sends = settings.service, can_send(runtime)
     with runtime.autocommit() as connection:
-        if not stored.try_begin_check(connection, service, watch=WATCH):
+        if not stored.try_begin_check(connection, service, watch=WATCH, sends=sends):
             return 0
     try:
         with monitoring_connection(settings) as connection:
@@ -127,32 +128,35 @@ def run_once(app: Celery) -> int:
     with runtime.engine.begin() as connection:
         if not stored.try_alert_lock(connection):
             return 0
-        ended = stored.end(connection, service, alarms, unknown=unknown)
+        ended = stored.end(connection, service, alarms, unknown=unknown, sends=sends)
         due = [alarms[name] for name in stored.due(connection, service, patience, repeat=repeat)]
-        if not due and not ended:
-            return 0
-        _log(runtime, due, repeat)
-        if not post(settings, _text(service, due, ended)):
-            connection.rollback()  # sent again at the next check
-            return 0
-        for name in ended:
-            log.info("alarm_over", service=service, alarm=name)
-        stored.note_alarms_sent(connection, service, [alarm.name for alarm in due])
-    return len(due) + len(ended)
+        logged = _log(runtime, due, repeat)
+        over = [alarm.name for alarm in ended if alarm.sent_at is not None]
+        if sends and (due or over):
+            if not post(runtime, _text(service, due, over)):
+                connection.rollback()  # sent again at the next check
+                return 0
+            stored.note_alarms_sent(connection, service, [alarm.name for alarm in due])
+        for alarm in ended:
+            if alarm.logged_at is not None:
+                log.info("alarm_over", service=service, alarm=alarm.name)
+    return len(due) + len(over) if sends else logged
 
 
-def _log(runtime: Runtime, due: Iterable[Alarm], repeat: float) -> None:
+def _log(runtime: Runtime, due: Iterable[Alarm], repeat: float) -> int:
     alarms, service = {alarm.name: alarm for alarm in due}, runtime.settings.service
     with runtime.autocommit() as connection:
         names = stored.to_log(connection, service, list(alarms), repeat=repeat)
     for name in names:
         metrics.alerts.labels(service, name.partition("/")[0]).inc()
         log.error("alarm", service=service, subject=alarms[name].subject, found=alarms[name].found)
+    return len(names)
 
 
 def _text(service: str, due: Iterable[Alarm], ended: Iterable[str]) -> str:
     lines = [f"{service}: {alarm.subject}: {alarm.found}" for alarm in due]
-    return "\n".join(["Alarms", *lines, *(f"{service}: over: {name}" for name in ended)])
+    lines += [f"{service}: over: {name}" for name in ended]
+    return "\n".join(["Alarms", *map(one_line, lines)])  # names of queues and processes come from elsewhere
 
 
 def _number(queue: QueueState, name: str) -> str:

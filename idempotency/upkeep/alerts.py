@@ -1,75 +1,81 @@
 """Alerts about new dead letters, outbox rows that can never be published, and rows that the broker keeps refusing.
 
 They go to the log and a metric, and as {"text": …} to a webhook if one is set: one per service and reason within
-`alert_interval` seconds, with a count. Rows are marked after the alert was sent, so an unavailable webhook gets it later,
-and perhaps twice. Any number of processes may run this.
+`alert_interval` seconds, with a count. Log and webhook are told independently: a process without the webhook's address, or
+one that cannot reach it, logs, and leaves the sending to the others. Rows are marked after the alert was accepted, so an
+unavailable webhook gets it later, and perhaps twice. Any number of processes may run this.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
-from collections import Counter
+from functools import partial
 from http.client import HTTPException
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from celery import Celery
 
 from ..application import runtime_of
+from ..attempt.runtime import Runtime
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
 from ..store import alarms as stored
+from ..store.alarms import News
 from ..store.outbox import STUCK
+from ..text import one_line
 
 # Alarms, such as the one about too many open letters, are repeated after this many intervals while they last.
 ALARM_INTERVALS = 60
+# Until when, by time.monotonic(), a process whose POST was not accepted leaves sending to others.
+_holds_off: WeakKeyDictionary[Runtime, float] = WeakKeyDictionary()
 
 
 def run_once(app: Celery) -> int:
-    """Send the alerts that are due; returns how many rows they cover. A failing webhook raises nothing.
+    """Tell what is new; returns how many rows were sent, or logged by a process that cannot send. A failing webhook raises nothing.
 
     May take a little longer than `alert_timeout`, so call it outside of task processing.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
+    news = partial(
+        stored.news,
+        interval=settings.alert_interval,
+        most=settings.alert_open_letters,
+        repeat=settings.alert_interval * ALARM_INTERVALS,
+    )
     with runtime.engine.begin() as connection:
         if not stored.try_alert_lock(connection):
             return 0
-        service, interval = settings.service, settings.alert_interval
-        letters = stored.unalerted_letters(connection, service, interval=interval)
-        rows = stored.unalerted_rows(connection, service, interval=interval)
-        crowded = stored.crowded(
-            connection, service, most=settings.alert_open_letters, interval=interval * ALARM_INTERVALS
-        )
-        counts = Counter((row.service, row.reason) for row in letters)
-        if rows:
-            counts[settings.service, "outbox_failed"] = len(rows)
-        stuck = stored.stuck_rows(connection, service, interval=interval)
-        if not counts and not crowded and not stuck:
+        # committed first: what has been logged stays logged, whatever the webhook answers
+        with runtime.engine.begin() as own:
+            if found := news(own, settings.service, "log"):
+                _log(found, settings)
+                stored.note_told(own, settings.service, "log", found)
+        if not can_send(runtime):
+            return len(found.letters) + len(found.rows)
+        found = news(connection, settings.service, "webhook")
+        if not found or not post(runtime, _text(found, settings)):
             return 0
-        for (service, reason), count in counts.items():
-            metrics.alerts.labels(service, reason).inc()
-            log.error("alert", service=service, reason=reason, dead_letters=count)
-        for service, count in crowded.items():
-            metrics.alerts.labels(service, "open").inc()
-            log.error("alarm", service=service, open=count, limit=settings.alert_open_letters)
-        kinds = [f"{service}/{reason}" for service, reason in counts] + [f"{service}/open" for service in crowded]
-        if stuck:
-            kinds.append(f"{settings.service}/outbox_stuck")
-            metrics.alerts.labels(settings.service, "outbox_stuck").inc()
-            log.error("alert", service=settings.service, reason="outbox_stuck", rows=stuck)
-        stored.note_sent(connection, kinds)
-        if not post(settings, _text(counts, crowded, stuck, settings)):
-            return 0  # not marked: sent again after the interval
-        stored.mark_alerted(connection, [row.id for row in letters], rows)
-    return len(letters) + len(rows)
+        stored.note_told(connection, settings.service, "webhook", found)
+    return len(found.letters) + len(found.rows)
 
 
-def post(settings: Settings, text: str) -> bool:
-    """Post a text to the webhook, if there is one. Returns whether it was accepted; never raises or logs the address."""
-    if settings.alert_webhook_url is None:
-        return True
+def can_send(runtime: Runtime) -> bool:
+    """Whether this process has the webhook's address, and has not just failed to reach it."""
+    return runtime.settings.alert_webhook_url is not None and time.monotonic() >= _holds_off.get(runtime, 0.0)
+
+
+def post(runtime: Runtime, text: str) -> bool:
+    """Post a text to the webhook. Returns whether it was accepted; never raises or logs the address.
+
+    If it was not, this process sends nothing for `alert_interval`, so that another one has its turn.
+    """
+    settings = runtime.settings
+    assert settings.alert_webhook_url is not None
     try:
         request = urllib.request.Request(  # noqa: S310  settings accept only http and https
             settings.alert_webhook_url.get_secret_value(),
@@ -79,23 +85,37 @@ def post(settings: Settings, text: str) -> bool:
         with _OPENER.open(request, timeout=settings.alert_timeout):
             return True
     except (OSError, HTTPException, ValueError) as error:
+        _holds_off[runtime] = time.monotonic() + settings.alert_interval
         metrics.alerts_unsent.inc()
         log.warning("alert_not_sent", error=type(error).__name__, status=getattr(error, "code", None))
         return False
 
 
-def _text(counts: Counter[tuple[str, str]], crowded: dict[str, int], stuck: int, settings: Settings) -> str:
+def _log(found: News, settings: Settings) -> None:
+    for (service, reason), count in found.counts.items():
+        metrics.alerts.labels(service, reason).inc()
+        log.error("alert", service=service, reason=reason, dead_letters=count)
+    for service, count in found.crowded.items():
+        metrics.alerts.labels(service, "open").inc()
+        log.error("alarm", service=service, open=count, limit=settings.alert_open_letters)
+    if found.stuck:
+        metrics.alerts.labels(settings.service, "outbox_stuck").inc()
+        log.error("alert", service=settings.service, reason="outbox_stuck", rows=found.stuck)
+
+
+def _text(found: News, settings: Settings) -> str:
     """Services, reasons and numbers; never keys, arguments or error messages."""
-    lines = [f"{service}: {count} new, {reason}" for (service, reason), count in counts.most_common()]
+    lines = [f"{service}: {count} new, {reason}" for (service, reason), count in found.counts.most_common()]
     lines += [
         f"{service}: {count} open dead letters, more than {settings.alert_open_letters}"
-        for service, count in crowded.items()
+        for service, count in found.crowded.items()
     ]
-    if stuck:
+    if found.stuck:
         lines.append(
-            f"{settings.service}: {stuck} outbox rows refused by the broker at least {STUCK} times, still being retried"
+            f"{settings.service}: {found.stuck} outbox rows refused by the broker at least {STUCK} times, "
+            "still being retried"
         )
-    return "\n".join(["Dead letters", *lines])
+    return "\n".join(["Dead letters", *map(one_line, lines)])
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

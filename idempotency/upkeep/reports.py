@@ -16,6 +16,7 @@ from ..application import runtime_of
 from ..errors import MailRefused
 from ..settings import Settings
 from ..store import alarms, dead_letters
+from ..text import one_line
 
 DAYS = 7
 SMTP_TIMEOUT = 10.0
@@ -26,10 +27,10 @@ def text(rows: Sequence[Row[Any]], days: int = DAYS) -> str:
     lines = [f"Dead letters of the last {days} days", ""]
     for row in rows:
         lines.append(
-            f"{row.service}: {row.new} new, {row.replayed} replayed, {row.discarded} discarded, {row.open} open"
+            f"{one_line(row.service)}: {row.new} new, {row.replayed} replayed, {row.discarded} discarded, {row.open} open"
         )
         if row.open:
-            lines.append(f"    oldest open since {row.oldest_open:%F %T %Z}; {row.reasons}")
+            lines.append(f"    oldest open since {row.oldest_open:%F %T %Z}; {one_line(row.reasons)}")
     return "\n".join(lines if rows else [*lines, "none"]) + "\n"
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidArguments
 from . import encoding
 from .keys import OperationId
+from .limits import beyond_limits
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -284,8 +285,11 @@ def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the headers that a caller gives, those that are its own; the key and the tenant, too, unless they came along.
 
     A body that passes its message's headers on, with a trace in them, means that. The key in them is its own operation's.
-    Those of a message that a worker has received have a version. Raises `InvalidArguments` for a field of Celery's.
+    Those of a message that a worker has received have a version. Raises `InvalidArguments` for a field of Celery's, and for
+    more than a worker accepts.
     """
+    if (beyond := beyond_limits(given, None, body_limit=0)) is not None:
+        raise InvalidArguments(beyond)
     if fields := sorted(CELERYS_FIELDS & given.keys()):
         raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
     kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)

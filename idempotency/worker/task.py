@@ -54,11 +54,12 @@ from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
-from ..store.statements import describe
+from ..store.statements import describe, leave_out_values
 from ..wire import keys, results
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
+from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, is_anothers, store_refusal
 from .options import check_values
@@ -68,6 +69,8 @@ from .waiting import Waiting
 T = TypeVar("T")
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install"
+# Here, and not where a task is bound: `celery report` binds none.
+hide_secrets()
 # Another request has used the key.
 Refusal = FingerprintMismatch | ServiceMismatch
 KeptT = TypeVar("KeptT", Refusal, PermanentError)
@@ -173,10 +176,13 @@ class IdempotentTask(ControlledTask[P, R_co]):
         except Exception as error:
             if self.request.is_eager:
                 raise
+            leave_out_values(error)
             log.exception("rejected", task=self.name, task_id=self.request.id)
             raise Reject(describe(error), requeue=False) from error
         following.note(self, outcome.error if isinstance(outcome, Raised) else None)
         if isinstance(outcome, Raised):
+            if not self.request.is_eager:
+                leave_out_values(outcome.error)  # Celery logs it, and sends it to Flower and to a result backend
             raise outcome.error
         return cast(R_co, outcome.value)
 

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, text
 
-from idempotency.application import settings_of
+from idempotency.application import close_runtime, settings_of
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
 from idempotency.letters.consumer import DeadLetterConsumer
@@ -35,9 +35,11 @@ def environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def sent(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the receiver takes, line by line."""
     lines: list[str] = []
+    monkeypatch.setitem(bank.conf, "idempotency_alert_webhook_url", "https://alerts.bank.example/")
+    close_runtime(bank)  # it was opened without
     monkeypatch.setattr(alarms, "post", lambda _, text: lines.extend(text.splitlines()[1:]) or True)
     return lines
 
@@ -262,6 +264,7 @@ def test_an_alarm_is_repeated_every_hour_and_not_before(
 def test_an_alarm_that_its_receiver_did_not_take_is_sent_again(
     bank: Celery, queue: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(bank.conf, "idempotency_alert_webhook_url", "https://alerts.bank.example/")
     enqueue(connection, 1)
     taken = [False, True, True]
     monkeypatch.setattr(alarms, "post", lambda *_: taken.pop(0))
@@ -274,6 +277,7 @@ def test_an_alarm_that_its_receiver_did_not_take_is_sent_again(
 def test_an_alarm_that_its_receiver_does_not_take_is_logged_once(
     bank: Celery, queue: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(bank.conf, "idempotency_alert_webhook_url", "https://alerts.bank.example/")
     enqueue(connection, 1)
     monkeypatch.setattr(alarms, "post", lambda *_: False)
     counter = metrics.alerts.labels("bank", "no_consumers")._value
@@ -282,6 +286,48 @@ def test_an_alarm_that_its_receiver_does_not_take_is_logged_once(
     for later in (61, 15, 15, 15):
         assert look(bank, connection, later=later) == 0
     assert counter.get() == before + 1
+
+
+def test_what_one_process_cannot_send_is_sent_by_another(
+    bank: Celery, queue: str, connection: Connection, sent: list[str]
+) -> None:
+    """The first has no address: it logs the alarm and its end, and the second sends both."""
+    address = bank.conf.pop("idempotency_alert_webhook_url")
+
+    def without_address(later: float = 0.0) -> int:
+        return look(bank, connection, later=later)
+
+    def with_address() -> int:
+        bank.conf.idempotency_alert_webhook_url = address
+        close_runtime(bank)
+        try:
+            return alarms.run_once(bank)
+        finally:
+            bank.conf.pop("idempotency_alert_webhook_url")
+            close_runtime(bank)
+
+    enqueue(connection, 1)
+    without_address()
+    assert (without_address(61), without_address(), sent) == (1, 0, [])  # logged once
+    assert with_address() == 1  # although the other has just checked
+    assert ["no consumers" in line for line in sent] == [True]
+    connection.execute(text("UPDATE idempotency.outbox SET settled_at = clock_timestamp()"))
+    assert (without_address(), len(sent)) == (0, 1)
+    assert with_address() == 1
+    assert sent[1:] == [f"bank: over: no_consumers/{queue}"]
+    assert connection.execute(text("SELECT count(*) FROM idempotency.alarms")).scalar_one() == 0
+
+
+def test_an_alarm_that_was_sent_is_forgotten_where_no_process_can_send_its_end(
+    bank: Celery, queue: str, connection: Connection
+) -> None:
+    connection.execute(
+        text("INSERT INTO idempotency.alarms (service, name, since, sent_at) VALUES ('bank', 'x', now(), now())")
+    )
+    look(bank, connection, later=86_000)
+    assert connection.execute(text("SELECT name FROM idempotency.alarms")).scalars().all() == ["x"]
+    look(bank, connection, later=500)
+    assert connection.execute(text("SELECT name FROM idempotency.alarms")).scalars().all() == []
 
 
 def test_processes_at_once_look_and_send_once(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,57 +20,16 @@ from idempotency.errors import MailRefused
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import alerts, maintenance, reports
 from tests.support import operations as op
+from tests.support.alert_receiver import Receiver, receiving
 from tests.support.certificates import certificate_for
 from tests.support.operations import at_once
 from tests.support.processes import eventually
 
 
-class Receiver(ThreadingHTTPServer):
-    """Takes what a Slack webhook takes, answers as it is told, or not at all."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.status = 200
-        self.silent = threading.Event()
-        self.hold, self.asked = threading.Event(), threading.Event()
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/services/secret-path"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.server.silent.is_set():
-            while self.server.silent.is_set():
-                threading.Event().wait(0.05)
-            return
-        self.server.asked.set()
-        while self.server.hold.is_set():
-            threading.Event().wait(0.02)
-        self.server.texts.append(body["text"])
-        self.send_response(self.server.status)
-        self.send_header("Location", self.server.url)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    thread = threading.Thread(target=receiver.serve_forever, daemon=True)
-    thread.start()
-    yield receiver
-    receiver.silent.clear()
-    receiver.shutdown()
-    receiver.server_close()
-    thread.join(10)
+    with receiving() as receiver:
+        yield receiver
 
 
 @pytest.fixture
@@ -188,12 +144,72 @@ def test_a_failing_receiver_delays_nothing_and_gets_its_alert_later(
 
     receiver.silent.clear()
     receiver.status = 200
+    told = len(receiver.texts)
+    assert alerts.run_once(alerting) == 0  # this process leaves it to others for an interval
+    assert len(receiver.texts) == told
     if trouble == "gone":
         alerting.conf.idempotency_alert_webhook_url = receiver.url
-        close_runtime(alerting)
-    later(connection)
+    close_runtime(alerting)  # as another process, or as this one after the interval
     assert alerts.run_once(alerting) == 1
     assert receiver.texts[-1] == "Dead letters\nbank: 1 new, envelope"
+    assert caplog.text.count("event=alert ") == 1
+
+
+def test_an_alert_waits_for_a_process_that_has_the_address(
+    alerting: Celery, receiver: Receiver, connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = alerting.conf.idempotency_alert_webhook_url
+
+    def process(address: str | None) -> int:
+        alerting.conf.idempotency_alert_webhook_url = address
+        close_runtime(alerting)
+        return alerts.run_once(alerting)
+
+    store(connection, *["envelope"] * 4)
+    op.early(connection)
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'failed', last_error = 'too large'"))
+    assert process(None) == 5
+    later(connection)
+    assert process(None) == 0
+    assert [message.partition(" ")[0] for message in caplog.messages] == ["event=alert", "event=alert", "event=alarm"]
+    assert process(address) == 5
+    assert receiver.texts == [
+        "Dead letters\nbank: 4 new, envelope\nbank: 1 new, outbox_failed\nbank: 4 open dead letters, more than 3"
+    ]
+    assert len(caplog.messages) == 3
+    later(connection)
+    assert (process(address), process(None)) == (0, 0)
+
+
+def test_an_address_that_is_set_later_gets_what_is_open_and_no_history(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    address, alerting.conf.idempotency_alert_webhook_url = alerting.conf.idempotency_alert_webhook_url, None
+    store(connection, *["envelope"] * 3)
+    assert alerts.run_once(alerting) == 3
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = now() WHERE id = 1"))
+    alerting.conf.idempotency_alert_webhook_url = address
+    close_runtime(alerting)
+    assert alerts.run_once(alerting) == 2
+    assert receiver.texts == ["Dead letters\nbank: 2 new, envelope"]
+
+
+def test_a_crash_after_the_post_repeats_the_alert_and_loses_none(
+    alerting: Celery, receiver: Receiver, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(connection, "envelope")
+    post = alerts.post
+
+    def post_and_die(*given: Any) -> bool:
+        assert post(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(alerts, "post", post_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        alerts.run_once(alerting)
+    monkeypatch.undo()
+    assert (alerts.run_once(alerting), alerts.run_once(alerting)) == (1, 0)
+    assert receiver.texts == ["Dead letters\nbank: 1 new, envelope"] * 2
 
 
 def test_any_number_at_once_tell_each_letter_once(alerting: Celery, receiver: Receiver, connection: Connection) -> None:

@@ -366,7 +366,7 @@ def test_the_relay_stores_what_a_worker_rejects(
     try:
         eventually(lambda: len(op.dead_letters(connection)) == 1)
         # it alerts, too
-        eventually(lambda: all(letter.alerted_at is not None for letter in op.dead_letters(connection)))
+        eventually(lambda: all(letter.alert_logged_at is not None for letter in op.dead_letters(connection)))
     finally:
         relay.terminate()
         _, log = relay.communicate(timeout=30)

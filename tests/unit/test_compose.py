@@ -8,7 +8,11 @@ commands name programs and Celery applications there are. Not checked: that the 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +105,16 @@ def test_a_task_has_longer_to_end_than_celery_gives_it() -> None:
     given = re.search(r"worker_soft_shutdown_timeout = ([\d.]+)", source)
     assert given is not None
     assert float(SERVICES["worker"]["stop_grace_period"].removesuffix("s")) > float(given.group(1))
+
+
+@pytest.mark.parametrize("path", [".env", ".env.production", "api/.env"])
+def test_a_file_of_secrets_is_neither_committed_nor_in_an_image(path: str) -> None:
+    patterns = [
+        line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("**/")
+    ]
+    assert any(fnmatch(Path(path).name, pattern) for pattern in patterns)
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs the repository")
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert git(["git", "check-ignore", path]).stdout == f"{path}\n"
+    assert not [name for name in git(["git", "ls-files"]).stdout.split() if Path(name).name.startswith(".env")]

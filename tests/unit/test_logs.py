@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from typing import Any
 
 import pytest
 
-from idempotency.observe.logs import log
+from idempotency.observe.logs import WholeLines, log
 
 
 @pytest.fixture
@@ -33,6 +35,8 @@ def test_a_line_begins_with_what_an_operator_looks_for(lines: pytest.LogCaptureF
         ('a "quote"', '"a \\"quote\\""'),
         ("a=b", '"a=b"'),
         ("two\nlines", "two\\nlines"),
+        ("a\r\x1b[2Kb", "a\\r\\x1b[2Kb"),
+        ("\u2028\u202e", "\\u2028\\u202e"),
         ("C:\\x y", '"C:\\\\x y"'),
         (None, ""),
         (True, "true"),
@@ -64,3 +68,52 @@ def test_a_level_that_is_off_costs_no_text(lines: pytest.LogCaptureFixture) -> N
     lines.set_level(logging.ERROR, "idempotency")
     log.info("claimed", value=Untouched())
     assert lines.messages == []
+
+
+def formatted(message: str, *args: Any, **options: Any) -> str:
+    """A line as a handler of Celery's writes it."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("[%(levelname)s] %(message)s"))
+    handler.addFilter(WholeLines())
+    logger = logging.Logger("celery")
+    logger.addHandler(handler)
+    logger.error(message, *args, **options)
+    return stream.getvalue()
+
+
+FORGED = "x\n[INFO] Task paid\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("message", "args"),
+    [
+        ("Task %s[%s] received", ("t", FORGED)),
+        ("Task %(name)s[%(id)s] raised", ({"name": "t", "id": FORGED},)),
+        ("%r", (ValueError(FORGED),)),
+        ("%s", (ValueError(FORGED),)),
+        ("missed heartbeat from %s: %d, %.1f s", (FORGED, 3, 1.5)),
+    ],
+)
+def test_what_others_log_stays_one_line(message: str, args: tuple[Any, ...]) -> None:
+    written = formatted(message, *args)
+    assert written.count("\n") == 1
+    assert "\x1b" not in written
+    assert "Task paid" in written
+
+
+def test_a_traceback_looks_like_no_other_line_and_shows_no_row() -> None:
+    said = "\nDETAIL:  Key (iban)=({iban}) already exists.".format(iban="DE44")
+    try:
+        try:
+            raise KeyError(f"duplicate{said}")
+        except KeyError as error:
+            raise ValueError(f"{FORGED}{said}") from error
+    except ValueError:
+        written = formatted("failed", exc_info=True)
+    first, *rest = written.splitlines()
+    assert first == "[ERROR] failed"
+    assert all(line.startswith("    ") for line in rest)
+    assert "    ValueError: x" in rest
+    assert "DE44)" not in written
+    assert "\x1b" not in written

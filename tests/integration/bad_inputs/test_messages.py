@@ -58,7 +58,7 @@ WIRE = {
     "11-Infinity": deposit("-Infinity"),
     "11-1e999": deposit("1e999"),
     "11-depth-200": deposit("[" * 200 + "]" * 200),
-    "11-depth-100000": (deposit("[" * 100_000 + "]" * 100_000)[0], {}, "undecodable"),
+    "11-depth-100000": (deposit("[" * 100_000 + "]" * 100_000)[0], {}, "beyond_limit"),
     "16-pickle": sent("pickle"),
     "16-yaml": sent("yaml"),
     "16-no-content-type": sent("no content type"),

@@ -183,9 +183,18 @@ CREATE TRIGGER keep_erased BEFORE UPDATE ON idempotency.records
     EXECUTE FUNCTION idempotency.keep_erased();
 """
 
+# Log and webhook are told of a letter independently, by whichever process can. What is there has been logged.
+ALERTS = """
+ALTER TABLE idempotency.dead_letters ADD COLUMN alert_logged_at timestamptz DEFAULT '-infinity';
+ALTER TABLE idempotency.dead_letters ALTER COLUMN alert_logged_at DROP DEFAULT;
+ALTER TABLE idempotency.outbox ADD COLUMN alert_logged_at timestamptz DEFAULT '-infinity';
+ALTER TABLE idempotency.outbox ALTER COLUMN alert_logged_at DROP DEFAULT;
+"""
+
 
 def upgrade() -> None:
     op.execute(WEBHOOKS)
+    op.execute(ALERTS)
     # somebody has told a running operation that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     # a person has undone by hand what the letter's operation, called by a saga, has done or may have done
@@ -214,3 +223,5 @@ def downgrade() -> None:
     """)
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN is_undone")
     op.execute("ALTER TABLE idempotency.records DROP COLUMN woken")
+    op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN alert_logged_at")
+    op.execute("ALTER TABLE idempotency.outbox DROP COLUMN alert_logged_at")
