@@ -24,9 +24,9 @@ with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: .venv/ready ## create .venv, or update it when pyproject.toml or constraints.txt changed
+venv: .venv/ready ## create .venv, or update it when pyproject.toml or requirements/pinned.txt changed
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml requirements/pinned.txt
 	@PYTHON='$(PYTHON)' scripts/bootstrap
 
 up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their data is kept
@@ -57,7 +57,7 @@ QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.
 quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(QUICK) $(ARGS)
 
 test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; QUICK=tests/unit
-	@scripts/with-versions lowest .venv/bin/python requirements/lowest.txt -- $(quick_tests)
+	@scripts/with-versions lowest .venv/bin/python requirements/pinned-lowest.txt -- $(quick_tests)
 
 test-python: ## run them with another Python, from 3.12 on with Django 6; VERSION=3.13 QUICK=tests/unit
 	@scripts/with-versions $(or $(VERSION),3.12) python$(or $(VERSION),3.12) -- $(quick_tests)
