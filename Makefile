@@ -76,9 +76,10 @@ chaos: .venv/ready ## random faults against the whole pipeline, then the checks;
 chaos-many: .venv/ready ## several chaos runs with random seeds, and a table of results; RUNS=10 SECONDS=300
 	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)
 
-fuzz: .venv/ready ## try requests made from the OpenAPI document, and webhooks; EXAMPLES=1000
-	@EXAMPLES=$(or $(EXAMPLES),1000) $(VENV)/python -m pytest tests/pipeline/test_api_fuzz.py tests/orders/test_webhooks.py \
-		--timeout 3600 $(ARGS)
+fuzz: .venv/ready ## try parsers of keys, signatures and URLs, requests made from the OpenAPI document, and webhooks; MINUTES=10: parsers only, for so long; EXAMPLES=1000
+	@$(VENV)/python -m tests.fuzz --minutes $(or $(MINUTES),1) $(ARGS)
+	@$(if $(MINUTES),:,EXAMPLES=$(or $(EXAMPLES),1000) $(VENV)/python -m pytest tests/pipeline/test_api_fuzz.py tests/orders/test_webhooks.py \
+		--timeout 3600)
 
 # Programs and interleavings that are drawn are more here, too.
 long: .venv/ready ## the tests that make test leaves out, and more random programs than it tries

@@ -194,9 +194,9 @@ def _retry_after(status: int, headers: http.client.HTTPMessage) -> float | None:
         return float(text[:9])
     try:
         at = parsedate_to_datetime(text)
-    except ValueError:
+        return max(((at if at.tzinfo else at.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds(), 0.0)
+    except (ValueError, OverflowError):  # no date, or one that no `datetime` can have
         return None
-    return max(((at if at.tzinfo else at.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 @cache

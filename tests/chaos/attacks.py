@@ -39,7 +39,7 @@ from tests.chaos.faults import Missed, Scene
 # Messages of one attack.
 EACH = 4
 # Seconds for which it listens, and for which it tries to reach a server that is down.
-LISTEN, PATIENCE = 1.5, 10.0
+LISTEN, PATIENCE = 5.0, 10.0
 # Keys that the traffic has not come to yet.
 AHEAD = 200
 
