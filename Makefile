@@ -19,7 +19,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,18 @@ venv: .venv/ready ## create .venv, or update it when pyproject.toml or requireme
 
 .venv/ready: pyproject.toml requirements/pinned.txt
 	@PYTHON='$(PYTHON)' scripts/bootstrap
+
+# With the pip of .venv, by hand: it asks the package index.
+pins: .venv/ready ## write the hashes of all versions in constraints.txt and requirements/*.txt
+	@$(VENV)/python scripts/pins.py
+
+.venv-audit/ready: requirements/pinned-audit.txt
+	@$(if $(PYTHON),$(PYTHON),$(VENV)/python) -m venv --clear .venv-audit
+	@.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
+	@touch $@
+
+audit: .venv/ready .venv-audit/ready ## ask an advisory service about all pinned versions; ARGS='-s osv'
+	@.venv-audit/bin/python scripts/audit.py $(ARGS)
 
 up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their data is kept
 	@$(VENV)/python -m services up

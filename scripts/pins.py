@@ -1,8 +1,8 @@
-#!/usr/bin/env python3
 """Write the hashes of all pinned versions: `make pins`, with the pip of .venv and the index that it is set up with.
 
     constraints.txt          versions, edited by hand      -> requirements/pinned.txt
     requirements/lowest.txt  the lowest that are accepted  -> requirements/pinned-lowest.txt
+    requirements/audit.txt   what `make audit` runs        -> requirements/pinned-audit.txt
     the extra `app`          what the image has            -> requirements/pinned-app.txt
 
 One line for each version, with the hashes of its files for Linux on x86-64 and ARM, and of its source. Nothing is resolved.
@@ -41,6 +41,7 @@ def main() -> None:
     links = _links()
     pinned = _write("constraints.txt", "pinned.txt", links)
     _write("requirements/lowest.txt", "pinned-lowest.txt", links)
+    _write("requirements/audit.txt", "pinned-audit.txt", links)
     wanted = {*closure(PROJECT, ["app"], IMAGE_PYTHON), BUILDS}
     lines = [line for line in pinned if name_of(line) in wanted]
     _save("pinned-app.txt", "pinned.txt", lines)
@@ -48,7 +49,7 @@ def main() -> None:
 
 def closure(project: str, extras: Collection[str], python: str | None = None) -> set[str]:
     """The names of all that a project needs with these extras, by what is installed here. `python`: under another version."""
-    environment = {} if python is None else {"python_version": python}
+    environment = {} if python is None else {"python_version": python, "python_full_version": f"{python}.0"}
     found: set[str] = set()
     waiting = [(project, frozenset(extras))]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -95,7 +96,7 @@ def _write(source: str, target: str, links: Links) -> list[str]:
 
 def _save(target: str, source: str, lines: list[str]) -> None:
     (ROOT / "requirements" / target).write_text(_HEAD.format(source) + "".join(f"{line}\n" for line in lines))
-    print(f"requirements/{target}: {len(lines)} versions")
+    sys.stdout.write(f"requirements/{target}: {len(lines)} versions\n")
 
 
 def _hashed(pin: str, links: Links) -> str:
