@@ -226,10 +226,11 @@ def _overheard(scene: Scene, fits: Callable[[Sent], bool] = lambda _: True) -> l
                     heard.append(sent)
         finally:
             queue.delete()
-    if not heard:
-        raise Missed("nothing was published meanwhile")
     scene.overheard += heard
-    return heard
+    # while nothing is published, what it has heard before
+    if found := heard or [each for each in scene.overheard if fits(each)][-EACH:]:
+        return found
+    raise Missed("nothing has been published yet")
 
 
 def _publish(scene: Scene, messages: list[Sent], queue: str | None = None) -> str:
