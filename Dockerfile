@@ -4,9 +4,11 @@ ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /app
 
 # Dependencies and the library first, so that changes to the application do not rebuild this layer.
-COPY pyproject.toml constraints.txt README.md LICENSE idempotency_pytest.py ./
+COPY requirements/pinned-app.txt ./requirements/
+RUN pip install --no-cache-dir --no-deps --require-hashes --requirement requirements/pinned-app.txt
+COPY pyproject.toml README.md LICENSE idempotency_pytest.py ./
 COPY idempotency ./idempotency
-RUN pip install --no-cache-dir --constraint constraints.txt '.[app]'
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
 COPY celeryconfig.py ./
 COPY tasks ./tasks

@@ -19,15 +19,27 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: .venv/ready ## create .venv, or update it when pyproject.toml or constraints.txt changed
+venv: .venv/ready ## create .venv, or update it when pyproject.toml or requirements/pinned.txt changed
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml requirements/pinned.txt
 	@PYTHON='$(PYTHON)' scripts/bootstrap
+
+# With the pip of .venv, by hand: it asks the package index.
+pins: .venv/ready ## write the hashes of all versions in constraints.txt and requirements/*.txt
+	@$(VENV)/python scripts/pins.py
+
+.venv-audit/ready: requirements/pinned-audit.txt
+	@$(if $(PYTHON),$(PYTHON),$(VENV)/python) -m venv --clear .venv-audit
+	@.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
+	@touch $@
+
+audit: .venv/ready .venv-audit/ready ## ask an advisory service about all pinned versions; ARGS='-s osv'
+	@.venv-audit/bin/python scripts/audit.py $(ARGS)
 
 up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their data is kept
 	@$(VENV)/python -m services up
@@ -57,7 +69,7 @@ QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.
 quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(QUICK) $(ARGS)
 
 test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; QUICK=tests/unit
-	@scripts/with-versions lowest .venv/bin/python requirements/lowest.txt -- $(quick_tests)
+	@scripts/with-versions lowest .venv/bin/python requirements/pinned-lowest.txt -- $(quick_tests)
 
 test-python: ## run them with another Python, from 3.12 on with Django 6; VERSION=3.13 QUICK=tests/unit
 	@scripts/with-versions $(or $(VERSION),3.12) python$(or $(VERSION),3.12) -- $(quick_tests)
@@ -76,9 +88,10 @@ chaos: .venv/ready ## random faults against the whole pipeline, then the checks;
 chaos-many: .venv/ready ## several chaos runs with random seeds, and a table of results; RUNS=10 SECONDS=300
 	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)
 
-fuzz: .venv/ready ## try requests made from the OpenAPI document, and webhooks; EXAMPLES=1000
-	@EXAMPLES=$(or $(EXAMPLES),1000) $(VENV)/python -m pytest tests/pipeline/test_api_fuzz.py tests/orders/test_webhooks.py \
-		--timeout 3600 $(ARGS)
+fuzz: .venv/ready ## try parsers of keys, signatures and URLs, requests made from the OpenAPI document, and webhooks; MINUTES=10: parsers only, for so long; EXAMPLES=1000
+	@$(VENV)/python -m tests.fuzz --minutes $(or $(MINUTES),1) $(ARGS)
+	@$(if $(MINUTES),:,EXAMPLES=$(or $(EXAMPLES),1000) $(VENV)/python -m pytest tests/pipeline/test_api_fuzz.py tests/orders/test_webhooks.py \
+		--timeout 3600)
 
 # Programs and interleavings that are drawn are more here, too.
 long: .venv/ready ## the tests that make test leaves out, and more random programs than it tries

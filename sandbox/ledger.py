@@ -189,6 +189,13 @@ def read(directory: str | Path) -> Ledger:
         )
 
 
+def untold(directory: str | Path) -> int:
+    """How many webhooks of the provider are not answered yet."""
+    with _reading(Path(directory) / PROVIDER_FILE) as db:
+        (number,) = db.execute("SELECT count(*) FROM events").fetchone()
+        return int(number)
+
+
 def read_mail(directory: str | Path) -> list[Message]:
     """Read the e-mails that the mail sandbox accepted, in order.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from tests.chaos.books import Books, surplus_rows, whereabouts
-from tests.chaos.checks import delivery, edge, ends, outside, records, upkeep
+from tests.chaos.checks import delivery, edge, ends, forged, outside, records, upkeep
 from tests.chaos.evidence import Accepted, Counts, Evidence, Findings, Id, Step, Violation
 
 __all__ = ["CHECKS", "Accepted", "Counts", "Evidence", "Findings", "Id", "Step", "Violation", "check", "count"]
@@ -55,6 +55,8 @@ CHECKS: tuple[Callable[[Books], Iterable[Violation]], ...] = (
     upkeep.purged_is_past_its_time,
     delivery.sweepers_do_not_add_up,
     upkeep.tenants_are_apart,
+    forged.nothing_forged_took_effect,
+    forged.letters_name_no_operation,
 )
 
 

@@ -14,6 +14,13 @@ from tests.chaos.ledgers import Change
 
 # The task of every request at the edge.
 EDGE = "http"
+# What an attacker makes up bears the mark, in a key, a tenant or an account; its amounts are more than is ever paid.
+MARK, AMOUNT = "forged", 10**9
+
+
+def is_forged(value: object) -> bool:
+    """Whether it bears the attacker's mark."""
+    return isinstance(value, str) and MARK in value
 
 
 class Id(NamedTuple):

@@ -28,7 +28,7 @@ from idempotency.queues import dead_letter_queues
 from services import process
 from tests.chaos import application
 from tests.chaos.edge import CRASHES
-from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, SHOP_RELAY, SHOP_WORKER, WORKER, Fleet, Member
+from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, SHOP_EDGE, SHOP_RELAY, SHOP_WORKER, WORKER, Fleet, Member
 from tests.support import crashing
 from tests.support.proxy import Proxy
 
@@ -77,7 +77,7 @@ EDGE_POINTS = (
     "effect.called",
     "effect.recorded",
 )
-# Of the shop's workers; the last ones are those of sagas.
+# Of the shop's workers; the last ones are those of sagas and of webhooks to its customer.
 SHOP_POINTS = (
     "claimed",
     "step.committed",
@@ -88,6 +88,8 @@ SHOP_POINTS = (
     "saga.waiting",
     "wait.decided",
     "saga.compensating",
+    "webhook.recorded",
+    "webhook.posted",
 )
 RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
@@ -127,6 +129,14 @@ class Scene:
     # where the shop's own crash points are planned, and the queues that it works on
     shop_crashes: Path
     shop_queues: Sequence[Queue]
+    # for attacks: the shop's database, past the proxy; where it takes webhooks; the payment provider; the queue of the work
+    shop_engine: Engine
+    webhooks_url: str
+    provider_url: str
+    queue: str
+    # signed messages that were overheard, the oldest first, and what was believed that should not have been
+    overheard: list[Any] = field(default_factory=list)
+    believed: list[str] = field(default_factory=list)
     # one restart of Postgres at a time
     restarting: threading.Lock = field(default_factory=threading.Lock)
     # one web server stopped at a time: the other has to take over
@@ -353,6 +363,11 @@ def kill_shop_relay(scene: Scene, target: int) -> str:
     return _kill(scene, SHOP_RELAY, target)
 
 
+def kill_shop_edge(scene: Scene, target: int) -> str:
+    """F22: SIGKILL of its web server, to which the provider posts its webhooks."""
+    return _kill(scene, SHOP_EDGE, target)
+
+
 def kill_shop_at_point(scene: Scene, target: int) -> str:
     """F1 at a named moment of an attempt of the worked application, its sagas included."""
     return _kill_at(scene, scene.arm(SHOP_POINTS, target, crashing.KILL_CHILD, scene.shop_crashes))
@@ -465,6 +480,7 @@ FAULTS: dict[str, Inflict] = {
         stop_child_before_step,
         kill_shop_worker,
         kill_shop_relay,
+        kill_shop_edge,
         kill_shop_at_point,
         kill_edge,
         stop_edge,

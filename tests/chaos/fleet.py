@@ -33,7 +33,7 @@ GRACE = 20.0
 WATCH = 0.1
 
 WORKER, RELAY, BEAT, CALLER, EDGE = "worker", "relay", "beat", "caller", "edge"
-SHOP_WORKER, SHOP_RELAY = "shop-worker", "shop-relay"
+SHOP_WORKER, SHOP_RELAY, SHOP_EDGE = "shop-worker", "shop-relay", "shop-edge"
 SHOP_WORKERS, SHOP_QUEUES = 2, "payments,refunds,orders,notifications,webhooks"
 # The first of each begins with the old code.
 DEPLOYED = (WORKER, RELAY)
@@ -68,6 +68,9 @@ class Member:
         if self.kind == EDGE:
             listening = ["--port", str(self.port), "--log-level", "warning"]
             return [sys.executable, "-m", "uvicorn", "tests.chaos.edge:app", *listening]
+        if self.kind == SHOP_EDGE:
+            listening = ["--port", str(self.port), "--log-level", "warning"]
+            return [sys.executable, "-m", "uvicorn", "--factory", "api.application:create_app", *listening]
         if self.kind in (RELAY, SHOP_RELAY):
             return [sys.executable, "-m", "idempotency.cli", "relay", "-A", self.application]
         return [sys.executable, "-m", "celery", "-A", self.application, *self.arguments]
@@ -104,6 +107,7 @@ class Fleet:
         callers: int,
         edges: int = 0,
         shop: Mapping[str, str] | None = None,
+        shop_port: int | None = None,
     ) -> None:
         self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         # of the worked application, which has its own database; None: it takes no part
@@ -132,8 +136,10 @@ class Fleet:
                 options = ["--loglevel", "INFO", "--hostname", hostname, "--queues", SHOP_QUEUES, *pool]
                 self._add(directory, SHOP_WORKER, "worker", *options).application = SHOP
             self._add(directory, SHOP_RELAY).application = SHOP
+            served = self._add(directory, SHOP_EDGE)
+            served.application, served.port = SHOP, shop_port
         # bound here and never listening, so that no other program is given a server's port while it is down
-        self._ports = [_reserved_port() for _ in range(edges)]
+        self._ports = [reserved_port() for _ in range(edges)]
         for reserved in self._ports:
             self._add(directory, EDGE).port = reserved.getsockname()[1]
         for kind in DEPLOYED:
@@ -245,7 +251,7 @@ class Fleet:
                     process.end(running, signal.SIGKILL, timeout=5)
 
 
-def _reserved_port() -> socket.socket:
+def reserved_port() -> socket.socket:
     """A socket on a free port, where a server that says SO_REUSEADDR, as asyncio's do, may listen all the same."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -38,6 +38,7 @@ WEIGHTS = {
     # the shop
     "kill_shop_worker": 2,
     "kill_shop_relay": 1,
+    "kill_shop_edge": 1,
     "kill_shop_at_point": 3,
     # broker
     "reset_broker": 2,
@@ -51,6 +52,18 @@ WEIGHTS = {
     "reset_postgres": 2,
     "cut_commit": 4,
     "slow_postgres": 1,
+    # somebody who may publish
+    "forge_message": 1,
+    "squat_keys": 1,
+    "alter_message": 1,
+    "rekey_message": 1,
+    "retenant_message": 1,
+    "copy_message": 1,
+    "forge_revoke": 1,
+    "forge_headers": 1,
+    "forge_letter": 1,
+    "forge_charge": 1,
+    "forge_webhook": 1,
 }
 # A former holder that goes on and finds the fence moved is what the fence is for: one try may be overtaken by another
 # fault, so there are more.

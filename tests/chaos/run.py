@@ -29,8 +29,10 @@ from idempotency.observe import metrics
 from idempotency.store import schema
 from tests.chaos import application, ledgers
 from tests.chaos.application import MANY_ATTEMPTS
+from tests.chaos.attacks import ATTACKS
 from tests.chaos.books import UNFINISHED, UNKNOWN, process_of
 from tests.chaos.checker import Evidence, Findings, Id, Violation, check
+from tests.chaos.checks.forged import REASONS as FORGED
 from tests.chaos.edge import CRASHES
 from tests.chaos.evidence import EDGE as EDGE_TASK
 from tests.chaos.expected import expected
@@ -194,6 +196,7 @@ class _Stage:
             callers=options.callers,
             edges=options.edges,
             shop=self.shop.environment,
+            shop_port=self.shop.port,
         )
         stack.callback(self.fleet.stop)
         self.scene = Scene(
@@ -207,6 +210,10 @@ class _Stage:
             crash_directory,
             self.shop.crashes,
             self.shop.queues,
+            shop_engine,
+            self.shop.webhooks_url,
+            self.provider.url,
+            environment["CHAOS_QUEUE"],
         )
         self.traffic = Traffic(
             self.submitting,
@@ -234,7 +241,7 @@ class _Stage:
 
         def inflict(fault: Fault) -> None:
             try:
-                what = FAULTS[fault.kind](self.scene, fault.target)
+                what = (FAULTS | ATTACKS)[fault.kind](self.scene, fault.target)
                 inflicted[fault.kind] += 1
             except Missed as error:
                 missed[fault.kind] += 1
@@ -248,14 +255,13 @@ class _Stage:
         self.requests.start()
         self.people.start()
         self.shop.start()
-        threads = []
-        waiting = list(faults)
+        # each by its own clock: looking waits for a Postgres that is away
+        threads = [threading.Timer(fault.second, inflict, (fault,)) for fault in faults]
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
         next_status = STATUS_SECONDS
         while (now := time.monotonic() - began) < self.options.seconds:
-            while waiting and waiting[0].second <= now:
-                thread = threading.Thread(target=inflict, args=(waiting.pop(0),), daemon=True)
-                thread.start()
-                threads.append(thread)
             self._look()
             if now >= next_status:
                 next_status += STATUS_SECONDS
@@ -364,7 +370,8 @@ class _Stage:
             for id in known & (self.requests.answers.keys() - set(self.requests.certain))
         ]
         of_shop, self.shop_struck = self.shop.check()
-        more = (*vanished, *kept, *self._announcements(rows), *self.requests.violations, *of_shop)
+        believed = [Violation("forged", "a message", what) for what in self.scene.believed]
+        more = (*believed, *vanished, *kept, *self._announcements(rows), *self.requests.violations, *of_shop)
         return Findings((*findings.violations, *more), findings.counts, findings.changes)
 
     def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
@@ -422,7 +429,7 @@ class _Stage:
     def _struck(self, findings: Findings, counters: Mapping[str, int]) -> dict[str, int]:
         """What has to have happened besides the faults of the plan, each with how often it did."""
         codes: Counter[str] = Counter()
-        eager = broken = undone = refunded = taken_over = refused = 0
+        eager = broken = undone = refunded = taken_over = refused = forged = 0
         for change in findings.changes:
             old, new = change.old or {}, change.new or {}
             if change.book == "records" and new.get("status") == "failed" and old.get("status") != "failed":
@@ -430,6 +437,7 @@ class _Stage:
             eager += change.book == "records" and change.writer in self.fleet.callers
             broken += change.book == "dead_letters" and not old and new["reason"] == "on_failed_error"
             undone += change.book == "reversals"
+            forged += change.book == "dead_letters" and not old and new["reason"] in FORGED
             if change.book == "records" and new.get("task") == EDGE_TASK:
                 # by the next request, or by recovery, which only lets go
                 started = old.get("status") == "started" and new["token"] != old["token"]
@@ -442,7 +450,7 @@ class _Stage:
         struck |= {"eager writes": eager, "broken on_failed": broken, "rejected copies": self.traffic.tally.rejected}
         struck |= {f"ends as {code}": codes[code] for code in (UNKNOWN, UNFINISHED, "cancelled", "revoked")}
         struck |= {name: counters.get(f"idempotency_{name}_total", 0) for name in ("deferrals", "busy")}
-        struck |= {"undone steps": undone, "refunds": refunded}
+        struck |= {"undone steps": undone, "refunds": refunded, "forged messages refused": forged}
         struck |= {name: self.requests.tally[name] for name in REQUESTS_STRUCK}
         struck |= {"requests taken over": taken_over, "requests refused": refused}
         return struck

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -23,11 +24,18 @@ from demo.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, faults_opt
 from demo.input import Intake
 from demo.order_books import SAGA, Told, check_orders, read_order_books
 from demo.order_rules import Rules
-from idempotency.application import close_runtime
+from idempotency.application import close_runtime, runtime_of
+from idempotency.operate.change import Change
+from idempotency.operate.webhooks import add_endpoint, enable_endpoint
 from idempotency.store import schema
+from sandbox import ledger
 from sandbox.process import Sandbox
+from tests.chaos.customer import STRUCK as CUSTOMER_STRUCK
+from tests.chaos.customer import Customer
 from tests.chaos.evidence import Violation
+from tests.chaos.fleet import reserved_port
 from tests.chaos.saga_books import check_sagas, read_sagas
+from tests.chaos.webhook_books import check_webhooks, read_webhooks
 
 # Purchases per second, each some thirty operations with its return; and how many may be under way.
 RATE, WINDOW, BATCH = 0.8, 12, 4
@@ -51,7 +59,12 @@ TIMES = {
     "STRIPE_TIMEOUT": "2",
     "STRIPE_SEARCH_LAG": "0.2",
     "CARRIER_TIMEOUT": "2",
+    "IDEMPOTENCY_WEBHOOK_TIMEOUT": "2",
+    # of what is decided later only the provider's webhooks tell
+    "STRIPE_FIRST_POLL": "3600",
 }
+# Of the charges, and after how many milliseconds.
+UNDECIDED = {"undecided": 0.3, "decision_ms": 300.0}
 COMMANDS = ("cancel", "signal")
 _UNDER_WAY = text("""
 SELECT count(*) FROM checkouts c
@@ -71,7 +84,11 @@ SELECT (SELECT count(*) FROM idempotency.sagas WHERE status = 'FAILED') AS "saga
     (SELECT count(*) FROM idempotency.saga_steps WHERE (kind, state) = ('wait', 'done')) AS "waits ended by an event",
     (SELECT count(*) FROM orders WHERE status = 'PROCESSING') AS "orders processed",
     (SELECT count(*) FROM orders WHERE reason = 'on_request') AS "orders cancelled",
-    (SELECT count(*) FROM returns WHERE status = 'REFUNDED') AS "returns refunded"
+    (SELECT count(*) FROM returns WHERE status = 'REFUNDED') AS "returns refunded",
+    (SELECT count(*) FROM payment_events WHERE is_applied) AS "reports of the provider applied",
+    (SELECT count(*) FROM idempotency.webhook_deliveries WHERE status = 'delivered') AS "webhooks delivered",
+    (SELECT count(*) FROM idempotency.webhook_deliveries WHERE status = 'given_up') AS "webhooks given up",
+    (SELECT count(*) FROM idempotency.dead_letters WHERE reason IN ('unsigned', 'altered')) AS "forged messages to the shop refused"
 """)
 
 
@@ -89,9 +106,24 @@ class Shop:
         seconds: float,
     ) -> None:
         self.engine = engine
-        faults = {"provider": PROVIDER_FAULTS, "mail": MAIL_FAULTS, "carrier": CARRIER_FAULTS}
+        held = reserved_port()
+        stack.callback(held.close)
+        self.port = held.getsockname()[1]
+        secret = secrets.token_hex(16)
+        reports = ["--webhook-url", self.webhooks_url, "--webhook-secret", secret]
+        self.customer = Customer(directory / "customer")
+        stack.callback(self.customer.close)
+        faults = {"provider": PROVIDER_FAULTS | UNDECIDED, "mail": MAIL_FAULTS, "carrier": CARRIER_FAULTS}
         outside = {
-            kind: Sandbox(kind, directory / kind, "--seed", str(seed), "--faults", faults_option(rates))  # type: ignore[arg-type]
+            kind: Sandbox(
+                kind,  # type: ignore[arg-type]
+                directory / kind,
+                "--seed",
+                str(seed),
+                "--faults",
+                faults_option(rates),
+                *(reports if kind == "provider" else ()),
+            )
             for kind, rates in faults.items()
         }
         for each in outside.values():
@@ -108,12 +140,16 @@ class Shop:
             "STRIPE_API_BASE": outside["provider"].url,
             "SMTP_URL": outside["mail"].url,
             "CARRIER_URL": outside["carrier"].url,
+            "STRIPE_WEBHOOK_SECRETS": secret,
+            "IDEMPOTENCY_WEBHOOK_ALLOWED_HOSTS": "127.0.0.1",
+            "IDEMPOTENCY_WEBHOOK_CA_FILE": str(self.customer.ca_file),
         }
         # the application reads its addresses when it is imported
         with _environment(environment):
             from demo.orders import Buyers
             from tasks import app
             from tasks.migrate import migrate
+            from tasks.tenants import DEFAULT
             from tests.chaos.shop_people import People
         stack.callback(close_runtime, app)
         # this process counts nothing, and does not die
@@ -123,6 +159,10 @@ class Shop:
         self._committing = engine.execution_options(isolation_level="READ COMMITTED")
         schema.migrate(self._committing)
         migrate(self._committing)
+        runtime, change = runtime_of(app), Change("ann", "chaos")
+        made = add_endpoint(runtime, change, DEFAULT, url=self.customer.url, events=["*"])
+        self._endpoint, self.customer.secret = made.id, made.verifier
+        enable_endpoint(runtime, change, made.id)
         self._rules = Rules(seed, returned=RETURNED)
         purchases = directory / "purchases.csv"
         _write_purchases(purchases, random.Random(f"purchases {seed}"), int(seconds * RATE) + BATCH)
@@ -148,6 +188,11 @@ class Shop:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="shop", daemon=True)
 
+    @property
+    def webhooks_url(self) -> str:
+        """Where the provider posts its webhooks."""
+        return f"http://127.0.0.1:{self.port}/webhooks/stripe"
+
     def start(self) -> None:
         """Let buyers come until `stop`."""
         self._thread.start()
@@ -162,6 +207,8 @@ class Shop:
         self._look()
         with self.engine.connect() as connection:
             found = [f"shop: {each}" for each in connection.scalars(_OPEN)]
+        if unsent := ledger.untold(self._outside["provider"]):
+            found.append(f"shop: {unsent} webhooks that the provider has not sent")
         return [*found, *([f"shop: {self._to_come} things to do"] if self._to_come else [])]
 
     def ended(self) -> int:
@@ -181,11 +228,14 @@ class Shop:
         with self.engine.connect() as connection:
             struck = dict(connection.execute(_STRUCK).one()._mapping)
             is_open = list(connection.scalars(_OPEN))
+        struck |= {name: self.customer.struck[name] for name in CUSTOMER_STRUCK}
         struck |= {f"commands to {name} a saga": self._people.given[name] for name in COMMANDS}
         if is_open or self._to_come:
             # the books of what has not ended do not agree yet
             still = [*is_open, *[f"{self._to_come} things to do"] * bool(self._to_come)]
             return [*violations, *(Violation("I2", "shop", f"still open: {each}") for each in still)], struck
+        webhooks = read_webhooks(self._committing, self._endpoint, self.customer.posted, self._outside["provider"])
+        violations += check_webhooks(webhooks)
         placed = self._buyers.placed
         lines = [line for line in self._lines if line.id in placed]
         told = Told(lines, placed, self._deliveries, overruled=self._people.overruled)

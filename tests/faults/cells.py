@@ -1,4 +1,4 @@
-"""The fault matrix as data: what may go wrong (F1–F23), in which phase of an operation (P0–P9) or of a saga (S0–S3), and
+"""The fault matrix as data: what may go wrong (F1–F23), in which phase of an operation (P0–P10) or of a saga (S0–S3), and
 what must come out.
 
 A cell holds the matrix' own words. `outcomes` are the letters that a test of the cell may have seen; whatever else a
@@ -22,6 +22,7 @@ PHASES = {
     "P7": "relay selected a row, before publish",
     "P8": "published, no confirm yet",
     "P9": "confirmed, not yet marked",
+    "P10": "webhook posted to a customer, answer not recorded",
 }
 
 SAGA_PHASES = {
@@ -41,6 +42,8 @@ LEGEND = {
     "W": "waits or fails closed, and resumes",
     "Q": "a dead letter after N attempts",
     "S": "needed the sweeper: sent again by recover or resend",
+    "re-POST": "posted again, under the same id and with the same body; delivered",
+    "refused": "the receiver refuses a time that is not now, each attempt is in sight, and it is delivered once the clock is right",
     "finish": "the interrupted process ends what it has begun",
     "retry": "released, and another attempt with back-off",
     "failed": "failed at once, with a dead letter",
@@ -98,7 +101,7 @@ TITLES = {
     "F23": "SIGSTOP of the web server past the lease, later SIGCONT",
 }
 
-# The columns are P0–P9. Words that are no letters are translated by _WORDS below.
+# The columns are P0–P9; P10 is below. Words that are no letters are translated by _WORDS below.
 _ROWS = {
     "F1": ("R", "R,S", "R,S", "G,S", "R", "U", "D", "–", "–", "–"),
     "F2": ("R", "R,S", "R,S", "G,S", "R", "U", "D", "W", "K", "K"),
@@ -151,6 +154,19 @@ _ROWS = {
     ),
     "F22": ("R", "R", "R", "G", "R", "U", "D", "–", "–", "–"),
     "F23": ("R", "R+", "R+", "G", "R+", "–", "D", "–", "–", "–"),
+}
+
+# The column P10; of every other fault the phases before show what it does to a delivery.
+_P10 = {
+    "F1": "re-POST,S",
+    "F2": "re-POST,S",
+    "F3": "re-POST",
+    "F4": "finish or re-POST",
+    "F12": "re-POST",
+    "F13": "re-POST",
+    "F14": "re-POST",
+    "F15": "refused",
+    "F20": "re-POST",
 }
 
 # The columns are S0–S3; what a fault without a row here does to a saga is shown by P0–P9.
@@ -251,7 +267,7 @@ CELLS = (
     {
         (fault, phase): _cell(fault, phase, expected)
         for fault, row in _ROWS.items()
-        for phase, expected in zip(PHASES, row, strict=True)
+        for phase, expected in zip(PHASES, (*row, _P10.get(fault, NO_EFFECT)), strict=True)
     }
     | {
         (fault, phase): _cell(fault, phase, expected)

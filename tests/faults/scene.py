@@ -45,6 +45,7 @@ POINTS = {
     "P7": "relay.selected",
     "P8": "relay.published",
     "P9": "relay.confirmed",
+    "P10": "webhook.posted",
     "S0": "step.recorded",
     "S1": "saga.waiting",
     "S2": "wait.decided",

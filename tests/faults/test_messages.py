@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.orm import Session
 
+from idempotency import Handle, OperationId
+from idempotency.application import settings_of
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.queues import DELIVERY_LIMIT
 from idempotency.store.recover import SPARE_CLAIMS
@@ -241,4 +245,30 @@ def test_a_gateway_that_drips_is_left_at_the_soft_limit(scene: Scene, cell: Seen
     bank.transfer.apply_async((scene.account, scene.outside.url), soft_time_limit=2)
     row = scene.completed()
     assert (row.attempts, "SoftTimeLimitExceeded" in row.first_error) == (2, True)
+    cell.saw(scene.outcome())
+
+
+@pytest.mark.cell("F20", "P3")
+def test_a_gateway_that_calls_back_three_times_is_asked_once_more(
+    scene: Scene, processes: Processes, tmp_path: Path, cell: SeenCell
+) -> None:
+    decided = tmp_path / "decided"
+    worker = processes.worker(app="tests.faults.undecided_code", DECIDED=str(decided))
+    scene.workers.append(worker)
+    scene.relay()
+    scene.accept()
+    eventually(lambda: scene.status() == "released", timeout=PATIENCE, what="it waits for the gateway")
+    decided.touch()
+    id = OperationId(settings_of(scene.app).tenant, bank.transfer.name, scene.account)
+
+    def call_back() -> None:
+        with Session(scene.engine.execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
+            Handle(scene.app, id).wake(session)
+
+    for _ in range(3):
+        call_back()
+    row = scene.completed()
+    assert list(scene.outside.calls.values()) == [2]
+    call_back()  # of what has ended
+    assert scene.record() == row
     cell.saw(scene.outcome())

@@ -72,9 +72,9 @@ def answering(status: int, **headers: str) -> Callable[[Request], Answer]:
     return answer
 
 
-def certificate(directory: Path) -> Path:
+def certificate(directory: Path, **options: Any) -> Path:
     """The receiver's certificate with its key, by its own authority: for 127.0.0.1 and two names."""
-    return certificate_for("127.0.0.1", directory, "DNS:localhost", "DNS:hooks.example")
+    return certificate_for("127.0.0.1", directory, "DNS:localhost", "DNS:hooks.example", **options)
 
 
 def start(both: Path) -> Receiver:
