@@ -40,7 +40,8 @@ from tests.support.tasks import transactional
 
 @pytest.fixture
 def vhost(servers: services.Services) -> Iterator[str]:
-    yield from virtual_host(servers)
+    with virtual_host(servers) as url:
+        yield url
 
 
 @pytest.fixture

@@ -45,8 +45,9 @@ class Users:
             yield connection
 
 
+@contextmanager
 def virtual_host(servers: services.Services) -> Iterator[str]:
-    """The address of a new virtual host, for a fixture. Skips the test without a RabbitMQ that was started here."""
+    """The address of a new virtual host. Skips the test without a RabbitMQ that was started here."""
     if servers.broker != "rabbitmq":
         pytest.skip("needs a RabbitMQ that was started here")
     name = f"users-{uuid4().hex[:8]}"
