@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 import services
 from idempotency import OperationId
+from idempotency.application import runtime_of
 from idempotency.attempt.hints import Hint, Hints
 from idempotency.broker.channel import declare_queues
 from idempotency.checks.findings import Level
@@ -110,7 +111,7 @@ def test_a_whole_run_needs_no_more(
         for account in accounts:
             eventually(lambda account=account: (relay.run_once() and False) or entries(account), what=account)
         assert [letter.reason for letter in op.dead_letters(looking)] == ["unknown_task"]
-        seen = take_snapshot(looking, bank, b.runtime_of(bank).settings)
+        seen = take_snapshot(looking, bank, runtime_of(bank).settings)
     assert seen.broker_answered
     assert [entries(account) for account in accounts] == [1] * len(accounts)
     dead.close()
@@ -273,7 +274,7 @@ def test_the_users_are_in_their_virtual_host_only(bank: Celery, users: Users) ->
 
 
 def test_redis_user_keeps_hints_and_does_nothing_else(bank: Celery, users: Users, engine: Engine) -> None:
-    owner = b.runtime_of(bank).settings.owner
+    owner = runtime_of(bank).settings.owner
     hints = Hints(users.hints_url, owner=owner, lease=60, timeout=5, pause=60)
     one = OperationId("default", "task", uuid4().hex)
     assert [hints.take(one, "t", "f") for _ in range(2)] == [Hint.FREE, Hint.FREE]
