@@ -34,7 +34,7 @@ class QuorumQueue(Queue):
 
     def declare(self, nowait: bool = False, channel: Any = None) -> Any:
         channel = channel or self.channel
-        if not isinstance(channel, Channel):
+        if not isinstance(channel, Channel) or channel.connection is None:  # not RabbitMQ, or closed
             return super().declare(nowait=nowait, channel=channel)
         try:
             with channel.connection.channel() as declaring:  # a refusal closes the channel
