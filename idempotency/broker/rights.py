@@ -60,7 +60,8 @@ def definitions(
 ) -> dict[str, Any]:
     """The users whose passwords are given (by kind of process) and their rights, as RabbitMQ imports them.
 
-    `event_exchanges`: those that `publish(…, exchange=…)` names, to which the relay publishes. Holds salted hashes of the passwords. Raises `SettingsError` if the broker is not RabbitMQ.
+    `event_exchanges`: those that `publish(…, exchange=…)` names, to which the relay publishes. The document holds salted
+    hashes of the passwords. Raises `SettingsError` if the broker is not RabbitMQ.
     """
     broker = app.connection_for_write()
     if broker.transport.driver_type != "amqp":

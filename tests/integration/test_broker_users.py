@@ -128,6 +128,7 @@ def test_a_web_server_waits_for_a_queue_that_only_others_may_declare(bank: Celer
         assert connection.default_channel.queue_declare(bank.conf.task_default_queue, passive=True).message_count == 1
 
 
+@pytest.mark.long
 def test_remote_control_is_for_those_who_ask_if_it_is_asked_for(
     bank: Celery,
     run: Run,
