@@ -14,6 +14,7 @@ COPY celeryconfig.py ./
 COPY tasks ./tasks
 COPY api ./api
 
-RUN useradd --system --no-create-home app
+# /users: the owner of a new volume that is mounted there.
+RUN useradd --system --no-create-home app && install --directory --owner app /users
 USER app
 CMD ["celery", "-A", "tasks", "worker"]

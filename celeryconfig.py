@@ -21,6 +21,8 @@ class Environment(BaseSettings):
     database_url: SecretStr
     redis_url: SecretStr | None = None
     broker_url: SecretStr
+    # With it, who may publish to the broker can also stop workers and revoke tasks. Flower's pages about workers need it.
+    remote_control: bool = False
     # Only with Redis as the broker, which redelivers an unacknowledged message after this many seconds. Must exceed the
     # hard time limit below; a killed worker's messages come back no sooner.
     broker_visibility_timeout: int = 100
@@ -102,7 +104,8 @@ task_serializer = result_serializer = "json"
 accept_content = ["json"]
 # Results are in Postgres; a result backend may be used as well.
 task_ignore_result = True
-# Each event costs a confirmed message. Flower turns them on until the worker restarts.
+worker_enable_remote_control = environment.remote_control
+# Each event costs a confirmed message. A worker's option -E turns them on, and so does Flower with remote control.
 task_send_sent_event = worker_send_task_events = False
 timezone = "UTC"
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +22,7 @@ MAINTENANCE = "maintenance"
 # Pool processes per worker; external calls mostly wait.
 CONCURRENCY = 4
 STOP_SECONDS = 20.0
-_RELAY = "from idempotency.cli import main; main()"
+COMMAND_LINE = "from idempotency.cli import main; main()"
 
 
 class ProcessError(RuntimeError):
@@ -32,13 +32,15 @@ class ProcessError(RuntimeError):
 class Processes:
     """The application's processes. Each has its pid file and its log in a subdirectory of `directory`.
 
-    With the servers' directory, the watchdog ends these processes too if their owner is killed.
+    `logins`: the addresses of the servers for a kind of process. With the servers' directory, the watchdog ends these processes too if their owner is killed.
     """
 
-    def __init__(self, directory: Path, environment: Mapping[str, str], relay_database_url: str) -> None:
+    def __init__(
+        self, directory: Path, environment: Mapping[str, str], logins: Callable[[str], Mapping[str, str]]
+    ) -> None:
         self._directory = directory
         self._environment = {**os.environ, **environment}
-        self._of_relay = {**self._environment, "DATABASE_URL": relay_database_url}
+        self._logins = logins
         self._running: list[str] = []
         self._workers = self._servers = 0
 
@@ -46,27 +48,29 @@ class Processes:
         """Start a Celery worker on the queues of operations; returns its name."""
         self._workers += 1
         name = f"worker-{self._workers}"
-        self._start(name, *_worker(name, QUEUES, CONCURRENCY))
+        self._start(name, *_worker(name, QUEUES, CONCURRENCY), login=self._logins("worker"))
         return name
 
     def start_relay(self) -> None:
         """Start the relay from the outbox to the broker, and the worker of the scheduled maintenance."""
-        self._start("relay", "-c", _RELAY, "relay", "-A", "tasks", environment=self._of_relay)
-        name = "worker-maintenance"
-        self._start(name, *_worker(name, MAINTENANCE, 1), environment=self._of_relay)
+        login = self._logins("relay")
+        self._start("relay", "-c", COMMAND_LINE, "relay", "-A", "tasks", login=login)
+        name, of_worker = "worker-maintenance", {**self._logins("worker"), "DATABASE_URL": login["DATABASE_URL"]}
+        self._start(name, *_worker(name, MAINTENANCE, 1), login=of_worker)
 
     def start_beat(self) -> None:
         """Start Celery beat, with its schedule in the directory."""
         schedule = self._directory / "beat-schedule"
         options = ["--schedule", str(schedule), "--pidfile", ""]
-        self._start("beat", "-m", "celery", "-A", "tasks", "beat", *options, environment=self._of_relay)
+        self._start("beat", "-m", "celery", "-A", "tasks", "beat", *options, login=self._logins("beat"))
 
     def start_server(self, port: int | None = None) -> str:
         """Start the application over HTTP, by default on a free port; returns its address. It may not accept requests yet."""
         self._servers += 1
         port = port or free_port()
         options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-        self._start(f"server-{self._servers}", "-m", "uvicorn", "--factory", "api.application:create_app", *options)
+        server = ["-m", "uvicorn", "--factory", "api.application:create_app", *options]
+        self._start(f"server-{self._servers}", *server, login=self._logins("application"))
         return f"http://127.0.0.1:{port}"
 
     def pid(self, name: str) -> int | None:
@@ -104,7 +108,7 @@ class Processes:
             shutil.copyfile(log, kept / f"{log.parent.name}.log")
         return kept
 
-    def _start(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def _start(self, name: str, *arguments: str, login: Mapping[str, str]) -> None:
         directory = self._directory / name
         directory.mkdir()
         process.launch(
@@ -112,7 +116,7 @@ class Processes:
             record=self._record(name),
             log=directory / "log",
             directory=ROOT,
-            environment=environment or self._environment,
+            environment={**self._environment, **login},
         )
         # The process writes its pid file itself, and cannot be found without it.
         deadline = time.monotonic() + 10

@@ -5,28 +5,29 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Engine, create_engine, text
 
 import services
 from demo.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, Faults, faults_option
 from demo.flows import Engines, Options, Orders, Payments
 from demo.input import Intake
+from demo.logins import make_logins, make_roles
 from demo.processes import Processes, free_port
 from demo.progress import Counted, Counter, Display
 from demo.report import Report
-from idempotency.store import roles, schema
-from idempotency.store.rights import APPLICATION, OPERATOR, RELAY, ROLES
+from idempotency.store import schema
+from idempotency.store.rights import APPLICATION, OPERATOR
 from sandbox import ledger
 from sandbox import process as sandbox
 from sandbox.process import Sandbox
-from tasks.migrate import grant, migrate
+from tasks.migrate import migrate
 
 if TYPE_CHECKING:
     from demo.submission import Submission
@@ -137,7 +138,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             stack.callback(engine.dispose)
             schema.migrate(engine)
             migrate(engine)
-            urls = _roles(servers, engine, database_url, console)
+            urls = make_roles(servers, engine, database_url, console)
             # what the run itself looks at: all tenants, like an operator
             looking = create_engine(urls[OPERATOR], hide_parameters=True)
             stack.callback(looking.dispose)
@@ -148,7 +149,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
         environment = {
             **servers.environment(),
             **TIMES,
-            "DATABASE_URL": urls[APPLICATION],
+            "DATABASE_URL": database_url,
             "STRIPE_API_BASE": provider.url,
             "SMTP_URL": mail.url,
             "CARRIER_URL": carrier.url,
@@ -156,7 +157,8 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             "PROMETHEUS_MULTIPROC_DIR": str(counters),
             **(webhooks.environment if webhooks else {}),
         }
-        processes = Processes(directory, environment, urls[RELAY])
+        logins = make_logins(servers, urls, environment, console)
+        processes = Processes(directory, environment, logins.environment)
         stack.callback(processes.stop)
         try:
             with watch.phase("start of the application"):
@@ -165,10 +167,10 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
                 processes.start_beat()
                 if webhooks:
                     processes.start_server(webhooks.port)
-                os.environ.update(environment)
+                os.environ.update({**environment, **logins.environment("application")})
                 submission = flow.start(Engines(engine, looking, submitting), processes, carrier.url)
                 stack.callback(submission.close)
-            faults = Faults(processes, victim, servers.redis_url, submission.wipe_broker)
+            faults = Faults(processes, victim, servers.redis_url, lambda: submission.wipe_broker(servers.broker_url))
             display = Display(console, flow.bars)
             work = _Work(intake, flow, submission, Counter(looking, flow.count), processes, faults, display)
             problems: list[str] = []
@@ -216,24 +218,6 @@ def _told(engine: Engine, provider: Path, problems: list[str]) -> int:
     if missing := {charge.id for charge in ledger.read(provider).charges} - told:
         problems.append(f"charges that no webhook has told of: {len(missing)}")
     return len(told)
-
-
-def _roles(servers: services.Services, engine: Engine, database_url: str, console: Console) -> Mapping[str, str]:
-    """Make the roles, with passwords of their own. Returns the address of the database for each.
-
-    On a server that was given all processes use its login: its roles may be in use elsewhere.
-    """
-    if "postgres" not in servers.servers:
-        console.print("DATABASE_URL is given: its login does everything, and no roles are made")
-        return dict.fromkeys(ROLES, database_url)
-    passwords = {role: secrets.token_urlsafe(18) for role in ROLES}
-    roles.create(engine, passwords)
-    grant(engine)
-    url = make_url(database_url)
-    return {
-        role: url.set(username=role, password=password).render_as_string(hide_password=False)
-        for role, password in passwords.items()
-    }
 
 
 class _Work:

@@ -5,14 +5,17 @@ Importing this module reads the environment (celeryconfig), so set the servers' 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
+from amqp.exceptions import NotFound
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from demo.input import Intake, Line
+from demo.processes import ProcessError
 from idempotency import Handle
 from idempotency.queues import dead_letter_queues
 from tasks import app
@@ -21,6 +24,8 @@ from tasks.refunds import refund_payment, submit_refund
 from tasks.tenants import DEFAULT
 
 QUEUES = ("payments", "refunds", "orders", "notifications")
+# Seconds until the first worker has to be ready.
+PATIENCE = 90.0
 
 
 class Submission:
@@ -33,6 +38,8 @@ class Submission:
         self._open = ExitStack()
         self._producer: Any = self._open.enter_context(app.producer_or_acquire())
         self.accepted = 0
+        if self._duplicates and app.connection_for_read().transport.driver_type == "amqp":
+            _wait_for_queues()
 
     @property
     def events(self) -> list[str]:
@@ -73,13 +80,13 @@ class Submission:
                     continue
         return waiting
 
-    def wipe_broker(self) -> int:
-        """Delete every queue and its messages; returns how many were waiting."""
+    def wipe_broker(self, url: str) -> int:
+        """Delete every queue and its messages, with an address that may; returns how many were waiting."""
         waiting = self.messages_waiting()
         queues = list(app.amqp.queues.values())
         delayed = [f"celery_delayed_{level}" for level in range(28)]
         names = [queue.name for queue in [*queues, *dead_letter_queues(queues)]] + delayed
-        with app.connection_for_write() as connection, connection.channel() as channel:
+        with app.connection_for_write(url) as connection, connection.channel() as channel:
             for name in names:
                 channel.queue_delete(name)
         return waiting
@@ -87,6 +94,20 @@ class Submission:
     def close(self) -> None:
         """Return the connection to the broker."""
         self._open.close()
+
+
+def _wait_for_queues() -> None:
+    """Wait until workers have declared the queues: an application's user may not."""
+    deadline = time.monotonic() + PATIENCE
+    with app.connection_for_read() as connection:
+        for name in QUEUES:
+            while time.monotonic() < deadline:
+                with suppress(NotFound), connection.channel() as channel:
+                    app.amqp.queues[name](channel).queue_declare(passive=True)
+                    break
+                time.sleep(0.1)
+            else:
+                raise ProcessError(f"no worker declared the queue {name} within {PATIENCE:g} s")
 
 
 def _submit(session: Session, line: Line) -> Handle:

@@ -21,15 +21,38 @@ class Environment(BaseSettings):
     idempotency_relay_password: SecretStr | None = None
     idempotency_operator_password: SecretStr | None = None
     idempotency_read_only_password: SecretStr | None = None
+    # Those of the users of `broker-users`. A user without one is left out.
+    broker_application_password: SecretStr | None = Field(
+        None, validation_alias="IDEMPOTENCY_BROKER_APPLICATION_PASSWORD"
+    )
+    broker_worker_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_WORKER_PASSWORD")
+    broker_relay_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_RELAY_PASSWORD")
+    broker_beat_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_BEAT_PASSWORD")
+    broker_flower_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_FLOWER_PASSWORD")
+    redis_hints_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_REDIS_HINTS_PASSWORD")
 
 
 def role_passwords() -> dict[str, str]:
     """The passwords of database roles that are given, by the role's name."""
+    return {f"idempotency_{role}": password for role, password in _passwords("idempotency_").items()}
+
+
+def broker_passwords() -> dict[str, str]:
+    """The passwords of RabbitMQ's users that are given, by kind of process."""
+    return _passwords("broker_")
+
+
+def redis_password() -> str | None:
+    """The password of Redis' user for hints."""
+    return _passwords("redis_").get("hints")
+
+
+def _passwords(prefix: str) -> dict[str, str]:
     given = environment()
     return {
-        name.removesuffix("_password"): password.get_secret_value()
+        name.removeprefix(prefix).removesuffix("_password"): password.get_secret_value()
         for name in Environment.model_fields
-        if name.endswith("_password") and (password := getattr(given, name)) is not None
+        if name.startswith(prefix) and name.endswith("_password") and (password := getattr(given, name)) is not None
     }
 
 

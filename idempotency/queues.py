@@ -27,7 +27,22 @@ DEAD_LETTER_DELIVERY_LIMIT = 1_000_000_000
 
 
 class QuorumQueue(Queue):
-    """A quorum queue. One that an earlier version made, with the shared dead-letter queue, is used as it is."""
+    """A quorum queue. One that an earlier version made, with the shared dead-letter queue, is used as it is.
+
+    A user who may not declare it, as a web server's (`idempotency broker-users`), uses what workers and relays declare.
+    """
+
+    def declare(self, nowait: bool = False, channel: Any = None) -> Any:
+        channel = channel or self.channel
+        if not isinstance(channel, Channel) or channel.connection is None:  # not RabbitMQ, or closed
+            return super().declare(nowait=nowait, channel=channel)
+        try:
+            with channel.connection.channel() as declaring:  # a refusal closes the channel
+                return super().declare(nowait=nowait, channel=declaring)
+        except AccessRefused:
+            with channel.connection.channel() as asking:
+                asking.queue_declare(queue=self.name, passive=True)
+        return self.name
 
     def queue_declare(self, nowait: bool = False, passive: bool = False, channel: Any = None) -> Any:
         channel = channel or self.channel

@@ -12,7 +12,7 @@ from pathlib import Path
 from services.rabbitmq import USER, RabbitMQ
 from services.server import Server, ServiceError
 
-IMAGE = "rabbitmq:4.2-management"
+IMAGE = "rabbitmq:4.2.9-management"
 # The file in the server's directory with the container's name, so that any process can end it.
 CONTAINER = "container"
 

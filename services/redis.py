@@ -22,6 +22,14 @@ class Redis(Server):
     def url(self) -> str:
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
+    def add_users(self, acl: str) -> None:
+        """Add the users of an ACL file, or replace them. The default user stays: it is that of the servers here."""
+        with Client.from_url(self.url) as client:
+            for line in acl.splitlines():
+                _, name, *rules = line.split()
+                if name != "default":
+                    client.execute_command("ACL", "SETUSER", name, *rules)
+
     def _command(self) -> Sequence[str | Path]:
         config = self.directory / "redis.conf"
         config.touch(mode=0o600)

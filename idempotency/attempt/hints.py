@@ -161,4 +161,18 @@ class Hints:
 
 def hint_name(id: OperationId, owner: str) -> str:
     """The key of a hint. Applications may share a Redis, and even a database: `owner` names database and application."""
-    return f"idempotency:hint:{hashlib.sha256(owner.encode()).hexdigest()[:8]}:{id.digest}"
+    return f"{_prefix(owner)}{id.digest}"
+
+
+def acl(owner: str, password: str, *, name: str) -> str:
+    """The users of a Redis for hints, as its ACL file has them: one who may touch these hints, and no other.
+
+    INFO and TIME are for the doctor. Holds a hash of the password: Redis takes no salted one, so let it be random.
+    """
+    secret = hashlib.sha256(password.encode()).hexdigest()
+    commands = " ".join(f"+{each}" for each in ("eval", "get", "set", "del", "select", "ping", "info", "time"))
+    return f"user {name} reset on #{secret} ~{_prefix(owner)}* {commands}\nuser default off\n"
+
+
+def _prefix(owner: str) -> str:
+    return f"idempotency:hint:{hashlib.sha256(owner.encode()).hexdigest()[:8]}:"

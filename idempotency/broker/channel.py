@@ -65,6 +65,11 @@ class BrokerChannel:
                 log.warning("queue_not_seen", queue=queue, error=type(error).__name__)
                 return None
 
+    @property
+    def may_ask_workers(self) -> bool:
+        """Whether workers answer over Celery's remote control."""
+        return bool(self._app.conf.worker_enable_remote_control)
+
     def held(self, queue: str, consumers: int, task_ids: list[str]) -> set[str] | None:
         """Which of these tasks the consumers of a queue hold, unacknowledged. None: not all of them have answered.
 

@@ -61,6 +61,19 @@ def check_signatures(app: Celery, given: Settings) -> list[Finding]:
     return [ok("messages", f"{found}; idempotency_unsigned_until is over and can be removed")]
 
 
+def check_remote_control(app: Celery, given: Settings) -> list[Finding]:
+    """Whether Celery's remote control is on where others may publish: no signature protects it."""
+    if not app.conf.worker_enable_remote_control:
+        return [ok("remote control", "is off")]
+    if _is_on_loopback(app) and not given.message_secrets:
+        return [ok("remote control", "is on; the broker listens on loopback")]
+    found = "is on" + (", and unlike messages it is not signed" if given.message_secrets else "")
+    advice = (
+        "whoever may publish to the broker can stop workers and revoke tasks; set worker_enable_remote_control = False"
+    )
+    return [warning("remote control", found, advice)]
+
+
 def _is_on_loopback(app: Celery) -> bool:
     """Whether only this machine reaches the broker, by its address."""
     try:

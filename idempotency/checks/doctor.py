@@ -10,7 +10,7 @@ from celery import Celery
 
 from ..settings import Settings
 from ..worker.task import idempotent_tasks
-from .broker import check_broker, check_broker_settings, check_signatures
+from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
 from .findings import Finding, Level, warning
 from .people import check_people
 from .postgres import check_database
@@ -72,7 +72,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
     ]
     if given is not None:
         findings += [*check_retentions(tasks, given), *check_providers(tasks, given), *check_signatures(app, given)]
-        findings += check_longest_runs(app, tasks, given)
+        findings += [*check_remote_control(app, given), *check_longest_runs(app, tasks, given)]
         findings += [*check_webhooks(given), *check_restored(given)]
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
     is_rabbitmq, found = check_broker_settings(app)

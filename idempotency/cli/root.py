@@ -17,6 +17,10 @@ from ..extras import PACKAGE, installed_version
 # In the order of the help, with the first sentence of each one's own.
 COMMANDS = {
     "migrate": ("deployment", "Bring the database's tables to this version."),
+    "broker-users": (
+        "broker_users",
+        "Write users with the least rights for each kind of process, for RabbitMQ and Redis to read. Connects to neither.",
+    ),
     "relay": (
         "deployment",
         "Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number.",

@@ -98,8 +98,11 @@ def _resend_fifo(app: Celery, runtime: Runtime, connection: Connection, publishe
 
 
 def _not_held(publisher: Publisher, queue: str, consumers: int, rows: list[Row[Any]]) -> list[Row[Any]]:
-    """The rows that no consumer holds: a delivery waiting for a free slot is not lost."""
-    if not rows or not consumers:
+    """The rows that no consumer holds: a delivery waiting for a free slot is not lost.
+
+    With remote control off, none can be asked. Then what they hold is sent once more; the record answers it.
+    """
+    if not rows or not consumers or not publisher.may_ask_workers:
         return rows
     tasks = {row.id: _task_id(row.message) for row in rows}
     held = publisher.held(queue, consumers, list(tasks.values()))

@@ -12,6 +12,7 @@ import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -23,6 +24,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
+from idempotency.application import settings_of
+from idempotency.checks.broker import check_remote_control
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Finding, Level
 from idempotency.queues import dead_letter_queues, quorum_queue
@@ -110,6 +113,24 @@ def test_a_message_that_may_outlive_its_record_is_a_warning(configured: Celery, 
         assert "100000 s above redelivery_horizon=86400.0" in late.found
     finally:
         task.time_limit = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "found"),
+    [
+        ({}, Level.OK, "is on; the broker listens on loopback"),
+        ({"worker_enable_remote_control": False}, Level.OK, "is off"),
+        ({"idempotency_message_secrets": "a" * 32}, Level.WARNING, "is on, and unlike messages it is not signed"),
+        ({"broker_url": "amqp://broker.example//"}, Level.WARNING, "is on"),
+    ],
+)
+def test_remote_control_is_reported_where_others_may_publish(
+    configured: Celery, changes: dict[str, Any], level: Level, found: str
+) -> None:
+    configured.conf.update(changes)
+    (finding,) = check_remote_control(configured, settings_of(configured))
+    assert (finding.level, finding.found) == (level, found)
+    assert level is Level.OK or "stop workers and revoke tasks" in finding.advice
 
 
 # ---------------------------------------------------------------- servers

@@ -341,6 +341,17 @@ def test_a_consumer_that_does_not_say_what_it_holds_is_waited_for(bank: Celery, 
         assert resend_lost(bank).resent == 1
 
 
+def test_without_remote_control_no_consumer_is_asked(configured: Celery, sent: Sent) -> None:
+    configured.conf.worker_enable_remote_control = False
+    sent("a", seconds=61)
+    with configured.connection_for_read() as connection:
+        connection.default_channel.basic_consume(configured.conf.task_default_queue, callback=lambda message: None)
+        eventually(lambda: depth(configured) == 0)
+        assert resend_lost(configured).resent == 1
+        # what it holds is sent once more after a while that doubles, not with every pass
+        assert resend_lost(configured).resent == 0
+
+
 def test_without_a_guard_a_marker_is_a_task_that_does_nothing(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("a")
     sent.relay.publisher.mark(bank.conf.task_default_queue, "m1", priority=0)

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -17,8 +18,11 @@ from celery import Celery
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
+import services
 from idempotency.relay.relay import Relay
 from tests.support import bank as bank_module
+from tests.support.broker_users import make_users, virtual_host
+from tests.support.commands import runner
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import transactional
 
@@ -89,6 +93,28 @@ def test_flower_shows_workers_tasks_and_keys_but_no_arguments_or_results(
             assert task["state"] == "SUCCESS"
             assert secret not in client.get(f"/api/task/info/{task['uuid']}").text
         assert secret not in client.get("/api/tasks").text
+
+
+def test_flower_follows_tasks_with_a_user_that_may_do_nothing_else(
+    environment: dict[str, str],
+    servers: services.Services,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ExitStack() as stack:
+        environment |= {"BROKER_URL": stack.enter_context(virtual_host(servers)), "REMOTE_CONTROL": ""}
+        bank_module.configure(environment)
+        users = make_users(runner(monkeypatch, capsys), servers, environment, tmp_path, monkeypatch)
+        processes = Processes(environment | {"BROKER_URL": users.url("worker")})
+        stack.callback(processes.kill_all)
+        url = stack.enter_context(flower(environment | {"BROKER_URL": users.url("flower")}))
+        client = stack.enter_context(httpx.Client(base_url=url, auth=CREDENTIALS, timeout=30))
+        # without remote control, Flower cannot turn events on
+        processes.worker("--concurrency", "1", "-E")
+        with users.connected(bank_module.app, "application") as connection:
+            bank_module.returning.apply_async((uuid4().hex,), idempotency_key="seen", connection=connection)
+        assert eventually(finished(client, "seen"), what="a finished task with its key")
 
 
 def is_watched(client: httpx.Client) -> bool:

@@ -61,6 +61,7 @@ def configure(environment: dict[str, str]) -> None:
         accept_content=["json"],
         task_ignore_result=True,
         worker_prefetch_multiplier=1,
+        worker_enable_remote_control=bool(environment.get("REMOTE_CONTROL", "1")),
         worker_enable_prefetch_count_reduction=False,
         worker_cancel_long_running_tasks_on_connection_loss=True,
         broker_connection_retry_on_startup=True,

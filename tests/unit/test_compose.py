@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from idempotency.broker.rights import KINDS
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
@@ -32,7 +33,20 @@ def test_an_image_is_built_here_or_pinned_to_a_version(name: str) -> None:
     service = SERVICES[name]
     assert ("image" in service) != ("build" in service)
     if "image" in service:
-        assert re.fullmatch(r"[a-z/]+:\d+\.\d+[\w.-]*", service["image"])
+        full = r"\d+\.\d+" if service["image"].startswith("postgres:") else r"\d+\.\d+\.\d+"
+        assert re.fullmatch(rf"[a-z/]+:{full}[\w-]*", service["image"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_writes_only_where_it_must_and_has_a_limit_of_memory(name: str) -> None:
+    assert SERVICES[name]["read_only"] is True
+    assert re.fullmatch(r"\d+[mg]", SERVICES[name]["mem_limit"])
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if "build" in SERVICES[name]])
+def test_our_processes_have_no_privileges(name: str) -> None:
+    assert SERVICES[name]["cap_drop"] == ["ALL"]
+    assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -55,7 +69,9 @@ def test_a_service_waits_for_conditions_that_can_come_true(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_passwords_come_from_outside_and_a_missing_one_is_an_error(name: str) -> None:
     for variable, value in SERVICES[name].get("environment", {}).items():
-        if re.search(r"PASS|AUTH|KEY|_URL$", variable):
+        if re.search(r"PASS|AUTH|KEY|_URL$", variable) and not re.search(
+            r"//[^@]*$", value
+        ):  # an address without a login
             assert re.search(r"\$\{[A-Z_]+:\?\}", value), variable
 
 
@@ -79,12 +95,45 @@ def test_each_process_logs_in_as_its_role_and_none_as_a_superuser() -> None:
     logins = {name: url.partition("//")[2].partition(":")[0] for name, url in urls.items() if url is not None}
     assert logins == {
         **dict.fromkeys(("migrate", "tables"), "deployer"),
-        **dict.fromkeys(("worker", "flower", "api"), APPLICATION),
+        **dict.fromkeys(("users", "worker", "api"), APPLICATION),
+        "flower": "postgres",  # the host
         "admin": OPERATOR,
         **dict.fromkeys(("maintenance", "relay", "beat"), RELAY),
     }
     (statement, _) = COMPOSE["configs"]["deployer"]["content"].split(";", 1)
     assert re.fullmatch(r"CREATE ROLE deployer LOGIN CREATEROLE PASSWORD '\$\{DEPLOYER_PASSWORD:\?\}'", statement)
+
+
+def test_each_kind_of_process_is_its_own_user_of_the_broker() -> None:
+    urls = {name: service.get("environment", {}).get("BROKER_URL") for name, service in SERVICES.items()}
+    users = {
+        name: url.partition("//idempotency_")[2].partition(":")[0] for name, url in urls.items() if url is not None
+    }
+    assert users == {
+        **dict.fromkeys(("users", "migrate", "tables", "api", "admin"), "application"),
+        **dict.fromkeys(("worker", "maintenance"), "worker"),
+        **{kind: kind for kind in ("relay", "beat", "flower")},
+    }
+    given = {
+        name.split("_")[2].lower() for name in SERVICES["users"]["environment"] if name.startswith("IDEMPOTENCY_BROKER")
+    }
+    assert given == set(KINDS)
+
+
+def test_the_servers_read_the_users_that_the_command_writes() -> None:
+    command = SERVICES["users"]["command"]
+    (_, path) = COMPOSE["configs"]["rabbitmq_users"]["content"].split(" = ")
+    assert path.strip() == command[command.index("--rabbitmq") + 1]
+    redis = SERVICES["redis"]["command"]
+    assert redis[redis.index("--aclfile") + 1] == command[command.index("--redis") + 1]
+    for server in ("redis", "rabbitmq"):
+        assert "users:/users:ro" in SERVICES[server]["volumes"]
+        assert SERVICES[server]["depends_on"]["users"]["condition"] == "service_completed_successfully"
+
+
+def test_workers_do_nothing_that_needs_remote_control() -> None:
+    for name in ("worker", "maintenance"):
+        assert {"--without-mingle", "--without-gossip"} <= set(SERVICES[name]["command"])
 
 
 def test_the_queue_of_the_maintenance_has_a_worker_of_its_own() -> None:
