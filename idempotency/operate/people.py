@@ -79,8 +79,9 @@ def authenticate(
     Raises `NotAllowed`, as `NotAuthenticated` if it is no valid token. The refusal's audit row is committed by itself,
     whatever becomes of the caller's transaction. `said`: what it says of the reason; None: there is no row.
     """
+    outside = _known_outside(runtime, token) if identities.are_outside(runtime.settings) else None
     with runtime.autocommit() as connection:
-        person, why = _known(connection, runtime, token)
+        person, why = outside or _known(connection, token)
         refusal: NotAllowed | None = None if why is None else NotAuthenticated(f"{TOKEN_VARIABLE}: {why}")
         if person is not None and refusal is None:
             if role == "operator" or person.role == "admin":
@@ -92,15 +93,18 @@ def authenticate(
     raise refusal
 
 
-def _known(connection: Connection, runtime: Runtime, token: str | None) -> tuple[Person | None, str | None]:
-    """Whose token it is, and why it counts for nothing, if so."""
-    if identities.are_outside(runtime.settings):
-        if not token:
-            return None, "not set"
-        try:
-            return Person(*identities.identify(runtime.settings, token), identities.known_by(runtime.settings)), None
-        except NotAuthenticated as refusal:
-            return None, str(refusal)
+def _known_outside(runtime: Runtime, token: str | None) -> tuple[Person | None, str | None]:
+    """Whose token it is, and why it counts for nothing, if so. The issuer may be slow: no connection is held meanwhile."""
+    if not token:
+        return None, "not set"
+    try:
+        return Person(*identities.identify(runtime.settings, token), identities.known_by(runtime.settings)), None
+    except NotAuthenticated as refusal:
+        return None, str(refusal)
+
+
+def _known(connection: Connection, token: str | None) -> tuple[Person | None, str | None]:
+    """The operator in the database whose token it is, and why it counts for nothing, if so."""
     row = people.who(connection, identities.token_hash(token or ""))
     if row is not None:
         return Person(row.name, row.role), f"the token of {row.name!r} has expired" if row.expired else None

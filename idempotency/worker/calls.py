@@ -226,6 +226,10 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
             raise InvalidArguments(NEVER_DROPPED)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
+        if options.get("compression") and runtime_of(self.app).settings.message_secrets:
+            raise InvalidArguments(
+                "compression: signed messages are not compressed, because their body is what is signed"
+            )
         if (protocol := self.app.conf.task_protocol) != 2:
             raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
         given = senders_headers(options.pop("headers", None) or {})

@@ -15,11 +15,11 @@ from sqlalchemy import Connection, Engine, text
 
 from idempotency.application import close_runtime, settings_of
 from idempotency.checks.broker import check_signatures
-from idempotency.errors import ReplayRefused
+from idempotency.errors import InvalidArguments, ReplayRefused
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
-from idempotency.wire.message import KEY_HEADER, SIGNATURE_HEADER, TENANT_HEADER
+from idempotency.wire.message import KEY_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.signing import sign
 from tests.support import bank as b
 from tests.support import operations as op
@@ -189,3 +189,26 @@ def test_the_doctor_says_whether_messages_are_signed(bank: Celery, servers: Any)
     assert found(broker_url="amqp://u:p@broker.example//")[0] == ("warning", "are not signed")
     bank.conf.broker_url = address
     assert json.dumps(SECRET) not in json.dumps(bank.conf.humanize(with_defaults=False))
+
+
+@pytest.mark.parametrize("changed", [{"content_type": "text/plain"}, {"compression": "application/x-gzip"}])
+def test_a_message_whose_encoding_was_changed_is_altered(
+    bank: Celery, connection: Connection, letters: Callable[[int], Any], changed: dict[str, str]
+) -> None:
+    """What decides how a body is read is not another's to change, nor to attach a letter to the operation by."""
+    row = "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, service, status, origin, published_at) "
+    row += "VALUES ('m', 'default', :task, 'a2', :fingerprint, '', 'q', 'bank', 'published', 'enqueue', now())"
+    connection.execute(text(row), {"task": b.deposit.name, "fingerprint": b.fingerprint_of("a2")})
+    sent = signed("a2", **{OUTBOX_HEADER: "m"})
+    sent["x-death"] = [{"queue": bank.conf.task_default_queue, "reason": "rejected"}]
+    options = dict(changed)
+    if "compression" in options:
+        sent["compression"] = options.pop("compression")
+    publish(bank, body_of("a2"), queue=f"{bank.conf.task_default_queue}-dead", headers=sent, **options)
+    (letter,) = letters(1)
+    assert (letter.reason, letter.task, letter.key, letter.outbox_id) == ("altered", None, None, None)
+
+
+def test_a_signed_message_is_not_compressed(bank: Celery) -> None:
+    with pytest.raises(InvalidArguments, match="compression"):
+        b.deposit.apply_async(("a2", 1), compression="gzip")
