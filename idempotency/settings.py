@@ -64,6 +64,11 @@ def _keys(value: str) -> str:
     return value
 
 
+def _issuer(value: str) -> str:
+    _web_address(SecretStr(value))
+    return value
+
+
 def _database_address(value: SecretStr) -> SecretStr:
     try:
         driver = make_url(value.get_secret_value()).get_dialect().driver
@@ -149,6 +154,9 @@ class Settings(BaseModel):
     session: Annotated[ImportString[Any], AfterValidator(_session)] = Session
     # Redis only saves work; without it, every claim and duplicate goes to Postgres.
     redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] | None = None
+    # Hosts and networks at which Postgres, Redis, the broker and the result backend may be reached in plain text, or over
+    # TLS that does not verify them: where the network itself does. From the environment, separated by commas.
+    plain_text_hosts: Annotated[tuple[str, ...], BeforeValidator(_separated), AfterValidator(_hosts)] = ()
     # The tenant of calls that name none; keys are unique per tenant.
     tenant: Annotated[str, AfterValidator(_key)] = "default"
 
@@ -218,7 +226,7 @@ class Settings(BaseModel):
     # the issuer and audience of ID tokens, the issuer's keys (a JWKS, as an https address or a file), and the claim with a
     # person's groups. Default: the people of `operators add`.
     people_file: Path | None = None
-    oidc_issuer: str | None = Field(None, min_length=1)
+    oidc_issuer: Annotated[str, AfterValidator(_issuer)] | None = None
     oidc_audience: str | None = Field(None, min_length=1)
     oidc_keys: Annotated[str, AfterValidator(_keys)] | None = None
     oidc_groups: str = Field("groups", min_length=1)

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import psycopg
 from psycopg import sql
 
+from services import packages
 from services.server import Server, ServiceError
 
 # Postgres refuses to run as root; this account owns nothing.
@@ -148,8 +149,8 @@ def find_programs() -> Path:
     candidates.sort(key=lambda path: int(re.sub(r"\D", "", path.parent.name) or 0), reverse=True)
     on_path = shutil.which("initdb")
     candidates += [Path(on_path).parent] if on_path else []
-    debian = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdecimal()]
-    candidates += sorted(debian, key=lambda path: int(path.parent.name), reverse=True)
+    debian = packages.postgres_programs()
+    candidates += [debian] if debian else []
     for candidate in candidates:
         if (candidate / "postgres").exists() and (candidate / "initdb").exists():
             return candidate
