@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from string import ascii_letters, digits
 
 
 def is_loopback(host: str) -> bool:
@@ -12,6 +13,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_hosts(entries: tuple[str, ...]) -> tuple[str, ...]:
+    """Names, addresses and networks as a setting has them. Raises `ValueError` for anything else."""
+    for each in entries:
+        if "/" in each:
+            ip_network(each)  # a ValueError says what is wrong
+        elif not each.isascii() or not set(each) <= {*ascii_letters, *digits, *"-_.:"}:
+            raise ValueError("each must be the name of a host in ASCII, an address, or a network like 10.1.0.0/16")
+    return entries
 
 
 def is_among(host: str, entries: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from celery import Celery
 
 from .. import settings
+from ..broker.channel import verifying
 from ..errors import SettingsError
 from ..hosts import is_loopback
 from ..settings import Settings
@@ -76,7 +77,7 @@ def _speaks_amqp(app: Celery) -> bool:
 
 def check_broker(app: Celery) -> list[Finding]:
     """Check RabbitMQ's version and the queues it has. Raises the connection's errors if it does not answer."""
-    with app.connection_for_write(connect_timeout=TIMEOUT) as connection:
+    with verifying(app.connection_for_write(connect_timeout=TIMEOUT)) as connection:
         connection.ensure_connection(max_retries=1, interval_start=0, timeout=TIMEOUT)
         if connection.transport.driver_type != "amqp":
             return []

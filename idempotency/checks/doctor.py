@@ -28,6 +28,7 @@ from .settings import (
     read_settings,
 )
 from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
+from .tls import check_tls
 from .unreachable import check_server
 
 
@@ -75,6 +76,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
         findings += check_longest_runs(app, tasks, given)
         findings += [*check_webhooks(given), *check_restored(given)]
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
+    findings += check_tls(app, given)
     is_rabbitmq, found = check_broker_settings(app)
     findings += found
     if is_rabbitmq:
