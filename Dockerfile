@@ -11,6 +11,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt '.[app]'
 COPY celeryconfig.py ./
 COPY tasks ./tasks
 COPY api ./api
+COPY scripts/certificates.py ./scripts/
 
 RUN useradd --system --no-create-home app
 USER app

@@ -88,7 +88,10 @@ class Postgres(Server):
             self._create_cluster(data)
         settings = {**_SETTINGS, "port": str(self.port), "unix_socket_directories": self._socket_directory}
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        return [*_as_unprivileged(), find_programs() / "postgres", "-D", data, *options]
+        return [*_as_unprivileged(), self._programs() / "postgres", "-D", data, *options]
+
+    def _programs(self) -> Path:
+        return find_programs()
 
     def _check(self) -> None:
         with psycopg.connect(_plain(self.superuser_url()), connect_timeout=2) as connection:
@@ -108,7 +111,7 @@ class Postgres(Server):
             account = pwd.getpwnam(_ACCOUNT)
             for path in (self.directory, unfinished):
                 os.chown(path, account.pw_uid, account.pw_gid)
-        command = [*_as_unprivileged(), find_programs() / "initdb", "-D", unfinished, "--username=postgres"]
+        command = [*_as_unprivileged(), self._programs() / "initdb", "-D", unfinished, "--username=postgres"]
         command += ["--auth=scram-sha-256", f"--pwfile={password_file}", "--locale=C", "--encoding=UTF8"]
         # A power cut now would only cost an empty cluster.
         command += ["--no-sync", "--no-instructions"]
