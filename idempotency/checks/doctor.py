@@ -1,4 +1,4 @@
-"""`idempotency doctor`: finds what in the set-up would lose work or do it twice.
+"""`idempotency doctor`: finds what in the set-up would lose work, do it twice or expose it.
 
 Checks the configuration, then each server. Not checked: RabbitMQ policies, which can lower a queue's limits below its
 arguments, and the settings of an application's own database sessions.

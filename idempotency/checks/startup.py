@@ -1,4 +1,4 @@
-"""A worker, relay or beat does not start on a set-up that would lose work or do it twice.
+"""A worker, relay or beat does not start on a set-up that would lose work, do it twice or expose it.
 
 The signals come before a worker opens its pool and before a beat's first tick. Applications without an idempotent task
 are left alone. A database that does not answer prevents no start: claims wait for it.
