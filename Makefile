@@ -146,7 +146,7 @@ flower: up ## run Flower on 127.0.0.1:5555 with FLOWER_BASIC_AUTH=user:password,
 	fi; \
 	$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
 
-doctor: up ## check the set-up for what would lose work or do it twice
+doctor: up ## check the set-up for what would lose work, do it twice or expose it
 	@$(with_services) $(VENV)/idempotency doctor -A tasks $(ARGS)
 
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540

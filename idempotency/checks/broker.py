@@ -66,13 +66,16 @@ def _is_on_loopback(app: Celery) -> bool:
     """Whether only this machine reaches the broker, by its address."""
     try:
         return is_loopback(app.connection_for_write().hostname or "localhost")
-    except ValueError:
+    except (ValueError, KeyError):
         return False
 
 
 def _speaks_amqp(app: Celery) -> bool:
     """Whether the broker speaks AMQP. Does not connect; raises `ValueError` for an invalid address."""
-    return bool(app.connection_for_write().transport.driver_type == "amqp")
+    try:
+        return bool(app.connection_for_write().transport.driver_type == "amqp")
+    except KeyError:  # kombu's, for a value of ssl_cert_reqs
+        raise ValueError(settings.NOT_AN_ADDRESS) from None
 
 
 def check_broker(app: Celery) -> list[Finding]:

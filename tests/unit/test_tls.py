@@ -13,6 +13,7 @@ from sqlalchemy import Engine, create_engine, event
 
 from idempotency import IdempotentTask
 from idempotency.application import settings_of
+from idempotency.checks.broker import check_broker_settings
 from idempotency.checks.findings import Finding, Level
 from idempotency.checks.startup import require_safe_setup
 from idempotency.checks.tls import ANY_CERTIFICATE, ANY_HOST, PLAIN, UNKNOWN_OPTIONS, check_tls
@@ -136,6 +137,14 @@ def test_redis_off_this_machine_needs_a_verified_certificate(url: str, found: st
 )
 def test_a_broker_off_this_machine_needs_names_compared(url: Any, options: Any, found: str) -> None:
     check(findings(broker_url=url, broker_use_ssl=options)["broker_url"], found)
+
+
+def test_an_option_that_kombu_does_not_know_is_no_address() -> None:
+    app = Celery("shop", broker="rediss://:secret@redis.example/0?ssl_cert_reqs=secret", set_as_current=False)
+    app.conf.idempotency_database_url = LOCAL
+    assert "broker_url TLS" not in [finding.subject for finding in check_tls(app, settings_of(app))]
+    _, (finding,) = check_broker_settings(app)
+    assert str(finding) == "broker_url: not an address; correct it"
 
 
 def test_brokers_for_reading_and_for_writing_are_both_looked_at() -> None:
