@@ -83,13 +83,14 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | No
     from .postgres import check_database
     from .processes import check_consumed
     from .sagas import check_sagas
+    from .tls import is_refused
 
     if not idempotent_tasks(app):
         return None
     unanswered = None
     settings, findings = read_settings(app)
     findings += check_configuration(app, settings)
-    if settings is not None:
+    if settings is not None and not is_refused(findings, "idempotency_database_url"):
         try:
             findings += check_database(settings)
             if not any(finding.level is Level.REFUSAL for finding in findings):

@@ -26,7 +26,7 @@ from ..hosts import is_among, is_loopback
 from ..settings import Settings
 from ..store.connections import login
 from ..tls import redis_options
-from .findings import Finding, ok, refusal, warning
+from .findings import Finding, Level, ok, refusal, warning
 
 PLAIN = "plain text off this machine"
 ANY_CERTIFICATE = "TLS without verifying the certificate"
@@ -69,6 +69,12 @@ def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
         advice = "only where the network itself encrypts and knows its servers; remove what does not need it"
         findings.append(warning("idempotency_plain_text_hosts", found, advice))
     return [finding for finding in findings if finding is not None]
+
+
+def is_refused(findings: Sequence[Finding], *settings: str) -> bool:
+    """Whether an address was refused: then no password is sent there, by a check either."""
+    subjects = {f"{setting} TLS" for setting in settings}
+    return any(finding.level is Level.REFUSAL and finding.subject in subjects for finding in findings)
 
 
 def _finding(setting: str, servers: Sequence[Server] | None, allowed: Sequence[str]) -> Finding | None:

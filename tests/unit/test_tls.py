@@ -14,6 +14,7 @@ from sqlalchemy import Engine, create_engine, event
 from idempotency import IdempotentTask
 from idempotency.application import settings_of
 from idempotency.checks.broker import check_broker_settings
+from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Finding, Level
 from idempotency.checks.startup import require_safe_setup
 from idempotency.checks.tls import ANY_CERTIFICATE, ANY_HOST, PLAIN, UNKNOWN_OPTIONS, check_tls
@@ -206,6 +207,19 @@ def test_no_worker_relay_or_beat_starts_with_plain_text_off_this_machine() -> No
     assert line.startswith(f"idempotency: refused to start: broker_url TLS: {PLAIN}; use amqps://")
     app.conf.idempotency_plain_text_hosts = ["mq.example"]
     assert require_safe_setup(app) == "connection refused"  # of the database, which prevents no start
+
+
+def test_the_doctor_asks_nothing_of_a_server_whose_address_it_refuses() -> None:
+    app = Celery("shop", broker="amqp://shop:secret@mq.invalid", set_as_current=False)
+    app.conf.update(
+        idempotency_database_url=AWAY.replace(".example", ".invalid"), idempotency_redis_url="redis://redis.invalid"
+    )
+    found = doctor(app)
+    refused = {finding.subject for finding in found if finding.level is Level.REFUSAL and finding.found == PLAIN}
+    assert refused == {"idempotency_database_url TLS", "idempotency_redis_url TLS", "broker_url TLS"}
+    assert not any("unreachable" in finding.found for finding in found)
+    app.conf.idempotency_plain_text_hosts = ["db.invalid", "redis.invalid", "mq.invalid"]
+    assert len([finding for finding in doctor(app) if finding.found.startswith("unreachable: no such host")]) == 3
 
 
 def test_names_are_compared_unless_the_application_says_otherwise() -> None:
