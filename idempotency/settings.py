@@ -50,7 +50,7 @@ def _web_address(value: _Text) -> _Text:
         host = address.hostname
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None
-    # whoever reads it has what the receiver takes for proof, and whoever answers in its place is believed
+    # in plain text, others on the way could read what it carries, or answer in its place
     if address.scheme != "https" and not (address.scheme == "http" and is_loopback(host or "")):
         raise ValueError("must begin with https://, or with http:// on this machine")
     return value

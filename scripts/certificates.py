@@ -110,7 +110,7 @@ def _is_current(path: Path, authority_file: Path) -> bool:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Replace a file, whose content nobody else could read in between."""
+    """Replace a file, which has its mode from the start."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)

@@ -121,7 +121,7 @@ def test_a_task_is_enqueued_relayed_and_run_over_tls_alone(
         processes.worker("--concurrency", "1")
         with Session(engine) as session, session.begin():
             handle = bank.deposit.enqueue(session, account="a1", amount=5)
-        assert handle.result(timeout=30) == {"account": "a1", "amount": 5}
+        assert handle.result(timeout=60) == {"account": "a1", "amount": 5}
         with engine.connect() as connection:
             seen = "SELECT ssl, count(*) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE datname = current_database()"
             ((is_encrypted, connections),) = connection.execute(text(f"{seen} GROUP BY ssl")).all()

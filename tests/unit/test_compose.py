@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.x509 import load_pem_x509_certificate
 
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
+from scripts import certificates
 from tests.support.encrypted import authority, make_certificates
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
@@ -108,6 +110,25 @@ def test_a_certificates_key_is_mounted_by_its_server_alone() -> None:
         assert f"{name}-certificate:/certificates/{name}" in mounts["certificates"]
         assert "certificates" in SERVICES[name]["depends_on"]
     assert all(mounts[name] == ["authority:/certificates:ro"] for name in PROCESSES)
+
+
+def test_certificates_are_kept_as_long_as_they_belong_together(tmp_path: Path) -> None:
+    def files() -> dict[str, bytes]:
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    certificates.main(tmp_path, ["postgres"])
+    first = files()
+    assert set(first) == {"ca/ca.crt", "postgres/server.crt", "postgres/server.key"}
+    assert (tmp_path / "postgres" / "server.key").stat().st_mode & 0o777 == 0o600
+    certificates.main(tmp_path, ["postgres"])
+    assert files() == first
+    certificates.main(tmp_path, ["postgres", "redis"])  # signed by an authority whose key is gone
+    second = files()
+    assert all(second[name] != first[name] for name in first)
+    for name in ("postgres", "redis"):
+        load_pem_x509_certificate(second[f"{name}/server.crt"]).verify_directly_issued_by(
+            load_pem_x509_certificate(second["ca/ca.crt"])
+        )
 
 
 def test_no_process_starts_before_the_business_tables_are_there() -> None:

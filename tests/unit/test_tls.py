@@ -243,7 +243,7 @@ def test_an_issuer_of_identities_is_an_https_address() -> None:
         Settings.read(given | {"oidc_issuer": "http://login.example"})
 
 
-def test_the_example_calls_nobody_off_this_machine_in_plain_text() -> None:
+def test_the_examples_providers_need_https_off_this_machine() -> None:
     names = ("CARRIER_URL", "STRIPE_API_BASE")
     given = {"DATABASE_URL": LOCAL, "BROKER_URL": "amqp://127.0.0.1"} | dict.fromkeys(names, "http://secret.example")
     command = [sys.executable, "-c", "import celeryconfig"]
